@@ -1,0 +1,77 @@
+"""Settings: configuration declared, documented and bounded where it is used.
+
+A configuration class is a frozen, keyword-only dataclass whose fields are made by `setting`. The loader of
+offbeat-run reads the metadata; the class itself needs nothing but the standard library.
+"""
+
+from collections.abc import Sequence
+from dataclasses import MISSING, field
+from typing import Any, Final
+
+METADATA_KEY: Final = "offbeat"
+REQUIRED: Final = MISSING
+"""Pass as `default` for a setting that has none."""
+
+
+class Setting:
+    """What is known of one setting beyond its name and type.
+
+    Args:
+        doc: one or two sentences for `--explain`.
+        unit: such as "s", "tokens", "bytes", "nats"; empty for a pure number, a name or a path.
+        ge, gt, le, lt: bounds on a number, each optional.
+        choices: the only values allowed, or empty for any.
+    """
+
+    def __init__(
+        self,
+        doc: str,
+        unit: str = "",
+        *,
+        ge: float | None = None,
+        gt: float | None = None,
+        le: float | None = None,
+        lt: float | None = None,
+        choices: Sequence[str] = (),
+    ) -> None:
+        self.doc, self.unit, self.choices = doc, unit, tuple(choices)
+        self.ge, self.gt, self.le, self.lt = ge, gt, le, lt
+
+    def complaint(self, value: object) -> str | None:
+        """Say what is required of `value` when it is out of bounds, else None. None itself is always in bounds."""
+        if value is None:
+            return None
+        if self.choices and value not in self.choices:
+            return "one of " + ", ".join(self.choices)
+        if not isinstance(value, int | float):
+            return None
+        bounds = {">=": self.ge, ">": self.gt, "<=": self.le, "<": self.lt}
+        inside = (
+            (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
+        )
+        if inside:
+            return None
+        return "a number " + " and ".join(f"{sign} {bound:g}" for sign, bound in bounds.items() if bound is not None)
+
+
+def setting(default: Any, doc: str, unit: str = "", **bounds: Any) -> Any:
+    """Declare one field of a configuration class.
+
+    Args:
+        default: its value when the file names none; `REQUIRED` for no default; lists and dicts are copied per instance.
+        doc: what it does, for `--explain`.
+        unit: see `Setting`.
+        bounds: `ge`, `gt`, `le`, `lt`, `choices` of `Setting`.
+
+    Returns:
+        A dataclass field, typed as the field's own annotation.
+    """
+    metadata = {METADATA_KEY: Setting(doc, unit, **bounds)}
+    if default is REQUIRED:
+        return field(metadata=metadata)
+    if isinstance(default, list | dict):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)

@@ -1,0 +1,177 @@
+"""The training contract: what every engine that updates weights takes and gives.
+
+Shapes: T tokens of one sequence, N loss tokens of one micro-batch (packed, no padding), S sequences in it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from offbeat_types._errors import ShapeError
+from offbeat_types._rollout import Floats, Ids
+from offbeat_types._settings import REQUIRED, setting
+
+TensorT = TypeVar("TensorT")
+
+Aggregation = Literal["mean", "sum", "max", "min", "last"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """One number with the way it combines over micro-batches, ranks and steps declared beside it.
+
+    Args:
+        value: the number.
+        weight: its weight in a mean, such as the tokens it was taken over; ignored by the other aggregations.
+        how: how two of them become one.
+    """
+
+    value: float
+    weight: float = 1.0
+    how: Aggregation = "mean"
+
+    def merge(self, other: "Metric") -> "Metric":
+        """Combine with a later metric of the same name and aggregation."""
+        if self.how != other.how:
+            raise ValueError(f"cannot merge a {self.how} with a {other.how}")
+        if self.how == "mean":
+            weight = self.weight + other.weight
+            value = (self.value * self.weight + other.value * other.weight) / weight if weight else 0.0
+            return Metric(value=value, weight=weight, how="mean")
+        if self.how == "last":
+            return other
+        value = {"sum": self.value + other.value, "max": max(self.value, other.value)}.get(
+            self.how, min(self.value, other.value)
+        )
+        return Metric(value=value, weight=self.weight + other.weight, how=self.how)
+
+
+Metrics = dict[str, Metric]
+
+
+def merge_metrics(batches: Sequence[Mapping[str, Metric]]) -> Metrics:
+    """Merge metrics by name, in order."""
+    merged: Metrics = {}
+    for batch in batches:
+        for name, metric in batch.items():
+            merged[name] = merged[name].merge(metric) if name in merged else metric
+    return merged
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSequence:
+    """One token sequence to learn from. Index t of every array belongs to token t, predicted from tokens before t.
+
+    Args:
+        ids: [T] int32.
+        loss_mask: [T] bool; True where the token enters the loss. loss_mask[0] must be False.
+        extras: per-token inputs of the loss, each [T] float32; entries where loss_mask is False are not read.
+    """
+
+    ids: Ids
+    loss_mask: npt.NDArray[np.bool_]
+    extras: dict[str, Floats] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shapes = {"loss_mask": self.loss_mask.shape, **{name: array.shape for name, array in self.extras.items()}}
+        wrong = {name: shape for name, shape in shapes.items() if shape != self.ids.shape}
+        if wrong:
+            raise ShapeError(f"every array of a sequence needs the shape of ids {self.ids.shape}: got {wrong}")
+        if len(self.ids) and self.loss_mask[0]:
+            raise ShapeError("loss_mask[0] must be False: nothing comes before the first token to predict it from")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTokens(Generic[TensorT]):
+    """The loss tokens of one micro-batch, packed: what a loss function reads.
+
+    Args:
+        logprobs_N: [N] float32, nats, carries gradient.
+        entropy_N: [N] float32, nats; carries gradient when the engine was asked for it.
+        sequence_N: [N] int64 in [0, S), sorted: the sequence of each token.
+        num_sequences: S.
+        extras: the sequences' extras at the loss tokens, each [N] float32.
+        total_tokens: loss tokens of the whole update, over all micro-batches and ranks.
+        total_sequences: sequences with at least one loss token in the whole update.
+    """
+
+    logprobs_N: TensorT
+    entropy_N: TensorT
+    sequence_N: TensorT
+    num_sequences: int
+    extras: dict[str, TensorT]
+    total_tokens: int
+    total_sequences: int
+
+
+LossFunction = Callable[[LossTokens[Any]], tuple[Any, Metrics]]
+"""Maps loss tokens to (scalar loss, metrics). The micro-batches' losses are summed, so divide by the totals."""
+
+
+class TrainEngine(Protocol):
+    """Holds a model and its optimizer. One update is any number of `forward_backward`, then one `step`."""
+
+    def forward_backward(self, sequences: Sequence[TrainSequence], loss: LossFunction) -> Metrics:
+        """Split into micro-batches by the token budget, and add up gradients of the summed loss."""
+        ...
+
+    def step(self) -> Metrics:
+        """Clip, update the weights, clear gradients. A step whose gradient is not finite is refused and counted.
+
+        Returns:
+            `grad_norm`, `learning_rate`, `steps_refused`.
+        """
+        ...
+
+    def logprobs(self, sequences: Sequence[TrainSequence], *, reference: bool = False) -> list[Floats]:
+        """[T] float32 nats per sequence; 0 where loss_mask is False. `reference` asks the frozen first policy."""
+        ...
+
+    def weights(self) -> Any:
+        """Iterate (Hugging Face name, tensor) in one fixed order; LoRA is merged."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write weights in Hugging Face format, and optimizer, schedule and RNG beside them."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote."""
+        ...
+
+    def close(self) -> None:
+        """Free everything."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainEngineConfig:
+    """What every training backend needs. Its own extras come as `options`, checked by the backend."""
+
+    model_path: str = setting(REQUIRED, "Hugging Face model folder: config.json, safetensors, tokenizer.")
+    device: str = setting("auto", "auto, cpu, or a device such as cuda:0.")
+    dtype: str = setting("float32", "Number format of the matrix products.", choices=("float32", "bfloat16"))
+    learning_rate: float = setting(1e-6, "Peak learning rate.", ge=0)
+    schedule: str = setting("constant", "Learning rate after the warm-up.", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = setting(0, "Updates over which the learning rate rises from 0.", "updates", ge=0)
+    total_steps: int = setting(0, "Updates after which linear and cosine reach their end; 0: set by the app.", ge=0)
+    min_learning_rate_ratio: float = setting(0.0, "End of the schedule, as a share of the peak.", ge=0, le=1)
+    weight_decay: float = setting(0.0, "AdamW weight decay on matrices.", ge=0)
+    adam_beta1: float = setting(0.9, "AdamW first moment decay.", ge=0, lt=1)
+    adam_beta2: float = setting(0.95, "AdamW second moment decay.", ge=0, lt=1)
+    adam_eps: float = setting(1e-8, "AdamW epsilon.", gt=0)
+    max_grad_norm: float = setting(1.0, "Gradients are scaled down to this norm; 0 turns it off.", ge=0)
+    max_tokens_per_microbatch: int = setting(
+        8192, "Token budget of one forward and backward pass: bounds memory, changes no result.", "tokens", ge=16
+    )
+    activation_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
+    lora_rank: int = setting(0, "Rank of LoRA adapters; 0 trains all weights.", ge=0)
+    lora_alpha: float = setting(0.0, "LoRA scale; 0 means twice the rank.", ge=0)
+    seed: int = setting(0, "Seed of everything random in the engine.", ge=0)
+    num_threads: int = setting(0, "CPU threads; 0 leaves the choice to the launcher.", ge=0)
+    trust_remote_code: bool = setting(False, "Run code that comes with the model folder.")
+    options: dict[str, Any] = setting({}, "Extras of the backend, checked against its own settings.")
