@@ -209,16 +209,22 @@ class RolloutEngine(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutEngineConfig:
-    """What every rollout backend needs to start. Its own extras come as `options`, checked by the backend."""
+class RolloutEngineSettings:
+    """What a user may set of any rollout backend."""
 
-    model_path: str = setting(REQUIRED, "Hugging Face model folder: config.json, safetensors, tokenizer.")
     device: str = setting("auto", "auto, cpu, or a device such as cuda:0.")
     dtype: str = setting(
         "float32", "Number format of the weights while sampling.", choices=("float32", "bfloat16", "float16")
     )
-    max_running: int = setting(64, "Samples decoded together at most.", ge=1)
+    max_running: int = setting(64, "Samples decoded together at most.", "samples", ge=1)
     max_model_len: int = setting(4096, "Prompt and completion together at most.", "tokens", ge=8)
-    num_threads: int = setting(0, "CPU threads; 0 leaves the choice to the launcher.", ge=0)
-    trust_remote_code: bool = setting(False, "Run code that comes with the model folder.")
+    num_threads: int = setting(0, "CPU threads; 0 leaves the choice to the launcher.", "threads", ge=0)
     options: dict[str, Any] = setting({}, "Extras of the backend, checked against its own settings.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutEngineConfig(RolloutEngineSettings):
+    """What every rollout backend needs to start."""
+
+    model_path: str = setting(REQUIRED, "Hugging Face model folder: config.json, safetensors, tokenizer.")
+    trust_remote_code: bool = setting(False, "Run code that comes with the model folder.")

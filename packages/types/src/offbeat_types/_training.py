@@ -149,10 +149,9 @@ class TrainEngine(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainEngineConfig:
-    """What every training backend needs. Its own extras come as `options`, checked by the backend."""
+class TrainEngineSettings:
+    """What a user may set of any training backend."""
 
-    model_path: str = setting(REQUIRED, "Hugging Face model folder: config.json, safetensors, tokenizer.")
     device: str = setting("auto", "auto, cpu, or a device such as cuda:0.")
     dtype: str = setting("float32", "Number format of the matrix products.", choices=("float32", "bfloat16"))
     learning_rate: float = setting(1e-6, "Peak learning rate.", ge=0)
@@ -173,5 +172,12 @@ class TrainEngineConfig:
     lora_alpha: float = setting(0.0, "LoRA scale; 0 means twice the rank.", ge=0)
     seed: int = setting(0, "Seed of everything random in the engine.", ge=0)
     num_threads: int = setting(0, "CPU threads; 0 leaves the choice to the launcher.", ge=0)
-    trust_remote_code: bool = setting(False, "Run code that comes with the model folder.")
     options: dict[str, Any] = setting({}, "Extras of the backend, checked against its own settings.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainEngineConfig(TrainEngineSettings):
+    """What every training backend needs to start."""
+
+    model_path: str = setting(REQUIRED, "Hugging Face model folder: config.json, safetensors, tokenizer.")
+    trust_remote_code: bool = setting(False, "Run code that comes with the model folder.")
