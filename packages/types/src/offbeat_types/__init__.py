@@ -1,6 +1,7 @@
 """Wire types, protocols, errors and the backend loader: what all of offbeat agrees on. No torch."""
 
 from offbeat_types._backends import (
+    INSTALL_LINES,
     installed_backends,
     load_backend,
 )
@@ -54,6 +55,7 @@ from offbeat_types._training import (
 )
 
 __all__ = [
+    "INSTALL_LINES",
     "METADATA_KEY",
     "REQUIRED",
     "Aggregation",

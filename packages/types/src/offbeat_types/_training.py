@@ -135,8 +135,12 @@ class TrainEngine(Protocol):
         """Iterate (Hugging Face name, tensor) in one fixed order; LoRA is merged."""
         ...
 
+    def save_weights(self, folder: Path) -> None:
+        """Write a folder in Hugging Face format: weights with LoRA merged, config, tokenizer."""
+        ...
+
     def save(self, folder: Path) -> None:
-        """Write weights in Hugging Face format, and optimizer, schedule and RNG beside them."""
+        """Write what `save_weights` writes, and optimizer, schedule and RNG beside it."""
         ...
 
     def load(self, folder: Path) -> None:

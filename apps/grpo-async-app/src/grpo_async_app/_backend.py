@@ -1,0 +1,269 @@
+"""What the asynchronous loop asks for, done: groups sampled and scored, updates, syncs, checkpoints, validation."""
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_async_app._busy import BusyClock
+from grpo_async_app._config import GrpoConfig
+from grpo_async_app._evaluation import Validation, validate
+from grpo_async_app._fleet import Fleet
+from grpo_async_app._groups import SampledGroup, save_groups
+from grpo_async_app._journal import Journal
+from offbeat_async_policy import AsyncPolicy, GroupResult
+from offbeat_data import EpochOrder, Prompt
+from offbeat_objectives import has_signal, overlong_penalty
+from offbeat_run import RunFolder, clock_s
+from offbeat_types import Completion, DeadlineError, GenerateRequest, Metrics, PeerFailedError, SamplingParams
+
+STATE_FILE = "loop.json"
+
+
+class GrpoBackend:
+    """Performs the policy's actions on the fleet: implements `offbeat_async_policy.LoopBackend`.
+
+    Args:
+        config: of the run.
+        fleet: started.
+        policy: the one that the loop drives; asked where it stands, never told.
+        prompts: training prompts.
+        held_out: prompts of a validation; empty turns validation off.
+        run: folder of the run, for checkpoints.
+        journal: takes metrics, generations, timeline and progress.
+        groups: finished groups of a restored run.
+    """
+
+    def __init__(
+        self,
+        config: GrpoConfig,
+        fleet: Fleet,
+        policy: AsyncPolicy,
+        *,
+        prompts: tuple[Prompt, ...],
+        held_out: tuple[Prompt, ...],
+        run: RunFolder,
+        journal: Journal,
+        groups: dict[int, SampledGroup] | None = None,
+    ) -> None:
+        self._config, self._fleet, self._policy, self._run, self._journal = config, fleet, policy, run, journal
+        self._prompts, self._held_out = prompts, held_out
+        self._order = EpochOrder(len(prompts), config.data.shuffle_seed, config.data.shuffle)
+        self._groups = groups or {}
+        self._where: dict[int, str] = {}
+        self._validating: asyncio.Task[Validation] | None = None
+        self._trainer_turn = asyncio.Lock()
+        self._num_sampled_tokens = 0
+        self._clock = BusyClock("trainer-0", fleet.rollout_names, clock_s, journal.worked)
+        self.validations: list[Validation] = []
+
+    # ── rollouter ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def submit(self, group_id: int) -> GroupResult:
+        """Sample and score one group."""
+        prompt = self._prompt(group_id)
+        name = self._where[group_id] = self._fleet.least_loaded()
+        try:
+            with self._clock.busy(name):
+                completions = await self._sample(group_id, prompt, name)
+                greedy = await self._sample_greedy(group_id, prompt, name)
+        except PeerFailedError:
+            self._fleet.restart_if_dead(name, self._sync_restarted)
+            raise
+        group = await self._score(group_id, prompt, completions, greedy)
+        self._num_sampled_tokens += group.num_tokens
+        filtered = self._config.algorithm.filter_groups and not has_signal(group.rewards)
+        if not filtered:
+            self._groups[group_id] = group
+        return GroupResult(oldest_version=group.oldest_version, filtered=filtered)
+
+    async def _sample(self, group_id: int, prompt: Prompt, name: str) -> list[Completion]:
+        request = GenerateRequest(
+            request_id=f"group-{group_id}",
+            prompt_ids=prompt.ids,
+            num_samples=self._config.rollout.samples_per_prompt,
+            params=self._config.rollout.sampling(self._seed(group_id)),
+        )
+        return await self._fleet.generate(name, request, self._config.async_.group_deadline_s)
+
+    async def _sample_greedy(self, group_id: int, prompt: Prompt, name: str) -> list[Completion]:
+        """The greedy completion that ReMax compares with; none for other advantages."""
+        if not self._config.algorithm.needs_greedy_reward:
+            return []
+        params = SamplingParams(max_tokens=self._config.rollout.max_tokens, temperature=0.0)
+        request = GenerateRequest(request_id=f"greedy-{group_id}", prompt_ids=prompt.ids, params=params)
+        return await self._fleet.generate(name, request, self._config.async_.group_deadline_s)
+
+    async def _score(
+        self, group_id: int, prompt: Prompt, completions: list[Completion], greedy: list[Completion]
+    ) -> SampledGroup:
+        scores = await self._fleet.score(prompt, [completion.text for completion in [*completions, *greedy]])
+        num_samples = len(completions)
+        penalties = self._overlong_penalties(completions)
+        return SampledGroup(
+            group_id=group_id,
+            item=prompt.index,
+            prompt_ids=prompt.ids,
+            completions=completions,
+            rewards=[score.value + penalty for score, penalty in zip(scores[:num_samples], penalties, strict=True)],
+            parts=[score.parts for score in scores[:num_samples]],
+            greedy_reward=scores[-1].value if greedy else 0.0,
+        )
+
+    def _overlong_penalties(self, completions: list[Completion]) -> list[float]:
+        algorithm = self._config.algorithm
+        if not algorithm.overlong_buffer_tokens:
+            return [0.0] * len(completions)
+        return [
+            overlong_penalty(
+                len(completion.ids),
+                max_tokens=self._config.rollout.max_tokens,
+                buffer_tokens=algorithm.overlong_buffer_tokens,
+                factor=algorithm.overlong_penalty_factor or 1.0,
+            )
+            for completion in completions
+        ]
+
+    async def drop(self, group_id: int) -> None:
+        """Forget a group, aborting it if it is being sampled."""
+        if self._groups.pop(group_id, None) is None:
+            await self._fleet.abort(f"group-{group_id}")
+
+    def where(self, group_id: int) -> str:
+        """The engine that holds a group in flight."""
+        return self._where.get(group_id, "the verifier")
+
+    # ── trainer ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def update(self, group_ids: tuple[int, ...], version: int) -> None:
+        """Train on these groups, and write down how it went."""
+        groups = [self._groups[group_id] for group_id in group_ids]
+        async with self._trainer_turn:
+            with self._clock.busy("trainer-0"):
+                metrics = await self._fleet.trainer.call(
+                    "update",
+                    groups,
+                    self._config.async_.require_batches,
+                    returns=Metrics,
+                    deadline_s=self._config.async_.update_deadline_s,
+                )
+        for group_id in group_ids:
+            del self._groups[group_id]
+        prompts = {group.item: self._prompts[group.item] for group in groups}
+        self._journal.updated(version + 1, groups, prompts, metrics, self._clock.lap(), self._policy.statistics)
+
+    # ── synchroniser ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def sync(self, version: int, interrupt: bool) -> None:
+        """Bring the weights to every engine. A validation that runs finishes first, so that it has one version."""
+        await self._finish_validation()
+        started_s = clock_s()
+        async with self._trainer_turn:
+            with self._clock.held(self._fleet.rollout_names):
+                await self._fleet.sync(version, interrupt)
+        self._journal.synced(version, started_s, clock_s())
+        if self._validation_is_due(version):
+            self._validating = asyncio.create_task(validate(self._fleet, self._config, self._held_out, version))
+            self._validating.add_done_callback(self._validated)
+
+    async def _sync_restarted(self, name: str) -> None:
+        async with self._trainer_turn:
+            await self._fleet.sync_restarted(name, self._policy.engine_version)
+
+    # ── validation ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _validation_is_due(self, version: int) -> bool:
+        every = self._config.eval.every_updates
+        if not every or not self._held_out:
+            return False
+        last = self.validations[-1].version if self.validations else -1
+        if version == 0 or last < 0:
+            return self._config.eval.at_start or version > 0
+        return version // every > last // every or (version > last and self._is_last_sync)
+
+    @property
+    def _is_last_sync(self) -> bool:
+        status = self._policy.status
+        return not (status.num_not_started or status.in_flight or status.num_finished or status.num_training)
+
+    async def _finish_validation(self) -> None:
+        if self._validating is not None:
+            validating, self._validating = self._validating, None
+            try:
+                async with asyncio.timeout(self._config.eval.deadline_s):
+                    await validating
+            except TimeoutError:
+                deadline_s = self._config.eval.deadline_s
+                raise DeadlineError("validation", "the rollout engines", deadline_s, "raise eval.deadline_s") from None
+
+    def _validated(self, task: "asyncio.Task[Validation]") -> None:
+        if task.cancelled() or task.exception() is not None:
+            return  # `_finish_validation` raises it
+        validation = task.result()
+        self.validations.append(validation)
+        self._run.checkpoints.set_score(validation.version, validation.reward)
+        self._journal.validated(validation)
+
+    async def finish(self) -> None:
+        """Wait for the last validation."""
+        await self._finish_validation()
+
+    # ── checkpoints ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def wants_checkpoint(self, version: int) -> bool:
+        """Every `checkpoint.every` updates."""
+        every = self._config.checkpoint.every
+        return every > 0 and version % every == 0
+
+    async def checkpoint(self, state: Mapping[str, Any]) -> None:
+        """Write weights, optimizer, the loop's state and the finished groups as one folder."""
+        groups = [self._groups[int(group_id)] for group_id, _ in state["finished"]]
+        await self.write_checkpoint(state, groups)
+
+    async def write_checkpoint(self, state: Mapping[str, Any], groups: list[SampledGroup]) -> None:
+        """Write a checkpoint of the trainer's weights as they are."""
+        version = self._policy.version
+        async with self._trainer_turn:
+            with self._run.checkpoints.write(version) as folder:
+                await self._fleet.trainer.call(
+                    "save",
+                    str(folder),
+                    self._config.checkpoint.save_optimizer,
+                    deadline_s=self._config.async_.checkpoint_deadline_s,
+                )
+                save_groups(folder, groups)
+                loop = {"policy": dict(state), "sampled_tokens": self._num_sampled_tokens}
+                (folder / STATE_FILE).write_text(json.dumps(loop))
+        self._run.checkpoints.prune(self._config.checkpoint.keep, keep_best=self._config.checkpoint.keep_best)
+
+    # ── watching ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def idle(self, wait: str, idle_s: float) -> float:
+        """Show the wait; raise if a process has died without which nothing goes on."""
+        self._fleet.raise_if_dead()
+        self._journal.waiting(wait, idle_s)
+        return float(self._num_sampled_tokens)
+
+    # ── small things ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _prompt(self, group_id: int) -> Prompt:
+        _, item = self._order(group_id)
+        return self._prompts[item]
+
+    def _seed(self, group_id: int) -> int:
+        """A sampling seed of its own for each group; sample i of the group draws with this plus i."""
+        return (self._config.rollout.seed << 40) + group_id * self._config.rollout.samples_per_prompt
+
+
+def read_loop_state(folder: Path) -> dict[str, Any]:
+    """The loop's state in a checkpoint."""
+    return dict(json.loads((folder / STATE_FILE).read_text()))
+
+
+def count_groups(config: GrpoConfig, num_prompts: int) -> int:
+    """Groups of the whole run: all epochs, or as many as `engine.max_updates` takes."""
+    epochs = config.data.epochs * num_prompts if config.data.epochs else math.inf
+    updates = config.engine.max_updates * config.async_.groups_per_update if config.engine.max_updates else math.inf
+    return int(min(epochs, updates))

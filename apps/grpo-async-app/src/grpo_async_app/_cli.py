@@ -1,0 +1,38 @@
+"""The command line of `grpo-async-app`."""
+
+import sys
+from typing import NoReturn
+
+from offbeat_run import run_command
+
+_USAGE = """\
+Asynchronous GRPO: rollouts and training overlap, and no process waits without a name.
+
+  grpo-async-app quickstart [--seed N]      train a small model made on the spot; nothing to download
+  grpo-async-app train FILE                 train as a TOML file says
+  grpo-async-app plan FILE                  what a run would take; starts nothing
+  grpo-async-app resume RUN                 go on from the latest checkpoint of a run folder
+  grpo-async-app eval RUN                   validate the best checkpoint of a run
+  grpo-async-app report RUN [--serve PORT]  write report.html again, or serve it while the run goes on
+  grpo-async-app doctor                     versions, devices, and why a backend is not there
+
+  --out FOLDER           run folder of quickstart and train (runs/NAME-DATE)
+  --section.key VALUE    set any key of the file, such as --rollout.temperature 0.8
+  --explain KEY          what a key or a section is for: --explain async.staleness_threshold
+
+exit codes: 0 done, 1 a bug, 2 something to put right, 3 the run failed, 4 the run stood still, 130 interrupted"""
+
+
+def main() -> NoReturn:
+    """Run the command line."""
+    run_command(_main, program="grpo-async-app")
+
+
+def _main() -> int:
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help", "help") or "--help" in words or "-h" in words:
+        print(_USAGE)
+        return 0
+    from grpo_async_app._commands import dispatch  # imports torch by way of the objectives: not for --help
+
+    return dispatch(words)

@@ -1,0 +1,125 @@
+"""What each command does."""
+
+from pathlib import Path
+
+from grpo_async_app._config import GrpoConfig
+from grpo_async_app._plan import describe_plan
+from grpo_async_app._preflight import Preflight, check_run
+from grpo_async_app._quickstart import make_model, quickstart_config, warm_up
+from grpo_async_app._train import Outcome, evaluate, resume, train, with_model
+from offbeat_run import (
+    Command,
+    CommandWords,
+    RunFolder,
+    duration_text,
+    examine,
+    load_config,
+    new_run_folder,
+    print_before_after,
+    print_table,
+    report_command,
+    run_named_command,
+    whole_number,
+    write_report,
+)
+from offbeat_types import ConfigError, RunFolderError
+
+QUICKSTART_BYTES = 2**28
+
+
+def dispatch(words: list[str]) -> int:
+    """Run the command that the words name.
+
+    Raises:
+        OffbeatError: whatever it raises.
+    """
+    return run_named_command(words, _COMMANDS, GrpoConfig, options=("out", "serve", "seed"))
+
+
+def _train(words: CommandWords, file: str) -> int:
+    preflight = check_run(load_config(file, GrpoConfig, words.overrides))
+    with RunFolder.create(new_run_folder(words, Path(file).stem), required_bytes=preflight.required_bytes) as run:
+        _show_plan(preflight, run)
+        return _conclude(train(preflight, run), run)
+
+
+def _quickstart(words: CommandWords) -> int:
+    seed = whole_number(words, "seed")
+    with RunFolder.create(new_run_folder(words, "quickstart"), required_bytes=QUICKSTART_BYTES) as run:
+        config = quickstart_config(run.path / "model", seed, words.overrides)
+        make_model(run.path / "model", seed)
+        preflight = check_run(config)
+        _show_plan(preflight, run)
+        warm_folder = run.path / "model-warm"
+        warm_up(run.path / "model", warm_folder, preflight.prompts.train, seed)
+        preflight = check_run(with_model(config, warm_folder))
+        run.write_config(preflight.config)
+        return _conclude(train(preflight, run), run)
+
+
+def _plan(words: CommandWords, file: str) -> int:
+    print_table(describe_plan(check_run(load_config(file, GrpoConfig, words.overrides))), title="plan")
+    return 0
+
+
+def _resume(words: CommandWords, folder: str) -> int:
+    with RunFolder.open(folder) as run:
+        preflight = check_run(load_config(run.config, GrpoConfig, words.overrides))
+        return _conclude(resume(preflight, run), run)
+
+
+def _eval(words: CommandWords, folder: str) -> int:
+    with RunFolder.open(folder, write=False) as run:
+        checkpoint = run.checkpoints.best() or run.checkpoints.latest()
+        if checkpoint is None:
+            raise RunFolderError(f"{folder} holds no whole checkpoint to evaluate")
+        preflight = check_run(with_model(load_config(run.config, GrpoConfig, words.overrides), checkpoint.path))
+        if not preflight.held_out:
+            raise ConfigError("eval needs held-out prompts: set data.eval_size or data.eval_path")
+        validation = evaluate(preflight, run.logs)
+        print(f"checkpoint of update {checkpoint.step}: {len(validation.samples)} held-out prompts")
+        for name, value in validation.numbers().items():
+            print(f"  {name}  {value:.4f}")
+    return 0
+
+
+def _doctor(words: CommandWords) -> int:
+    print_table(examine())
+    return 0
+
+
+_COMMANDS: dict[str, Command] = {
+    "quickstart": Command(_quickstart),
+    "train": Command(_train, "FILE"),
+    "plan": Command(_plan, "FILE"),
+    "resume": Command(_resume, "RUN"),
+    "eval": Command(_eval, "RUN"),
+    "report": Command(report_command, "RUN"),
+    "doctor": Command(_doctor),
+}
+
+
+def _show_plan(preflight: Preflight, run: RunFolder) -> None:
+    run.write_config(preflight.config)
+    rows = describe_plan(preflight)
+    run.write_text(run.plan, "\n".join(f"{name}: {text}" for name, text in rows) + "\n")
+    print_table(rows, title="plan")
+    print(f"run folder: {run.path}")
+
+
+def _conclude(outcome: Outcome, run: RunFolder) -> int:
+    """The table of before and after, and where to look."""
+    if len(outcome.validations) > 1:
+        before, after = outcome.validations[0], outcome.validations[-1]
+        rows = [(name.removeprefix("eval/"), value, after.numbers()[name]) for name, value in before.numbers().items()]
+        print_before_after(rows, title="held-out prompts")
+    summary = outcome.summary
+    print(
+        f"{duration_text(summary.elapsed_s)} of training; trainer idle {summary.trainer_idle_share:.0%}, "
+        f"rollout idle {summary.rollouter_idle_share:.0%}, both at work "
+        f"{summary.overlap_s / max(summary.elapsed_s, 1e-9):.0%}"
+    )
+    if outcome.checkpoint:
+        print(f"checkpoint: {outcome.checkpoint.path}")
+    print(f"report: {write_report(run)}")
+    return 0

@@ -1,0 +1,115 @@
+"""The configuration of a run: one section per class, each declared where it is used."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from offbeat_async_policy import AsyncConfig
+from offbeat_cluster import ClusterConfig
+from offbeat_data import DataConfig, RewardConfig
+from offbeat_objectives import AlgorithmConfig
+from offbeat_run import CheckpointConfig, LogConfig
+from offbeat_types import (
+    REQUIRED,
+    RolloutEngineConfig,
+    RolloutEngineSettings,
+    SamplingParams,
+    TrainEngineConfig,
+    TrainEngineSettings,
+    setting,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Section `model`: the policy to train."""
+
+    path: str = setting(REQUIRED, "Hugging Face folder of a causal language model: config, safetensors, tokenizer.")
+    trust_remote_code: bool = setting(False, "Run code that comes with the model folder.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig(RolloutEngineSettings):
+    """Section `rollout`: the engines that sample, and how they sample."""
+
+    backend: str = setting("torch", "Rollout engine: torch (embedded), or another that is installed.")
+    num_engines: int = setting(1, "Engines side by side, each in a process of its own.", "engines", ge=1)
+    samples_per_prompt: int = setting(8, "n: completions of one prompt, which make one group.", "samples", ge=1)
+    max_tokens: int = setting(256, "Longest completion.", "tokens", ge=1)
+    temperature: float = setting(1.0, "Of the sampled distribution; the trainer scores at the same.", gt=0)
+    top_p: float = setting(1.0, "Sample from the smallest set of tokens with this much probability.", gt=0, le=1)
+    top_k: int = setting(0, "Sample from the k likeliest tokens; 0 from all.", "tokens", ge=0)
+    min_p: float = setting(0.0, "Leave out tokens less likely than this share of the likeliest.", ge=0, lt=1)
+    stop: list[str] = setting([], "Texts that end a completion.")
+    seed: int = setting(0, "Seed of sampling; every sample draws from a stream of its own.", ge=0)
+    sync_bucket_bytes: int = setting(64 * 2**20, "Weights travel in buckets of this size.", "bytes", ge=4096)
+
+    def sampling(self, seed: int) -> SamplingParams:
+        """How training samples are drawn, with the seed of one group."""
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            stop=tuple(self.stop),
+            seed=seed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(TrainEngineSettings):
+    """Section `engine`: the trainer."""
+
+    backend: str = setting("torch", "Training engine: torch, or another that is installed.")
+    max_updates: int = setting(0, "End the run after so many updates; 0: when the data ends.", "updates", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Section `eval`: validation on held-out prompts while training goes on."""
+
+    every_updates: int = setting(0, "Updates between two validations; 0 turns them off.", "updates", ge=0)
+    at_start: bool = setting(True, "Validate the first policy too.")
+    max_prompts: int = setting(0, "Held-out prompts used; 0 uses all.", "prompts", ge=0)
+    temperature: float = setting(0.0, "Of the validation samples; 0 is greedy.", ge=0)
+    max_tokens: int = setting(0, "Longest validation completion; 0: that of rollout.max_tokens.", "tokens", ge=0)
+    success_reward: float = setting(0.99, "A completion with at least this reward counts as right in the accuracy.")
+    deadline_s: float = setting(1800.0, "Longest time for one validation.", "s", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoConfig:
+    """Everything a run of `grpo-async-app` can be told."""
+
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    async_: AsyncConfig = field(default_factory=AsyncConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def rollout_engine(self, model_path: str, num_threads: int) -> RolloutEngineConfig:
+        """What the rollout backend is given."""
+        return RolloutEngineConfig(
+            **_shared(self.rollout, RolloutEngineSettings, num_threads),
+            model_path=model_path,
+            trust_remote_code=self.model.trust_remote_code,
+        )
+
+    def train_engine(self, model_path: str, num_threads: int) -> TrainEngineConfig:
+        """What the training backend is given: scores at the sampler's temperature."""
+        return TrainEngineConfig(
+            **_shared(self.engine, TrainEngineSettings, num_threads),
+            model_path=model_path,
+            trust_remote_code=self.model.trust_remote_code,
+        )
+
+
+def _shared(section: object, settings: type, num_threads: int) -> dict[str, Any]:
+    values = {field.name: getattr(section, field.name) for field in fields(settings)}
+    return {**values, "num_threads": values["num_threads"] or num_threads}

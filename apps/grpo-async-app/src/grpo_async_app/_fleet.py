@@ -1,0 +1,241 @@
+"""The processes of a run: one trainer, some rollout engines, a verifier; started, called, restarted, stopped."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from grpo_async_app._config import GrpoConfig
+from offbeat_cluster import ActorHandle, Launcher, RoleSpec, available_cpus, split_threads
+from offbeat_data import GuardedReward, Prompt, RewardScore
+from offbeat_types import (
+    Completion,
+    DeadlineError,
+    GenerateRequest,
+    PeerFailedError,
+    WeightProof,
+    load_backend,
+)
+from offbeat_weightsync import new_socket_path
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Rollout:
+    """One rollout engine: its process, and how much it has to do."""
+
+    spec: RoleSpec
+    handle: ActorHandle
+    num_groups: int = 0
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Fleet:
+    """All role processes of one run.
+
+    Args:
+        config: of the run.
+        model_path: folder the engines start from.
+        log_folder: takes one log file per role.
+    """
+
+    trainer: ActorHandle
+
+    def __init__(self, config: GrpoConfig, model_path: str, log_folder: Path) -> None:
+        self._config, self._model_path, self._log_folder = config, model_path, log_folder
+        self._launcher: Launcher = load_backend("offbeat.launcher", config.cluster.launcher)("grpo", config.cluster)
+        self._rollouts: dict[str, _Rollout] = {}
+        self._socket_path = new_socket_path()
+        self._restarts: set[asyncio.Task[None]] = set()
+        self._threads = plan_threads(config)
+        self.num_restarts = 0
+        self._reward = GuardedReward(config.reward)
+
+    @property
+    def rollout_names(self) -> list[str]:
+        """Names of the rollout engines, in order."""
+        return [f"rollout-{number}" for number in range(self._config.rollout.num_engines)]
+
+    async def start_training(self, num_updates: int, checkpoint: Path | None) -> None:
+        """Start every role at once, and wait until all are ready. No engine samples before its first weight sync.
+
+        Args:
+            num_updates: of the whole run, for the learning rate's schedule.
+            checkpoint: folder the trainer goes on from.
+        """
+        spec = self._trainer_spec(num_updates, checkpoint)
+        self.trainer, *_ = await _all_or_first_error([self._launcher.start(spec), self._start_serving()])
+
+    async def start(self) -> None:
+        """Start the rollout engines alone: they serve the model folder as it is."""
+        await self._start_serving()
+        for rollout in self._rollouts.values():
+            rollout.ready.set()
+
+    async def _start_serving(self) -> None:
+        specs = self._rollout_specs()
+        handles = await _all_or_first_error([self._launcher.start(spec) for spec in specs])
+        for spec, handle in zip(specs, handles, strict=True):
+            self._rollouts[spec.name] = _Rollout(spec=spec, handle=handle)
+
+    async def close(self) -> None:
+        """Stop every role."""
+        for restart in self._restarts:
+            restart.cancel()
+        await self._launcher.close()
+        self._reward.close()
+
+    # ── sampling and scoring ──────────────────────────────────────────────────────────────────────────────────────
+
+    def least_loaded(self) -> str:
+        """The ready rollout engine with the fewest groups; any engine when none is ready."""
+        ready = {name: rollout for name, rollout in self._rollouts.items() if rollout.ready.is_set()}
+        pool = ready or self._rollouts
+        return min(pool, key=lambda name: pool[name].num_groups)
+
+    async def generate(self, name: str, request: GenerateRequest, deadline_s: float) -> list[Completion]:
+        """Sample on one engine, once it is ready.
+
+        Raises:
+            PeerFailedError: the engine died; it is being started again.
+        """
+        rollout = self._rollouts[name]
+        rollout.num_groups += 1
+        try:
+            async with asyncio.timeout(deadline_s):
+                await rollout.ready.wait()
+            return await rollout.handle.call("generate", request, returns=list[Completion], deadline_s=deadline_s)
+        except TimeoutError:
+            raise DeadlineError("generate", f"{name} to be ready", deadline_s, "see its log") from None
+        finally:
+            rollout.num_groups -= 1
+
+    async def abort(self, request_id: str) -> None:
+        """End a request wherever it runs."""
+        await asyncio.gather(*(rollout.handle.call("abort", request_id) for rollout in self._rollouts.values()))
+
+    async def score(self, prompt: Prompt, texts: list[str]) -> list[RewardScore]:
+        """Rewards of completions of one prompt. One that takes its verifier too long gets 0 and is counted."""
+        return await asyncio.to_thread(lambda: [self._reward.score(prompt, text) for text in texts])
+
+    # ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def sync(self, version: int, interrupt: bool) -> None:
+        """Bring the trainer's weights to every engine, one after the other: the fleet never stops as a whole."""
+        for name in self._rollouts:
+            await self._sync_one(name, version, interrupt)
+
+    async def _sync_one(self, name: str, version: int, interrupt: bool) -> None:
+        rollout, deadline_s = self._rollouts[name], self._config.async_.sync_deadline_s
+        if rollout.ready.is_set():
+            await rollout.handle.call("pause", "keep" if interrupt else "wait", deadline_s=deadline_s)
+        send = self.trainer.call(
+            "send_weights", version, deadline_s, returns=list[WeightProof], deadline_s=deadline_s + 5
+        )
+        take = rollout.handle.call(
+            "receive_weights",
+            self._socket_path,
+            version,
+            deadline_s,
+            name,
+            returns=WeightProof,
+            deadline_s=deadline_s + 5,
+        )
+        await _all_or_first_error([send, take])
+        await rollout.handle.call("resume", deadline_s=deadline_s)
+        rollout.ready.set()
+
+    # ── life and death ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def restart_if_dead(self, name: str, sync_one: Callable[[str], Any]) -> None:
+        """Start a dead rollout engine again in the background; `sync_one` brings it the trainer's weights."""
+        rollout = self._rollouts[name]
+        if rollout.handle.alive or not rollout.ready.is_set():
+            return
+        rollout.ready.clear()
+        task = asyncio.create_task(self._restart(rollout, sync_one))
+        self._restarts.add(task)
+        task.add_done_callback(self._restarts.discard)
+
+    async def _restart(self, rollout: _Rollout, sync_one: Callable[[str], Any]) -> None:
+        self.num_restarts += 1
+        _log.warning("%s died and is started again", rollout.spec.name)
+        rollout.handle = await self._launcher.start(rollout.spec)
+        await sync_one(rollout.spec.name)
+
+    async def sync_restarted(self, name: str, version: int) -> None:
+        """Bring the weights to one engine that has been started again."""
+        await self._sync_one(name, version, interrupt=False)
+
+    def raise_if_dead(self) -> None:
+        """Raise when a role is gone without which the run cannot go on."""
+        for restart in self._restarts:
+            if restart.done() and not restart.cancelled() and (error := restart.exception()):
+                raise error
+        if not self.trainer.alive:
+            raise PeerFailedError("trainer-0", "its process is gone; resume the run from its last checkpoint")
+
+    # ── what is started ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _trainer_spec(self, num_updates: int, checkpoint: Path | None) -> RoleSpec:
+        config = self._config
+        engine = config.train_engine(self._model_path, self._threads["trainer"])
+        steps = engine.total_steps or num_updates * config.async_.require_batches
+        options = {"temperature": config.rollout.temperature, **engine.options}
+        if config.algorithm.needs_entropy_gradient:
+            options["entropy_gradient"] = True
+        return RoleSpec(
+            name="trainer-0",
+            target="grpo_async_app._roles.trainer:TrainerRole",
+            kwargs={
+                "backend": config.engine.backend,
+                "config": replace(engine, total_steps=steps, options=options),
+                "algorithm": config.algorithm,
+                "socket_path": self._socket_path,
+                "rollout_dtype": config.rollout.dtype,
+                "bucket_bytes": config.rollout.sync_bucket_bytes,
+                "checkpoint": str(checkpoint or ""),
+            },
+            num_threads=self._threads["trainer"],
+            log_path=self._log_folder / "trainer-0.log",
+        )
+
+    def _rollout_specs(self) -> list[RoleSpec]:
+        return [
+            RoleSpec(
+                name=name,
+                target="grpo_async_app._roles.rollout:RolloutRole",
+                kwargs={
+                    "backend": self._config.rollout.backend,
+                    "config": self._config.rollout_engine(self._model_path, self._threads["rollout"]),
+                },
+                num_threads=self._threads["rollout"],
+                log_path=self._log_folder / f"{name}.log",
+            )
+            for name in self.rollout_names
+        ]
+
+
+def plan_threads(config: GrpoConfig) -> dict[str, int]:
+    """CPU threads of one trainer and of one rollout engine."""
+    weights = {"trainer": 1.0, **{f"rollout-{number}": 1.0 for number in range(config.rollout.num_engines)}}
+    shares = split_threads(config.cluster.num_threads or available_cpus(), weights)
+    return {
+        "trainer": config.cluster.trainer_threads or shares["trainer"],
+        "rollout": config.cluster.rollout_threads or shares["rollout-0"],
+    }
+
+
+async def _all_or_first_error(calls: list[Any]) -> list[Any]:
+    """Await all; on the first error cancel the rest and raise it as it is."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

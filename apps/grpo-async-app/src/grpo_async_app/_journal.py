@@ -1,0 +1,187 @@
+"""Everything a run writes down while it goes on: metrics, generations, timeline, progress."""
+
+from collections.abc import Mapping
+from types import TracebackType
+
+import numpy as np
+
+from grpo_async_app._busy import BusyShares
+from grpo_async_app._config import GrpoConfig
+from grpo_async_app._evaluation import Validation
+from grpo_async_app._groups import SampledGroup
+from offbeat_async_policy import Statistics
+from offbeat_data import Prompt
+from offbeat_run import (
+    Generation,
+    GenerationsLog,
+    MetricsLog,
+    Progress,
+    RunFolder,
+    Timeline,
+    clock_s,
+    open_trackers,
+)
+from offbeat_types import Metric, Metrics
+
+WAIT_SHOWN_AFTER_S = 20.0
+
+
+class Journal:
+    """Writes to the run folder and to the terminal.
+
+    Args:
+        run: open for writing.
+        config: of the run.
+        num_updates: updates of the whole run, for the progress.
+        resume_step: on resume, updates done at the checkpoint.
+    """
+
+    def __init__(self, run: RunFolder, config: GrpoConfig, num_updates: int, resume_step: int | None = None) -> None:
+        log = config.log
+        self._config = config
+        self._metrics = MetricsLog(
+            run,
+            tensorboard=log.tensorboard,
+            trackers=open_trackers(log, run),
+            resume_step=resume_step,
+        )
+        self._generations = GenerationsLog(run, resume_step=resume_step)
+        self._timeline = Timeline(run.timeline) if log.timeline else None
+        self._progress = Progress(num_updates, start=resume_step or 0, every_s=log.progress_every_s)
+        self._pending: Metrics = {}
+        self._last_wait_s = 0.0
+
+    def __enter__(self) -> "Journal":
+        self._progress.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.__exit__(kind, error, trace)
+        self._metrics.close()
+        self._generations.close()
+        if self._timeline:
+            self._timeline.close()
+
+    def worked(self, role: str, start_s: float, end_s: float) -> None:
+        """Add a stretch in which a role was busy, in seconds of `clock_s`."""
+        if self._timeline:
+            self._timeline.span(role, "generate" if role.startswith("rollout") else "train", start_s, end_s)
+
+    def synced(self, version: int, start_s: float, end_s: float) -> None:
+        """Note a weight sync."""
+        if self._timeline:
+            self._timeline.span("weight sync", f"version {version}", start_s, end_s)
+
+    def updated(
+        self,
+        version: int,
+        groups: list[SampledGroup],
+        prompts: Mapping[int, Prompt],
+        trained: Metrics,
+        shares: BusyShares,
+        statistics: Statistics,
+    ) -> None:
+        """Write down one update.
+
+        Args:
+            version: updates done, this one included.
+            groups: trained on.
+            prompts: their prompts by item.
+            trained: metrics of the trainer.
+            shares: of the time since the update before.
+            statistics: of the policy; its lags do not hold this update yet.
+        """
+        if version % self._config.log.every == 0:
+            values = {
+                **trained,
+                **_group_metrics(groups, version - 1),
+                "async/trainer_idle_share": Metric(value=shares.trainer_idle),
+                "async/rollout_idle_share": Metric(value=shares.rollout_idle),
+                "async/overlap_share": Metric(value=shares.overlap),
+                "perf/update_s": Metric(value=shares.wall_s),
+                "perf/tokens_per_s": Metric(value=sum(group.num_tokens for group in groups) / shares.wall_s),
+                "perf/samples_per_s": Metric(value=sum(len(g.completions) for g in groups) / shares.wall_s),
+                "groups/filtered": Metric(value=float(statistics.filtered), how="last"),
+                "groups/dropped": Metric(value=float(statistics.dropped), how="last"),
+                "groups/reissued": Metric(value=float(statistics.reissued), how="last"),
+            }
+            self._metrics.write(version, {**values, "async/lag_histogram": _lag_histogram(groups, version - 1)})
+            self._progress.update(version, values)
+        shown = groups[: self._config.log.train_generations]
+        self._generations.write(_generation(version, group, prompts[group.item]) for group in shown)
+
+    def validated(self, validation: Validation) -> None:
+        """Write down one validation."""
+        self._metrics.write(validation.version, validation.numbers())
+        self._progress.update(validation.version, validation.numbers())
+        self._generations.write(
+            Generation(
+                step=validation.version,
+                kind="validation",
+                version=completion.oldest_version,
+                prompt=prompt.text,
+                completion=completion.text,
+                reward=reward,
+                answer=prompt.answer or "",
+                stop_reason=completion.stop_reason,
+                num_tokens=len(completion.ids),
+            )
+            for prompt, completion, reward in validation.samples[: self._config.log.generations]
+        )
+
+    def waiting(self, wait: str, idle_s: float) -> None:
+        """Say who waits for whom, when nothing has moved for a while; once a minute at most."""
+        if idle_s >= WAIT_SHOWN_AFTER_S and clock_s() - self._last_wait_s >= 60:
+            self._last_wait_s = clock_s()
+            self._progress.message(f"nothing moved for {idle_s:.0f} s: {wait}")
+
+    def message(self, text: str) -> None:
+        """Print a line above the progress."""
+        self._progress.message(text)
+
+
+def _group_metrics(groups: list[SampledGroup], version: int) -> Metrics:
+    rewards = [reward for group in groups for reward in group.rewards]
+    completions = [completion for group in groups for completion in group.completions]
+    lags = [version - group.oldest_version for group in groups]
+    names = sorted({name for group in groups for parts in group.parts for name in parts})
+    parts = {
+        f"reward/{name}": _mean([parts.get(name, 0.0) for group in groups for parts in group.parts]) for name in names
+    }
+    return {
+        "train/reward": _mean(rewards),
+        "train/response_tokens": _mean([len(completion.ids) for completion in completions]),
+        "train/cut_off_share": _mean([completion.stop_reason == "length" for completion in completions]),
+        "train/mixed_version_share": _mean([len(completion.segments) > 1 for completion in completions]),
+        "train/lag_mean": _mean(lags),
+        "train/lag_max": Metric(value=float(max(lags, default=0)), how="max"),
+        **(parts if len(parts) > 1 else {}),
+    }
+
+
+def _mean(values: "list[float] | list[int] | list[bool]") -> Metric:
+    return Metric(value=float(np.mean(values)) if values else 0.0, weight=float(len(values)))
+
+
+def _lag_histogram(groups: list[SampledGroup], version: int) -> list[float]:
+    lags = [version - group.oldest_version for group in groups]
+    return [float(count) for count in np.bincount(lags)] if lags else []
+
+
+def _generation(version: int, group: SampledGroup, prompt: Prompt) -> Generation:
+    """The first completion of a group, as written down."""
+    completion = group.completions[0]
+    return Generation(
+        step=version,
+        kind="train",
+        version=completion.oldest_version,
+        prompt=prompt.text,
+        completion=completion.text,
+        reward=group.rewards[0],
+        rewards=group.parts[0],
+        answer=prompt.answer or "",
+        stop_reason=completion.stop_reason,
+        num_tokens=len(completion.ids),
+    )

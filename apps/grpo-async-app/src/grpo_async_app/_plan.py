@@ -1,0 +1,71 @@
+"""The plan of a run in words: resources, memory, batch arithmetic. Starts nothing."""
+
+from grpo_async_app._fleet import plan_threads
+from grpo_async_app._preflight import Preflight
+from offbeat_run import count_text, size_text
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
+    """Rows of (what, how much), in the order to read them."""
+    config, model, prompts = preflight.config, preflight.model, preflight.prompts
+    threads, policy = plan_threads(config), config.async_
+    samples = policy.groups_per_update * config.rollout.samples_per_prompt
+    rows = [
+        ("model", f"{model.family}, {count_text(model.num_parameters)} parameters, {model.path}"),
+        ("data", _describe_data(preflight)),
+        ("processes", _describe_processes(preflight, threads)),
+        ("memory", _describe_memory(preflight)),
+        (
+            "batch",
+            f"{policy.groups_per_update} prompts x {config.rollout.samples_per_prompt} samples = {samples} samples an "
+            f"update, in {policy.require_batches} optimizer step(s) of {policy.mini_batch_size} prompts",
+        ),
+        (
+            "asynchrony",
+            f"{policy.mode}: sync every {policy.trigger_parameter_sync_step} update(s), at most "
+            f"{policy.max_admitted} prompts started between two syncs",
+        ),
+        ("length", f"{preflight.num_groups} prompts to sample = {preflight.num_updates} updates"),
+        ("objective", f"{config.algorithm.advantage} advantages, {config.algorithm.loss} loss"),
+        (
+            "checkpoints",
+            f"{size_text(preflight.checkpoint_bytes)} each, {size_text(preflight.required_bytes)} of disk in all",
+        ),
+    ]
+    if config.eval.every_updates:
+        rows.append(
+            ("validation", f"{len(preflight.held_out)} held-out prompts every {config.eval.every_updates} updates")
+        )
+    rows += [("notice", notice) for notice in preflight.notices]
+    return [*rows, ("prompt tokens", f"longest {prompts.train_counts.longest}, limit {config.data.max_prompt_tokens}")]
+
+
+def _describe_data(preflight: Preflight) -> str:
+    counts = preflight.prompts.train_counts
+    text = f"{counts.kept} training prompts from {preflight.config.data.path}"
+    if counts.too_long:
+        text += f" ({counts.too_long} of {counts.read} left out: too long)"
+    return f"{text}, {len(preflight.prompts.eval)} held out"
+
+
+def _describe_processes(preflight: Preflight, threads: dict[str, int]) -> str:
+    config = preflight.config
+    return (
+        f"trainer-0 ({config.engine.backend}, {config.engine.device}, {threads['trainer']} threads), "
+        f"{config.rollout.num_engines} x rollout ({config.rollout.backend}, {config.rollout.device}, "
+        f"{threads['rollout']} threads); launcher {config.cluster.launcher}"
+    )
+
+
+def _describe_memory(preflight: Preflight) -> str:
+    config, count = preflight.config, preflight.model.num_parameters
+    trainer = count * 4 * 4  # float32 weights, gradients, two moments
+    rollout = count * _BYTES[config.rollout.dtype]
+    buckets = 2 * config.rollout.sync_bucket_bytes
+    return (
+        f"trainer {size_text(trainer)} (weights, gradients, moments) + activations of "
+        f"{config.engine.max_tokens_per_microbatch} tokens; each rollout {size_text(rollout)} + KV cache; "
+        f"weight sync up to {size_text(buckets)}"
+    )

@@ -1,0 +1,107 @@
+"""Everything that can be wrong with a run, found before anything starts."""
+
+from dataclasses import dataclass
+
+from grpo_async_app._backend import count_groups
+from grpo_async_app._config import GrpoConfig
+from grpo_async_app._evaluation import validation_prompts
+from offbeat_data import Prompt, PromptSet, build_reward, load_prompts, load_tokenizer
+from offbeat_objectives import check_algorithm
+from offbeat_run import ModelFolder, inspect_model
+from offbeat_types import ConfigError, load_backend
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preflight:
+    """What a run will work with, checked.
+
+    Args:
+        config: of the run.
+        model: the model folder.
+        prompts: training prompts, held-out prompts and their counts.
+        held_out: the held-out prompts a validation uses.
+        num_groups: groups of the whole run.
+        notices: choices that work and are probably not meant.
+    """
+
+    config: GrpoConfig
+    model: ModelFolder
+    prompts: PromptSet
+    held_out: tuple[Prompt, ...]
+    num_groups: int
+    notices: tuple[str, ...] = ()
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of the whole run, when no group is filtered or dropped."""
+        return -(-self.num_groups // self.config.async_.groups_per_update)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Size of one checkpoint: float32 weights, and two moments with the optimizer."""
+        return self.model.num_parameters * 4 * (3 if self.config.checkpoint.save_optimizer else 1)
+
+    @property
+    def required_bytes(self) -> int:
+        """Room on the disk for all checkpoints kept at once, one in the making, and the best."""
+        return self.checkpoint_bytes * (self.config.checkpoint.keep + 2) + 64 * 2**20
+
+
+def check_run(config: GrpoConfig) -> Preflight:
+    """Check a configuration against the machine, the model folder and the data.
+
+    Raises:
+        UserError: the first thing that is wrong, with what to do.
+    """
+    notices = check_algorithm(
+        config.algorithm,
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        max_tokens=config.rollout.max_tokens,
+    )
+    model = inspect_model(config.model.path)
+    _check_lengths(config, model)
+    load_backend("offbeat.launcher", config.cluster.launcher)
+    load_backend("offbeat.engine", config.engine.backend)
+    load_backend("offbeat.rollout", config.rollout.backend)
+    _check_devices(config)
+    build_reward(config.reward)
+    tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
+    prompts = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer)
+    num_groups = _check_end(config, len(prompts.train))
+    held_out = validation_prompts(config, prompts.eval)
+    if config.eval.every_updates and not held_out:
+        raise ConfigError(
+            "eval.every_updates needs held-out prompts: set data.eval_size or data.eval_path, or set it to 0"
+        )
+    return Preflight(
+        config=config, model=model, prompts=prompts, held_out=held_out, num_groups=num_groups, notices=notices
+    )
+
+
+def _check_lengths(config: GrpoConfig, model: ModelFolder) -> None:
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    if longest > config.rollout.max_model_len:
+        raise ConfigError(
+            f"data.max_prompt_tokens + rollout.max_tokens = {longest} is more than rollout.max_model_len = "
+            f"{config.rollout.max_model_len}: raise the last or lower one of the others"
+        )
+    if model.max_positions and config.rollout.max_model_len > model.max_positions:
+        raise ConfigError(
+            f"rollout.max_model_len = {config.rollout.max_model_len} is more than the {model.max_positions} positions "
+            f"of {model.path}: lower it"
+        )
+
+
+def _check_devices(config: GrpoConfig) -> None:
+    named = {config.engine.device, config.rollout.device} - {"auto", "cpu"}
+    if named:
+        from offbeat_dist import open_device  # imports torch: only where a device is named
+
+        for name in sorted(named):
+            open_device(name)
+
+
+def _check_end(config: GrpoConfig, num_prompts: int) -> int:
+    if not config.data.epochs and not config.engine.max_updates:
+        raise ConfigError("the run would never end: set data.epochs or engine.max_updates above 0")
+    return count_groups(config, num_prompts)

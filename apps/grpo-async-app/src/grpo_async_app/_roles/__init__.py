@@ -1,0 +1,1 @@
+"""What runs in the processes of a run: trainer and rollout. Started by the launcher, by name."""

@@ -1,0 +1,150 @@
+"""The parts of the driver that need no process: busy shares, groups on disk, batches, the plan, the configuration."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_async_app._backend import count_groups
+from grpo_async_app._busy import BusyClock
+from grpo_async_app._config import GrpoConfig
+from grpo_async_app._groups import SampledGroup, load_groups, save_groups
+from grpo_async_app._roles.batches import build_batch, split_batch
+from offbeat_objectives import AlgorithmConfig
+from offbeat_run import check_limits, dump_config, load_config, parse_config
+from offbeat_types import Completion, TrainSequence, VersionSegment
+
+
+def group(group_id: int, lengths: list[int], rewards: list[float]) -> SampledGroup:
+    rng = np.random.default_rng(group_id)
+    completions = [
+        Completion(
+            ids=rng.integers(3, 50, length).astype(np.int32),
+            logprobs=-rng.random(length).astype(np.float32),
+            segments=(VersionSegment(version=group_id, num_tokens=1), VersionSegment(version=9, num_tokens=length - 1)),
+            stop_reason="eos",
+            text=f"sample {length}",
+        )
+        for length in lengths
+    ]
+    return SampledGroup(
+        group_id=group_id,
+        item=group_id + 100,
+        prompt_ids=np.arange(5, dtype=np.int32),
+        completions=completions,
+        rewards=rewards,
+        parts=[{"exact_match": reward} for reward in rewards],
+    )
+
+
+class FixedLogprobs:
+    """Answers `logprobs` only: -1 for every loss token."""
+
+    def logprobs(self, sequences: list[TrainSequence], *, reference: bool = False) -> list[Any]:
+        return [-sequence.loss_mask.astype(np.float32) * (2 if reference else 1) for sequence in sequences]
+
+
+def test_groups_survive_a_checkpoint(tmp_path: Path) -> None:
+    groups = [group(3, [2, 5], [0.0, 1.0]), group(1, [4], [0.5])]
+    save_groups(tmp_path, groups)
+    read = load_groups(tmp_path)
+    assert sorted(read) == [1, 3]
+    for before in groups:
+        after = read[before.group_id]
+        assert (after.item, after.rewards, after.parts) == (before.item, before.rewards, before.parts)
+        for old, new in zip(before.completions, after.completions, strict=True):
+            np.testing.assert_array_equal(new.ids, old.ids)
+            np.testing.assert_array_equal(new.logprobs, old.logprobs)
+            assert (new.segments, new.stop_reason, new.text) == (old.segments, old.stop_reason, old.text)
+
+
+def test_no_groups_survive_a_checkpoint_either(tmp_path: Path) -> None:
+    save_groups(tmp_path, [])
+    assert load_groups(tmp_path) == {}
+
+
+def test_busy_shares_add_up() -> None:
+    now = [0.0]
+    spans: list[tuple[str, float, float]] = []
+    clock = BusyClock("trainer-0", ["rollout-0"], lambda: now[0], lambda *span: spans.append(span))
+    with clock.busy("rollout-0"):
+        now[0] = 4.0
+        with clock.busy("rollout-0"), clock.busy("trainer-0"):
+            now[0] = 6.0
+            with clock.held(["rollout-0"]):
+                now[0] = 7.0
+            now[0] = 8.0
+    now[0] = 10.0
+    shares = clock.lap()
+    assert (shares.wall_s, shares.trainer_idle, shares.rollout_idle) == pytest.approx((10.0, 0.6, 0.3))
+    assert shares.overlap == pytest.approx(0.3)
+    assert spans == [("rollout-0", 0.0, 6.0), ("trainer-0", 4.0, 8.0), ("rollout-0", 7.0, 8.0)]
+
+
+def test_a_batch_holds_every_token_once_with_its_advantage() -> None:
+    groups = [group(0, [3, 2], [1.0, 0.0]), group(1, [1, 4], [0.0, 0.0])]
+    batch = build_batch(groups, AlgorithmConfig(advantage="dr_grpo"), FixedLogprobs())  # type: ignore[arg-type]
+    completions = [completion for each in groups for completion in each.completions]
+    for sequence, completion, advantage in zip(batch.sequences, completions, [0.5, -0.5, 0.0, 0.0], strict=True):
+        mask = sequence.loss_mask
+        np.testing.assert_array_equal(sequence.ids[mask], completion.ids)
+        np.testing.assert_allclose(sequence.extras["rollout_logprobs"][mask], completion.logprobs)
+        np.testing.assert_allclose(sequence.extras["old_logprobs"][mask], -1.0)
+        np.testing.assert_allclose(sequence.extras["advantages"][mask], advantage)
+        assert not sequence.extras["advantages"][~mask].any()
+
+
+def test_mini_batches_split_by_group() -> None:
+    batch = build_batch(
+        [group(n, [2, 2], [0.0, 1.0]) for n in range(5)],
+        AlgorithmConfig(correction_form="bypass"),
+        FixedLogprobs(),  # type: ignore[arg-type]
+    )
+    parts = list(split_batch(batch, 2))
+    assert [sorted(set(part.groups)) for part in parts] == [[0, 1, 2], [3, 4]]
+    assert [len(part.sequences) for part in parts] == [6, 4]
+
+
+def test_corrections_reach_the_loss() -> None:
+    config = AlgorithmConfig(correction="sequence_tis_geometric_rs", rs_low=0.5, rs_high=1.5)
+    batch = build_batch([group(0, [3, 2], [1.0, 0.0])], config, FixedLogprobs())  # type: ignore[arg-type]
+    sequence = batch.sequences[0]
+    ratio = np.exp((-1.0 - sequence.extras["rollout_logprobs"][sequence.loss_mask]).sum())
+    assert sequence.extras["correction_weights"][sequence.loss_mask] == pytest.approx(min(ratio, 2.0), rel=1e-5)
+    assert "correction/share_sequences_rejected" in batch.metrics
+
+
+def test_the_configuration_stays_small_and_documented() -> None:
+    check_limits(GrpoConfig)
+
+
+def test_the_resolved_configuration_loads_back(config: Path) -> None:
+    loaded = load_config(config, GrpoConfig, [])
+    assert parse_config(dump_config(loaded), GrpoConfig) == loaded
+
+
+def test_the_run_ends_with_its_data_or_its_updates(config: Path) -> None:
+    assert count_groups(load_config(config, GrpoConfig, ["--data.epochs=3"]), 20) == 60
+    assert count_groups(load_config(config, GrpoConfig, ["--data.epochs=0", "--engine.max_updates=7"]), 20) == 28
+
+
+def test_plan_starts_nothing_and_shows_the_arithmetic(command: Callable[..., Any], config: Path) -> None:
+    ended = command("plan", config)
+    assert ended.code == 0, ended.err
+    assert "4 prompts x 2 samples = 8 samples" in ended.out
+    assert "partial" in ended.out
+
+
+def test_explain_says_what_a_key_is_for(command: Callable[..., Any]) -> None:
+    ended = command("--explain", "async.staleness_threshold")
+    assert ended.code == 0
+    assert "0.5" in ended.out
+
+
+def test_doctor_names_what_is_missing_and_how_to_get_it(command: Callable[..., Any]) -> None:
+    ended = command("doctor")
+    assert ended.code == 0
+    assert "offbeat-rollout-vllm[engine]" in ended.out
+    assert "rollout torch" in ended.out

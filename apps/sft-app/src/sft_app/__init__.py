@@ -1,0 +1,3 @@
+"""Supervised fine-tuning of language models, from a command line."""
+
+__all__: list[str] = []

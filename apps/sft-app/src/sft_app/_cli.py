@@ -1,0 +1,38 @@
+"""The command line of `sft-app`."""
+
+import sys
+from typing import NoReturn
+
+from offbeat_run import run_command
+
+_USAGE = """\
+Supervised fine-tuning: packed sequences, loss on assistant turns, LoRA or full, resumable.
+
+  sft-app train FILE                 train as a TOML file says
+  sft-app plan FILE                  what a run would take; starts nothing
+  sft-app resume RUN                 go on from the latest checkpoint of a run folder
+  sft-app eval RUN                   loss of the best checkpoint on the held-out data
+  sft-app report RUN [--serve PORT]  write report.html again, or serve it while the run goes on
+  sft-app doctor                     versions, devices, and why a backend is not there
+
+  --out FOLDER           run folder of train (runs/NAME-DATE)
+  --section.key VALUE    set any key of the file, such as --engine.lora_rank 16
+  --profile.steps 3:6    trace some steps for Perfetto
+  --explain KEY          what a key or a section is for
+
+exit codes: 0 done, 1 a bug, 2 something to put right, 3 the run failed, 130 interrupted"""
+
+
+def main() -> NoReturn:
+    """Run the command line."""
+    run_command(_main, program="sft-app")
+
+
+def _main() -> int:
+    words = sys.argv[1:]
+    if not words or words[0] == "help" or {"-h", "--help"} & set(words):
+        print(_USAGE)
+        return 0
+    from sft_app._commands import dispatch  # imports torch: not for --help
+
+    return dispatch(words)

@@ -1,0 +1,71 @@
+"""The configuration of a run: one section per class."""
+
+import re
+from dataclasses import dataclass, field, fields
+
+from offbeat_data import DataConfig
+from offbeat_run import CheckpointConfig, LogConfig
+from offbeat_types import REQUIRED, ConfigError, TrainEngineConfig, TrainEngineSettings, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Section `model`: what is fine-tuned."""
+
+    path: str = setting(REQUIRED, "Hugging Face folder of a causal language model: config, safetensors, tokenizer.")
+    trust_remote_code: bool = setting(False, "Run code that comes with the model folder.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(TrainEngineSettings):
+    """Section `engine`: the trainer. `lora_rank` above 0 trains adapters instead of all weights."""
+
+    backend: str = setting("torch", "Training engine: torch, or another that is installed.")
+    batch_size: int = setting(32, "Sequences in one optimizer step.", "sequences", ge=1)
+    max_updates: int = setting(0, "End the run after so many steps; 0: when the data ends.", "updates", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Section `eval`: loss on held-out sequences while training goes on."""
+
+    every_updates: int = setting(0, "Updates between two validations; 0 turns them off.", "updates", ge=0)
+    max_sequences: int = setting(0, "Held-out sequences used; 0 uses all.", "sequences", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Section `profile`: a trace of some steps, for Perfetto."""
+
+    steps: str = setting("", "FIRST:LAST, such as 3:6: trace the steps from FIRST up to, not including, LAST.")
+
+    def __post_init__(self) -> None:
+        if self.steps and (not re.fullmatch(r"\d+:\d+", self.steps) or not len(self.range)):
+            raise ConfigError(
+                f"profile.steps must be FIRST:LAST with FIRST below LAST, such as 3:6; got {self.steps!r}"
+            )
+
+    @property
+    def range(self) -> range:
+        """The steps to trace, counted from 0; empty for none."""
+        first, _, last = self.steps.partition(":")
+        return range(int(first), int(last)) if self.steps else range(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftConfig:
+    """Everything a run of `sft-app` can be told."""
+
+    model: ModelConfig
+    data: DataConfig
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    def train_engine(self, num_updates: int) -> TrainEngineConfig:
+        """What the training backend is given."""
+        values = {each.name: getattr(self.engine, each.name) for each in fields(TrainEngineSettings)}
+        values["total_steps"] = values["total_steps"] or num_updates
+        return TrainEngineConfig(**values, model_path=self.model.path, trust_remote_code=self.model.trust_remote_code)

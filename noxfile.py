@@ -1,0 +1,204 @@
+"""Checks of the workspace, named by package and backend. `nox -l` lists them; `nox -t cpu` is what CI runs.
+
+Packages are found by folder, so a new one gets its sessions without a change here. All tests share one environment
+(.nox/cpu): a heavy one costs seconds each time, and what isolation there is to prove, `wheels` proves.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Final
+
+import nox
+
+ROOT: Final = Path(__file__).parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+from find_links import find_links  # noqa: E402
+from hardware import HardwareTests, hardware_tests, num_passed, why_absent  # noqa: E402
+from workspace import Package, packages  # noqa: E402
+
+nox.needs_version = ">=2025.5"
+nox.options.default_venv_backend = "none"
+
+PACKAGES: Final = packages(ROOT)
+HARDWARE: Final = hardware_tests(PACKAGES)
+NOX: Final = ROOT / ".nox"
+WHEELS: Final = NOX / "wheels"
+# Suites whose wall-clock time two workers shorten; the others start processes of their own, or are over sooner.
+TWO_WORKERS: Final = frozenset[str]()
+PER_TEST_TIMEOUT_S: Final = 120
+# Environments and folders made by this run of nox.
+MADE: Final[set[Path]] = set()
+
+
+def python_version() -> str:
+    """The Python of every environment: OFFBEAT_PYTHON, or the one that runs nox where it fits, else one that does."""
+    fits = (3, 11) <= sys.version_info < (3, 14)
+    return os.environ.get("OFFBEAT_PYTHON", f"{sys.version_info.major}.{sys.version_info.minor}" if fits else "3.13")
+
+
+def environment() -> dict[str, str | None]:
+    """What every command gets: nothing from a hub, one thread per process, and bytecode kept between processes.
+
+    Without bytecode each process compiles torch and transformers anew: 9 s instead of 4 s (CI forbids writing it).
+    """
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": None,
+        "PYTHONPYCACHEPREFIX": str(NOX / "pycache"),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VIRTUAL_ENV": None,
+    }
+
+
+def run(session: nox.Session, *command: str | Path, **extra: str | None) -> None:
+    """Run a command of an environment of ours, or uv."""
+    session.run(*map(str, command), external=True, env={**environment(), **extra})
+
+
+def install(session: nox.Session, venv: Path, *what: str | Path, fresh: bool = False) -> None:
+    """Make `venv` and install into it, under the pins of the lock, which uv reads from pyproject.toml."""
+    kept = "--clear" if fresh else "--allow-existing"
+    run(session, "uv", "venv", "--quiet", kept, "--python", python_version(), venv)
+    links = [f"--find-links={link}" for link in find_links()]
+    run(session, "uv", "pip", "install", "--quiet", f"--python={venv}", *links, *what)
+
+
+def install_workspace(session: nox.Session, venv: Path) -> None:
+    """Install every package in editable form, with all its extras, and the tools for tests and linting."""
+    editable = [
+        f"--editable={package.folder}" + (f"[{','.join(package.extras)}]" if package.extras else "")
+        for package in PACKAGES
+    ]
+    install(session, venv, *editable, "--group=dev")
+
+
+def shared_environment(session: nox.Session) -> Path:
+    """The environment of all tests, made once per run of nox; its bin folder."""
+    venv = NOX / "cpu"
+    if venv not in MADE:
+        install_workspace(session, venv)
+        MADE.add(venv)
+    return venv / "bin"
+
+
+def pytest(session: nox.Session, name: str, *arguments: str | Path, **extra: str | None) -> Path:
+    """Run pytest with a hard limit per test; the JUnit file it wrote."""
+    bin_folder = shared_environment(session)
+    junit = NOX / "junit" / f"{name}.xml"
+    limits = [f"--timeout={PER_TEST_TIMEOUT_S}", f"--junitxml={junit}", "--durations=5", "--durations-min=2"]
+    run(session, bin_folder / "pytest", "-q", *limits, *arguments, *session.posargs, **extra)
+    return junit
+
+
+def by_package(found: list[Package]) -> list[nox._parametrize.Param]:
+    """One session per package, named by its folder."""
+    return [nox.param(package, id=package.key) for package in found]
+
+
+@nox.session(tags=["cpu"])
+def lint(session: nox.Session) -> None:
+    """Style, types and layers."""
+    bin_folder = shared_environment(session)
+    commands = {
+        "ruff check": (".",),
+        "ruff format": ("--check", "."),
+        "mypy": tuple(str(package.folder / "src") for package in PACKAGES),
+        "mypy tools": ("noxfile.py",),
+        "lint-imports": ("--no-cache",),
+    }
+    failed = []
+    for command, arguments in commands.items():
+        program, *rest = command.split()
+        try:
+            run(session, bin_folder / program, *rest, *arguments)
+        except nox.command.CommandFailed:
+            failed.append(command)
+    if failed:
+        session.error(f"not clean: {', '.join(failed)}")
+
+
+@nox.session(tags=["cpu"])
+def contracts(session: nox.Session) -> None:
+    """What holds for every package, and the tests of tools/."""
+    pytest(session, "contracts", "tests/contracts", "tools/tests")
+
+
+@nox.session(tags=["cpu"])
+def lock_check(session: nox.Session) -> None:
+    """The committed lock agrees with the packages' metadata, and a fresh clone resolves to it."""
+    run(session, shared_environment(session) / "python", "tools/lock.py", "--check")
+
+
+@nox.session(tags=["cpu"])
+@nox.parametrize("package", by_package([package for package in PACKAGES if (package.folder / "tests").is_dir()]))
+def test(session: nox.Session, package: Package) -> None:
+    """Tests of one package or application."""
+    folder = package.folder / "tests"
+    others = [f"--ignore={tests.folder}" for tests in HARDWARE if tests.package == package]
+    workers = ["-n2"] if package.key in TWO_WORKERS else []
+    extra: dict[str, str | None] = {}
+    if package.key == "run":
+        extra["OFFBEAT_CHROMIUM"] = chromium(session)
+    pytest(session, package.key, folder, *others, *workers, **extra)
+
+
+def chromium(session: nox.Session) -> str:
+    """A browser for the tests that look at a report; installed by CI where it may."""
+    found = session.run(sys.executable, "tools/find_chromium.py", external=True, silent=True, stderr=None)
+    return str(found).strip().splitlines()[-1]
+
+
+@nox.session(tags=["cpu"])
+@nox.parametrize("package", by_package(PACKAGES))
+def wheels(session: nox.Session, package: Package) -> None:
+    """One wheel, built and installed alone in an empty environment, imports."""
+    if WHEELS not in MADE:
+        run(session, "uv", "build", "--quiet", "--all-packages", "--wheel", "--clear", f"--out-dir={WHEELS}")
+        MADE.add(WHEELS)
+    # The same folder each time: bytecode is then found again, and an import of torch costs a third.
+    venv = NOX / "wheel"
+    install(session, venv, "--no-sources", f"--find-links={WHEELS}", package.name, fresh=True)
+    run(session, "uv", "pip", "check", "--quiet", f"--python={venv}")
+    with session.chdir(WHEELS):
+        code = f"import {package.import_name} as it; assert 'site-packages' in it.__file__, it.__file__"
+        run(session, venv / "bin" / "python", "-P", "-c", code)
+
+
+if HARDWARE:
+
+    @nox.session
+    @nox.parametrize("tests", [nox.param(tests, id=tests.key) for tests in HARDWARE])
+    def hardware(session: nox.Session, tests: HardwareTests) -> None:
+        """Tests that need a device; skipped with the reason where it is not, failed where none of them passes."""
+        if reason := why_absent(tests):
+            session.skip(reason)
+        junit = pytest(session, f"hardware-{tests.key}", tests.folder)
+        if num_passed(junit) == 0:
+            session.error(f"{tests.device} is here, but no test of {tests.folder} passed: all were skipped")
+
+
+for _folder in ("numerics", "e2e"):
+    if list((ROOT / "tests" / _folder).glob("test_*.py")):
+
+        def _across(session: nox.Session, folder: str = _folder) -> None:
+            """Tests that cross packages."""
+            pytest(session, folder, f"tests/{folder}")
+
+        nox.session(name=_folder, tags=["cpu"])(_across)
+
+
+@nox.session(default=False)
+def lock(session: nox.Session) -> None:
+    """Renew the lock: newest versions that fit. `nox -s lock -- --add` keeps the pins there are."""
+    run(session, sys.executable, "tools/lock.py", *(session.posargs or ["--renew"]))
+
+
+@nox.session(default=False)
+def dev(session: nox.Session) -> None:
+    """Make .venv for working here: every package editable, the CPU build of torch where pip knows one."""
+    install_workspace(session, ROOT / ".venv")
+    session.log("use it with: source .venv/bin/activate  (a plain `uv run` would swap torch: set UV_NO_SYNC=1)")

@@ -1,0 +1,302 @@
+"""The asyncio loop that performs the policy's actions on a backend, and ends in a named error rather than never."""
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from offbeat_async_policy._actions import Action, Drop, Finish, Submit, Sync, Update
+from offbeat_async_policy._activity import Activity
+from offbeat_async_policy._backend import GroupResult, LoopBackend
+from offbeat_async_policy._policy import AsyncPolicy
+from offbeat_types import DeadlineError, PeerFailedError
+
+CANCEL_GRACE_S: Final = 10.0
+"""Time that cancelled work gets to put things away, before the loop leaves it behind."""
+
+T = TypeVar("T")
+Settle = Callable[[Any], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSummary:
+    """Where the time of a run went, in seconds.
+
+    Args:
+        elapsed_s: from first action to Finish.
+        updating_s: an update ran.
+        generating_s: at least one group was in flight.
+        overlap_s: both.
+        syncing_s: a weight sync ran.
+        checkpointing_s: a checkpoint ran.
+    """
+
+    elapsed_s: float
+    updating_s: float
+    generating_s: float
+    overlap_s: float
+    syncing_s: float
+    checkpointing_s: float
+
+    @property
+    def trainer_idle_share(self) -> float:
+        """Share of the time in which no update ran, in [0, 1]."""
+        return 1 - self.updating_s / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def rollouter_idle_share(self) -> float:
+        """Share of the time in which no group was in flight, in [0, 1]."""
+        return 1 - self.generating_s / self.elapsed_s if self.elapsed_s else 0.0
+
+
+async def run_loop(
+    policy: AsyncPolicy,
+    backend: LoopBackend,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    idle_every_s: float = 1.0,
+) -> LoopSummary:
+    """Drive the policy until it finishes. Updates, generation and syncs overlap as far as the policy allows.
+
+    Args:
+        policy: new or restored; its config holds the deadlines.
+        backend: does the work.
+        clock: seconds that never go back; the judge of stalls.
+        idle_every_s: time between two calls of `backend.idle`.
+
+    Raises:
+        DeadlineError: one action passed its deadline, or nothing moved for `stall_after_s`; names who waits for whom.
+        PeerFailedError: a group was lost too often, or a process died that is not an engine's.
+        Exception: whatever else the backend raises. In every case all work is cancelled and awaited first.
+    """
+    return await _Loop(policy, backend, clock, idle_every_s).run()
+
+
+class _Loop:
+    def __init__(
+        self, policy: AsyncPolicy, backend: LoopBackend, clock: Callable[[], float], idle_every_s: float
+    ) -> None:
+        self._policy, self._backend, self._config = policy, backend, policy.config
+        self._clock, self._idle_every_s = clock, idle_every_s
+        self._work: dict[asyncio.Task[Any], Settle] = {}  # what runs, and what its result means
+        self._ended: deque[asyncio.Task[Any]] = deque()  # of the work, what has ended and is not taken in yet
+        self._news = asyncio.Event()
+        self._flights: dict[int, asyncio.Task[Any]] = {}  # group -> its submit
+        self._losses: Counter[int] = Counter()
+        self._trainer_turn = asyncio.Lock()  # first come, first served: checkpoint, update and sync never overlap
+        self._activity = Activity(clock)
+        self._idle_task: asyncio.Task[float] | None = None
+        self._progress = 0.0
+        self._last_move = clock()
+        self._next_idle = self._last_move + idle_every_s
+
+    async def run(self) -> LoopSummary:
+        try:
+            while not self._perform(self._policy.actions()):
+                await self._wait_for_news()
+            while self._work:  # drops and checkpoints that still run
+                await self._wait_for_news()
+        finally:
+            await self._cancel_all()
+        return self._summary()
+
+    # ── performing actions ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _perform(self, actions: list[Action]) -> bool:
+        """Start every action; return whether the run is over."""
+        for action in actions:
+            match action:
+                case Submit(group_id):
+                    settle = partial(self._group_came_back, group_id)
+                    self._flights[group_id] = self._start(self._submit(group_id), settle)
+                case Update():
+                    self._start(self._update(action), self._update_finished)
+                case Sync():
+                    self._start(self._sync(action), lambda _: self._policy.sync_finished())
+                case Drop(group_id):
+                    self._cancel_flight(group_id)
+                    self._start(self._drop(group_id), _nothing)
+                case Finish():
+                    return True
+        return False
+
+    def _start(self, work: Coroutine[Any, Any, Any], settle: Settle) -> asyncio.Task[Any]:
+        task = asyncio.ensure_future(self._noted(work))
+        self._work[task] = settle
+        task.add_done_callback(self._note_end)
+        return task
+
+    async def _noted(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do the work and note its end in the same turn of the event loop.
+
+        A done-callback comes a turn later, in which the policy could drop a group that has come back already. The
+        callback stays for errors, and for work that is cancelled before it began.
+        """
+        result = await work
+        task = asyncio.current_task()
+        assert task is not None
+        self._note_end(task)
+        return result
+
+    def _note_end(self, task: asyncio.Task[Any]) -> None:
+        self._ended.append(task)
+        self._news.set()
+
+    async def _submit(self, group_id: int) -> GroupResult | PeerFailedError:
+        try:
+            with self._activity.doing("generating"):
+                return await self._within(
+                    self._backend.submit(group_id), f"group {group_id}", "an engine", self._config.group_deadline_s
+                )
+        except PeerFailedError as error:
+            return error
+
+    async def _update(self, action: Update) -> None:
+        async with self._trainer_turn:
+            with self._activity.doing("updating"):
+                await self._within(
+                    self._backend.update(action.group_ids, action.version),
+                    f"update {action.version}",
+                    "the trainer",
+                    self._config.update_deadline_s,
+                )
+
+    async def _sync(self, action: Sync) -> None:
+        async with self._trainer_turn:
+            with self._activity.doing("syncing"):
+                await self._within(
+                    self._backend.sync(action.version, action.interrupt),
+                    f"sync {action.version}",
+                    "the trainer and the engines",
+                    self._config.sync_deadline_s,
+                )
+
+    async def _checkpoint(self, state: dict[str, Any]) -> None:
+        async with self._trainer_turn:
+            with self._activity.doing("checkpointing"):
+                await self._within(
+                    self._backend.checkpoint(state),
+                    f"checkpoint {state['version']}",
+                    "the trainer and the disk",
+                    self._config.checkpoint_deadline_s,
+                )
+
+    async def _drop(self, group_id: int) -> None:
+        await self._within(
+            self._backend.drop(group_id), f"drop of group {group_id}", "an engine", self._config.group_deadline_s
+        )
+
+    async def _within(self, work: Awaitable[T], waiting: str, on: str, deadline_s: float) -> T:
+        scope = asyncio.timeout(deadline_s)
+        try:
+            async with scope:
+                return await work
+        except TimeoutError as error:
+            if not scope.expired():
+                raise  # the backend's own
+            raise DeadlineError(waiting, on, deadline_s, self._who_waits()) from error
+
+    # ── taking in what happened ───────────────────────────────────────────────────────────────────────────────────
+
+    async def _wait_for_news(self) -> None:
+        """Take in everything that has ended, or, when nothing has for a while, see whether anything moves at all."""
+        assert self._work, f"nothing runs and nothing is to be started: {self._who_waits()}"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._idle_every_s):
+                await self._news.wait()
+        self._news.clear()
+        while self._ended:
+            task = self._ended.popleft()
+            settle = self._work.pop(task, None)
+            if settle is None:
+                continue  # noted twice
+            if settle is not _nothing or not task.cancelled():
+                settle(self._result(task))
+            self._last_move = self._clock()
+        self._look_for_movement()
+
+    def _result(self, task: asyncio.Task[Any]) -> Any:
+        """Return what the work returned, or raise what it raised; work that cancels itself must not look like ours."""
+        if task.cancelled():
+            raise PeerFailedError("backend", f"its work was cancelled, but not by the loop: {self._who_waits()}")
+        return task.result()
+
+    def _group_came_back(self, group_id: int, result: GroupResult | PeerFailedError) -> None:
+        del self._flights[group_id]
+        if isinstance(result, PeerFailedError):
+            self._count_loss(group_id, result)
+            self._policy.group_lost(group_id)
+        elif result.filtered:
+            self._policy.group_filtered(group_id)
+        else:
+            self._policy.group_finished(group_id, result.oldest_version)
+
+    def _count_loss(self, group_id: int, error: PeerFailedError) -> None:
+        self._losses[group_id] += 1
+        if self._losses[group_id] > self._config.max_group_retries:
+            raise PeerFailedError(
+                error.peer,
+                f"group {group_id} was lost {self._losses[group_id]} times, async.max_group_retries="
+                f"{self._config.max_group_retries} allows no more; the last time: {error.reason}",
+                error.log_tail,
+            ) from error
+
+    def _update_finished(self, _: None) -> None:
+        self._policy.update_finished()
+        if self._backend.wants_checkpoint(self._policy.version):
+            self._start(self._checkpoint(self._policy.state()), _nothing)
+
+    def _look_for_movement(self) -> None:
+        now = self._clock()
+        if self._idle_task and self._idle_task.done():
+            progress, self._idle_task = self._idle_task.result(), None
+            if progress != self._progress:
+                self._progress, self._last_move = progress, now
+        idle_s = now - self._last_move
+        if idle_s >= self._config.stall_after_s:
+            raise DeadlineError("async loop", "anything to move", self._config.stall_after_s, self._who_waits())
+        if self._idle_task is None and now >= self._next_idle:
+            self._next_idle = now + self._idle_every_s
+            self._idle_task = asyncio.ensure_future(self._backend.idle(self._who_waits(), idle_s))
+
+    def _who_waits(self) -> str:
+        return self._policy.describe_wait(self._backend.where)
+
+    # ── ending ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _cancel_flight(self, group_id: int) -> None:
+        """Cancel the submit of a group that is dropped; what it returns or raises means nothing any more."""
+        flight = self._flights.pop(group_id, None)
+        if flight is not None:
+            flight.cancel()
+            self._work[flight] = _nothing
+
+    async def _cancel_all(self) -> None:
+        tasks = [*self._work, *([self._idle_task] if self._idle_task else [])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CANCEL_GRACE_S)
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                task.exception()  # the run ends with the first error; the others are looked at, so asyncio says nothing
+        self._work.clear()
+
+    def _summary(self) -> LoopSummary:
+        activity = self._activity
+        return LoopSummary(
+            elapsed_s=activity.elapsed_s,
+            updating_s=activity.seconds("updating"),
+            generating_s=activity.seconds("generating"),
+            overlap_s=activity.overlap_s,
+            syncing_s=activity.seconds("syncing"),
+            checkpointing_s=activity.seconds("checkpointing"),
+        )
+
+
+def _nothing(_: object) -> None:
+    """What the end of this work means to the policy."""

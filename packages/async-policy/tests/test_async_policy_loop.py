@@ -1,0 +1,343 @@
+"""The loop on a real event loop. The backend is the seam, so a small one stands in for the processes behind it."""
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+
+from offbeat_async_policy import AsyncConfig, AsyncPolicy, GroupResult, run_loop
+from offbeat_types import DeadlineError, PeerFailedError
+
+QUICK = {"stall_after_s": 5.0, "mini_batch_size": 4}
+
+
+class Backend:
+    """Engines and a trainer that sleep for a moment; keeps its samples and account like a real one."""
+
+    def __init__(self, seed=0, checkpoint_every=0):
+        self.random = random.Random(seed)
+        self.checkpoint_every = checkpoint_every
+        self.engine_version = 0
+        self.samples, self.trained, self.filtered, self.dropped = {}, Counter(), [], []
+        self.running, self.trainer_is_busy = set(), False
+        self.overlapped = False
+        self.cancelled = []
+        self.saved = []
+        self.waits = []
+
+    async def submit(self, group_id):
+        self.running.add(group_id)
+        oldest = self.engine_version
+        try:
+            await self.generate(group_id)
+        except asyncio.CancelledError:
+            self.cancelled.append(group_id)
+            raise
+        finally:
+            self.running.discard(group_id)
+        filtered = group_id % 7 == 3
+        if filtered:
+            self.filtered.append(group_id)
+        else:
+            self.samples[group_id] = oldest
+        return GroupResult(oldest_version=oldest, filtered=filtered)
+
+    async def generate(self, group_id):
+        await asyncio.sleep(self.random.random() * 0.004)
+
+    async def work_of_trainer(self, seconds):
+        assert not self.trainer_is_busy, "update, sync and checkpoint never overlap"
+        self.trainer_is_busy = True
+        await asyncio.sleep(seconds)
+        self.overlapped |= bool(self.running)
+        self.trainer_is_busy = False
+
+    async def update(self, group_ids, version):
+        self.trained.update(group_ids)
+        for group in group_ids:
+            del self.samples[group]
+        await self.work_of_trainer(0.002)
+
+    async def sync(self, version, interrupt):
+        await self.work_of_trainer(0.001)
+        self.engine_version = version
+
+    async def drop(self, group_id):
+        self.dropped.append(group_id)
+        self.samples.pop(group_id, None)
+
+    def wants_checkpoint(self, version):
+        return bool(self.checkpoint_every) and version % self.checkpoint_every == 0
+
+    async def checkpoint(self, state):
+        samples = {group: self.samples[group] for group, _ in state["finished"]}
+        await self.work_of_trainer(0.003)
+        self.saved.append((state, samples, Counter(self.trained)))
+
+    async def idle(self, wait, idle_s):
+        self.waits.append(wait)
+        return 0.0
+
+    def where(self, group_id):
+        return f"rollout-{group_id % 2}"
+
+
+def run(policy, backend, **options):
+    return asyncio.run(run_loop(policy, backend, **options))
+
+
+def no_tasks_left():
+    return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"staleness_threshold": 0},
+        {"staleness_threshold": 0, "trigger_parameter_sync_step": 3},
+        {"staleness_threshold": 0.5},
+        {"staleness_threshold": 2.0, "partial_rollout": True, "max_version_lag": 1, "on_exceed": "drop"},
+        {"staleness_threshold": 2.0, "partial_rollout": True, "max_version_lag": 2, "max_in_flight": 5},
+    ],
+    ids=lambda changes: AsyncConfig(**changes).mode,
+)
+def test_every_group_is_trained_once_filtered_or_dropped(changes):
+    policy, backend = AsyncPolicy(AsyncConfig(**QUICK, **changes), 61), Backend()
+    summary = run(policy, backend)
+    assert set(backend.trained.values()) == {1}
+    assert sorted([*backend.trained, *backend.filtered, *backend.dropped]) == list(range(61))
+    assert backend.samples == {}
+    assert backend.engine_version == policy.version == policy.statistics.updates
+    assert summary.updating_s + summary.syncing_s <= summary.elapsed_s
+    assert summary.overlap_s <= min(summary.updating_s, summary.generating_s)
+    assert backend.overlapped == (changes["staleness_threshold"] > 0 or "trigger_parameter_sync_step" in changes)
+
+
+def test_a_group_whose_engine_died_is_issued_again():
+    class DyingEngine(Backend):
+        async def generate(self, group_id):
+            await super().generate(group_id)
+            if group_id % 5 == 0 and group_id not in self.dead:
+                self.dead.add(group_id)
+                raise PeerFailedError("rollout-0", "killed by signal 9")
+
+    policy, backend = AsyncPolicy(AsyncConfig(**QUICK), 40), DyingEngine()
+    backend.dead = set()
+    run(policy, backend)
+    assert set(backend.trained.values()) == {1}
+    assert len(backend.trained) + len(backend.filtered) == 40
+    assert policy.statistics.reissued == 8
+
+
+def test_a_group_that_is_lost_too_often_ends_the_run_by_name():
+    class PoisonedGroup(Backend):
+        async def generate(self, group_id):
+            await super().generate(group_id)
+            if group_id == 6:
+                raise PeerFailedError("rollout-1", "out of memory", log_tail="Killed")
+
+    config = AsyncConfig(**QUICK, max_group_retries=2)
+    with pytest.raises(PeerFailedError) as failed:
+        run(AsyncPolicy(config, 40), PoisonedGroup())
+    assert failed.value.peer == "rollout-1"
+    assert "group 6 was lost 3 times, async.max_group_retries=2 allows no more" in str(failed.value)
+    assert failed.value.log_tail == "Killed"
+
+
+@pytest.mark.parametrize("where", ["generate", "update", "sync", "checkpoint", "idle"])
+def test_an_error_anywhere_comes_out_and_nothing_is_left_running(where):
+    class BackendFaultError(Exception):
+        pass
+
+    async def fail(*_):
+        await asyncio.sleep(0.02)
+        raise BackendFaultError(where)
+
+    async def main():
+        backend = Backend(checkpoint_every=1)
+        setattr(backend, where, fail)
+        with pytest.raises(BackendFaultError):
+            await run_loop(AsyncPolicy(AsyncConfig(**QUICK), 400), backend, idle_every_s=0.01)
+        assert no_tasks_left()
+        assert not backend.running
+
+    asyncio.run(main())
+
+
+def test_cancelling_the_loop_cancels_and_awaits_all_work():
+    class Slow(Backend):
+        async def generate(self, group_id):
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0.01)  # putting things away takes a moment
+                self.put_away += 1
+
+    async def main():
+        backend = Slow()
+        backend.put_away = 0
+        loop = asyncio.create_task(run_loop(AsyncPolicy(AsyncConfig(**QUICK), 40), backend))
+        while len(backend.running) < 6:
+            await asyncio.sleep(0.001)
+        loop.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loop
+        assert backend.put_away == len(backend.cancelled) == 6
+        assert no_tasks_left()
+
+    asyncio.run(main())
+
+
+class StuckEngine(Backend):
+    """Group 2 and all later ones never come back."""
+
+    async def generate(self, group_id):
+        if group_id >= 2:
+            await asyncio.Event().wait()
+
+
+def test_a_stall_is_named_after_the_time_on_the_given_clock():
+    seconds = iter(range(10_000))
+    backend = StuckEngine()
+    config = AsyncConfig(mini_batch_size=4, stall_after_s=300.0)
+    with pytest.raises(DeadlineError) as stalled:
+        run(AsyncPolicy(config, 40), backend, clock=lambda: float(next(seconds)), idle_every_s=0.001)
+    assert str(stalled.value) == (
+        "async loop: waited 300 s for anything to move, which did not come; trainer waits for 4 groups: 2 finished, "
+        "4 in flight: 2 on rollout-0, 2 on rollout-1; rollouter at its bound of 6 groups between two syncs"
+    )
+    assert stalled.value.exit_code == 4
+    assert backend.waits[-1].startswith("trainer waits for 4 groups: 2 finished")
+
+
+def test_slow_is_not_stuck_while_the_backend_reports_movement():
+    class Straggler(Backend):
+        async def generate(self, group_id):
+            while group_id == 2 and len(self.waits) < 50:
+                await asyncio.sleep(0.001)
+
+        async def idle(self, wait, idle_s):
+            await super().idle(wait, idle_s)
+            return float(len(self.waits))  # tokens sampled so far
+
+    seconds = iter(range(100_000))
+    backend, policy = Straggler(), AsyncPolicy(AsyncConfig(mini_batch_size=4, stall_after_s=30.0), 8)
+    run(policy, backend, clock=lambda: float(next(seconds)), idle_every_s=0.001)
+    assert len(backend.waits) >= 50
+    assert policy.statistics.trained == 7
+
+
+@pytest.mark.parametrize(
+    ("deadline", "where", "text"),
+    [
+        ("group_deadline_s", "generate", "waited 0.02 s for an engine"),
+        ("update_deadline_s", "update", "update 0: waited 0.02 s for the trainer"),
+        ("sync_deadline_s", "sync", "sync 1: waited 0.02 s for the trainer and the engines"),
+        ("checkpoint_deadline_s", "checkpoint", "checkpoint 1: waited 0.02 s for the trainer and the disk"),
+    ],
+)
+def test_every_kind_of_work_has_a_deadline_with_its_name(deadline, where, text):
+    async def hang(*_):
+        await asyncio.Event().wait()
+
+    backend = Backend(checkpoint_every=1)
+    setattr(backend, where, hang)
+    with pytest.raises(DeadlineError) as late:
+        run(AsyncPolicy(AsyncConfig(**QUICK, **{deadline: 0.02}), 40), backend)
+    assert text in str(late.value)
+    assert "rollouter" in str(late.value), "and says who waits for whom"
+
+
+def test_a_backend_that_cancels_its_own_work_is_an_error_and_not_a_quiet_end():
+    async def cancel_self(*_):
+        raise asyncio.CancelledError
+
+    backend = Backend()
+    backend.update = cancel_self
+    with pytest.raises(PeerFailedError, match="its work was cancelled, but not by the loop: trainer is in update 0"):
+        run(AsyncPolicy(AsyncConfig(**QUICK), 40), backend)
+
+
+def test_a_group_that_is_dropped_in_flight_is_cancelled_at_once():
+    class OneNeverEnds(Backend):
+        async def generate(self, group_id):
+            await (asyncio.Event().wait() if group_id == 1 else asyncio.sleep(0.001))
+
+    config = AsyncConfig(**QUICK, staleness_threshold=2.0, partial_rollout=True, max_version_lag=1, on_exceed="drop")
+    policy, backend = AsyncPolicy(config, 60), OneNeverEnds()
+    run(policy, backend)
+    assert 1 in backend.dropped
+    assert 1 in backend.cancelled
+    assert sorted([*backend.trained, *backend.filtered, *backend.dropped]) == list(range(60))
+
+
+@pytest.mark.parametrize("which", [0, 3, -1])
+def test_a_run_that_goes_on_from_any_checkpoint_trains_each_group_once(which):
+    config = AsyncConfig(**QUICK, staleness_threshold=1.0, partial_rollout=True)
+    first = Backend(checkpoint_every=2)
+    run(AsyncPolicy(config, 80), first)
+    state, samples, trained = first.saved[which]
+    second = Backend(seed=1)
+    second.samples, second.trained = dict(samples), Counter(trained)
+    policy = AsyncPolicy.restore(config, state)
+    run(policy, second)
+    assert set(second.trained.values()) == {1}
+    assert len(second.trained) == policy.statistics.trained
+    assert sorted(second.trained) == [group for group in range(80) if group % 7 != 3]
+    assert second.engine_version == policy.version
+
+
+def test_an_engine_that_comes_back_with_old_weights_is_synced_on_request():
+    class ComesBack(Backend):
+        async def update(self, group_ids, version):
+            await super().update(group_ids, version)
+            if version == 1:
+                self.engine_version = -1
+                self.policy.request_sync()
+
+        async def submit(self, group_id):
+            assert self.engine_version >= 0, "no group starts before the sync"
+            return await super().submit(group_id)
+
+    config = AsyncConfig(**QUICK, staleness_threshold=0, trigger_parameter_sync_step=4)
+    policy, backend = AsyncPolicy(config, 40), ComesBack()
+    backend.policy = policy
+
+    async def generate(group_id):
+        """All groups of a window come back before the second update ends, so that none spans it."""
+
+    backend.generate = generate
+    run(policy, backend)
+    assert set(backend.trained.values()) == {1}
+    assert backend.engine_version == policy.version
+
+
+def test_a_group_that_came_back_is_never_dropped_as_if_it_had_not():
+    """The end of a submit may fall on any turn of the event loop around the decision to drop the group."""
+
+    class EndsAroundTheSync(Backend):
+        async def generate(self, group_id):
+            began_at = self.engine_version
+            if group_id % 2:
+                while self.engine_version == began_at and self.running - self.odd:
+                    await asyncio.sleep(0)
+                for _ in range(group_id % 11):
+                    await asyncio.sleep(0)
+
+        async def submit(self, group_id):
+            self.odd |= {group_id} if group_id % 2 else set()
+            result = await super().submit(group_id)
+            self.came_back.add(group_id)
+            return result
+
+    class TellingPolicy(AsyncPolicy):
+        def actions(self):
+            self.before_actions.append(set(self.status.in_flight) & backend.came_back)
+            return super().actions()
+
+    config = AsyncConfig(**QUICK, staleness_threshold=2.0, partial_rollout=True, max_version_lag=1, on_exceed="drop")
+    backend, policy = EndsAroundTheSync(), TellingPolicy(config, 80)
+    backend.odd, backend.came_back, policy.before_actions = set(), set(), []
+    run(policy, backend)
+    assert not any(policy.before_actions), "the policy decided without knowing that a group had come back"

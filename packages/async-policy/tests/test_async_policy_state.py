@@ -1,0 +1,173 @@
+"""Checkpoints of the policy, what it refuses to be told, and what it says of itself."""
+
+import json
+
+import pytest
+
+from offbeat_async_policy import AsyncConfig, AsyncPolicy, Drop, Finish, Submit, Sync, Update
+from offbeat_types import ConfigError, RunFolderError
+
+CONFIG = AsyncConfig(staleness_threshold=1.0, mini_batch_size=2, partial_rollout=True)
+
+
+def policy_in_the_middle():
+    """Version 1: groups 0 and 1 trained, 2 finished, 3 filtered, 4 lost, 5 in flight."""
+    policy = AsyncPolicy(CONFIG, 20)
+    assert policy.actions() == [Submit(0), Submit(1), Submit(2), Submit(3)]
+    policy.group_finished(1, 0)
+    assert policy.actions() == []
+    policy.group_finished(0, 0)
+    assert policy.actions() == [Update(group_ids=(0, 1), version=0, lags=(0, 0))]
+    policy.update_finished()
+    assert policy.actions() == [Sync(version=1, interrupt=True)]
+    policy.group_filtered(3)
+    policy.sync_finished()
+    assert policy.actions() == [Submit(4), Submit(5), Submit(6)]
+    policy.group_finished(2, 0)
+    policy.group_lost(6)
+    policy.group_lost(4)
+    return policy
+
+
+def test_a_restored_policy_syncs_then_issues_again_what_was_in_flight_then_goes_on_in_order():
+    state = json.loads(json.dumps(policy_in_the_middle().state()))
+    assert state["finished"] == [[2, 0]]
+    assert state["waiting"] == [4, 5, 6]
+    policy = AsyncPolicy.restore(CONFIG, state)
+    assert policy.actions() == [Sync(version=1, interrupt=False)]
+    policy.sync_finished()
+    assert policy.actions() == [Submit(4), Submit(5), Submit(6)]
+    policy.group_finished(5, 1)
+    assert policy.actions() == [Update(group_ids=(2, 5), version=1, lags=(1, 0))]
+    assert policy.statistics.reissued == 3
+    assert policy.statistics.submitted == 10
+
+
+def test_an_update_that_runs_at_the_checkpoint_has_not_begun_in_the_state():
+    policy = AsyncPolicy(CONFIG, 20)
+    policy.actions()
+    for group in range(4):
+        policy.group_finished(group, 0)
+    assert isinstance(policy.actions()[0], Update)
+    state = policy.state()
+    assert state["version"] == 0
+    assert state["finished"] == [[0, 0], [1, 0], [2, 0], [3, 0]]
+    assert state["statistics"]["trained"] == 0
+
+
+def break_state(**changes):
+    return {**policy_in_the_middle().state(), **changes}
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ({}, "format 1 required, got None"),
+        (break_state(format=9), "format 1 required, got 9"),
+        (break_state(waiting=["x"]), "ValueError"),
+        ({"format": 1}, "KeyError: 'version'"),
+        (break_state(waiting=[2, 4, 5]), "listed twice"),
+        (break_state(waiting=[4, 5, 9]), "never started"),
+        (break_state(waiting=[4, 5]), "groups are missing"),
+        (break_state(version=2), "not the number of updates"),
+        (break_state(finished=[[2, 7]]), "newer than the policy"),
+        (break_state(num_groups=3), "more groups were started"),
+    ],
+)
+def test_a_damaged_state_is_refused(state, text):
+    with pytest.raises(RunFolderError, match=text):
+        AsyncPolicy.restore(CONFIG, state)
+
+
+def test_restoring_under_a_lag_bound_that_can_no_longer_be_kept_is_refused_or_drops():
+    policy = AsyncPolicy(AsyncConfig(staleness_threshold=4.0, mini_batch_size=2), 40)
+    while policy.version < 3:
+        for action in policy.actions():
+            match action:
+                case Submit(group_id):
+                    policy.group_finished(group_id, policy.engine_version)
+                case Update():
+                    policy.update_finished()
+                case Sync():
+                    policy.sync_finished()
+    state = policy.state()
+    tight = {"staleness_threshold": 4.0, "mini_batch_size": 2, "max_version_lag": 1}
+    with pytest.raises(ConfigError, match="use the value of the run before, or on_exceed='drop'"):
+        AsyncPolicy.restore(AsyncConfig(**tight), state)
+    restored = AsyncPolicy.restore(AsyncConfig(**tight, on_exceed="drop"), state)
+    dropped = [action.group_id for action in restored.actions() if isinstance(action, Drop)]
+    assert dropped
+    assert dropped == [group for group, oldest in state["finished"] if 3 - oldest > 1]
+
+
+def test_ending_the_data_early_trains_what_was_started_and_finishes():
+    policy = AsyncPolicy(CONFIG, 1000)
+    assert len(policy.actions()) == 4
+    policy.end_data()
+    policy.group_lost(1)
+    assert policy.actions() == [Submit(1)], "a group that was started is not given up"
+    for group in (0, 1, 2):
+        policy.group_finished(group, 0)
+    assert policy.actions() == [Update((0, 1), 0, (0, 0))]
+    policy.group_filtered(3)
+    policy.update_finished()
+    assert policy.actions() == [Sync(version=1, interrupt=False)]
+    policy.sync_finished()
+    assert policy.actions() == [Update((2,), 1, (1,))]
+    policy.update_finished()
+    assert policy.actions() == [Sync(version=2, interrupt=False)]
+    policy.sync_finished()
+    assert policy.actions() == [Finish()]
+    assert policy.actions() == []
+    assert policy.describe_wait() == "nobody waits: the run is over"
+
+
+def test_a_sync_on_request_waits_for_the_trainer_and_comes_before_the_next_update():
+    policy = AsyncPolicy(CONFIG, 20)
+    policy.actions()
+    for group in range(4):
+        policy.group_finished(group, 0)
+    assert isinstance(policy.actions()[0], Update)
+    policy.request_sync()
+    assert policy.actions() == []
+    policy.update_finished()
+    assert policy.actions() == [Sync(version=1, interrupt=False)]
+
+
+def test_news_that_cannot_be_is_refused():
+    policy = AsyncPolicy(CONFIG, 20)
+    policy.actions()
+    with pytest.raises(ValueError, match="group 7 is not in flight"):
+        policy.group_finished(7, 0)
+    with pytest.raises(ValueError, match=r"group 1: oldest_version must be in \[0, 0\].*got 1"):
+        policy.group_finished(1, 1)
+    with pytest.raises(ValueError, match="no update was running"):
+        policy.update_finished()
+    with pytest.raises(ValueError, match="no sync was running"):
+        policy.sync_finished()
+    with pytest.raises(ValueError, match="num_groups must be at least 0"):
+        AsyncPolicy(CONFIG, -1)
+
+
+def test_a_wait_is_described_by_who_waits_for_whom():
+    policy = AsyncPolicy(AsyncConfig(staleness_threshold=0.5, mini_batch_size=4), 20)
+    assert policy.describe_wait() == "trainer waits for 4 groups: 0 finished, 0 in flight; rollouter open"
+    policy.actions()
+    policy.group_finished(0, 0)
+    assert policy.describe_wait(lambda group: f"rollout-{group % 2}") == (
+        "trainer waits for 4 groups: 1 finished, 5 in flight: 2 on rollout-0, 3 on rollout-1; "
+        "rollouter at its bound of 6 groups between two syncs"
+    )
+    for group in (1, 2, 3):
+        policy.group_finished(group, 0)
+    policy.actions()
+    assert policy.describe_wait(lambda _: "rollout-0").startswith(
+        "trainer is in update 0 of 4 groups, 2 in flight on rollout-0; rollouter at its bound"
+    )
+    policy.update_finished()
+    assert policy.actions() == []
+    assert policy.describe_wait() == "sync 1 waits for 2 in flight; rollouter paused for sync 1"
+    policy.group_finished(4, 0)
+    policy.group_finished(5, 0)
+    policy.actions()
+    assert policy.describe_wait() == "trainer and engines are in sync 1, 0 in flight; rollouter paused for sync 1"

@@ -1,0 +1,123 @@
+"""What to start, and what a launcher and a started role look like to their caller."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, overload
+
+from offbeat_types import setting
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """One role process.
+
+    Args:
+        name: role and index, such as "rollout-0"; it appears in errors, in logs and in `ps`.
+        target: class of the role, as "package.module:Class".
+        kwargs: constructor arguments: plain data, dataclasses and numpy arrays, decoded by its annotations.
+        env: environment variables added to the parent's.
+        num_threads: CPU threads of numpy, torch and OpenMP in the process; 0 leaves them as they are.
+        log_path: file that takes stdout and stderr, appended to; None: those of the parent.
+    """
+
+    name: str
+    target: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    num_threads: int = 0
+    log_path: Path | None = None
+
+
+class ActorHandle(Protocol):
+    """A started role. All methods belong to the event loop that started it."""
+
+    @property
+    def name(self) -> str:
+        """The role's name."""
+        ...
+
+    @property
+    def alive(self) -> bool:
+        """False once its process is gone."""
+        ...
+
+    @overload
+    async def call(
+        self, method: str, *args: Any, returns: type[T], deadline_s: float | None = None, **kwargs: Any
+    ) -> T: ...
+    @overload
+    async def call(
+        self, method: str, *args: Any, returns: None = None, deadline_s: float | None = None, **kwargs: Any
+    ) -> None: ...
+    async def call(
+        self, method: str, *args: Any, returns: Any = None, deadline_s: float | None = None, **kwargs: Any
+    ) -> Any:
+        """Call a public method of the role; any number of calls may be in flight.
+
+        Methods that are not `async` run one at a time, in the order they were called; `async` ones run at once,
+        also while another method is busy. Cancelling the call cancels an `async` method and takes a waiting sync one
+        off the queue; a sync method that has begun runs to its end.
+
+        Args:
+            method: its name.
+            args: positional arguments: plain data, dataclasses, numpy arrays, decoded by the method's annotations.
+            returns: type of the result, such as `list[Completion]`; None throws the result away.
+            deadline_s: seconds until DeadlineError; None: the launcher's `call_timeout_s`.
+            kwargs: keyword arguments, likewise.
+
+        Raises:
+            OffbeatError: the method raised it, with the same type and text.
+            PeerFailedError: the method raised another error, or the process died.
+            DeadlineError: no answer in time.
+        """
+        ...
+
+    async def wait_dead(self) -> str:
+        """Wait until the process is gone and say how it ended."""
+        ...
+
+    async def stop(self, deadline_s: float | None = None) -> None:
+        """Close the role and end its process: politely, then SIGTERM, then SIGKILL, all within the deadline.
+
+        Raises:
+            OffbeatError: the role's `close()` failed. The process is gone all the same.
+        """
+        ...
+
+    def kill(self) -> None:
+        """End the process now."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts roles. Found by entry point `offbeat.launcher`; built as `Launcher(run_name, config)`."""
+
+    async def start(self, spec: RoleSpec, *, deadline_s: float | None = None) -> ActorHandle:
+        """Start a role, and return when its constructor, and its `start()` if it has one, are done.
+
+        Raises:
+            OffbeatError: the constructor raised it, with the same type and text.
+            PeerFailedError: the constructor raised another error, or the process died.
+            DeadlineError: not ready in time; the process has been ended.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Stop every role that is still there, all at once."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """Section `cluster`: where the roles run, and how long to wait for them."""
+
+    launcher: str = setting("local", "Who starts the role processes: local, on this machine without Ray.")
+    num_threads: int = setting(0, "CPU threads for all roles together; 0 means every CPU this process may use.", ge=0)
+    trainer_threads: int = setting(0, "CPU threads of each trainer process; 0 takes a share of num_threads.", ge=0)
+    rollout_threads: int = setting(0, "CPU threads of each rollout process; 0 takes a share of num_threads.", ge=0)
+    start_timeout_s: float = setting(300.0, "Longest wait for a role to import, load a model and be ready.", "s", gt=0)
+    call_timeout_s: float = setting(1800.0, "Longest wait for one call to a role, unless the call says so.", "s", gt=0)
+    stop_timeout_s: float = setting(20.0, "Time a role has to close before it is killed.", "s", gt=0)

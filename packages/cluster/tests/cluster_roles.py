@@ -1,0 +1,258 @@
+"""Roles that the tests start in processes of their own."""
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from offbeat_types import (
+    Completion,
+    ConfigError,
+    DeadlineError,
+    EngineHealth,
+    GenerateRequest,
+    Metrics,
+    OffbeatError,
+    PeerFailedError,
+    RolloutEngineConfig,
+    ShapeError,
+    TrainSequence,
+    WeightProof,
+    WeightSyncError,
+)
+
+
+class OwnError(WeightSyncError):
+    """An offbeat error that the parent does not know."""
+
+
+class Echo:
+    """Gives back what it gets, and notes which thread and what type it came in."""
+
+    def __init__(
+        self, config: RolloutEngineConfig | None = None, weights: npt.NDArray[np.float32] | None = None
+    ) -> None:
+        self.config, self.weights, self.order = config, weights, list[str]()
+
+    def get_config(self) -> RolloutEngineConfig | None:
+        return self.config
+
+    def get_weights(self) -> npt.NDArray[np.float32] | None:
+        return self.weights
+
+    def completions(self, value: list[Completion]) -> list[Completion]:
+        assert all(isinstance(item, Completion) for item in value)
+        return value
+
+    async def request(self, value: GenerateRequest) -> GenerateRequest:
+        assert isinstance(value, GenerateRequest)
+        return value
+
+    def sequences(self, value: list[TrainSequence]) -> list[TrainSequence]:
+        assert all(isinstance(item, TrainSequence) for item in value)
+        return value
+
+    def metrics(self, value: Metrics) -> Metrics:
+        return value
+
+    def proof(self, *, value: WeightProof) -> WeightProof:
+        assert isinstance(value, WeightProof)
+        return value
+
+    def health(self, value: EngineHealth) -> EngineHealth:
+        return value
+
+    def path(self, value: Path) -> Path:
+        assert isinstance(value, Path)
+        return value
+
+    def anything(self, value: Any) -> Any:
+        return value
+
+    def array(self, value: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return value
+
+    def double(self, value: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        value *= 2  # arrays arrive writable
+        return value
+
+    def kinds(self, first: int, *rest: float, **named: str) -> list[str]:
+        return [type(item).__name__ for item in (first, *rest, *named.values())]
+
+    def note(self, name: str, seconds: float) -> list[str]:
+        self.order.append(f"{name} begins")
+        time.sleep(seconds)
+        self.order.append(f"{name} ends")
+        return self.order
+
+
+class Patient:
+    """Has a long sync method, async methods beside it, and leaves a trace of what happened in a file."""
+
+    def __init__(self, trace: Path | None = None) -> None:
+        self.trace, self.cancelled = trace, False
+
+    async def start(self) -> None:
+        self.loop = asyncio.get_running_loop()
+
+    async def started(self) -> bool:
+        return self.loop is asyncio.get_running_loop()
+
+    def compute(self, seconds: float) -> str:
+        self._write("compute began")
+        time.sleep(seconds)
+        return "computed"
+
+    async def wait_long(self) -> None:
+        try:
+            await asyncio.sleep(100)
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+
+    async def was_cancelled(self) -> bool:
+        return self.cancelled
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    def thread_settings(self) -> tuple[str, int]:
+        import torch
+
+        return os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
+
+    async def environment(self, key: str) -> str:
+        return os.environ[key]
+
+    async def open_files(self) -> list[str]:
+        return sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd))
+
+    def start_subprocess(self) -> int:
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]).pid
+
+    def close(self) -> None:
+        self._write("closed")
+
+    def _write(self, text: str) -> None:
+        if self.trace is not None:
+            with self.trace.open("a") as file:
+                file.write(text + "\n")
+
+
+class Faulty:
+    """Fails in every way a role can."""
+
+    def config_error(self) -> None:
+        raise ConfigError("rollout.dtype must be one of float32: got 'float7'")
+
+    def shape_error(self) -> None:
+        raise ShapeError("a and b differ")
+
+    async def deadline_error(self) -> None:
+        raise DeadlineError("queue.get", "scorer-0", 3.0, "start it")
+
+    def peer_error(self) -> None:
+        raise PeerFailedError("scorer-0", "ValueError: no", "its last line")
+
+    def own_error(self) -> None:
+        raise OwnError("nobody out there knows my type")
+
+    def value_error(self) -> None:
+        raise ValueError("7 is not even")
+
+    async def async_value_error(self) -> None:
+        raise ValueError("8 is even")
+
+    async def cancelled_error(self) -> None:
+        raise asyncio.CancelledError
+
+    def stop_iteration(self) -> None:
+        raise StopIteration
+
+    def system_exit(self) -> None:
+        sys.exit(5)
+
+    async def async_system_exit(self) -> None:
+        sys.exit(5)
+
+    def wrong_type(self) -> str:
+        return "a string"
+
+    def unsendable(self) -> object:
+        return object()
+
+    def leave(self, code: int) -> None:
+        print("these are my last words")
+        os._exit(code)
+
+    def crash(self) -> None:
+        ctypes.string_at(0)
+
+    async def hang(self) -> None:
+        print("hanging")
+        await asyncio.sleep(100)
+
+    async def hold_lock(self) -> None:
+        """Compute without ever giving the interpreter lock back."""
+        ctypes.PyDLL(None).sleep(100)
+
+
+class RefusesConfig:
+    def __init__(self, text: str) -> None:
+        raise ConfigError(text)
+
+
+class RefusesValue:
+    def __init__(self) -> None:
+        raise ValueError("no value is good enough")
+
+
+class StartFails:
+    async def start(self) -> None:
+        raise OffbeatError("the engine does not start")
+
+
+class NeverReady:
+    async def start(self) -> None:
+        print("loading the model", flush=True)
+        await asyncio.sleep(100)
+
+
+class DiesEarly:
+    def __init__(self) -> None:
+        print("about to die", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class CloseFails:
+    def close(self) -> None:
+        raise DiskFullError("the disk is full")
+
+
+class DiskFullError(OffbeatError):
+    """Raised while closing."""
+
+
+class Stubborn:
+    """Does not leave politely, nor on SIGTERM."""
+
+    def __init__(self) -> None:
+        self.closing = False
+
+    async def start(self) -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: print("no", flush=True))
+
+    async def close(self) -> None:
+        await asyncio.sleep(100)
+
+
+def _is_open(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")

@@ -1,0 +1,145 @@
+"""Conversations for supervised fine-tuning: rows of a data set as token sequences with a loss mask."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from offbeat_data._assistant_turns import encode_marked, mark_assistant_turns
+from offbeat_data._columns import as_messages, as_text, require_column, with_system
+from offbeat_data._config import DataConfig
+from offbeat_data._files import Row
+from offbeat_data._prompts import RowCounts, uses_template
+from offbeat_data._sources import read_sources
+from offbeat_data._tokenizer import Tokenizer
+from offbeat_types import DataError, Ids, TrainSequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationSet:
+    """Sequences to train on and sequences held out, with their counts. `eval` may be empty, `train` never is."""
+
+    train: tuple[TrainSequence, ...]
+    eval: tuple[TrainSequence, ...]
+    train_counts: RowCounts
+    eval_counts: RowCounts
+
+
+def load_conversations(config: DataConfig, tokenizer: Tokenizer) -> ConversationSet:
+    """Read, render, encode and mask conversations; equal configurations give equal sets.
+
+    The columns decide what a row is: `messages_column` a conversation, with loss on the assistant's turns;
+    `prompt_column` with `completion_column` one exchange, with loss on the completion; `text_column` plain text, with
+    loss on all of it.
+
+    Raises:
+        DataError: no such file, empty, broken, a column missing, turns that cannot be found, or every row too long.
+        ModelError: a chat template is needed and there is none.
+    """
+    rows = read_sources(config)
+    builder = _SequenceBuilder(config, tokenizer)
+    train, train_counts = builder.build(rows.train, config.path)
+    held_out, eval_counts = builder.build(rows.held_out, config.eval_path or config.path)
+    return ConversationSet(train=train, eval=held_out, train_counts=train_counts, eval_counts=eval_counts)
+
+
+@dataclass(frozen=True)
+class _SequenceBuilder:
+    config: DataConfig
+    tokenizer: Tokenizer
+
+    def build(self, rows: list[Row], source: str) -> tuple[tuple[TrainSequence, ...], RowCounts]:
+        limit, cuts = self.config.max_sequence_tokens, self.config.too_long == "truncate"
+        kept: list[TrainSequence] = []
+        longest = too_long = truncated = 0
+        for number, row in enumerate(rows, 1):
+            sequences = list(self._sequences(row, number, source))
+            length = max(len(sequence.ids) for sequence in sequences)
+            fitting = [fits for sequence in sequences if (fits := _fit(sequence, limit, cuts)) is not None]
+            kept += fitting
+            longest = max(longest, length)
+            too_long += not fitting
+            truncated += bool(fitting) and cuts and length > limit
+        if rows and not kept:
+            raise DataError(
+                f"{source}: every row is too long: the longest has {longest} tokens and data.max_sequence_tokens is "
+                f"{limit}; raise it, or set data.too_long to truncate"
+            )
+        counts = RowCounts(read=len(rows), too_long=too_long, truncated=truncated, kept=len(kept), longest=longest)
+        return tuple(kept), counts
+
+    def _sequences(self, row: Row, number: int, source: str) -> Iterator[TrainSequence]:
+        readers: dict[str, Callable[[Row, int, str], Iterator[TrainSequence]]] = {
+            self.config.messages_column: self._from_messages,
+            self.config.completion_column: self._from_completion,
+            self.config.text_column: self._from_text,
+        }
+        for column, reader in readers.items():
+            if column in row:
+                return reader(row, number, source)
+        raise DataError(
+            f"{source}, row {number}: none of the columns {', '.join(readers)}, it has {', '.join(row) or 'none'}; set "
+            f"data.messages_column, data.completion_column (with data.prompt_column) or data.text_column to one of them"
+        )
+
+    def _from_messages(self, row: Row, number: int, source: str) -> Iterator[TrainSequence]:
+        column = self.config.messages_column
+        value = require_column(row, column, "messages_column", number, source)
+        yield from self._from_chat(as_messages(value, number, source), 0, number, source)
+
+    def _from_completion(self, row: Row, number: int, source: str) -> Iterator[TrainSequence]:
+        prompt: Any = require_column(row, self.config.prompt_column, "prompt_column", number, source)
+        completion: Any = require_column(row, self.config.completion_column, "completion_column", number, source)
+        if isinstance(prompt, str) and not isinstance(completion, list):
+            if not uses_template(self.config, self.tokenizer):
+                yield self._from_texts(prompt, as_text(completion), number, source)
+                return
+            prompt = [{"role": "user", "content": prompt}]
+        if not isinstance(completion, list):
+            completion = [{"role": "assistant", "content": as_text(completion)}]
+        asked = with_system(as_messages(prompt, number, source), self.config.system_prompt)
+        yield from self._from_chat([*asked, *as_messages(completion, number, source)], len(asked), number, source)
+
+    def _from_chat(
+        self, messages: list[dict[str, Any]], first: int, number: int, source: str
+    ) -> Iterator[TrainSequence]:
+        messages = with_system(messages, self.config.system_prompt)
+        try:
+            chats = mark_assistant_turns(self.tokenizer, messages, first=first, options=self.config.template_options)
+        except DataError as error:
+            raise DataError(f"{source}, row {number}: {error}") from error
+        for chat in chats:
+            ids, mask = encode_marked(self.tokenizer, chat)
+            yield TrainSequence(ids=ids, loss_mask=mask)
+
+    def _from_texts(self, prompt: str, completion: str, number: int, source: str) -> TrainSequence:
+        """Encode prompt and completion apart: at inference the model sees the prompt's own tokens."""
+        prompt_ids = self.tokenizer.encode([prompt], add_special_tokens=True)[0]
+        if not len(prompt_ids):
+            raise DataError(f"{source}, row {number}: the prompt is empty; use data.text_column for plain text")
+        completion_ids = self._with_eos(self.tokenizer.encode([completion], add_special_tokens=False)[0])
+        mask = np.arange(len(prompt_ids) + len(completion_ids)) >= len(prompt_ids)
+        return TrainSequence(ids=np.concatenate([prompt_ids, completion_ids]), loss_mask=mask)
+
+    def _from_text(self, row: Row, number: int, source: str) -> Iterator[TrainSequence]:
+        text = as_text(require_column(row, self.config.text_column, "text_column", number, source))
+        ids = self._with_eos(self.tokenizer.encode([text], add_special_tokens=True)[0])
+        if len(ids) < 2:
+            raise DataError(f"{source}, row {number}: a text needs at least two tokens to learn from, got {text!r}")
+        yield TrainSequence(ids=ids, loss_mask=np.arange(len(ids)) > 0)
+
+    def _with_eos(self, ids: Ids) -> Ids:
+        eos = self.tokenizer.eos_id
+        if eos is None or (len(ids) and ids[-1] == eos):
+            return ids
+        return np.append(ids, np.int32(eos))
+
+
+def _fit(sequence: TrainSequence, limit: int, cuts: bool) -> TrainSequence | None:
+    """The sequence within the limit; None when it is left out, or when the cut leaves nothing to learn."""
+    if len(sequence.ids) > limit:
+        if not cuts:
+            return None
+        sequence = TrainSequence(ids=sequence.ids[:limit], loss_mask=sequence.loss_mask[:limit])
+    return sequence if sequence.loss_mask.any() else None

@@ -1,0 +1,148 @@
+"""A reward with a deadline: a child process scores, and is ended when it takes too long.
+
+A completion may ask a verifier for 10**10**10, or send a user's regular expression into the woods. No thread can be
+stopped and math-verify's own timeouts need the main thread, so scoring happens where it can be ended.
+"""
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import asdict
+from typing import Any
+
+from offbeat_data._plain import to_plain
+from offbeat_data._prompts import Prompt
+from offbeat_data._reward import RewardError, RewardScore
+from offbeat_data._reward_config import RewardConfig
+from offbeat_types import BackendError, ConfigError, DataError, DeadlineError, OffbeatError
+
+_START_DEADLINE_S = 60.0
+_ERRORS: dict[str, type[OffbeatError]] = {
+    error.__name__: error for error in (RewardError, DataError, ConfigError, BackendError)
+}
+
+
+class GuardedReward:
+    """Scores completions in one child process, each within `config.timeout_s`. Safe to call from several threads.
+
+    Use it as a context manager, or call `close`.
+
+    Args:
+        config: the `reward` section; the child builds the reward from it.
+
+    Raises:
+        ConfigError, BackendError: as `build_reward`.
+        DeadlineError: the child did not start within a minute.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        config.check()
+        self._config = config
+        self._lock = threading.Lock()
+        self._child = _ScoringChild(config)
+        self._child.wait_ready()
+
+    def score(self, prompt: Prompt, completion: str) -> RewardScore:
+        """Score one completion; one that takes too long is worth 0 and has the part `timed_out` 1.
+
+        Raises:
+            RewardError: a user's function raised or returned no finite number, or the child died.
+            DataError: the prompt lacks what a reward compares with.
+        """
+        request = {"prompt": _prompt_to_plain(prompt), "completion": completion}
+        with self._lock:
+            try:
+                self._child.wait_ready()
+                reply = self._child.ask(request, self._config.timeout_s)
+            except TimeoutError:
+                self._restart()
+                parts = dict.fromkeys(self._config.all_weights, 0.0)
+                return RewardScore(value=0.0, parts={**parts, "timed_out": 1.0})
+            except OSError as error:
+                code = self._restart()
+                raise RewardError(
+                    f"the process that scores ended with code {code} on prompt {prompt.index}; see its log above"
+                ) from error
+        return RewardScore(value=reply["value"], parts={**reply["parts"], "timed_out": 0.0})
+
+    def close(self) -> None:
+        """End the child."""
+        with self._lock:
+            self._child.end()
+
+    def __enter__(self) -> "GuardedReward":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _restart(self) -> int:
+        """Replace the child; the new one starts while the caller goes on."""
+        code = self._child.end()
+        self._child = _ScoringChild(self._config)
+        return code
+
+
+class _ScoringChild:
+    """`python -m offbeat_data._scoring_child`, and a socket on which JSON lines go to and fro."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "offbeat_data._scoring_child", str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._socket, self._lines, self._is_ready = ours, ours.makefile("rb"), False
+        self._send({"config": asdict(config), "path": sys.path}, _START_DEADLINE_S)
+
+    def wait_ready(self) -> None:
+        """Wait until the child has built its reward; at once when it has."""
+        if self._is_ready:
+            return
+        try:
+            self._receive()
+        except TimeoutError as error:
+            self.end()
+            raise DeadlineError("reward.start", "the process that scores", _START_DEADLINE_S) from error
+        except BaseException:
+            self.end()
+            raise
+        self._is_ready = True
+
+    def ask(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+        """Send one request and wait for its reply. TimeoutError and other OSErrors leave the child unusable."""
+        self._send(request, deadline_s)
+        return self._receive()
+
+    def _send(self, request: dict[str, Any], deadline_s: float) -> None:
+        self._socket.settimeout(deadline_s)
+        self._socket.sendall(json.dumps(request).encode() + b"\n")
+
+    def _receive(self) -> dict[str, Any]:
+        line = self._lines.readline()
+        if not line:
+            raise ConnectionResetError("the child closed its socket")
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise _ERRORS.get(reply["error"], RewardError)(reply["text"])
+        return reply
+
+    def end(self) -> int:
+        """Kill the child if it still runs, and return its exit code."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        # A child whose socket is closed leaves by itself unless it is busy; one that died has its own code to show.
+        try:
+            code = self._process.wait(timeout=0.2)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        self._lines.close()
+        self._socket.close()
+        return code
+
+
+def _prompt_to_plain(prompt: Prompt) -> dict[str, Any]:
+    return {**vars(prompt), "ids": prompt.ids.tolist(), "fields": to_plain(prompt.fields)}

@@ -1,0 +1,167 @@
+"""Prompts for reinforcement learning: rows of a data set, rendered and encoded."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from offbeat_data._columns import as_messages, as_text, require_column, with_system
+from offbeat_data._config import DataConfig
+from offbeat_data._files import Row
+from offbeat_data._plain import to_plain
+from offbeat_data._sources import read_sources
+from offbeat_data._tokenizer import Tokenizer
+from offbeat_types import ConfigError, DataError, Ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt, as plain data that travels between processes.
+
+    Args:
+        index: its place in its set, counted from 0.
+        ids: [P] int32.
+        text: what the ids encode, the chat template applied.
+        answer: the reference answer, or None.
+        fields: the row it came from, as plain JSON data.
+    """
+
+    index: int
+    ids: Ids
+    text: str
+    answer: str | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowCounts:
+    """What became of the rows of one set.
+
+    Args:
+        read: rows read or drawn.
+        too_long: of these, left out because they were too long.
+        truncated: of these, cut off at the end (SFT only).
+        kept: items made of them; SFT may make several of one row.
+        longest: length of the longest, before the limit, in tokens.
+    """
+
+    read: int = 0
+    too_long: int = 0
+    truncated: int = 0
+    kept: int = 0
+    longest: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSet:
+    """Prompts to train on and prompts held out, with their counts. `eval` may be empty, `train` never is."""
+
+    train: tuple[Prompt, ...]
+    eval: tuple[Prompt, ...]
+    train_counts: RowCounts
+    eval_counts: RowCounts
+
+
+def load_prompts(config: DataConfig, tokenizer: Tokenizer, *, needs_answer: bool = True) -> PromptSet:
+    """Read, render, encode and filter prompts; equal configurations give equal sets.
+
+    Args:
+        config: the `data` section.
+        tokenizer: of the model that will complete them.
+        needs_answer: refuse rows without a reference answer; see `RewardConfig.needs_answer`.
+
+    Raises:
+        DataError: no such file, empty, broken, a column missing, or every prompt too long.
+        ConfigError: a setting without effect or a task that does not exist.
+        ModelError: a chat template is needed and there is none.
+        BackendError: a reader is not installed.
+    """
+    rows = read_sources(config)
+    builder = _PromptBuilder(config, tokenizer, needs_answer)
+    train, train_counts = builder.build(rows.train, config.path)
+    held_out, eval_counts = builder.build(rows.held_out, config.eval_path or config.path)
+    return PromptSet(train=train, eval=held_out, train_counts=train_counts, eval_counts=eval_counts)
+
+
+@dataclass(frozen=True)
+class _PromptBuilder:
+    config: DataConfig
+    tokenizer: Tokenizer
+    needs_answer: bool
+
+    def build(self, rows: list[Row], source: str) -> tuple[tuple[Prompt, ...], RowCounts]:
+        rendered = [self._render(row, number, source) for number, row in enumerate(rows, 1)]
+        encoded = self._encode(rendered)
+        lengths = [len(ids) for ids in encoded]
+        limit = self.config.max_prompt_tokens
+        if rows and min(lengths) > limit:
+            raise DataError(
+                f"{source}: every prompt is too long: they have {min(lengths)} to {max(lengths)} tokens and "
+                f"data.max_prompt_tokens is {limit}; raise it, and rollout.max_model_len with it"
+            )
+        kept = tuple(self._prompts(rows, rendered, encoded, source))
+        counts = RowCounts(
+            read=len(rows), too_long=len(rows) - len(kept), kept=len(kept), longest=max(lengths, default=0)
+        )
+        return kept, counts
+
+    def _prompts(
+        self, rows: list[Row], rendered: list[tuple[str, bool]], encoded: list[Ids], source: str
+    ) -> Iterator[Prompt]:
+        index = 0
+        for number, (row, (text, _), ids) in enumerate(zip(rows, rendered, encoded, strict=True), 1):
+            if not len(ids):
+                raise DataError(f"{source}, row {number}: the prompt is empty; fill it in or drop the row")
+            if len(ids) <= self.config.max_prompt_tokens:
+                yield Prompt(
+                    index=index, ids=ids, text=text, answer=self._answer(row, number, source), fields=to_plain(row)
+                )
+                index += 1
+
+    def _render(self, row: Row, number: int, source: str) -> tuple[str, bool]:
+        """The text of a row, and whether a chat template made it."""
+        value = require_column(row, self.config.prompt_column, "prompt_column", number, source)
+        if isinstance(value, str):
+            if not uses_template(self.config, self.tokenizer):
+                return value, False
+            value = [{"role": "user", "content": value}]
+        elif self.config.chat_template == "off":
+            raise DataError(
+                f"{source}, row {number}: the prompt is a list of chat messages: set data.chat_template to auto"
+            )
+        messages = with_system(as_messages(value, number, source), self.config.system_prompt)
+        template = self.tokenizer.require_template()
+        chat = template.render(messages, add_generation_prompt=True, options=self.config.template_options)
+        return chat.text, True
+
+    def _encode(self, rendered: list[tuple[str, bool]]) -> list[Ids]:
+        """A chat template writes bos itself; a plain text gets what the tokenizer puts around a text."""
+        encoded: dict[int, Ids] = {}
+        for templated in (True, False):
+            places = [at for at, (_, flag) in enumerate(rendered) if flag is templated]
+            ids = self.tokenizer.encode([rendered[at][0] for at in places], add_special_tokens=not templated)
+            encoded.update(zip(places, ids, strict=True))
+        return [encoded[at] for at in range(len(rendered))]
+
+    def _answer(self, row: Row, number: int, source: str) -> str | None:
+        if self.needs_answer and "reasoning_gym" not in row:
+            return as_text(require_column(row, self.config.answer_column, "answer_column", number, source))
+        value = row.get(self.config.answer_column)
+        return None if value is None else as_text(value)
+
+
+def uses_template(config: DataConfig, tokenizer: Tokenizer) -> bool:
+    """Whether plain texts go through the chat template.
+
+    Raises:
+        ModelError: it is on and the tokenizer has none.
+        ConfigError: a system prompt or template options would have no effect.
+    """
+    if config.chat_template == "on":
+        tokenizer.require_template()
+    uses = config.chat_template == "on" or (config.chat_template == "auto" and tokenizer.chat_template is not None)
+    if not uses and (config.system_prompt or config.template_options):
+        raise ConfigError(
+            "data.system_prompt and data.template_options have no effect without a chat template: "
+            "leave them out, or use a model folder that has one"
+        )
+    return uses

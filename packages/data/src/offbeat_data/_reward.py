@@ -1,0 +1,220 @@
+"""Rewards: a prompt and a completion to a number."""
+
+import difflib
+import importlib
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from offbeat_data._answers import last_boxed, last_in_tag, last_match, last_number, numbers_match
+from offbeat_data._prompts import Prompt
+from offbeat_data._reasoning_gym import score_entry
+from offbeat_data._reward_config import RewardConfig
+from offbeat_types import BackendError, ConfigError, DataError, OffbeatError
+
+Scorer = Callable[[Prompt, str], float]
+
+
+class RewardError(OffbeatError):
+    """A user's reward function raised, or returned something that is no finite number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardScore:
+    """What a completion is worth, as plain data.
+
+    Args:
+        value: the weighted sum.
+        parts: each reward by name, before its weight. `GuardedReward` adds `timed_out`, 0 or 1.
+    """
+
+    value: float
+    parts: dict[str, float]
+
+
+class Reward:
+    """Scores completions. Made by `build_reward`; see `GuardedReward` for one with a deadline."""
+
+    def __init__(self, scorers: Mapping[str, Scorer], weights: Mapping[str, float]) -> None:
+        self._scorers, self._weights = dict(scorers), dict(weights)
+
+    def score(self, prompt: Prompt, completion: str) -> RewardScore:
+        """Score one completion.
+
+        Raises:
+            RewardError: a user's function raised or returned no finite number.
+            DataError: the prompt lacks what a reward compares with.
+        """
+        parts = {name: scorer(prompt, completion) for name, scorer in self._scorers.items()}
+        return RewardScore(value=sum(self._weights[name] * part for name, part in parts.items()), parts=parts)
+
+
+def build_reward(config: RewardConfig) -> Reward:
+    """Find every reward that the configuration names.
+
+    Raises:
+        ConfigError: an unknown name (nearest names), a function that is not there, a weight that is not finite.
+        BackendError: a reward needs a package that is not installed.
+    """
+    config.check()
+    for name, weight in config.all_weights.items():
+        if not math.isfinite(weight):
+            raise ConfigError(f"reward.weights: {name} needs a finite number, got {weight!r}")
+    return Reward({name: _build_scorer(name, config) for name in config.all_weights}, config.all_weights)
+
+
+def _build_scorer(name: str, config: RewardConfig) -> Scorer:
+    if name in _SCORERS:
+        return _SCORERS[name](config)
+    if ":" in name:
+        return _function_scorer(name, config)
+    near = difflib.get_close_matches(name, _SCORERS, n=2, cutoff=0.4)
+    advice = f"perhaps {' or '.join(near)}; " if near else ""
+    raise ConfigError(f"reward: no reward {name!r}; {advice}there are {', '.join(_SCORERS)} and module:function")
+
+
+def _answer_of(completion: str, config: RewardConfig) -> str | None:
+    if config.extract == "tag":
+        return last_in_tag(completion, config.tag)
+    if config.extract == "boxed":
+        return last_boxed(completion)
+    if config.extract == "pattern":
+        return last_match(completion, config.pattern)
+    return completion.strip()
+
+
+def _reference_of(prompt: Prompt, config: RewardConfig, name: str) -> str:
+    if prompt.answer is None:
+        raise DataError(f"the reward {name} compares with a reference answer, and prompt {prompt.index} has none")
+    if not config.reference_pattern:
+        return prompt.answer.strip()
+    found = last_match(prompt.answer, config.reference_pattern)
+    if found is None:
+        raise DataError(
+            f"reward.reference_pattern {config.reference_pattern!r} finds nothing in the answer of prompt "
+            f"{prompt.index}: {prompt.answer[-80:]!r}"
+        )
+    return found
+
+
+def _exact_match(config: RewardConfig) -> Scorer:
+    def score(prompt: Prompt, completion: str) -> float:
+        answer, reference = _answer_of(completion, config), _reference_of(prompt, config, "exact_match")
+        if answer is not None and config.ignore_case:
+            answer, reference = answer.casefold(), reference.casefold()
+        return float(answer == reference)
+
+    return score
+
+
+def _number_match(config: RewardConfig) -> Scorer:
+    def score(prompt: Prompt, completion: str) -> float:
+        reference = last_number(text := _reference_of(prompt, config, "number_match"))
+        if reference is None:
+            raise DataError(f"the reward number_match needs a number in the answer of prompt {prompt.index}: {text!r}")
+        answer = last_number(_answer_of(completion, config) or "")
+        return float(answer is not None and numbers_match(answer, reference, config.tolerance))
+
+    return score
+
+
+def _math_verify(config: RewardConfig) -> Scorer:
+    """Equality of mathematical expressions.
+
+    math-verify's own timeouts use signals and raise off the main thread, so they are off; `GuardedReward` has the
+    deadline. A reference that is no expression to it is compared as text.
+    """
+    try:
+        import math_verify
+    except ImportError as error:
+        line = 'pip install "offbeat-data[math]"'
+        raise BackendError(f"the reward math_verify needs math-verify; install it with: {line}") from error
+
+    # It warns once that its timeouts are off, which is on purpose here.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+    def parse(text: str) -> Any:
+        return math_verify.parse(text, parsing_timeout=None)
+
+    def score(prompt: Prompt, completion: str) -> float:
+        answer, reference = _answer_of(completion, config), _reference_of(prompt, config, "math_verify")
+        if answer is None:
+            return 0.0
+        if config.extract == "boxed":
+            answer = f"\\boxed{{{answer}}}"
+        gold = parse(f"\\boxed{{{reference}}}") or parse(reference)
+        if not gold:
+            return float(answer == reference)
+        return float(math_verify.verify(gold, parse(answer), timeout_seconds=None))
+
+    return score
+
+
+def _reasoning_gym(config: RewardConfig) -> Scorer:
+    def score(prompt: Prompt, completion: str) -> float:
+        answer = _answer_of(completion, config)
+        return 0.0 if answer is None else score_entry(answer, prompt.fields)
+
+    return score
+
+
+_SCORERS: Final[dict[str, Callable[[RewardConfig], Scorer]]] = {
+    "exact_match": _exact_match,
+    "number_match": _number_match,
+    "math_verify": _math_verify,
+    "reasoning_gym": _reasoning_gym,
+}
+
+
+def _function_scorer(name: str, config: RewardConfig) -> Scorer:
+    """A user's `function(prompt: Prompt, completion: str, **options) -> float`."""
+    function, options = _find_function(name), config.function_options.get(name, {})
+
+    def score(prompt: Prompt, completion: str) -> float:
+        try:
+            value = function(prompt, completion, **options)
+        except Exception as error:
+            raise RewardError(
+                f"the reward function {name} raised {type(error).__name__} on prompt {prompt.index}: {error}"
+            ) from error
+        return _finite(name, value, prompt.index)
+
+    return score
+
+
+def _finite(name: str, value: Any, index: int) -> float:
+    # Numbers of numpy and torch answer __float__, and so does an array of one element; a text does not.
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RewardError(
+            f"the reward function {name} must return a finite number: on prompt {index} it returned {value!r:.80} "
+            f"({type(value).__name__})"
+        )
+    return number
+
+
+def _find_function(name: str) -> Callable[..., Any]:
+    """Import `module:function`, looking in the working folder too, as a script beside it would."""
+    module_name, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigError(
+            f"reward {name}: importing {module_name} failed: {type(error).__name__}: {error}; "
+            f"Python looks in the working folder {os.getcwd()} and in what is installed"
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        near = difflib.get_close_matches(attribute, vars(module), n=3)
+        advice = f"; nearest: {', '.join(near)}" if near else ""
+        raise ConfigError(f"reward {name}: {module_name} has no function {attribute!r}{advice}")
+    return function  # type: ignore[no-any-return]

@@ -1,0 +1,72 @@
+"""The `reward` section: what a completion is worth."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from offbeat_types import ConfigError, setting
+
+NEEDS_ANSWER = frozenset({"exact_match", "number_match", "math_verify"})
+"""Rewards that compare with `Prompt.answer`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """One reward by `name`, or several by `weights`, and where in a completion they look for the answer."""
+
+    name: str = setting(
+        "", "exact_match, number_match, math_verify, reasoning_gym, or a Python function as module:function."
+    )
+    weights: dict[str, float] = setting(
+        {}, "Several rewards by name, each with its weight; the reward is their weighted sum."
+    )
+    extract: str = setting(
+        "all",
+        "Where the answer is in a completion: all of it, the last <tag>, the last \\boxed{}, or the last match of "
+        "pattern. Without an answer the reward is 0. Functions always get the whole completion.",
+        choices=("all", "tag", "boxed", "pattern"),
+    )
+    tag: str = setting("answer", "Name of that tag.")
+    pattern: str = setting("", "That regular expression; its first group is the answer.")
+    reference_pattern: str = setting(
+        "", "Regular expression that finds the answer in answer_column, such as #### (.*)."
+    )
+    ignore_case: bool = setting(False, "exact_match: take upper and lower case as equal.")
+    tolerance: float = setting(1e-6, "number_match: relative difference that counts as equal.", ge=0, lt=1)
+    function_options: dict[str, Any] = setting({}, "Keyword arguments for functions, by their module:function name.")
+    timeout_s: float = setting(10.0, "Time to score one completion; after it the reward is 0 and counted.", "s", gt=0)
+
+    @property
+    def all_weights(self) -> Mapping[str, float]:
+        """Every reward with its weight.
+
+        Raises:
+            ConfigError: none is named, or both ways of naming are used.
+        """
+        if bool(self.name) == bool(self.weights):
+            got = "both" if self.name else "neither"
+            raise ConfigError(f'reward: give either name or weights, got {got}; such as name = "number_match"')
+        return {self.name: 1.0} if self.name else self.weights
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether prompts must have a reference answer."""
+        return not NEEDS_ANSWER.isdisjoint(self.all_weights)
+
+    def check(self) -> None:
+        """Find what is wrong with these settings before anything starts.
+
+        Raises:
+            ConfigError: a broken regular expression, or a setting that would have no effect.
+        """
+        names = self.all_weights
+        for key, pattern in (("pattern", self.pattern), ("reference_pattern", self.reference_pattern)):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"reward.{key} is not a regular expression: {error}; got {pattern!r}") from error
+        if (self.extract == "pattern") != bool(self.pattern):
+            raise ConfigError('reward.pattern and extract = "pattern" need each other: give both or neither')
+        if unused := sorted(set(self.function_options) - set(names)):
+            raise ConfigError(f"reward.function_options names {', '.join(unused)}, which is no reward of this run")

@@ -1,0 +1,191 @@
+"""Tokenizers of Hugging Face model folders, read without torch.
+
+`transformers.AutoTokenizer` imports torch wherever torch is installed: 4 to 10 s and 300 MB in a process that only
+wants token ids. The `tokenizers` library underneath it reads the same `tokenizer.json` in 0.1 s.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+
+from offbeat_data._chat_template import ChatTemplate
+from offbeat_types import BackendError, Ids, ModelError
+
+_OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+
+class Tokenizer:
+    """Text to token ids and back, with the folder's special tokens and chat template.
+
+    Args:
+        backend: the tokenizer proper.
+        special_tokens: by role, such as {"eos_token": "<|im_end|>"}.
+        chat_template: Jinja text, or None.
+        source: folder it came from, for messages.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, special_tokens: dict[str, str], chat_template: str | None, source: str
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend, self.special_tokens, self.source = backend, special_tokens, source
+        self.chat_template = None if chat_template is None else ChatTemplate(chat_template, special_tokens)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id of the token that opens a text, if there is one."""
+        return self._special_id("bos_token")
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id of the token that ends a text or a turn, if there is one."""
+        return self._special_id("eos_token")
+
+    @property
+    def pad_id(self) -> int | None:
+        """Id of the padding token, if there is one."""
+        return self._special_id("pad_token")
+
+    @cached_property
+    def special_texts(self) -> frozenset[str]:
+        """Texts of all control tokens, such as "<|im_end|>"."""
+        added = self._backend.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Ids]:
+        """Token ids of each text, [T] int32; with or without the bos or eos that the tokenizer puts around a text."""
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def encode_with_offsets(self, text: str) -> tuple[Ids, npt.NDArray[np.int64]]:
+        """Token ids [T] int32 and the character range [T, 2] int64 of each; nothing is put around the text."""
+        encoding = self._untrimmed.encode(text, add_special_tokens=False)
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return np.array(encoding.ids, dtype=np.int32), offsets
+
+    def decode(self, ids: Sequence[int] | Ids, *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        return str(self._backend.decode([int(token) for token in ids], skip_special_tokens=skip_special_tokens))
+
+    def require_template(self) -> ChatTemplate:
+        """The chat template.
+
+        Raises:
+            ModelError: the folder has none.
+        """
+        if self.chat_template is None:
+            raise ModelError(
+                f"{self.source} has no chat template, and chat messages need one: set data.chat_template to off and "
+                f"give plain texts, or put a chat_template.jinja into that folder"
+            )
+        return self.chat_template
+
+    @cached_property
+    def _untrimmed(self) -> tokenizers.Tokenizer:
+        # A ByteLevel post-processor with trim_offsets (Llama 3 has one) leaves a token of spaces without any
+        # characters, so that a mask by characters would miss it. Without a post-processor offsets are whole.
+        copy = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        copy.post_processor = None
+        return copy
+
+    def _special_id(self, role: str) -> int | None:
+        text = self.special_tokens.get(role)
+        return None if text is None else self._backend.token_to_id(text)
+
+
+def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Tokenizer:
+    """Read the tokenizer of a Hugging Face model folder.
+
+    A folder with `tokenizer.json` is read with the `tokenizers` library and runs no code of the folder. Older
+    formats (`tokenizer.model`, `vocab.json` with `merges.txt`) are converted in memory by transformers, which
+    imports torch where torch is installed; only there does `trust_remote_code` matter.
+
+    Raises:
+        ModelError: no such folder, no tokenizer in it, or a corrupt one.
+        BackendError: an older format, and transformers is not installed.
+    """
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        raise ModelError(f"model folder {folder} does not exist: give the path of a Hugging Face model folder")
+    settings = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
+    special_tokens = {
+        role: text for role in settings if role.endswith("_token") and (text := _token_text(settings[role]))
+    }
+    return Tokenizer(
+        _read_backend(folder, trust_remote_code), special_tokens, _read_chat_template(folder, settings), str(folder)
+    )
+
+
+def _read_backend(folder: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        if any((folder / name).is_file() for name in _OTHER_FORMATS):
+            return _convert(folder, trust_remote_code)
+        names = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
+        raise ModelError(
+            f"{folder} has no tokenizer: it needs tokenizer.json and holds {names}; copy it from the model"
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise ModelError(f"{path} is corrupt: {error}; copy it again from the model it belongs to") from error
+
+
+def _convert(folder: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:
+    """Have transformers read a format older than tokenizer.json."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise BackendError(
+            f"{folder} has no tokenizer.json but an older format, which transformers reads; "
+            'install it with: pip install "offbeat-data[transformers]"'
+        ) from error
+    try:
+        loaded: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        return tokenizers.Tokenizer.from_str(loaded.backend_tokenizer.to_str())
+    except Exception as error:
+        raise ModelError(
+            f"{folder} has no tokenizer.json, and transformers cannot make one: {error}; load it where it works, "
+            f"call save_pretrained, and copy tokenizer.json here"
+        ) from error
+
+
+def _read_chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """The default template: a file of its own, or an entry of tokenizer_config.json (a text, or several by name)."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    found = settings.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(found, list):
+        found = {entry["name"]: entry["template"] for entry in found}.get("default")
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is corrupt: {error}; copy it again from the model it belongs to") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is corrupt: it needs a JSON object and holds a {type(content).__name__}")
+    return content
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token is written as its text, or as an object that holds it."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None

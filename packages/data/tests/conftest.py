@@ -1,0 +1,123 @@
+"""Tokenizer folders made on the spot: byte-level BPE with real merges, ChatML and Llama 3 style."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from offbeat_data import Tokenizer, load_tokenizer
+
+TEXT = [
+    "You are a helpful assistant. What is the sum of two numbers? The answer is twelve, and not thirteen.",
+    "system user assistant Hello there, how are you today? I am fine, thank you. Grüße aus Köln, 日本語 🙂.",
+    "the the the and and of of to to is is a a in in that that 1 2 3 4 5 6 7 8 9 0 + - = / * ( ) { } [ ] < > \n\n",
+]
+CHATML = (
+    "{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}{{ '<|im_start|>system\\nBe brief<|im_end|>\\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+CHATML_TAGGED = (
+    "{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}{{ '<|im_start|>system\\nBe brief<|im_end|>\\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LLAMA3 = (
+    "{{- bos_token }}\n{%- for message in messages %}\n"
+    "    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}\n"
+    "    {{- message['content'] | trim + '<|eot_id|>' }}\n{%- endfor %}\n"
+    "{%- if add_generation_prompt %}\n    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}\n{%- endif %}"
+)
+LLAMA3_TAGGED = LLAMA3.replace(
+    "    {{- message['content'] | trim + '<|eot_id|>' }}\n",
+    "    {%- if message['role'] == 'assistant' %}{% generation %}{{ message['content'] | trim + '<|eot_id|>' }}"
+    "{% endgeneration %}{%- else %}{{- message['content'] | trim + '<|eot_id|>' }}{%- endif %}\n",
+)
+# As Qwen3 does: thoughts are dropped from every assistant turn but the last.
+FORGETFUL = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' and loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    "{{ message['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    "{% endif %}"
+)
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEMPLATES = {
+    "chatml": CHATML,
+    "chatml_tagged": CHATML_TAGGED,
+    "llama3": LLAMA3,
+    "llama3_tagged": LLAMA3_TAGGED,
+    "forgetful": FORGETFUL,
+}
+
+
+def _write_tokenizer(folder: Path, template: str | None) -> Path:
+    llama = template is not None and "llama3" in template
+    special = ["<|bos|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    special = special if llama else ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if llama:
+        split = pre_tokenizers.Split(tokenizers.Regex(LLAMA3_SPLIT), behavior="isolated")
+        bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(TEXT * 3, trainer)
+    if llama:  # trims offsets and puts bos first, as Llama 3 does
+        opening = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
+        backend.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), opening])
+    folder.mkdir(parents=True)
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": special[-1], "bos_token": special[0]}
+    if template is not None:
+        settings["chat_template"] = TEMPLATES[template]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], Path]:
+    """Folder of a tokenizer with the named chat template, or with none."""
+    made: dict[str | None, Path] = {}
+
+    def folder(template: str | None) -> Path:
+        if template not in made:
+            made[template] = _write_tokenizer(tmp_path_factory.mktemp("tokenizers") / str(template), template)
+        return made[template]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer(tokenizer_folder: Callable[[str | None], Path]) -> Callable[[str | None], Tokenizer]:
+    """The tokenizer of `tokenizer_folder`, loaded."""
+    return lambda template: load_tokenizer(tokenizer_folder(template))
+
+
+@pytest.fixture
+def write_jsonl(tmp_path: Path) -> Callable[..., str]:
+    """Write rows as JSON lines and return the path."""
+
+    def write(rows: list[dict[str, object]], name: str = "rows.jsonl") -> str:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        return str(path)
+
+    return write

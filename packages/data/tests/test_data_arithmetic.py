@@ -1,0 +1,91 @@
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from offbeat_data import DataConfig, build_character_tokenizer, draw_additions, load_conversations, load_prompts
+from offbeat_types import ConfigError, DataError
+
+
+def _pair(problem: dict[str, str]) -> frozenset[str]:
+    return frozenset(problem["prompt"].removesuffix("=").split("+"))
+
+
+@given(
+    num_train=st.integers(0, 400),
+    num_held_out=st.integers(0, 50),
+    seed=st.integers(0, 9),
+    digits=st.sampled_from([1, 2]),
+)
+@settings(max_examples=20, deadline=None)
+def test_problems_are_right_distinct_and_never_in_both_sets(
+    num_train: int, num_held_out: int, seed: int, digits: int
+) -> None:
+    train, held_out = draw_additions(num_train, num_held_out, seed=seed, digits=digits)
+    assert len(held_out) == num_held_out
+    assert len(train) == num_train or digits == 1 or num_train == 0
+    assert not {_pair(problem) for problem in train} & {_pair(problem) for problem in held_out}
+    assert len({problem["prompt"] for problem in train}) == len(train)
+    for problem in train + held_out:
+        first, second = problem["prompt"].removesuffix("=").split("+")
+        assert int(first) + int(second) == int(problem["answer"])
+        assert len(first) == len(second) == digits
+
+
+def test_equal_seeds_draw_equal_problems() -> None:
+    assert draw_additions(50, 20, seed=3) == draw_additions(50, 20, seed=3)
+    assert draw_additions(50, 20, seed=3) != draw_additions(50, 20, seed=4)
+
+
+def test_all_problems_are_drawn_when_none_is_counted() -> None:
+    train, held_out = draw_additions(0, 0)
+    assert (len(train), len(held_out)) == (8100, 0)
+
+
+@pytest.mark.parametrize(("digits", "held_out"), [(0, 1), (4, 1), (1, 55)])
+def test_what_cannot_be_drawn_is_refused(digits: int, held_out: int) -> None:
+    with pytest.raises(DataError, match="digit"):
+        draw_additions(10, held_out, digits=digits)
+
+
+def test_the_character_tokenizer_loads_in_transformers_too(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    ours = build_character_tokenizer(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ids = ours.encode(["47+85="], add_special_tokens=True)[0].tolist()
+    assert ids == theirs("47+85=")["input_ids"]
+    assert len(ids) == 6
+    assert ours.decode(ids) == theirs.decode(ids) == "47+85="
+    assert ours.decode([*ids, 1]) == theirs.decode([*ids, 1], skip_special_tokens=True) == "47+85="
+    assert (ours.pad_id, ours.eos_id, ours.bos_id) == (theirs.pad_token_id, theirs.eos_token_id, None) == (0, 1, None)
+    assert ours.vocab_size == len(theirs) == 15
+    chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    rendered = theirs.apply_chat_template(chat, return_assistant_tokens_mask=True, return_dict=True)
+    assert rendered["assistant_masks"] == [0, 0, 0, 0, 1, 1]
+
+
+def test_any_alphabet_survives_the_round_trip(tmp_path: Path) -> None:
+    tokenizer = build_character_tokenizer(tmp_path, "ab \n<é日🙂")
+    ids = tokenizer.encode(["é b\n日a<🙂"], add_special_tokens=True)[0]
+    assert tokenizer.decode(ids) == "é b\n日a<🙂"
+    assert tokenizer.encode(["z"], add_special_tokens=True)[0].tolist() == [2]
+
+
+def test_the_quickstart_data_needs_no_file(tmp_path: Path) -> None:
+    tokenizer = build_character_tokenizer(tmp_path)
+    config = DataConfig(path="arithmetic:2", num_items=100, eval_size=20, completion_column="answer")
+    prompts, sequences = load_prompts(config, tokenizer), load_conversations(config, tokenizer)
+    assert (len(prompts.train), len(prompts.eval), len(sequences.train), len(sequences.eval)) == (100, 20, 100, 20)
+    prompt, sequence = prompts.train[0], sequences.train[0]
+    assert prompt.answer is not None
+    assert tokenizer.decode(sequence.ids, skip_special_tokens=False) == f"{prompt.text}{prompt.answer}<eos>"
+    assert sequence.ids[: len(prompt.ids)].tolist() == prompt.ids.tolist()
+    assert sequence.loss_mask.tolist() == [False] * 6 + [True] * (len(prompt.answer) + 1)
+    assert len(load_prompts(DataConfig(path="arithmetic:2"), tokenizer).train) == 1000
+
+
+def test_digits_must_be_a_number(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"such as arithmetic:2; got 'two'"):
+        load_prompts(DataConfig(path="arithmetic:two"), build_character_tokenizer(tmp_path))

@@ -1,0 +1,241 @@
+"""Loss masks, token by token, against segments encoded one by one."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from offbeat_data import DataConfig, Tokenizer, load_conversations
+from offbeat_types import ConfigError, DataError, ModelError, TrainSequence
+
+TURNS = [
+    {"role": "user", "content": "What is the sum?"},
+    {"role": "assistant", "content": "Twelve, 日本 🙂"},
+    {"role": "user", "content": "And the product?"},
+    {"role": "assistant", "content": "It is  thirteen."},
+]
+SYSTEM = {"role": "system", "content": "You are terse."}
+Segments = list[tuple[str, bool]]
+
+
+def _expected(tokenizer: Tokenizer, segments: Segments) -> tuple[list[int], list[bool]]:
+    """The slow reference: every segment encoded on its own, with what it means for the loss."""
+    ids, mask = [], []
+    for text, learn in segments:
+        piece = tokenizer.encode([text], add_special_tokens=False)[0].tolist()
+        ids += piece
+        mask += [learn] * len(piece)
+    return ids, mask
+
+
+def _chatml(turns: list[dict[str, str]]) -> Segments:
+    turns = turns if turns[0]["role"] == "system" else [{"role": "system", "content": "Be brief"}, *turns]
+    segments: Segments = []
+    for turn in turns:
+        learn = turn["role"] == "assistant"
+        segments += [(f"<|im_start|>{turn['role']}\n", False), (turn["content"] + "<|im_end|>", learn), ("\n", False)]
+    return segments
+
+
+def _llama3(turns: list[dict[str, str]]) -> Segments:
+    segments: Segments = [("<|bos|>", False)]
+    for turn in turns:
+        learn = turn["role"] == "assistant"
+        segments += [(f"<|start_header_id|>{turn['role']}<|end_header_id|>\n\n", False)]
+        segments += [(turn["content"] + "<|eot_id|>", learn)]
+    return segments
+
+
+def _load(tokenizer: Tokenizer, path: str, **settings: object) -> tuple[TrainSequence, ...]:
+    return load_conversations(DataConfig(path=path, **settings), tokenizer).train
+
+
+@pytest.mark.parametrize("turns", [TURNS[:2], TURNS, [SYSTEM, *TURNS], [SYSTEM, *TURNS[:3]]])
+@pytest.mark.parametrize(
+    ("template", "segments"),
+    [("chatml", _chatml), ("chatml_tagged", _chatml), ("llama3", _llama3), ("llama3_tagged", _llama3)],
+)
+def test_only_assistant_turns_and_their_end_token_enter_the_loss(
+    template: str,
+    segments: Callable[[list[dict[str, str]]], Segments],
+    turns: list[dict[str, str]],
+    make_tokenizer: Callable[..., Tokenizer],
+    write_jsonl: Callable[..., str],
+) -> None:
+    tokenizer = make_tokenizer(template)
+    [sequence] = _load(tokenizer, write_jsonl([{"messages": turns}]))
+    ids, mask = _expected(tokenizer, segments(turns))
+    assert sequence.ids.tolist() == ids
+    assert sequence.loss_mask.tolist() == mask
+    assert sequence.ids.dtype == np.int32
+    assert any(mask)
+
+
+def test_a_token_of_spaces_is_learned_although_the_tokenizer_trims_offsets(
+    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+) -> None:
+    tokenizer = make_tokenizer("llama3")
+    turns = [TURNS[0], {"role": "assistant", "content": "a" + " " * 7 + "b"}]
+    [sequence] = _load(tokenizer, write_jsonl([{"messages": turns}]))
+    ids, mask = _expected(tokenizer, _llama3(turns))
+    assert (sequence.ids.tolist(), sequence.loss_mask.tolist()) == (ids, mask)
+
+
+def test_a_template_that_forgets_thoughts_gives_one_sequence_per_turn(
+    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+) -> None:
+    tokenizer = make_tokenizer("forgetful")
+    loaded = load_conversations(DataConfig(path=write_jsonl([{"messages": TURNS}])), tokenizer)
+    user, answer, again, last = (turn["content"] for turn in TURNS)
+    opening = f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
+    first = [(opening, False), (f"<think>\n\n</think>\n\n{answer}<|im_end|>", True), ("\n", False)]
+    history = f"{opening}{answer}<|im_end|>\n<|im_start|>user\n{again}<|im_end|>\n<|im_start|>assistant\n"
+    second = [(history, False), (f"<think>\n\n</think>\n\n{last}<|im_end|>", True), ("\n", False)]
+    for sequence, segments in zip(loaded.train, (first, second), strict=True):
+        ids, mask = _expected(tokenizer, segments)
+        assert (sequence.ids.tolist(), sequence.loss_mask.tolist()) == (ids, mask)
+    assert (loaded.train_counts.read, loaded.train_counts.kept) == (1, 2)
+
+
+def test_template_options_reach_the_template(
+    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+) -> None:
+    tokenizer = make_tokenizer("forgetful")
+    [sequence] = _load(tokenizer, write_jsonl([{"messages": TURNS[:2]}]), template_options={"enable_thinking": False})
+    learned = tokenizer.decode(sequence.ids[sequence.loss_mask], skip_special_tokens=False)
+    assert learned == "Twelve, 日本 🙂<|im_end|>"
+
+
+@pytest.mark.parametrize("template", ["chatml", "chatml_tagged", "llama3"])
+def test_prompt_and_completion_messages_learn_the_completion_only(
+    template: str, make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+) -> None:
+    tokenizer = make_tokenizer(template)
+    [sequence] = _load(tokenizer, write_jsonl([{"prompt": TURNS[:3], "completion": TURNS[3:]}]))
+    learned = tokenizer.decode(sequence.ids[sequence.loss_mask])
+    assert learned == "It is  thirteen."
+
+
+def test_prompt_and_completion_texts_use_the_template_as_prompts_for_rollouts_do(
+    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+) -> None:
+    tokenizer = make_tokenizer("chatml")
+    path = write_jsonl([{"prompt": "What is the sum?", "completion": 12}])
+    [sequence] = _load(tokenizer, path, system_prompt="You are terse.")
+    turns = [SYSTEM, TURNS[0], {"role": "assistant", "content": "12"}]
+    assert (sequence.ids.tolist(), sequence.loss_mask.tolist()) == _expected(tokenizer, _chatml(turns))
+
+
+@pytest.mark.parametrize("template", [None, "chatml", "llama3"])
+def test_without_a_template_prompt_and_completion_are_joined_and_ended(
+    template: str | None, make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+) -> None:
+    tokenizer = make_tokenizer(template)
+    [sequence] = _load(tokenizer, write_jsonl([{"prompt": "2+2=", "completion": "4"}]), chat_template="off")
+    bos = [("<|bos|>", False)] if template == "llama3" else []
+    end = "<|eot_id|>" if template == "llama3" else "<|im_end|>"
+    expected = _expected(tokenizer, [*bos, ("2+2=", False), ("4" + end, True)])
+    assert (sequence.ids.tolist(), sequence.loss_mask.tolist()) == expected
+
+
+def test_plain_text_is_learned_from_its_second_token_on(
+    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+) -> None:
+    tokenizer = make_tokenizer("chatml")
+    [sequence] = _load(tokenizer, write_jsonl([{"text": "The answer is twelve."}]))
+    ids, _ = _expected(tokenizer, [("The answer is twelve.<|im_end|>", True)])
+    assert sequence.ids.tolist() == ids
+    assert sequence.loss_mask.tolist() == [False] + [True] * (len(ids) - 1)
+
+
+def test_rows_that_are_too_long_are_left_out_or_cut_and_counted(
+    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+) -> None:
+    tokenizer = make_tokenizer("chatml")
+    long = [{"role": "user", "content": "the sum " * 50}, TURNS[1]]
+    answer = [TURNS[0], {"role": "assistant", "content": "twelve " * 200}]
+    path = write_jsonl([{"messages": TURNS[:2]}, {"messages": long}, {"messages": answer}])
+    filtered = load_conversations(DataConfig(path=path, max_sequence_tokens=80), tokenizer)
+    counts = filtered.train_counts
+    assert (counts.read, counts.too_long, counts.truncated, counts.kept) == (3, 2, 0, 1)
+    assert counts.longest > 80
+    cut = load_conversations(DataConfig(path=path, max_sequence_tokens=80, too_long="truncate"), tokenizer)
+    # The long question leaves no token of the answer: there is nothing to learn from it.
+    counts = cut.train_counts
+    assert (counts.read, counts.too_long, counts.truncated, counts.kept) == (3, 1, 1, 2)
+    assert len(cut.train[1].ids) == 80
+    assert cut.train[1].loss_mask.any()
+
+
+def test_when_every_row_is_too_long_the_longest_is_named(
+    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+) -> None:
+    path = write_jsonl([{"messages": TURNS}])
+    with pytest.raises(DataError, match=r"every row is too long: the longest has \d+ tokens .*is 4"):
+        _load(make_tokenizer("chatml"), path, max_sequence_tokens=4)
+
+
+def test_held_out_conversations_are_not_trained_on(
+    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+) -> None:
+    path = write_jsonl([{"text": f"The answer is {number}."} for number in range(10)])
+    tokenizer = make_tokenizer("chatml")
+    loaded = load_conversations(DataConfig(path=path, eval_size=3), tokenizer)
+    train, held_out = ({tokenizer.decode(s.ids) for s in part} for part in (loaded.train, loaded.eval))
+    assert (len(train), len(held_out), train & held_out) == (7, 3, set())
+
+
+def test_columns_that_say_nothing_are_named(
+    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+) -> None:
+    with pytest.raises(DataError, match="none of the columns messages, completion, text, it has question"):
+        _load(make_tokenizer("chatml"), write_jsonl([{"question": "x"}]))
+
+
+def test_a_row_without_an_assistant_is_named(
+    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+) -> None:
+    path = write_jsonl([{"messages": TURNS}, {"messages": TURNS[:1]}])
+    with pytest.raises(DataError, match="row 2: the conversation has no assistant message"):
+        _load(make_tokenizer("chatml"), path)
+
+
+@pytest.mark.parametrize("messages", ["hello", [], [{"role": "user"}], ["hello"], [{"role": 3, "content": "x"}]])
+def test_messages_of_another_form_are_named(
+    messages: object, make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+) -> None:
+    with pytest.raises(DataError, match=r"row 1: (a chat message needs|chat messages must be)"):
+        _load(make_tokenizer("chatml"), write_jsonl([{"messages": messages}]))
+
+
+def test_turns_that_cannot_be_found_say_what_to_do(
+    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+) -> None:
+    # SmolLM2's template puts its own system turn first, so an opening assistant turn has no place to begin.
+    path = write_jsonl([{"messages": [TURNS[1], *TURNS[2:]]}])
+    tokenizer = make_tokenizer("forgetful")
+    tokenizer.chat_template = type(tokenizer.require_template())(
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}GO{% endif %}", {}
+    )
+    with pytest.raises(DataError, match=r"row 1: message 3: .*\{% generation %\}"):
+        _load(tokenizer, path)
+
+
+def test_chat_messages_need_a_template(
+    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+) -> None:
+    with pytest.raises(ModelError, match="has no chat template"):
+        _load(make_tokenizer(None), write_jsonl([{"messages": TURNS}]))
+
+
+def test_a_system_prompt_without_a_template_is_refused(
+    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+) -> None:
+    path = write_jsonl([{"prompt": "2+2=", "completion": "4"}])
+    with pytest.raises(ConfigError, match="no effect without a chat template"):
+        _load(make_tokenizer(None), path, system_prompt="Be brief.")
+
+
+def test_an_empty_text_is_named(make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]) -> None:
+    with pytest.raises(DataError, match="row 1: a text needs at least two tokens"):
+        _load(make_tokenizer("chatml"), write_jsonl([{"text": ""}]))

@@ -1,0 +1,146 @@
+"""Real files of every form, and one clear error for each that is broken."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from offbeat_data import DataConfig, PromptSet, build_character_tokenizer, load_prompts
+from offbeat_types import ConfigError, DataError
+
+ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10, 40)]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., PromptSet]:
+    tokenizer = build_character_tokenizer(tmp_path / "tokenizer")
+    return lambda path, **settings: load_prompts(DataConfig(path=str(path), **settings), tokenizer)
+
+
+def _answers(prompts: PromptSet) -> list[str | None]:
+    return [prompt.answer for prompt in prompts.train]
+
+
+EXPECTED = [row["answer"] for row in ROWS]
+
+
+def test_jsonl_is_read_with_blank_lines_skipped(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text("\n".join(json.dumps(row) + "\n" for row in ROWS))
+    assert _answers(load(path)) == EXPECTED
+    assert _answers(load(path, num_items=4)) == EXPECTED[:4]
+
+
+def test_a_parquet_file_and_a_folder_of_them_are_read(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for number, part in enumerate((ROWS[:12], ROWS[12:])):
+        pq.write_table(pa.Table.from_pylist(part), folder / f"part-{number}.parquet", row_group_size=5)
+    assert _answers(load(folder)) == EXPECTED
+    assert _answers(load(folder / "part-0.parquet")) == EXPECTED[:12]
+    assert _answers(load(folder, num_items=14)) == EXPECTED[:14]
+
+
+def test_a_folder_of_jsonl_files_is_read(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for number, part in enumerate((ROWS[:12], ROWS[12:])):
+        (folder / f"{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    assert _answers(load(folder)) == EXPECTED
+    assert _answers(load(folder, num_items=13)) == EXPECTED[:13]
+
+
+def test_folders_of_the_library_datasets_are_read_without_it(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_list(ROWS)
+    whole.save_to_disk(str(tmp_path / "one"), num_shards=3)
+    assert _answers(load(tmp_path / "one")) == EXPECTED
+    assert _answers(load(tmp_path / "one", num_items=11)) == EXPECTED[:11]
+    whole.select(range(29, -1, -1)).save_to_disk(str(tmp_path / "reversed"))
+    assert _answers(load(tmp_path / "reversed")) == EXPECTED[::-1]
+    splits = {"train": whole.select(range(20)), "test": whole.select(range(20, 30))}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "both"))
+    both = load(tmp_path / "both", eval_split="test")
+    assert _answers(both) == EXPECTED[:20]
+    assert [prompt.answer for prompt in both.eval] == EXPECTED[20:]
+    with pytest.raises(DataError, match=r"no split 'dev'.*one of train, test"):
+        load(tmp_path / "both", split="dev")
+
+
+def test_the_held_out_items_depend_on_their_seed_alone(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+    def held(**settings: int) -> list[str]:
+        prompts = load(path, eval_size=6, **settings)
+        chosen = [prompt.text for prompt in prompts.eval]
+        assert sorted(chosen + [prompt.text for prompt in prompts.train]) == sorted(row["prompt"] for row in ROWS)
+        return chosen
+
+    assert len(held()) == 6
+    assert held() == held(shuffle_seed=5, seed=7)
+    assert held() != held(eval_seed=1)
+    with pytest.raises(DataError, match=r"eval_size = 30 leaves nothing to train on: .* has 30 rows"):
+        load(path, eval_size=30)
+
+
+def test_a_path_of_its_own_holds_the_held_out_items(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+    for name, part in (("train", ROWS[:20]), ("test", ROWS[20:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    prompts = load(tmp_path / "train.jsonl", eval_path=str(tmp_path / "test.jsonl"), eval_size=4)
+    assert _answers(prompts) == EXPECTED[:20]
+    assert [prompt.answer for prompt in prompts.eval] == EXPECTED[20:24]
+    with pytest.raises(ConfigError, match=r"eval_path names the training data"):
+        load(tmp_path / "train.jsonl", eval_path=str(tmp_path / "train.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "1"}\n{"prompt": \n', r"d.jsonl, line 2: not valid JSON"),
+        ('{"prompt": "1"}\n\n[1, 2]\n', r"d.jsonl, line 3: each line needs one JSON object, got list"),
+        ("", r"d.jsonl is empty"),
+        ("\n \n", r"d.jsonl is empty"),
+        (b"\xff\xfe\x00", r"d.jsonl, line 1: not valid JSON"),
+    ],
+)
+def test_broken_jsonl_is_named_with_its_line(
+    content: str | bytes, message: str, load: Callable[..., PromptSet], tmp_path: Path
+) -> None:
+    (tmp_path / "d.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=message):
+        load(tmp_path / "d.jsonl")
+
+
+def test_a_missing_path_and_an_unknown_form_say_what_is_accepted(
+    load: Callable[..., PromptSet], tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=r"nowhere.jsonl does not exist: give a .jsonl or .parquet"):
+        load(tmp_path / "nowhere.jsonl")
+    (tmp_path / "d.csv").write_text("prompt,answer\n")
+    with pytest.raises(DataError, match=r"d.csv has an unknown form"):
+        load(tmp_path / "d.csv")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "readme.txt").write_text("x")
+    with pytest.raises(DataError, match=r"holds no data set but readme.txt"):
+        load(tmp_path / "folder")
+    with pytest.raises(ConfigError, match=r"data.path is empty"):
+        load("")
+
+
+def test_corrupt_columnar_files_are_named(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+    (tmp_path / "d.parquet").write_bytes(b"PAR1 no more")
+    with pytest.raises(DataError, match=r"d.parquet cannot be read as Parquet"):
+        load(tmp_path / "d.parquet")
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "one"))
+    arrow = next((tmp_path / "one").glob("*.arrow"))
+    arrow.write_bytes(b"\xff\xff\xff\xff\x10\x00\x00\x00 not arrow at all, not at all")
+    with pytest.raises(DataError, match=r"cannot be read as an Arrow stream"):
+        load(tmp_path / "one")
+    arrow.unlink()
+    with pytest.raises(DataError, match=r"cannot be read as an Arrow stream"):
+        load(tmp_path / "one")

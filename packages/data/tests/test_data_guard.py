@@ -1,0 +1,124 @@
+"""Scoring in a child process that is ended when it takes too long."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offbeat_data import GuardedReward, Prompt, RewardConfig, RewardError, RewardScore, build_reward
+from offbeat_types import ConfigError
+
+CODE = """
+import os, sys, time
+def judge(prompt, completion, worth=1.0):
+    if completion == "hang":
+        time.sleep(600)
+    if completion == "die":
+        os._exit(9)
+    if completion == "raise":
+        raise ValueError("no")
+    print("users print things")
+    return worth * len(prompt.ids)
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RewardConfig:
+    (tmp_path / "rewards_guarded.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    name = "rewards_guarded:judge"
+    return RewardConfig(name=name, function_options={name: {"worth": 0.5}}, timeout_s=1.0)
+
+
+@pytest.fixture
+def prompt() -> Prompt:
+    return Prompt(index=3, ids=np.array([4, 5], np.int32), text="日本", answer="12", fields={"level": 1})
+
+
+def test_scores_equal_those_without_a_guard(config: RewardConfig, prompt: Prompt) -> None:
+    with GuardedReward(config) as guarded:
+        score = guarded.score(prompt, "fine")
+    plain = build_reward(config).score(prompt, "fine")
+    assert score == RewardScore(value=plain.value, parts={**plain.parts, "timed_out": 0.0})
+    assert score.value == 1.0
+
+
+def test_what_takes_too_long_is_worth_nothing_and_the_next_is_scored(config: RewardConfig, prompt: Prompt) -> None:
+    with GuardedReward(config) as guarded:
+        late = guarded.score(prompt, "hang")
+        assert late == RewardScore(value=0.0, parts={"rewards_guarded:judge": 0.0, "timed_out": 1.0})
+        assert guarded.score(prompt, "fine").value == 1.0
+
+
+def test_a_child_that_dies_is_named_and_replaced(config: RewardConfig, prompt: Prompt) -> None:
+    with GuardedReward(config) as guarded:
+        with pytest.raises(RewardError, match="ended with code 9 on prompt 3"):
+            guarded.score(prompt, "die")
+        assert guarded.score(prompt, "fine").value == 1.0
+
+
+def test_errors_of_the_function_come_back_typed(config: RewardConfig, prompt: Prompt) -> None:
+    with GuardedReward(config) as guarded:
+        with pytest.raises(RewardError, match="rewards_guarded:judge raised ValueError on prompt 3: no"):
+            guarded.score(prompt, "raise")
+        assert guarded.score(prompt, "fine").value == 1.0
+
+
+def test_threads_share_one_guard(config: RewardConfig, prompt: Prompt) -> None:
+    values: list[float] = []
+    with GuardedReward(config) as guarded:
+        threads = [
+            threading.Thread(target=lambda: values.append(guarded.score(prompt, "fine").value)) for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert values == [1.0] * 4
+
+
+def test_settings_that_cannot_work_are_refused_at_the_start(config: RewardConfig) -> None:
+    with pytest.raises(ConfigError, match="importing nowhere failed"):
+        GuardedReward(RewardConfig(name="nowhere:f"))
+    with pytest.raises(ConfigError, match="got neither"):
+        GuardedReward(RewardConfig())
+
+
+def test_a_closed_guard_leaves_no_process(config: RewardConfig, prompt: Prompt) -> None:
+    guarded = GuardedReward(config)
+    process = guarded._child._process
+    assert process.poll() is None
+    guarded.close()
+    assert process.poll() is not None
+
+
+def test_a_busy_child_ends_by_itself_when_its_parent_is_killed(config: RewardConfig, tmp_path: Path) -> None:
+    script = (
+        "import numpy as np\nfrom offbeat_data import *\n"
+        "guarded = GuardedReward(RewardConfig(name='rewards_guarded:judge', timeout_s=0.01))\n"
+        "guarded._config = RewardConfig(name='rewards_guarded:judge', timeout_s=600.0)\n"  # never kills it itself
+        "print(guarded._child._process.pid, flush=True)\n"
+        "guarded.score(Prompt(index=0, ids=np.array([1], np.int32), text='x'), 'hang')\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    for _ in range(60):
+        try:
+            os.kill(child, 0)
+        except ProcessLookupError:
+            return
+        if "Z" in Path(f"/proc/{child}/stat").read_text().split(") ")[1][:1]:  # ended, not yet reaped by init
+            return
+        time.sleep(0.5)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("the child outlived its parent by 30 s")

@@ -1,0 +1,62 @@
+"""The package and everything it does by default stay free of torch and transformers."""
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from offbeat_data import DataConfig, RewardConfig
+from offbeat_types import METADATA_KEY
+
+WORK = """
+import sys
+from offbeat_data import *
+tokenizer = build_character_tokenizer({folder!r})
+data = DataConfig(path="arithmetic:2", num_items=20, eval_size=5)
+prompts = load_prompts(data, tokenizer)
+sequences = load_conversations(DataConfig(path="arithmetic:2", num_items=20, completion_column="answer"), tokenizer)
+reward = build_reward(RewardConfig(name="number_match"))
+assert reward.score(prompts.train[0], prompts.train[0].answer).value == 1.0
+DataConfig(path="reasoning-gym:chain_sum")
+heavy = {{"torch", "transformers", "datasets", "reasoning_gym", "math_verify", "pyarrow", "sympy"}} & set(sys.modules)
+assert not heavy, heavy
+print("light")
+"""
+
+
+def test_importing_and_working_loads_nothing_heavy(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WORK.format(folder=str(tmp_path / "tokenizer"))],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "light\n", done.stderr
+
+
+def test_readers_and_verifiers_bring_no_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys, pyarrow.parquet\n"
+        "from offbeat_data import *\n"
+        f"tokenizer = build_character_tokenizer({str(tmp_path)!r})\n"
+        "load_prompts(DataConfig(path='reasoning-gym:chain_sum', num_items=2), tokenizer)\n"
+        "build_reward(RewardConfig(name='math_verify'))\n"
+        "print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=False)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_sections_keep_to_25_documented_keys() -> None:
+    for section in (DataConfig, RewardConfig):
+        declared = fields(section)
+        assert len(declared) <= 25
+        assert all(field.metadata[METADATA_KEY].doc.endswith(".") for field in declared)
+
+
+def test_the_example_of_the_readme_works() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    example = readme.split("```python\n")[1].split("```")[0]
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

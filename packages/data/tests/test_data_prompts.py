@@ -1,0 +1,149 @@
+import json
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from offbeat_data import DataConfig, PromptSet, RowCounts, Tokenizer, load_prompts
+from offbeat_types import ConfigError, DataError, ModelError
+
+ROWS: list[dict[str, object]] = [
+    {"prompt": "What is the sum?", "answer": "12", "level": 1},
+    {"prompt": "And the product, then?", "answer": 35, "level": 2},
+]
+Write = Callable[..., str]
+
+
+def _load(tokenizer: Tokenizer, path: str, **settings: object) -> PromptSet:
+    return load_prompts(DataConfig(path=path, **settings), tokenizer)
+
+
+def test_a_text_becomes_a_chat_when_there_is_a_template(
+    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write
+) -> None:
+    tokenizer = make_tokenizer("chatml")
+    prompts = _load(tokenizer, write_jsonl(ROWS), system_prompt="You are terse.")
+    first = prompts.train[0]
+    assert first.text == (
+        "<|im_start|>system\nYou are terse.<|im_end|>\n"
+        "<|im_start|>user\nWhat is the sum?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert first.ids.dtype == np.int32
+    assert tokenizer.decode(first.ids, skip_special_tokens=False) == first.text
+    assert [prompt.index for prompt in prompts.train] == [0, 1]
+    assert [prompt.answer for prompt in prompts.train] == ["12", "35"]
+    assert first.fields == ROWS[0]
+    assert prompts.eval == ()
+
+
+def test_bos_comes_once_whoever_writes_it(make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write) -> None:
+    tokenizer = make_tokenizer("llama3")
+    for template in ("on", "off"):
+        ids = _load(tokenizer, write_jsonl(ROWS), chat_template=template).train[0].ids
+        assert ids[0] == tokenizer.bos_id
+        assert np.count_nonzero(ids == tokenizer.bos_id) == 1
+
+
+@pytest.mark.parametrize(("template", "setting"), [(None, "auto"), ("chatml", "off")])
+def test_without_a_template_the_text_stays_as_it_is(
+    template: str | None, setting: str, make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write
+) -> None:
+    prompts = _load(make_tokenizer(template), write_jsonl(ROWS), chat_template=setting)
+    assert prompts.train[0].text == "What is the sum?"
+
+
+def test_a_prompt_may_be_chat_messages_beside_plain_ones(
+    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write
+) -> None:
+    chat = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hello", "name": None}]
+    rows = [ROWS[0], {"prompt": chat, "answer": "x"}]
+    prompts = _load(make_tokenizer("chatml"), write_jsonl(rows), system_prompt="You are terse.")
+    assert "Be kind" in prompts.train[1].text
+    assert "terse" not in prompts.train[1].text
+    with pytest.raises(DataError, match=r"row 2: the prompt is a list of chat messages"):
+        _load(make_tokenizer("chatml"), write_jsonl(rows), chat_template="off")
+
+
+def test_template_options_reach_the_template(make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write) -> None:
+    tokenizer = make_tokenizer("forgetful")
+    plain = _load(tokenizer, write_jsonl(ROWS)).train[0].text
+    quiet = _load(tokenizer, write_jsonl(ROWS), template_options={"enable_thinking": False}).train[0].text
+    assert quiet == plain + "<think>\n\n</think>\n\n"
+
+
+def test_long_prompts_are_left_out_and_counted(make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write) -> None:
+    rows = [ROWS[0], {"prompt": "the sum " * 90, "answer": "1"}, ROWS[1]]
+    prompts = _load(make_tokenizer(None), write_jsonl(rows), max_prompt_tokens=30)
+    assert [prompt.answer for prompt in prompts.train] == ["12", "35"]
+    assert [prompt.index for prompt in prompts.train] == [0, 1]
+    counts = prompts.train_counts
+    assert (counts.read, counts.too_long, counts.kept) == (3, 1, 2)
+    assert counts.longest > 30
+    assert prompts.eval_counts == RowCounts()
+
+
+def test_when_every_prompt_is_too_long_lengths_and_limit_are_named(
+    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write
+) -> None:
+    tokenizer, path = make_tokenizer(None), write_jsonl(ROWS)
+    lengths = [len(prompt.ids) for prompt in _load(tokenizer, path).train]
+    message = f"they have {min(lengths)} to {max(lengths)} tokens and data.max_prompt_tokens is 2"
+    with pytest.raises(DataError, match=message):
+        _load(tokenizer, path, max_prompt_tokens=2)
+
+
+def test_a_missing_column_names_the_nearest(make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write) -> None:
+    path = write_jsonl([{"promt": "x", "level": 2, "solution": "y"}])
+    with pytest.raises(DataError, match=r"row 1: no column 'prompt', it has promt.*data.prompt_column.*perhaps promt"):
+        _load(make_tokenizer(None), path)
+    with pytest.raises(DataError, match=r"no column 'answer', it has .*data.answer_column"):
+        _load(make_tokenizer(None), path, prompt_column="promt")
+    mapped = _load(make_tokenizer(None), path, prompt_column="promt", answer_column="solution")
+    assert mapped.train[0].answer == "y"
+
+
+def test_a_null_is_named_by_row_and_column(make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write) -> None:
+    path = write_jsonl([*ROWS, {"prompt": "x", "answer": None}])
+    with pytest.raises(DataError, match=r"row 3: column 'answer' .data.answer_column. is null"):
+        _load(make_tokenizer(None), path)
+
+
+def test_answers_may_be_missing_when_no_reward_needs_them(
+    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write
+) -> None:
+    config = DataConfig(path=write_jsonl([{"prompt": "x"}]))
+    assert load_prompts(config, make_tokenizer(None), needs_answer=False).train[0].answer is None
+
+
+def test_an_empty_prompt_is_named(make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write) -> None:
+    with pytest.raises(DataError, match=r"row 2: the prompt is empty"):
+        _load(make_tokenizer(None), write_jsonl([ROWS[0], {"prompt": "", "answer": "1"}]))
+
+
+def test_a_template_that_is_on_must_exist(make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write) -> None:
+    with pytest.raises(ModelError, match=r"has no chat template"):
+        _load(make_tokenizer(None), write_jsonl(ROWS), chat_template="on")
+
+
+@pytest.mark.parametrize("settings", [{"system_prompt": "x"}, {"template_options": {"enable_thinking": False}}])
+def test_settings_without_effect_are_refused(
+    settings: dict[str, object], make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write
+) -> None:
+    with pytest.raises(ConfigError, match=r"no effect without a chat template"):
+        _load(make_tokenizer("chatml"), write_jsonl(ROWS), chat_template="off", **settings)
+
+
+def test_fields_are_plain_json(make_tokenizer: Callable[..., Tokenizer], tmp_path: object) -> None:
+    import datetime
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    row = {"prompt": "x", "answer": 1.5, "when": datetime.date(2026, 11, 21), "raw": b"abc", "tags": [{"a": None}]}
+    path = f"{tmp_path}/d.parquet"
+    pq.write_table(pa.Table.from_pylist([row]), path)
+    [prompt] = _load(make_tokenizer(None), path).train
+    assert json.loads(json.dumps(prompt.fields)) == prompt.fields
+    assert prompt.fields["when"] == "2026-11-21"
+    assert prompt.fields["tags"] == [{"a": None}]
+    assert prompt.answer == "1.5"

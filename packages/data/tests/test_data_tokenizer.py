@@ -1,0 +1,162 @@
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offbeat_data import Tokenizer, load_tokenizer
+from offbeat_types import BackendError, DataError, ModelError
+
+MESSAGES = [
+    {"role": "system", "content": "You are terse <&>."},
+    {"role": "user", "content": "  What is the sum?\n\n Grüße 日本語 🙂"},
+    {"role": "assistant", "content": "Twelve."},
+    {"role": "user", "content": "And now?"},
+]
+
+
+@pytest.mark.parametrize("template", ["chatml", "chatml_tagged", "llama3", "llama3_tagged", "forgetful"])
+def test_ids_and_chats_equal_those_of_transformers(
+    template: str, tokenizer_folder: Callable[[str | None], Path]
+) -> None:
+    from transformers import AutoTokenizer
+
+    folder = tokenizer_folder(template)
+    theirs, ours = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+    for text in ("Hello there,  how are\n\nyou?", "<|im_start|>user", "", "日本語 🙂"):
+        assert ours.encode([text], add_special_tokens=True)[0].tolist() == theirs(text)["input_ids"]
+        bare = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode([text], add_special_tokens=False)[0].tolist() == bare
+    for prompt in (True, False):
+        chat = ours.require_template().render(
+            MESSAGES, add_generation_prompt=prompt, options={"enable_thinking": False}
+        )
+        expected = theirs.apply_chat_template(
+            MESSAGES, add_generation_prompt=prompt, enable_thinking=False, return_dict=False
+        )
+        assert ours.encode([chat.text], add_special_tokens=False)[0].tolist() == expected
+    assert (ours.eos_id, ours.bos_id) == (theirs.eos_token_id, theirs.bos_token_id)
+    assert ours.vocab_size == len(theirs)
+
+
+def test_decode_is_the_inverse_of_encode_and_can_hide_control_tokens(make_tokenizer: Callable[..., Tokenizer]) -> None:
+    tokenizer = make_tokenizer("chatml")
+    ids = tokenizer.encode(["Grüße 日本語 🙂<|im_end|>"], add_special_tokens=False)[0]
+    assert ids.dtype == np.int32
+    assert tokenizer.decode(ids) == "Grüße 日本語 🙂"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "Grüße 日本語 🙂<|im_end|>"
+    assert tokenizer.pad_id is None
+
+
+def test_truncation_and_padding_kept_in_a_tokenizer_file_are_off(
+    tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tokenizer_folder("chatml"), tmp_path / "m")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    text = "What is the sum of two numbers? " * 4
+    assert len(load_tokenizer(folder).encode([text], add_special_tokens=True)[0]) > 4
+
+
+def test_a_template_is_found_wherever_a_folder_keeps_it(
+    tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
+    assert load_tokenizer(folder).chat_template is None
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "json file"}))
+    assert load_tokenizer(folder).require_template().source == "json file"
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["eos_token"] = {"content": "<|im_end|>", "special": True}
+    settings["chat_template"] = [{"name": "tools", "template": "t"}, {"name": "default", "template": "by name"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_tokenizer(folder).require_template().source == "by name"
+    assert load_tokenizer(folder).eos_id is not None
+    (folder / "chat_template.jinja").write_text("own file")
+    assert load_tokenizer(folder).require_template().source == "own file"
+
+
+def test_older_formats_are_converted_by_transformers(
+    tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
+) -> None:
+    model = json.loads((tokenizer_folder("chatml") / "tokenizer.json").read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    expected = load_tokenizer(tokenizer_folder("chatml")).encode(["Hello there, 日本"], add_special_tokens=False)[0]
+    assert (
+        load_tokenizer(tmp_path).encode(["Hello there, 日本"], add_special_tokens=False)[0].tolist()
+        == expected.tolist()
+    )
+
+
+def test_without_transformers_an_older_format_names_the_install_line(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text("{}")
+    script = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from offbeat_data import load_tokenizer\nfrom offbeat_types import BackendError\n"
+        f"try: load_tokenizer({str(tmp_path)!r})\nexcept BackendError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert 'pip install "offbeat-data[transformers]"' in done.stdout, done.stderr
+    assert BackendError.exit_code == 2
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model folder .*nowhere does not exist"):
+        load_tokenizer(tmp_path / "nowhere")
+
+
+def test_a_folder_without_a_tokenizer_says_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"needs tokenizer.json and holds config.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("tokenizer.json", "{"), ("tokenizer.json", "{}"), ("tokenizer_config.json", "[1]")]
+)
+def test_a_corrupt_file_is_named(
+    name: str, content: str, tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tokenizer_folder("chatml"), tmp_path / "m")
+    (folder / name).write_text(content)
+    with pytest.raises(ModelError, match=f"{name} is corrupt"):
+        load_tokenizer(folder)
+
+
+def test_vocabulary_files_that_transformers_cannot_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"not sentencepiece")
+    with pytest.raises(ModelError, match=r"transformers cannot make one"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_missing_template_is_named_where_it_is_needed(make_tokenizer: Callable[..., Tokenizer]) -> None:
+    with pytest.raises(ModelError, match=r"has no chat template.*chat_template to off"):
+        make_tokenizer(None).require_template()
+
+
+def test_a_broken_template_is_named(tokenizer_folder: Callable[[str | None], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
+    (folder / "chat_template.jinja").write_text("{% for message in %}")
+    with pytest.raises(ModelError, match=r"not valid Jinja"):
+        load_tokenizer(folder)
+
+
+def test_a_template_can_refuse_messages(tokenizer_folder: Callable[[str | None], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('only users here') }}")
+    with pytest.raises(DataError, match=r"roles \['system'\]: only users here"):
+        load_tokenizer(folder).require_template().render(MESSAGES[:1], add_generation_prompt=True, options={})
+
+
+def test_a_template_cannot_reach_python(tokenizer_folder: Callable[[str | None], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
+    (folder / "chat_template.jinja").write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(DataError, match=r"unsafe"):
+        load_tokenizer(folder).require_template().render(MESSAGES, add_generation_prompt=True, options={})

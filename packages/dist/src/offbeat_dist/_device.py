@@ -1,0 +1,103 @@
+"""The device seam: what every kind of device answers, and how one is opened by name.
+
+A kind of device is a class registered under the entry point `offbeat.device`; its name is the part before the colon
+in "cuda:0". No other module of offbeat compares such names.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+from offbeat_types import ConfigError, installed_backends, load_backend
+
+DEVICE_GROUP = "offbeat.device"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """Memory of one device as this process sees it.
+
+    Args:
+        allocated_bytes: held by this process now.
+        peak_bytes: most held since the start or the last `reset_peak_memory`.
+        total_bytes: what the device has.
+    """
+
+    allocated_bytes: int
+    peak_bytes: int
+    total_bytes: int
+
+
+class Device(Protocol):
+    """One device of this process.
+
+    Attributes:
+        kind: the name it is registered under.
+        preference: "auto" takes the available kind with the highest.
+        torch_device: where tensors go.
+        collective_backend: torch.distributed's name of the backend that serves it.
+        autocast_dtypes: formats that torch.autocast computes in on it.
+        packed_attention: the kernel family that suits packed sequences here: "split" (flash calls joined by their
+            log-sum-exps), "varlen" (variable-length flash attention), or "rows" (padded rows with a mask).
+    """
+
+    kind: ClassVar[str]
+    preference: ClassVar[int]
+    torch_device: torch.device
+    collective_backend: str
+    autocast_dtypes: tuple[torch.dtype, ...]
+    packed_attention: str
+
+    @classmethod
+    def count(cls) -> int:
+        """How many of this kind are here: 0 means not available. Never raises."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until everything queued on the device is done."""
+        ...
+
+    def memory(self) -> DeviceMemory:
+        """Memory now and at its peak."""
+        ...
+
+    def reset_peak_memory(self) -> None:
+        """Start the peak anew, where the platform can."""
+        ...
+
+    def rng_state(self) -> torch.Tensor:
+        """State of its default random generator: [n] uint8 on the CPU."""
+        ...
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Set what `rng_state` gave."""
+        ...
+
+
+def available_devices() -> dict[str, int]:
+    """Kinds of device that are here and how many of each, the one that "auto" takes first."""
+    kinds = [load_backend(DEVICE_GROUP, name) for name in installed_backends(DEVICE_GROUP)]
+    kinds.sort(key=lambda kind: -kind.preference)
+    return {kind.kind: kind.count() for kind in kinds if kind.count()}
+
+
+def open_device(name: str = "auto") -> Device:
+    """Open a device by name.
+
+    Args:
+        name: "auto", a kind such as "cpu", or a kind with an index such as "cuda:0"; a kind alone means index 0.
+
+    Raises:
+        ConfigError: the kind is unknown, or it or the index is not here; the text names the devices that are.
+    """
+    here = available_devices()
+    kind, _, index_text = name.partition(":")
+    if kind == "auto" and not index_text:
+        kind = next(iter(here), "")
+    index = int(index_text or 0) if not index_text or index_text.isdecimal() else -1
+    if kind not in here or not 0 <= index < here[kind] or name.endswith(":"):
+        listed = ", ".join(f"{each}:{i}" if n > 1 else each for each, n in here.items() for i in range(n))
+        raise ConfigError(f"device {name!r} is not here: this machine has {listed or 'none'}; use one of them, or auto")
+    device: Device = load_backend(DEVICE_GROUP, kind)(index)
+    return device

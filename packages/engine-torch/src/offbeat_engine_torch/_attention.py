@@ -1,0 +1,230 @@
+"""Attention over packed sequences, registered with transformers under `ATTENTION_NAME`.
+
+Three kernels, each exact; the device says which suits it (`Device.packed_attention`):
+- `split`: attention to the own segment and attention to the shared prompt are two calls, joined by their
+  log-sum-exps, as ring attention joins its blocks; the backward pass runs the same two calls with the joined
+  statistics. No key is ever copied per completion, and only packed tensors are kept for the backward pass.
+  Source: FlashAttention-2 (arXiv:2307.08691) for the backward by log-sum-exp, Ring Attention (arXiv:2310.01889).
+- `varlen`: torch's variable-length flash attention; a query's keys are its prompt's and its own, aligned at the end.
+- `rows`: padded rows with a mask; every device, head size and sliding window.
+
+Shapes: T packed tokens, H query heads, K key heads, D head size, R rows, L row length.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from offbeat_engine_torch._rows import AttentionPlan, Rows
+from offbeat_types import ModelError
+
+ATTENTION_NAME = "offbeat_packed"
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def register_attention() -> None:
+    """Make the packed attention known to transformers; doing it twice changes nothing."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+
+
+def packed_attention(
+    module: Any,
+    query_1HTD: Tensor,
+    key_1KTD: Tensor,
+    value_1KTD: Tensor,
+    attention_mask: Any = None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    plan: AttentionPlan | None = None,
+    kernel: str = "rows",
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Attend within each sequence of a pack: transformers' attention interface.
+
+    Args:
+        module: the layer that asks.
+        query_1HTD: one packed row.
+        key_1KTD: one packed row.
+        value_1KTD: one packed row.
+        attention_mask: of the interface; `plan` takes its place.
+        scaling: of the scores; None for 1 / sqrt(D).
+        sliding_window: keys a query sees at most, itself included.
+        plan: who attends to whom.
+        kernel: `split`, `varlen` or `rows`; the last is taken where the others cannot compute what is asked.
+        **unused: what else the interface hands over.
+
+    Returns:
+        [1, T, H, D], and None for the weights.
+
+    Raises:
+        ModelError: the model does not hand the plan on, or asks for a soft cap or sinks on the scores.
+    """
+    if plan is None:
+        raise ModelError(f"{type(module).__name__} does not pass arguments on to its attention: family not supported")
+    if unused.get("softcap") is not None or unused.get("s_aux") is not None or unused.get("position_bias") is not None:
+        raise ModelError(f"{type(module).__name__} caps or biases attention scores: family not supported")
+    query, key, value = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
+    window = sliding_window if sliding_window is not None and sliding_window < plan.longest else None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    plain = window is None and query.shape[-1] == value.shape[-1]
+    if kernel == "split" and plain:
+        # The half-precision kernel for processors is 2 to 10 times slower than the float32 one (bench, docs).
+        floats = query.dtype if query.dtype == torch.float64 else torch.float32
+        out: Tensor = _SplitAttention.apply(  # type: ignore[no-untyped-call]
+            query.to(floats), key.to(floats), value.to(floats), plan, scale
+        )
+    elif kernel == "varlen" and plain and value.dtype in (torch.float16, torch.bfloat16):
+        out = _varlen(query.to(value.dtype), key.to(value.dtype), value, plan, scale)
+    else:
+        out = _masked_rows(query.to(value.dtype), key.to(value.dtype), value, plan, scale, window)
+    return out.to(value.dtype)[None], None
+
+
+class _SplitAttention(torch.autograd.Function):
+    """Own segment and shared prompt in separate flash calls, joined exactly."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, plan: AttentionPlan, scale: float
+    ) -> Tensor:
+        heads = query_THD.shape[1] // key_TKD.shape[1]
+        key, value = _repeat(key_TKD, heads), _repeat(value_TKD, heads)
+        out = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+        total = out.new_empty(out.shape[:2])
+        for rows in plan.own():
+            part, lse = _call(query_THD, key, value, rows, scale, causal=True)
+            out.index_copy_(0, rows.token, part)
+            total.index_copy_(0, rows.token, lse)
+        for rows in plan.cross():
+            part, lse = _call(query_THD, key, value, rows, scale, causal=False)
+            own_lse = total.index_select(0, rows.token)
+            joined = torch.logaddexp(own_lse, lse)
+            own = out.index_select(0, rows.token)
+            own.mul_((own_lse - joined).exp_()[..., None]).add_(part.mul_((lse - joined).exp_()[..., None]))
+            out.index_copy_(0, rows.token, own)
+            total.index_copy_(0, rows.token, joined)
+        ctx.save_for_backward(query_THD, key_TKD, value_TKD, out, total)
+        ctx.plan, ctx.scale = plan, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key_TKD, value_TKD, out, total = ctx.saved_tensors
+        heads = query.shape[1] // key_TKD.shape[1]
+        key, value = _repeat(key_TKD, heads), _repeat(value_TKD, heads)
+        tensors = (query, key, value, grads[0], out, total)
+        grad_query, grad_key, grad_value = (torch.empty_like(out) for _ in range(3))
+        for rows in ctx.plan.own():
+            query_part, key_part, value_part = _call_backward(tensors, rows, ctx.scale, causal=True)
+            for whole, part in ((grad_query, query_part), (grad_key, key_part), (grad_value, value_part)):
+                whole.index_copy_(0, rows.token, _unpad(part, rows))
+        for rows in ctx.plan.cross():
+            query_part, key_part, value_part = _call_backward(tensors, rows, ctx.scale, causal=False)
+            grad_query.index_add_(0, rows.token, _unpad(query_part, rows))
+            grad_key.index_add_(0, rows.key, key_part.transpose(1, 2).flatten(0, 1))
+            grad_value.index_add_(0, rows.key, value_part.transpose(1, 2).flatten(0, 1))
+        return grad_query, _unrepeat(grad_key, heads), _unrepeat(grad_value, heads), None, None
+
+
+def _repeat(x_TKD: Tensor, heads: int) -> Tensor:
+    return x_TKD if heads == 1 else x_TKD.repeat_interleave(heads, 1)
+
+
+def _unrepeat(grad_THD: Tensor, heads: int) -> Tensor:
+    return grad_THD if heads == 1 else grad_THD.view(len(grad_THD), -1, heads, grad_THD.shape[2]).sum(2)
+
+
+def _gather(x_THD: Tensor, index: Tensor, num_rows: int) -> Tensor:
+    """[T, H, D] and [R * L] to [R, H, L, D]."""
+    return x_THD.index_select(0, index).view(num_rows, -1, *x_THD.shape[1:]).transpose(1, 2)
+
+
+def _unpad(x_RHLD: Tensor, rows: Rows) -> Tensor:
+    """[R, H, L, D] to the real queries' [n, H, D]."""
+    flat = x_RHLD.transpose(1, 2).flatten(0, 1)
+    return flat if rows.real is None else flat.index_select(0, rows.real)
+
+
+def _call(
+    query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """One flash call: output [n, H, D] and log-sum-exp [n, H] of the real queries."""
+    out, lse = _flash(
+        _gather(query, rows.query, rows.num_rows),
+        _gather(key, rows.key, rows.num_rows),
+        _gather(value, rows.key, rows.num_rows),
+        0.0,
+        causal,
+        scale=scale,
+    )
+    return _unpad(out, rows), _unpad(lse[..., None], rows)[..., 0]
+
+
+def _call_backward(
+    tensors: tuple[Tensor, ...], rows: Rows, scale: float, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients [R, H, L, D] of one flash call, under the joined output and log-sum-exp."""
+    query, key, value, grad, out, total = tensors
+    grad_rows = _gather(grad, rows.query, rows.num_rows)
+    if rows.real is not None:  # what padding computes has no gradient
+        keep = grad.new_zeros(len(rows.query)).index_fill_(0, rows.real, 1.0)
+        grad_rows = grad_rows * keep.view(rows.num_rows, 1, -1, 1)
+    parts: tuple[Tensor, Tensor, Tensor] = _flash_backward(
+        grad_rows,
+        _gather(query, rows.query, rows.num_rows),
+        _gather(key, rows.key, rows.num_rows),
+        _gather(value, rows.key, rows.num_rows),
+        _gather(out, rows.query, rows.num_rows),
+        _gather(total[..., None], rows.query, rows.num_rows)[..., 0],
+        0.0,
+        causal,
+        scale=scale,
+    )
+    return parts
+
+
+def _masked_rows(
+    query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float, window: int | None
+) -> Tensor:
+    """Padded rows with a mask, differentiated by torch."""
+    heads = query.shape[1] // key.shape[1]
+    parts, tokens = [], []
+    for rows in plan.joined(window):
+        out = scaled_dot_product_attention(
+            _gather(query, rows.query, rows.num_rows),
+            _repeat(_gather(key, rows.key, rows.num_rows), heads),
+            _repeat(_gather(value, rows.key, rows.num_rows), heads),
+            attn_mask=rows.mask,
+            scale=scale,
+        )
+        parts.append(_unpad(out, rows))
+        tokens.append(rows.token)
+    return torch.cat(parts).index_select(0, torch.cat(tokens).argsort())
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    """Torch's variable-length flash attention, causal from the end of the keys."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    index, queries, keys, longest_query, longest_key = plan.flat()
+    out = varlen_attn(
+        query.contiguous(),
+        key.index_select(0, index),
+        value.index_select(0, index),
+        queries,
+        keys,
+        longest_query,
+        longest_key,
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out

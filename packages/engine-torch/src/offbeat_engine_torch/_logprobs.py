@@ -1,0 +1,144 @@
+"""Log-probability and entropy of chosen tokens, without ever holding [tokens, vocabulary].
+
+The vocabulary head runs over a few hundred tokens at a time; the backward pass computes each chunk's logits again
+(unless there was one chunk only), so memory is bounded by the chunk whatever the batch and the vocabulary.
+Source: the idea of Cut Cross-Entropy (arXiv:2411.09009) and Liger's fused linear cross-entropy, for any loss.
+
+Shapes: N loss tokens, C of them in a chunk, E hidden size, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 64 * 2**20
+MIN_CHUNK_TOKENS = 16
+
+
+def token_logprobs(
+    hidden_NE: Tensor,
+    weight_VE: Tensor,
+    bias_V: Tensor | None,
+    target_N: Tensor,
+    *,
+    scale: float = 1.0,
+    matmul_dtype: torch.dtype = torch.float32,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target under softmax(scale * (hidden @ weight.T + bias)), and that softmax's entropy.
+
+    Args:
+        hidden_NE: hidden states, floating point; gradient flows to them and to weight and bias.
+        weight_VE: the head's weight.
+        bias_V: the head's bias, or None.
+        target_N: int64 in [0, V).
+        scale: factor on the logits: 1 / temperature, times any scale of the model's own.
+        matmul_dtype: format of the matrix products; everything after them is float32 (float64 for float64).
+        entropy_gradient: let gradient flow through the entropy too.
+
+    Returns:
+        [N] log-probabilities and [N] entropies, nats, float32 (float64 when `matmul_dtype` is).
+    """
+    logprobs, entropy = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_NE, weight_VE, bias_V, target_N, scale, matmul_dtype
+    )
+    return logprobs, entropy if entropy_gradient else entropy.detach()
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    """The head in chunks. Autocast does not reach inside: formats are chosen here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: float, matmul: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        floats = torch.float64 if matmul == torch.float64 else torch.float32
+        chosen, lse, mean = (hidden.new_empty(len(hidden), dtype=floats) for _ in range(3))
+        chunks, kept = _chunks(len(hidden), len(weight)), None
+        with _without_autocast(hidden):
+            cast = weight.to(matmul)
+            for here in chunks:
+                logits_CV = _logits(hidden[here], cast, bias, scale, floats)
+                chosen[here] = logits_CV.gather(1, target[here, None])[:, 0]
+                top_C1 = logits_CV.amax(1, keepdim=True)
+                logits_CV -= top_C1
+                odds_CV = logits_CV.exp()
+                total_C = odds_CV.sum(1)
+                lse[here] = total_C.log() + top_C1[:, 0]
+                mean[here] = torch.linalg.vecdot(odds_CV, logits_CV) / total_C + top_C1[:, 0]
+                if len(chunks) == 1:  # small enough to keep: the backward pass need not compute it again
+                    kept = logits_CV.sub_(total_C.log()[:, None])
+        entropy = lse - mean
+        ctx.save_for_backward(hidden, weight, bias, target, lse, entropy, kept)
+        ctx.scale, ctx.matmul = scale, matmul
+        ctx.set_materialize_grads(False)
+        return chosen - lse, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, target, lse, entropy, kept = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight) if wants_weight else None
+        grad_bias = torch.zeros_like(bias) if wants_bias else None
+        with _without_autocast(hidden):
+            cast = weight.to(ctx.matmul)
+            for here in _chunks(len(hidden), len(weight)):
+                if kept is None:
+                    logp_CV = _logits(hidden[here], cast, bias, ctx.scale, lse.dtype).sub_(lse[here, None])
+                else:
+                    logp_CV = kept.clone()
+                pieces = [None if grad is None else grad[here] for grad in grads]
+                grad_CV = _grad_logits(logp_CV, target[here], entropy[here], *pieces)
+                grad_CV = grad_CV.mul_(ctx.scale).to(ctx.matmul)
+                if grad_hidden is not None:
+                    grad_hidden[here] = grad_CV @ cast
+                if grad_weight is not None:
+                    _add_product(grad_weight, grad_CV.T, hidden[here].to(ctx.matmul))
+                if grad_bias is not None:
+                    grad_bias += grad_CV.sum(0)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _without_autocast(like: Tensor) -> Any:
+    return torch.autocast(like.device.type, enabled=False)
+
+
+def _chunks(num_tokens: int, vocabulary: int) -> list[slice]:
+    size = max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (4 * vocabulary))
+    return [slice(start, start + size) for start in range(0, num_tokens, size)]
+
+
+def _logits(hidden_CE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
+    """[C, V] scaled logits in `dtype`: a fresh tensor, free to be overwritten."""
+    logits_CV = (hidden_CE.to(weight_VE.dtype) @ weight_VE.T).to(dtype)
+    if bias_V is not None:
+        logits_CV += bias_V
+    return logits_CV if scale == 1.0 else logits_CV.mul_(scale)
+
+
+def _grad_logits(
+    logp_CV: Tensor, target_C: Tensor, entropy_C: Tensor, grad_logp_C: Tensor | None, grad_entropy_C: Tensor | None
+) -> Tensor:
+    """Gradient of the scaled logits, from log-probabilities (overwritten).
+
+    d logp[y] / d l_j = [j = y] - p_j and d entropy / d l_j = -p_j (log p_j + entropy).
+    """
+    minus = torch.zeros_like(entropy_C) if grad_logp_C is None else -grad_logp_C
+    if grad_entropy_C is None:
+        grad_CV = logp_CV.exp_().mul_(minus[:, None])
+    else:
+        shift_C1 = (minus - grad_entropy_C * entropy_C)[:, None]
+        grad_CV = logp_CV.exp().mul_(logp_CV.mul_(-grad_entropy_C[:, None]).add_(shift_C1))
+    if grad_logp_C is not None:
+        grad_CV.scatter_add_(1, target_C[:, None], grad_logp_C[:, None])
+    return grad_CV
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to `total`, which may be of a wider format than they are."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

@@ -1,0 +1,134 @@
+"""AdamW with a schedule, clipping, and the right to refuse a step."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offbeat_types import ConfigError, ModelError, TrainEngineConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def learning_rate_at(step: int, config: TrainEngineConfig) -> float:
+    """Learning rate of update `step`, counted from 0.
+
+    It rises linearly over the warm-up, reaching its peak at update `warmup_steps`, and falls to
+    `min_learning_rate_ratio` of it at update `total_steps`, where it stays.
+    """
+    peak, warmup, floor = config.learning_rate, config.warmup_steps, config.min_learning_rate_ratio
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    if config.schedule == "constant":
+        return peak
+    done = min((step - warmup) / max(config.total_steps - warmup, 1), 1.0)
+    left = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return peak * (floor + (1.0 - floor) * left)
+
+
+def check_schedule(config: TrainEngineConfig) -> None:
+    """Refuse a schedule that has no end, or ends before its warm-up does.
+
+    Raises:
+        ConfigError: with the setting to change.
+    """
+    if config.schedule != "constant" and config.total_steps <= config.warmup_steps:
+        raise ConfigError(
+            f"schedule {config.schedule!r} needs total_steps above warmup_steps: "
+            f"got {config.total_steps} and {config.warmup_steps}; set total_steps, or schedule = 'constant'"
+        )
+
+
+class ClippedAdamW:
+    """AdamW over named parameters, float32 throughout.
+
+    Args:
+        parameters: trained parameters by Hugging Face name; weight decay applies to matrices only.
+        config: the schedule, betas, decay and clipping.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: TrainEngineConfig) -> None:
+        self.parameters = dict(parameters)
+        self.config = config
+        self.steps_taken = 0
+        matrices = [p for p in self.parameters.values() if p.ndim >= 2]
+        others = [p for p in self.parameters.values() if p.ndim < 2]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        self._adam = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            fused=True,
+        )
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        return learning_rate_at(self.steps_taken, self.config)
+
+    def grad_norm(self) -> float:
+        """L2 norm over all gradients; may be infinite or NaN. 0 when there is none."""
+        grads = self._grads()
+        return float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
+
+    def first_not_finite(self) -> str:
+        """Name of the first parameter whose gradient holds an infinity or NaN; empty when there is none."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+                return name
+        return ""
+
+    def step(self, grad_norm: float) -> None:
+        """Clip from `grad_norm` to the configured norm, and update."""
+        limit = self.config.max_grad_norm
+        if limit and grad_norm > limit:
+            torch._foreach_mul_(self._grads(), limit / grad_norm)
+        for group in self._adam.param_groups:
+            group["lr"] = self.learning_rate
+        self._adam.step()
+        self.steps_taken += 1
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        self._adam.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """Moments by `<moment>.<parameter>`; a parameter that never had a gradient has none."""
+        return {
+            f"{moment}.{name}": self._adam.state[parameter][moment]
+            for name, parameter in self.parameters.items()
+            for moment in MOMENTS
+            if parameter in self._adam.state
+        } | {
+            f"step.{name}": self._adam.state[parameter]["step"]
+            for name, parameter in self.parameters.items()
+            if parameter in self._adam.state
+        }
+
+    def load_state(self, state: Mapping[str, Tensor], steps_taken: int) -> None:
+        """Take what `state` gave.
+
+        Raises:
+            ModelError: the moments are not those of these parameters.
+        """
+        self.steps_taken = steps_taken
+        self._adam.state.clear()
+        unknown = {key.partition(".")[2] for key in state} - set(self.parameters)
+        if unknown:
+            raise ModelError(f"optimizer state is of another model: it knows {sorted(unknown)[0]}, the model does not")
+        for name, parameter in self.parameters.items():
+            if f"step.{name}" not in state:
+                continue
+            moments = {moment: state[f"{moment}.{name}"].to(parameter.device, copy=True) for moment in MOMENTS}
+            if any(moment.shape != parameter.shape for moment in moments.values()):
+                raise ModelError(f"optimizer state of {name} has another shape than the parameter")
+            self._adam.state[parameter] = {"step": state[f"step.{name}"].clone(), **moments}
+
+    def _grads(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]

@@ -1,0 +1,191 @@
+"""Lays sequences out without padding: which go together, and where each token lies.
+
+Two things are never computed: what comes after the last loss token's predecessor (it predicts nothing), and, with
+shared prompts, a prompt's second copy. A group's prompt is laid out once; its completions follow, each at positions
+that go on from the prompt's.
+
+Shapes: T packed tokens, N loss tokens, t a token's index in its own sequence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from offbeat_types import TrainSequence
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A run of packed tokens that attend causally to one another, and to all of `parent` when there is one.
+
+    Args:
+        start: index of its first token in the pack.
+        length: tokens, at least 1.
+        parent: index of the segment it continues, which ends where its positions begin; -1 for none.
+    """
+
+    start: int
+    length: int
+    parent: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Sequences laid out together: `members` share their first `prefix` tokens (0 for a sequence of its own)."""
+
+    members: tuple[int, ...]
+    prefix: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack:
+    """One micro-batch, laid out.
+
+    Args:
+        ids_T: token ids.
+        positions_T: position of each token in its own sequence.
+        segments: who attends to whom, in order of `start`; children follow their parent at once.
+        predictor_N: packed index of the token whose hidden state predicts each loss token.
+        target_N: id of each loss token.
+        sequence_N: which of `members` each loss token belongs to, sorted.
+        token_N: t of each loss token.
+        members: index of each sequence among those given.
+    """
+
+    ids_T: Indices
+    positions_T: Indices
+    segments: tuple[Segment, ...]
+    predictor_N: Indices
+    target_N: Indices
+    sequence_N: Indices
+    token_N: Indices
+    members: tuple[int, ...]
+
+
+def plan_packs(sequences: Sequence[TrainSequence], *, budget: int, share_prompts: bool) -> list[list[Family]]:
+    """Choose micro-batches: first-fit decreasing, the same for the same input.
+
+    Args:
+        sequences: those without a loss token are left out.
+        budget: packed tokens of a micro-batch at most; a sequence longer than that goes alone.
+        share_prompts: lay out a prompt once for all sequences that begin with it.
+
+    Returns:
+        Families of each micro-batch.
+    """
+    families = _families(sequences, budget, share_prompts)
+    families.sort(key=lambda family: (-family.num_tokens, family.members))
+    packs: list[list[Family]] = []
+    room: list[int] = []
+    for family in families:
+        place = next((i for i, left in enumerate(room) if family.num_tokens <= left), None)
+        if place is None:
+            packs.append([])
+            room.append(budget)
+            place = len(packs) - 1
+        packs[place].append(family)
+        room[place] -= family.num_tokens
+    return packs
+
+
+def _families(sequences: Sequence[TrainSequence], budget: int, share_prompts: bool) -> list[Family]:
+    """Group by prompt, the ids before the first loss token; a group above the budget is cut into several."""
+    groups: dict[tuple[int, bytes], list[int]] = {}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for index, sequence in enumerate(sequences):
+        places = np.flatnonzero(sequence.loss_mask)
+        if not len(places):
+            continue
+        first[index], last[index] = int(places[0]), int(places[-1])
+        prompt = sequence.ids[: first[index]].tobytes() if share_prompts else b""
+        groups.setdefault((0 if share_prompts else index, prompt), []).append(index)
+    families = []
+    for members in groups.values():
+        families.extend(_cut(members, first[members[0]], last, budget))
+    return families
+
+
+def _cut(members: list[int], prefix: int, last: dict[int, int], budget: int) -> list[Family]:
+    """Cut one prompt's sequences into families within the budget."""
+    families: list[Family] = []
+    taken: list[int] = []
+    size = prefix
+    for member in members:
+        own = last[member] - prefix
+        if taken and size + own > budget:
+            families.append(_family(taken, prefix, size))
+            taken, size = [], prefix
+        taken.append(member)
+        size += own
+    return [*families, _family(taken, prefix, size)]
+
+
+def _family(members: list[int], prefix: int, num_tokens: int) -> Family:
+    return Family(members=tuple(members), prefix=prefix if len(members) > 1 else 0, num_tokens=num_tokens)
+
+
+def lay_out(sequences: Sequence[TrainSequence], families: Sequence[Family]) -> Pack:
+    """Lay out one micro-batch chosen by `plan_packs`."""
+    layout = _Layout()
+    for family in families:
+        layout.add(sequences, family)
+    return layout.pack()
+
+
+class _Layout:
+    """Collects the pieces of one pack."""
+
+    def __init__(self) -> None:
+        self.ids: list[npt.NDArray[np.int32]] = []
+        self.positions: list[Indices] = []
+        self.segments: list[Segment] = []
+        self.size = 0
+        self.predictor: list[Indices] = []
+        self.target: list[npt.NDArray[np.int32]] = []
+        self.token: list[Indices] = []
+        self.members: list[int] = []
+
+    def add(self, sequences: Sequence[TrainSequence], family: Family) -> None:
+        """Lay out the family's prompt, then what each member has of its own."""
+        prefix, prompt_start, parent = family.prefix, self.size, -1
+        if prefix:
+            parent = self._segment(sequences[family.members[0]].ids[:prefix], 0, -1)
+        for member in family.members:
+            sequence = sequences[member]
+            token = np.flatnonzero(sequence.loss_mask)
+            offset = self.size - prefix  # packed index of token t is t + offset, for t >= prefix
+            self._segment(sequence.ids[prefix : token[-1]], prefix, parent)
+            before = token - 1
+            self.predictor.append(np.where(before >= prefix, before + offset, before + prompt_start))
+            self.target.append(sequence.ids[token])
+            self.token.append(token)
+            self.members.append(member)
+
+    def _segment(self, ids: npt.NDArray[np.int32], position: int, parent: int) -> int:
+        """Append a segment, unless it is empty: a completion of one token has nothing of its own to compute."""
+        if len(ids):
+            self.segments.append(Segment(start=self.size, length=len(ids), parent=parent))
+            self.ids.append(ids)
+            self.positions.append(np.arange(position, position + len(ids)))
+            self.size += len(ids)
+        return len(self.segments) - 1
+
+    def pack(self) -> Pack:
+        """Join the pieces."""
+        lengths = [len(token) for token in self.token]
+        return Pack(
+            ids_T=np.concatenate(self.ids).astype(np.int64),
+            positions_T=np.concatenate(self.positions),
+            segments=tuple(self.segments),
+            predictor_N=np.concatenate(self.predictor),
+            target_N=np.concatenate(self.target).astype(np.int64),
+            sequence_N=np.repeat(np.arange(len(lengths)), lengths),
+            token_N=np.concatenate(self.token),
+            members=tuple(self.members),
+        )

@@ -1,0 +1,127 @@
+import json
+import shutil
+
+import numpy as np
+import pytest
+from transformers import Gemma2Config, MambaConfig
+
+from offbeat_engine_torch import TorchTrainEngine
+from offbeat_types import ConfigError, ModelError, ShapeError, TrainEngineConfig, TrainSequence
+
+
+def create(folder, **changes):
+    return TorchTrainEngine.create(TrainEngineConfig(model_path=str(folder), **{"device": "cpu"} | changes))
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.fixture
+def copy(model_folder, tmp_path):
+    return shutil.copytree(model_folder, tmp_path / "copy")
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(ModelError, match="is not a folder"):
+        create(tmp_path / "nothing")
+
+
+def test_a_folder_without_config(copy):
+    (copy / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        create(copy)
+
+
+def test_a_broken_config(copy):
+    (copy / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot load"):
+        create(copy)
+
+
+def test_an_unknown_architecture(copy):
+    edit_config(copy, model_type="nobody_knows_it")
+    with pytest.raises(ModelError, match="nobody_knows_it"):
+        create(copy)
+
+
+def test_no_weights(copy):
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="safetensors"):
+        create(copy)
+
+
+def test_truncated_weights(copy):
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="cut short"):
+        create(copy)
+
+
+def test_a_missing_shard(copy):
+    index = {"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="00001-of-00002"):
+        create(copy)
+
+
+def test_weights_of_another_shape_of_model(copy):
+    edit_config(copy, num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    with pytest.raises(ModelError, match="lack 11 tensors"):
+        create(copy)
+
+
+def test_a_weight_of_another_shape(copy):
+    edit_config(copy, intermediate_size=96)
+    with pytest.raises(ModelError, match=str(copy)):
+        create(copy)
+
+
+def test_code_in_the_folder_is_not_run(copy):
+    (copy / "modeling_evil.py").write_text("raise SystemExit('ran')\n")
+    auto_map = {"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model"}
+    edit_config(copy, model_type="evil", auto_map=auto_map)
+    with pytest.raises(ModelError, match="trust_remote_code"):
+        create(copy)
+
+
+@pytest.mark.parametrize("settings", [Gemma2Config(), MambaConfig()], ids=["softcap", "no attention"])
+def test_a_family_the_engine_would_get_wrong(copy, settings):
+    settings.architectures = None
+    (copy / "config.json").write_text(settings.to_json_string(use_diff=False))
+    with pytest.raises(ModelError):
+        create(copy)
+
+
+def test_a_device_that_is_not_there(model_folder):
+    with pytest.raises(ConfigError, match="this machine has"):
+        create(model_folder, device="cuda:77")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"temprature": 1.0}, "did you mean temperature"),
+        ({"temperature": 0.0}, "> 0"),
+        ({"temperature": "hot"}, "float"),
+        ({"share_prompts": 1}, "bool"),
+        ({"head_dtype": "float8"}, "one of"),
+    ],
+)
+def test_options_are_checked(model_folder, options, match):
+    with pytest.raises(ConfigError, match=match):
+        create(model_folder, options=options)
+
+
+def test_token_ids_of_another_tokenizer(model_folder):
+    sequence = TrainSequence(ids=np.array([1, 999], np.int32), loss_mask=np.array([False, True]))
+    with pytest.raises(ModelError, match="999"):
+        create(model_folder).logprobs([sequence])
+
+
+def test_extras_that_differ_between_sequences(model_folder, make_groups, weighted_loss):
+    sequences = make_groups()
+    odd = TrainSequence(ids=sequences[0].ids, loss_mask=sequences[0].loss_mask)
+    with pytest.raises(ShapeError, match="extras"):
+        create(model_folder).forward_backward([*sequences, odd], weighted_loss)

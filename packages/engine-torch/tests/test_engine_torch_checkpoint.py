@@ -1,0 +1,120 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from offbeat_engine_torch import TorchTrainEngine
+from offbeat_testing import reference_logprobs, reference_model, tiny_model
+from offbeat_types import ModelError, TrainEngineConfig
+
+
+def config(folder, **changes):
+    settings = {"learning_rate": 1e-2, "schedule": "linear", "warmup_steps": 2, "total_steps": 20} | changes
+    return TrainEngineConfig(model_path=str(folder), device="cpu", **settings)
+
+
+def train(engine, make_groups, loss, steps):
+    losses = []
+    for seed in steps:
+        losses.append(engine.forward_backward(make_groups(seed=seed), loss)["loss"].value)
+        engine.step()
+    return losses
+
+
+@pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
+def test_a_resumed_run_is_the_undisturbed_run_bit_for_bit(model_folder, tmp_path, make_groups, weighted_loss, rank):
+    engine = TorchTrainEngine.create(config(model_folder, lora_rank=rank))
+    train(engine, make_groups, weighted_loss, range(3))
+    engine.save(tmp_path / "checkpoint")
+    random = torch.rand(3)
+    undisturbed = train(engine, make_groups, weighted_loss, range(3, 6))
+    resumed = TorchTrainEngine.create(config(model_folder, lora_rank=rank, seed=7))
+    resumed.load(tmp_path / "checkpoint")
+    assert torch.equal(torch.rand(3), random)
+    assert train(resumed, make_groups, weighted_loss, range(3, 6)) == undisturbed
+    assert resumed.steps_taken == engine.steps_taken
+    for (name, one), (_, other) in zip(engine.weights(), resumed.weights(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_plain_transformers_loads_what_is_saved(tmp_path, make_groups, weighted_loss, tied):
+    folder = tiny_model(tmp_path / "model", "llama", tied=tied, hidden_size=32)
+    engine = TorchTrainEngine.create(config(folder))
+    train(engine, make_groups, weighted_loss, range(2))
+    engine.save_weights(tmp_path / "export")
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "export").named_parameters())
+    names = [name for name, _ in engine.weights()]
+    assert ("lm_head.weight" in names) is not tied
+    for name, tensor in engine.weights():
+        assert torch.equal(loaded[name], tensor)
+    text = "the sum of two numbers"
+    tokenizers = [AutoTokenizer.from_pretrained(each) for each in (folder, tmp_path / "export")]
+    assert tokenizers[0](text).input_ids == tokenizers[1](text).input_ids
+    assert tokenizers[0].chat_template == tokenizers[1].chat_template
+
+
+def test_lora_trains_adapters_only_and_merges_exactly(model_folder, tmp_path, make_groups, weighted_loss):
+    engine = TorchTrainEngine.create(config(model_folder, lora_rank=4, lora_alpha=16.0))
+    base = reference_model(model_folder)
+    adapted = {name for name, module in base.model.named_modules() if isinstance(module, torch.nn.Linear)}
+    trained = set(engine._optimizer.parameters)
+    assert trained == {f"model.{name}.lora_{side}" for name in adapted for side in "AB"}
+    sequences = make_groups(seed=9)
+    first = engine.logprobs(sequences)
+    train(engine, make_groups, weighted_loss, range(3))
+    now = engine.logprobs(sequences)
+    assert not all(np.allclose(one, other, atol=1e-4) for one, other in zip(first, now, strict=True))
+    for one, other in zip(first, engine.logprobs(sequences, reference=True), strict=True):
+        np.testing.assert_array_equal(one, other)
+    before = dict(base.named_parameters())
+    for name, tensor in engine.weights():
+        moved = not torch.equal(tensor, before[name])
+        assert moved == (name.removeprefix("model.").removesuffix(".weight") in adapted and name.endswith(".weight"))
+    engine.save(tmp_path / "saved")
+    merged = reference_model(tmp_path / "saved")
+    for sequence, found in zip(sequences, now, strict=True):
+        wanted = reference_logprobs(merged, sequence.ids)[sequence.loss_mask]
+        np.testing.assert_allclose(found[sequence.loss_mask], wanted, atol=1e-5)
+
+
+def test_peft_reads_the_adapters(model_folder, tmp_path, make_groups, weighted_loss):
+    peft = pytest.importorskip("peft")
+    engine = TorchTrainEngine.create(config(model_folder, lora_rank=4))
+    train(engine, make_groups, weighted_loss, range(2))
+    engine.save(tmp_path / "saved")
+    adapted = peft.PeftModel.from_pretrained(reference_model(model_folder), tmp_path / "saved" / "adapter").eval()
+    for sequence, found in zip(make_groups(), engine.logprobs(make_groups()), strict=True):
+        wanted = reference_logprobs(adapted, sequence.ids)[sequence.loss_mask]
+        np.testing.assert_allclose(found[sequence.loss_mask], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("broken", ["engine.json", "optimizer.safetensors", "model.safetensors"])
+@pytest.mark.parametrize("how", ["missing", "truncated"])
+def test_a_broken_checkpoint_is_refused(model_folder, tmp_path, broken, how):
+    engine = TorchTrainEngine.create(config(model_folder))
+    engine.save(tmp_path)
+    file = tmp_path / broken
+    content = file.read_bytes()
+    file.unlink() if how == "missing" else file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        engine.load(tmp_path)
+
+
+def test_a_checkpoint_of_another_shape_or_kind_is_refused(model_folder, tmp_path, make_groups, weighted_loss):
+    engine = TorchTrainEngine.create(config(model_folder, lora_rank=4))
+    train(engine, make_groups, weighted_loss, range(1))
+    engine.save(tmp_path / "lora")
+    full = TorchTrainEngine.create(config(model_folder))
+    with pytest.raises(ModelError, match="lora_rank"):
+        full.load(tmp_path / "lora")
+    full.save(tmp_path / "full")
+    with pytest.raises(ModelError, match="lora_rank"):
+        engine.load(tmp_path / "full")
+    with pytest.raises(ModelError, match="lora_rank"):
+        TorchTrainEngine.create(dataclasses.replace(engine.config, lora_rank=2)).load(tmp_path / "lora")
+    other = tiny_model(tmp_path / "other", "qwen3", hidden_size=64)
+    with pytest.raises(ModelError, match="another model"):
+        TorchTrainEngine.create(config(other)).load(tmp_path / "full")

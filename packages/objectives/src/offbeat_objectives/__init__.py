@@ -1,0 +1,56 @@
+"""Advantages, policy losses and rollout correction for RL on language models, over flat packed tokens.
+
+torch is imported with the first name that needs it. `AlgorithmConfig`, `check_algorithm`, `has_signal` and
+`overlong_penalty` do not, so that a driver or a command line can read and check settings at once.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from offbeat_objectives._checks import check_algorithm
+from offbeat_objectives._config import AlgorithmConfig
+from offbeat_objectives._filters import has_signal, overlong_penalty
+
+if TYPE_CHECKING:
+    from offbeat_objectives._advantages import compute_advantages, gae_advantages
+    from offbeat_objectives._aggregation import aggregate
+    from offbeat_objectives._correction import Correction, correct_rollouts
+    from offbeat_objectives._kl import kl_per_token
+    from offbeat_objectives._losses import PolicyLoss, build_loss, sft_loss
+    from offbeat_objectives._packing import Packed, pack, sequence_of_tokens, unpack
+
+__all__ = [
+    "AlgorithmConfig",
+    "Correction",
+    "Packed",
+    "PolicyLoss",
+    "aggregate",
+    "build_loss",
+    "check_algorithm",
+    "compute_advantages",
+    "correct_rollouts",
+    "gae_advantages",
+    "has_signal",
+    "kl_per_token",
+    "overlong_penalty",
+    "pack",
+    "sequence_of_tokens",
+    "sft_loss",
+    "unpack",
+]
+
+_NEED_TORCH = {
+    "_advantages": ("compute_advantages", "gae_advantages"),
+    "_aggregation": ("aggregate",),
+    "_correction": ("Correction", "correct_rollouts"),
+    "_kl": ("kl_per_token",),
+    "_losses": ("PolicyLoss", "build_loss", "sft_loss"),
+    "_packing": ("Packed", "pack", "sequence_of_tokens", "unpack"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _NEED_TORCH.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,185 @@
+"""Refuses an algorithm that cannot work, and any setting that would silently do nothing."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Final
+
+from offbeat_objectives._config import REJECTIONS, AlgorithmConfig
+from offbeat_objectives._preset import LOG_RATIO_BOUND, Preset, read_preset
+from offbeat_types import METADATA_KEY, ConfigError
+
+GROUP_ADVANTAGES: Final = ("grpo", "dr_grpo", "rloo", "opo")
+SEQUENCE_LOSSES: Final = ("gspo", "sapo", "gmpo")
+LEAST_RATIO: Final = math.exp(-LOG_RATIO_BOUND)
+LARGEST_RATIO: Final = math.exp(LOG_RATIO_BOUND)
+
+Complaints = Iterator[str]
+
+
+def check_algorithm(
+    config: AlgorithmConfig, *, samples_per_prompt: int, max_tokens: int | None = None
+) -> tuple[str, ...]:
+    """Check a configuration before anything starts.
+
+    Args:
+        config: section "algorithm".
+        samples_per_prompt: n, completions drawn for each prompt.
+        max_tokens: longest completion, for the overlong buffer; None leaves that unchecked.
+
+    Returns:
+        Notices: choices that work and are probably not meant, one sentence each.
+
+    Raises:
+        ConfigError: a value out of bounds, a combination that cannot work, or a setting without effect; all of them in
+            one text, a line each.
+    """
+    complaints = [*_out_of_bounds(config)]
+    if not complaints:
+        # The rest reads the values, so it waits until each of them is sane.
+        complaints += [
+            *_advantage(config, samples_per_prompt),
+            *_loss(config),
+            *_penalties(config, max_tokens),
+            *_correction(config),
+        ]
+    if complaints:
+        raise ConfigError("\n".join(f"algorithm.{complaint}" for complaint in complaints))
+    return tuple(f"algorithm.{notice}" for notice in _notices(config))
+
+
+def _out_of_bounds(config: AlgorithmConfig) -> Complaints:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        required = field.metadata[METADATA_KEY].complaint(value)
+        if isinstance(value, float) and not math.isfinite(value):
+            required = "a finite number"
+        if required:
+            yield f"{field.name} must be {required}: got {value!r}"
+
+
+def _advantage(config: AlgorithmConfig, samples_per_prompt: int) -> Complaints:
+    name = config.advantage
+    if samples_per_prompt < 2 and name in GROUP_ADVANTAGES:
+        yield (
+            f"advantage = {name} compares the samples of one prompt and needs at least 2: got {samples_per_prompt}; "
+            "raise the samples per prompt, or choose reinforce_plus_plus or remax"
+        )
+    if samples_per_prompt < 2 and config.filter_groups:
+        yield "filter_groups drops every prompt when there is one sample per prompt: no sample differs from itself"
+    if name == "gae":
+        yield (
+            "advantage = gae needs a critic, and this release trains none (the formula is gae_advantages); "
+            "choose grpo, rloo, opo, reinforce_plus_plus or remax"
+        )
+    if config.gamma != 1 and name not in ("reinforce_plus_plus", "gae"):
+        yield f"gamma = {config.gamma:g} has no effect: {name} gives all tokens of a sample one advantage; leave it out"
+    if config.gae_lambda is not None and name != "gae":
+        yield f"gae_lambda has no effect with advantage = {name}; leave it out"
+
+
+def _loss(config: AlgorithmConfig) -> Complaints:
+    for name in ("clip_low", "clip_high"):
+        if config.loss == "sapo" and getattr(config, name) is not None:
+            yield f"{name} has no effect: sapo has soft gates, set by sapo_tau_positive and sapo_tau_negative"
+    if config.loss in ("ppo_clip", "gspo", "cispo") and config.clip_range()[0] > 1:
+        yield f"clip_low must be at most 1, where the bound 1 - clip_low is 0: got {config.clip_low:g}"
+    if config.dual_clip is not None and config.loss != "ppo_clip":
+        yield f"dual_clip has no effect with loss = {config.loss}: it belongs to ppo_clip"
+    for name in ("sapo_tau_positive", "sapo_tau_negative"):
+        if getattr(config, name) is not None and config.loss != "sapo":
+            yield f"{name} has no effect with loss = {config.loss}: it belongs to sapo"
+    if config.aggregation == "fixed_length" and config.fixed_length is None:
+        yield "aggregation = fixed_length needs fixed_length, usually the longest completion allowed"
+    if config.aggregation != "fixed_length" and config.fixed_length is not None:
+        yield f"fixed_length has no effect with aggregation = {config.aggregation}"
+
+
+def _penalties(config: AlgorithmConfig, max_tokens: int | None) -> Complaints:
+    if not config.needs_reference:
+        if config.kl_estimator is not None:
+            yield "kl_estimator has no effect while kl_coefficient is 0"
+        if config.kl_in != "loss":
+            yield "kl_in has no effect while kl_coefficient is 0"
+    elif config.kl_in == "loss" and config.resolved_kl_estimator == "k1":
+        yield (
+            "kl_estimator = k1 in the loss has no effect: its gradient, that of log p, is 0 on average; "
+            "use k2 or k3, or kl_in = reward"
+        )
+    if config.overlong_penalty_factor is not None and not config.overlong_buffer_tokens:
+        yield "overlong_penalty_factor has no effect while overlong_buffer_tokens is 0"
+    if max_tokens is not None and config.overlong_buffer_tokens > max_tokens:
+        yield (
+            f"overlong_buffer_tokens must be at most the longest completion, {max_tokens}: "
+            f"got {config.overlong_buffer_tokens}"
+        )
+
+
+def _correction(config: AlgorithmConfig) -> Complaints:
+    preset = read_preset(config)
+    name = config.correction
+    if config.correction_form == "bypass" and preset.weight:
+        yield (
+            f"correction = {name} cannot be used with correction_form = bypass: the ratio of {config.loss} is already "
+            "against the rollout policy, and a weight would count the same r twice; use correction_form = decoupled, "
+            + (f"or correction = {preset.rejection}_rs" if preset.rejection else "or correction = none")
+        )
+    if config.tis_cap is not None and (preset.weight is None or preset.weight == "icepop"):
+        yield f"tis_cap has no effect with correction = {name}: only token_tis and sequence_tis cut their weight"
+    if config.normalise_weights and preset.weight is None:
+        yield f"normalise_weights has no effect with correction = {name}, which has no weights"
+    if preset.rejection or preset.weight == "icepop":
+        yield from _bounds(preset, name)
+    else:
+        for key in ("rs_low", "rs_high"):
+            if getattr(config, key) is not None:
+                yield f"{key} has no effect with correction = {name}, which rejects nothing; {_with_bounds(preset)} do"
+    if preset.cap is not None:
+        yield from _cap(preset, preset.cap)
+
+
+def _with_bounds(preset: Preset) -> str:
+    prefix = f"{preset.weight}_tis_" if preset.weight else ""
+    return ", ".join(prefix + rejection for rejection in REJECTIONS)
+
+
+def _bounds(preset: Preset, name: str) -> Complaints:
+    low, high = preset.low, preset.high
+    if not low <= 1 <= high or low == high:
+        yield (
+            "rs_low and rs_high must enclose 1, the r of a token that trainer and rollout agree on: "
+            f"got [{low:g}, {high:g}] (bounds are on r itself, not on log r)"
+        )
+    elif low <= LEAST_RATIO and high >= LARGEST_RATIO:
+        yield f"correction = {name} has no effect: [{low:g}, {high:g}] holds every r (log r is cut at ±20)"
+
+
+def _cap(preset: Preset, cap: float) -> Complaints:
+    if cap >= LARGEST_RATIO:
+        yield f"tis_cap = {cap:g} never cuts anything: r is at most {LARGEST_RATIO:.3g}; 2 is usual"
+    elif cap <= LEAST_RATIO:
+        yield f"tis_cap = {cap:g} makes every weight the same: r is at least {LEAST_RATIO:.3g}; 2 is usual"
+    elif preset.weight == preset.rejection and cap >= preset.high:
+        yield f"tis_cap = {cap:g} never cuts anything: rs_high = {preset.high:g} rejects all it would cut; omit it"
+
+
+def _notices(config: AlgorithmConfig) -> Complaints:
+    preset = read_preset(config)
+    width = math.log(preset.high / max(preset.low, LEAST_RATIO))
+    bounds = f"[{preset.low:g}, {preset.high:g}]"
+    if preset.rejection == "geometric" and width > math.log(1.5):
+        yield (
+            f"rs_low and rs_high: {bounds} are wide for a geometric mean over a sequence, and will reject almost "
+            "nothing in long ones; they are usual for token_rs"
+        )
+    if (preset.rejection in ("token", "sequence") or preset.weight == "icepop") and width < math.log(1.02):
+        yield (
+            f"rs_low and rs_high: {bounds} are narrow for r of a {preset.rejection or 'token'}, and may reject almost "
+            "everything; they are usual for geometric_rs"
+        )
+    if config.loss in SEQUENCE_LOSSES and config.aggregation != "sequence_mean":
+        yield f"aggregation: {config.loss} is defined with sequence_mean; {config.aggregation} is another weighting"
+    if config.advantage == "dr_grpo" and config.aggregation != "fixed_length":
+        yield f"aggregation: Dr. GRPO is defined with fixed_length; {config.aggregation} brings its length bias back"
+    if config.filter_groups and config.advantage not in GROUP_ADVANTAGES:
+        yield f"filter_groups drops prompts of equal rewards, which {config.advantage} could still learn from"

@@ -1,0 +1,150 @@
+"""Settings of the section "algorithm".
+
+A setting whose default is None has a default that depends on the choice it belongs to; `check_algorithm` refuses it
+when that choice was not made, because it would then do nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from offbeat_types import setting
+
+WEIGHTS: Final = ("token_tis", "sequence_tis")
+REJECTIONS: Final = ("token_rs", "sequence_rs", "geometric_rs")
+CORRECTIONS: Final = (
+    "none",
+    *WEIGHTS,
+    *REJECTIONS,
+    *(f"{weight}_{rejection}" for weight in WEIGHTS for rejection in REJECTIONS),
+    "icepop",
+)
+
+DEFAULT_CLIPS: Final = {
+    "ppo_clip": (0.2, 0.2),
+    "gspo": (3e-4, 4e-4),
+    "cispo": (1.0, 4.0),
+    "gmpo": (0.4, 0.4),
+}
+"""(clip_low, clip_high) of each loss that clips. CISPO's low bound of 1 - 1 = 0 never binds, as in its paper."""
+
+DEFAULT_SAPO_TEMPERATURES: Final = (1.0, 1.05)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """How rewards become a gradient: advantage, loss, Kullback-Leibler penalty and rollout correction."""
+
+    advantage: str = setting(
+        "grpo",
+        "How rewards become advantages. grpo, dr_grpo, rloo and opo compare the samples of one prompt; "
+        "reinforce_plus_plus normalises over the batch; remax subtracts the greedy reward; gae needs a critic.",
+        choices=("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae", "opo", "remax"),
+    )
+    gamma: float = setting(1.0, "Discount per token, for reinforce_plus_plus and gae.", "per token", gt=0, le=1)
+    gae_lambda: float | None = setting(
+        None, "Trade between bias (0) and variance (1) of gae; 0.95 if not given.", ge=0, le=1
+    )
+    loss: str = setting(
+        "ppo_clip",
+        "The policy objective. sapo has gates where the others clip.",
+        choices=("ppo_clip", "gspo", "cispo", "sapo", "gmpo"),
+    )
+    clip_low: float | None = setting(
+        None,
+        "How far below 1 the ratio may go: to 1 - clip_low (gmpo: to exp(-clip_low)). "
+        "If not given: ppo_clip 0.2, gspo 0.0003, cispo 1 (no bound), gmpo 0.4.",
+        "ratio (gmpo: nats)",
+        gt=0,
+    )
+    clip_high: float | None = setting(
+        None,
+        "How far above 1 the ratio may go: to 1 + clip_high (gmpo: to exp(clip_high)). More than clip_low is DAPO's "
+        "clip-higher, such as 0.28. If not given: ppo_clip 0.2, gspo 0.0004, cispo 4, gmpo 0.4.",
+        "ratio (gmpo: nats)",
+        gt=0,
+    )
+    dual_clip: float | None = setting(
+        None, "Bound on the ratio where the advantage is negative, for ppo_clip; such as 3. Off if not given.", gt=1
+    )
+    sapo_tau_positive: float | None = setting(
+        None, "Steepness of sapo's gate where the advantage is positive; 1.0 if not given.", gt=0
+    )
+    sapo_tau_negative: float | None = setting(
+        None, "Steepness of sapo's gate where the advantage is not positive; 1.05 if not given.", gt=0
+    )
+    aggregation: str = setting(
+        "token_mean",
+        "How token losses become one number: token_mean weighs all tokens of the update alike, sequence_mean all "
+        "sequences alike, fixed_length divides each sequence's sum by one constant.",
+        choices=("token_mean", "sequence_mean", "fixed_length"),
+    )
+    fixed_length: int | None = setting(
+        None, "The constant of fixed_length, usually the longest completion allowed.", "tokens", ge=1
+    )
+    kl_coefficient: float = setting(0.0, "Weight of the KL penalty towards the reference policy; 0: none.", ge=0)
+    kl_estimator: str | None = setting(
+        None, "k1, k2 or k3; if not given, k3 in the loss and k1 in the reward.", "nats", choices=("k1", "k2", "k3")
+    )
+    kl_in: str = setting("loss", "Where the KL penalty enters: the loss or the reward.", choices=("loss", "reward"))
+    entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus; 0: none.", ge=0)
+    correction: str = setting(
+        "none",
+        "What is done about r = trainer's probability / rollout's probability: tis weighs by r, cut at tis_cap; "
+        "rs rejects what leaves [rs_low, rs_high]; icepop weighs by r and drops what leaves the bounds.",
+        choices=CORRECTIONS,
+    )
+    correction_form: str = setting(
+        "decoupled",
+        "decoupled: the trainer recomputes log-probabilities before the update, and the loss's ratio is against those; "
+        "bypass: the loss's ratio is against the rollout's log-probabilities and nothing is recomputed.",
+        choices=("decoupled", "bypass"),
+    )
+    tis_cap: float | None = setting(None, "C: the largest weight of tis; 2 if not given.", "r", gt=0)
+    rs_low: float | None = setting(
+        None, "Least statistic kept. If not given: token and sequence 0.5, geometric 0.999, icepop 0.5.", "r", ge=0
+    )
+    rs_high: float | None = setting(
+        None, "Largest statistic kept. If not given: token and sequence 2, geometric 1.001, icepop 5.", "r", gt=0
+    )
+    normalise_weights: bool = setting(
+        False, "Divide correction weights by their mean over the kept tokens or sequences of the global batch."
+    )
+    filter_groups: bool = setting(
+        False, "Drop prompts whose samples all got the same reward, and draw others (DAPO's dynamic sampling)."
+    )
+    overlong_buffer_tokens: int = setting(
+        0, "Length before the limit over which a penalty grows from 0 to its full size; 0: none.", "tokens", ge=0
+    )
+    overlong_penalty_factor: float | None = setting(
+        None, "Full size of the overlong penalty; 1 if not given.", "reward", gt=0
+    )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probabilities of the reference policy are needed."""
+        return self.kl_coefficient > 0
+
+    @property
+    def needs_train_logprobs(self) -> bool:
+        """Whether the trainer must recompute log-probabilities before an update (extra `old_logprobs`)."""
+        return self.correction_form == "decoupled"
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """Whether the engine must let the entropy carry gradient."""
+        return self.entropy_coefficient > 0
+
+    @property
+    def needs_greedy_reward(self) -> bool:
+        """Whether each prompt needs the reward of one greedy completion."""
+        return self.advantage == "remax"
+
+    @property
+    def resolved_kl_estimator(self) -> str:
+        """The KL estimator in use: given, or the usual one of its place."""
+        return self.kl_estimator or ("k3" if self.kl_in == "loss" else "k1")
+
+    def clip_range(self) -> tuple[float, float]:
+        """(clip_low, clip_high) in use; the loss must be one that clips."""
+        low, high = DEFAULT_CLIPS[self.loss]
+        return (low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high)

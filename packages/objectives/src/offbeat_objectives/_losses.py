@@ -1,0 +1,181 @@
+"""Loss functions over `LossTokens`: the policy loss of an `AlgorithmConfig`, and supervised fine-tuning.
+
+loss = -aggregate(keep · weight · objective) + kl_coefficient · aggregate(keep · KL to the reference)
+       - entropy_coefficient · aggregate(keep · entropy)
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from offbeat_objectives._aggregation import aggregate
+from offbeat_objectives._config import AlgorithmConfig
+from offbeat_objectives._correction import correct_rollouts
+from offbeat_objectives._kl import kl_per_token
+from offbeat_objectives._metrics import Measure, read_metrics
+from offbeat_objectives._packing import require_tokens
+from offbeat_objectives._preset import read_preset
+from offbeat_objectives._surrogates import SURROGATES, PolicyTokens, Surrogate
+from offbeat_types import LossTokens, Metrics, ShapeError
+
+ADVANTAGES: Final = "advantages"
+OLD: Final = "old_logprobs"
+ROLLOUT: Final = "rollout_logprobs"
+REFERENCE: Final = "ref_logprobs"
+WEIGHTS: Final = "correction_weights"
+KEEP: Final = "keep"
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The loss of one `AlgorithmConfig`; a `LossFunction` that can be pickled.
+
+    Extras it reads, each [N] float32:
+        advantages: as made by `compute_advantages`.
+        old_logprobs: nats, recomputed by the trainer before the update (decoupled form).
+        rollout_logprobs: nats, of the rollout engine (bypass form, where they are the old policy).
+        ref_logprobs: nats, of the reference policy; needed with a KL penalty in the loss, otherwise only measured.
+        correction_weights, keep: as made by `correct_rollouts`; needed when `correction` has a weight or a rejection.
+            In the bypass form the loss makes `keep` itself, from its own log-probabilities.
+
+    Rejected tokens add nothing to any term, and count in the totals it divides by. Correction weights act on the policy
+    objective only: the KL penalty and the entropy are about the policy of now, whoever sampled the tokens.
+    """
+
+    config: AlgorithmConfig
+
+    @property
+    def required_extras(self) -> tuple[str, ...]:
+        """Names that `LossTokens.extras` must hold."""
+        bypass = self.config.correction_form == "bypass"
+        preset = read_preset(self.config)
+        wanted = {
+            ADVANTAGES: True,
+            OLD: not bypass,
+            ROLLOUT: bypass,
+            REFERENCE: self.config.needs_reference and self.config.kl_in == "loss",
+            WEIGHTS: preset.weight is not None,
+            KEEP: preset.rejection is not None and not bypass,
+        }
+        return tuple(name for name, needed in wanted.items() if needed)
+
+    def __call__(self, tokens: LossTokens[Any]) -> tuple[Tensor, Metrics]:
+        """One micro-batch's share of the update's loss.
+
+        Returns:
+            A scalar that carries gradient (0, with gradients of 0, when every token is rejected or there is none), and
+            metrics under `loss/` and `policy/`.
+
+        Raises:
+            ShapeError: an extra is missing or has another shape.
+        """
+        self._check(tokens)
+        keep_N, metrics = self._keep(tokens)
+        old_N = tokens.extras[ROLLOUT if self.config.correction_form == "bypass" else OLD]
+        # A rejected token may hold an infinity, which no later 0 could take out of the gradient.
+        rejected_N = keep_N == 0
+        policy_tokens = PolicyTokens(
+            logprobs_N=tokens.logprobs_N.masked_fill(rejected_N, 0.0),
+            old_N=old_N.masked_fill(rejected_N, 0.0),
+            advantages_N=tokens.extras[ADVANTAGES],
+            keep_N=keep_N,
+            sequence_N=tokens.sequence_N,
+            num_sequences=tokens.num_sequences,
+        )
+        surrogate = SURROGATES[self.config.loss](policy_tokens, self.config)
+        terms = self._terms(tokens, policy_tokens, surrogate)
+        loss = torch.stack(list(terms.values())).sum()
+        measures: dict[str, Measure] = {"loss/total": (loss, 1.0, "sum")}
+        measures |= {f"loss/{name}": (term, 1.0, "sum") for name, term in terms.items()}
+        return loss, metrics | read_metrics(measures | _measures(tokens, policy_tokens, surrogate))
+
+    def _check(self, tokens: LossTokens[Any]) -> None:
+        missing = [name for name in self.required_extras if name not in tokens.extras]
+        if missing:
+            raise ShapeError(
+                f"the loss {self.config.loss} (correction {self.config.correction}, {self.config.correction_form}) "
+                f"needs the extras {list(self.required_extras)}: {missing} missing"
+            )
+        require_tokens("the loss", tokens.sequence_N, tokens.logprobs_N, tokens.entropy_N, *tokens.extras.values())
+
+    def _keep(self, tokens: LossTokens[Any]) -> tuple[Tensor, Metrics]:
+        """The extra, and in the bypass form what the preset rejects under the policy of now."""
+        keep_N = tokens.extras.get(KEEP, torch.ones_like(tokens.logprobs_N))
+        if self.config.correction_form == "decoupled" or read_preset(self.config).rejection is None:
+            return keep_N, {}
+        correction = correct_rollouts(
+            tokens.logprobs_N, tokens.extras[ROLLOUT], tokens.sequence_N, tokens.num_sequences, self.config
+        )
+        return keep_N * correction.keep_N, correction.metrics
+
+    def _terms(self, tokens: LossTokens[Any], policy: PolicyTokens, surrogate: Surrogate) -> dict[str, Tensor]:
+        weights_N = tokens.extras.get(WEIGHTS)
+        objective_N = surrogate.objective_N if weights_N is None else surrogate.objective_N * weights_N
+        keep_N = policy.keep_N
+        terms = {"policy": self._aggregate(-objective_N, tokens, keep_N)}
+        if self.config.needs_reference and self.config.kl_in == "loss":
+            kl_N = kl_per_token(policy.logprobs_N, tokens.extras[REFERENCE], self.config.resolved_kl_estimator)
+            terms["kl"] = self.config.kl_coefficient * self._aggregate(kl_N, tokens, keep_N)
+        if self.config.entropy_coefficient:
+            terms["entropy"] = -self.config.entropy_coefficient * self._aggregate(tokens.entropy_N, tokens, keep_N)
+        return terms
+
+    def _aggregate(self, losses_N: Tensor, tokens: LossTokens[Any], keep_N: Tensor) -> Tensor:
+        return aggregate(
+            torch.where(keep_N > 0, losses_N, 0.0),
+            tokens.sequence_N,
+            tokens.num_sequences,
+            how=self.config.aggregation,
+            total_tokens=tokens.total_tokens,
+            total_sequences=tokens.total_sequences,
+            fixed_length=self.config.fixed_length,
+        )
+
+
+def build_loss(config: AlgorithmConfig) -> PolicyLoss:
+    """The `LossFunction` of a configuration that `check_algorithm` has passed."""
+    return PolicyLoss(config)
+
+
+def sft_loss(tokens: LossTokens[Any]) -> tuple[Tensor, Metrics]:
+    """Mean cross entropy over the loss tokens of the whole update, nats.
+
+    Returns:
+        This micro-batch's share, and `loss/total` (the shares add up) and `loss/nll` (mean per token).
+    """
+    num_tokens = len(tokens.logprobs_N)
+    total = -tokens.logprobs_N.sum()
+    loss = total / max(tokens.total_tokens, 1)
+    return loss, read_metrics(
+        {"loss/total": (loss, 1.0, "sum"), "loss/nll": (total / max(num_tokens, 1), num_tokens, "mean")}
+    )
+
+
+@torch.no_grad()
+def _measures(tokens: LossTokens[Any], policy: PolicyTokens, surrogate: Surrogate) -> dict[str, Measure]:
+    """Means over the kept tokens; left out when there is none."""
+    kept_N = policy.keep_N > 0
+    num_kept = int(kept_N.sum())
+    share_kept: dict[str, Measure] = {"policy/share_kept": (policy.keep_N.mean(), len(kept_N), "mean")}
+    if num_kept == 0:
+        return share_kept if len(kept_N) else {}
+    zeros_N = torch.zeros_like(policy.logprobs_N)
+    per_token = {
+        "ratio_mean": surrogate.ratio_N,
+        "clip_low": surrogate.clipped_low_N,
+        "clip_high": surrogate.clipped_high_N,
+        "clip_dual": surrogate.clipped_dual_N,
+        "entropy": tokens.entropy_N,
+        # The tokens were drawn from the old policy, so this is KL(old ‖ new).
+        "kl_old": kl_per_token(zeros_N, policy.log_ratio(), "k3"),
+    }
+    if REFERENCE in tokens.extras:
+        per_token["kl_reference"] = kl_per_token(policy.logprobs_N, tokens.extras[REFERENCE], "k3")
+    means: dict[str, Measure] = {
+        f"policy/{name}": (values_N[kept_N].to(zeros_N.dtype).mean(), num_kept, "mean")
+        for name, values_N in per_token.items()
+        if values_N is not None
+    }
+    return share_kept | means | {"policy/ratio_max": (surrogate.ratio_N[kept_N].max(), num_kept, "max")}

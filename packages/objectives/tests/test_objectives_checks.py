@@ -1,0 +1,145 @@
+"""What is refused before a run, and what is let through with a word."""
+
+from dataclasses import fields
+
+import pytest
+
+from offbeat_objectives import AlgorithmConfig, check_algorithm
+from offbeat_objectives._config import CORRECTIONS
+from offbeat_types import METADATA_KEY, ConfigError
+
+LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "gmpo")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"advantage": "gae"}, "critic"),
+        ({"advantage": "gpro"}, "one of grpo"),
+        ({"gamma": 0.9}, "gamma = 0.9 has no effect"),
+        ({"gae_lambda": 0.9}, "gae_lambda has no effect"),
+        ({"loss": "sapo", "clip_low": 0.2}, "soft gates"),
+        ({"loss": "sapo", "clip_high": 0.2}, "soft gates"),
+        ({"clip_low": 1.5}, "at most 1"),
+        ({"loss": "gspo", "dual_clip": 3.0}, "dual_clip has no effect"),
+        ({"dual_clip": 0.5}, "> 1"),
+        ({"sapo_tau_positive": 1.0}, "sapo_tau_positive has no effect"),
+        ({"sapo_tau_negative": 1.0}, "sapo_tau_negative has no effect"),
+        ({"aggregation": "fixed_length"}, "needs fixed_length"),
+        ({"fixed_length": 100}, "fixed_length has no effect"),
+        ({"kl_estimator": "k2"}, "kl_coefficient is 0"),
+        ({"kl_in": "reward"}, "kl_coefficient is 0"),
+        ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, "0 on average"),
+        ({"kl_coefficient": float("nan")}, "finite"),
+        ({"kl_coefficient": -1.0}, ">= 0"),
+        ({"overlong_penalty_factor": 0.5}, "overlong_buffer_tokens is 0"),
+        ({"overlong_buffer_tokens": 513}, "512: got 513"),
+        ({"correction": "sequence_tis_token_tis"}, "one of none, token_tis"),
+        ({"tis_cap": 2.0}, "tis_cap has no effect"),
+        ({"correction": "geometric_rs", "tis_cap": 2.0}, "tis_cap has no effect"),
+        ({"correction": "icepop", "tis_cap": 2.0}, "tis_cap has no effect"),
+        ({"correction": "token_tis", "tis_cap": 1e9}, "never cuts"),
+        ({"correction": "token_tis", "tis_cap": 1e-9}, "every weight the same"),
+        ({"correction": "token_tis_token_rs", "tis_cap": 2.5}, "never cuts"),
+        ({"correction": "sequence_tis_sequence_rs", "tis_cap": 2.0}, "never cuts"),
+        ({"correction": "token_tis", "rs_low": 0.5}, "token_tis_geometric_rs"),
+        ({"rs_high": 2.0}, "rejects nothing"),
+        ({"normalise_weights": True}, "no weights"),
+        ({"correction": "token_rs", "normalise_weights": True}, "no weights"),
+        ({"correction": "token_rs", "rs_low": 0.0, "rs_high": 1e9}, "holds every r"),
+        ({"correction": "geometric_rs", "rs_low": 0.0, "rs_high": 1e9}, "holds every r"),
+        ({"correction": "icepop", "rs_low": 0.0, "rs_high": 1e9}, "holds every r"),
+        ({"correction": "token_rs", "rs_low": 1.5}, "enclose 1"),
+        ({"correction": "token_rs", "rs_high": 0.9, "rs_low": 0.1}, "enclose 1"),
+        ({"correction": "geometric_rs", "rs_low": 1.0, "rs_high": 1.0}, "enclose 1"),
+    ],
+)
+def test_what_cannot_work_or_does_nothing_is_refused_with_its_reason(changes, words):
+    with pytest.raises(ConfigError) as error:
+        check_algorithm(AlgorithmConfig(**changes), samples_per_prompt=8, max_tokens=512)
+    assert words in str(error.value)
+    assert str(error.value).startswith("algorithm.")
+    assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo"])
+def test_one_sample_per_prompt_is_refused_where_samples_are_compared(name):
+    with pytest.raises(ConfigError, match="at least 2: got 1"):
+        check_algorithm(AlgorithmConfig(advantage=name), samples_per_prompt=1)
+
+
+def test_one_sample_per_prompt_is_enough_elsewhere_but_not_for_filtering():
+    for name in ("reinforce_plus_plus", "remax"):
+        assert check_algorithm(AlgorithmConfig(advantage=name), samples_per_prompt=1) == ()
+        with pytest.raises(ConfigError, match="filter_groups"):
+            check_algorithm(AlgorithmConfig(advantage=name, filter_groups=True), samples_per_prompt=1)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_the_bypass_form_takes_rejections_and_refuses_weights_that_would_count_twice(name, loss):
+    config = AlgorithmConfig(loss=loss, correction=name, correction_form="bypass", aggregation="sequence_mean")
+    if "tis" in name or name == "icepop":
+        with pytest.raises(ConfigError, match=f"ratio of {loss} is already against the rollout policy"):
+            check_algorithm(config, samples_per_prompt=4)
+    else:
+        assert check_algorithm(config, samples_per_prompt=4) == ()
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_every_preset_works_with_its_defaults(name):
+    assert check_algorithm(AlgorithmConfig(correction=name), samples_per_prompt=2) == ()
+
+
+def test_the_two_parameter_sets_of_the_reference_recipe_pass():
+    first = AlgorithmConfig(correction="sequence_tis_geometric_rs")
+    assert check_algorithm(first, samples_per_prompt=8) == ()
+    second = AlgorithmConfig(
+        correction="sequence_tis_token_rs",
+        tis_cap=2.0,
+        normalise_weights=True,
+        rs_low=0.6,
+        rs_high=1.6,
+        kl_coefficient=0.01,
+    )
+    assert check_algorithm(second, samples_per_prompt=4, max_tokens=2048) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"correction": "sequence_tis_geometric_rs", "rs_low": 0.6, "rs_high": 1.6}, "usual for token_rs"),
+        ({"correction": "token_rs", "rs_low": 0.999, "rs_high": 1.001}, "usual for geometric_rs"),
+        ({"loss": "gspo"}, "sequence_mean"),
+        ({"advantage": "dr_grpo"}, "fixed_length"),
+        ({"advantage": "reinforce_plus_plus", "filter_groups": True}, "could still learn"),
+    ],
+)
+def test_what_works_but_is_probably_not_meant_is_said(changes, words):
+    (notice,) = check_algorithm(AlgorithmConfig(**changes), samples_per_prompt=4)
+    assert words in notice
+
+
+def test_all_complaints_come_at_once():
+    with pytest.raises(ConfigError) as error:
+        check_algorithm(AlgorithmConfig(advantage="gae", tis_cap=2.0, kl_in="reward"), samples_per_prompt=4)
+    assert len(str(error.value).splitlines()) == 3
+
+
+def test_settings_are_few_and_documented():
+    settings = [field.metadata[METADATA_KEY] for field in fields(AlgorithmConfig)]
+    assert len(settings) <= 25
+    assert all(len(setting.doc) > 20 for setting in settings)
+    for field in fields(AlgorithmConfig):
+        assert field.metadata[METADATA_KEY].complaint(getattr(AlgorithmConfig(), field.name)) is None
+
+
+def test_a_configuration_says_what_it_needs():
+    assert not AlgorithmConfig().needs_reference
+    assert AlgorithmConfig(kl_coefficient=0.1).needs_reference
+    assert AlgorithmConfig().needs_train_logprobs
+    assert not AlgorithmConfig(correction_form="bypass").needs_train_logprobs
+    assert AlgorithmConfig(entropy_coefficient=0.01).needs_entropy_gradient
+    assert AlgorithmConfig(advantage="remax").needs_greedy_reward
+    assert AlgorithmConfig(kl_coefficient=0.1).resolved_kl_estimator == "k3"
+    assert AlgorithmConfig(kl_coefficient=0.1, kl_in="reward").resolved_kl_estimator == "k1"

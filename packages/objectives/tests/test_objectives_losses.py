@@ -1,0 +1,393 @@
+"""Every policy loss against a loop over tokens in float64 written from the papers, values and gradients."""
+
+import math
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat_objectives import AlgorithmConfig, build_loss, sft_loss
+from offbeat_types import LossTokens, ShapeError, merge_metrics
+
+LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "gmpo")
+AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_length")
+FIXED_LENGTH = 7
+
+
+@st.composite
+def batches(draw, *, token_advantages=False):
+    """A packed float64 batch; some tokens far off-policy, some rejected, some without weight."""
+    lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    spread = draw(st.sampled_from([1e-4, 0.05, 1.0]))
+    num_tokens = sum(lengths)
+    sequence_N = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+
+    def noise(scale, size=num_tokens):
+        return scale * torch.randn(size, generator=generator, dtype=torch.float64)
+
+    logprobs_N = -3 * torch.rand(num_tokens, generator=generator, dtype=torch.float64) - 0.01
+    advantages_N = noise(1.0) if token_advantages else noise(1.0, len(lengths))[sequence_N]
+    return LossTokens(
+        logprobs_N=logprobs_N.requires_grad_(),
+        entropy_N=noise(1.0).abs().requires_grad_(),
+        sequence_N=sequence_N,
+        num_sequences=len(lengths),
+        extras={
+            "advantages": advantages_N,
+            "old_logprobs": logprobs_N.detach() + noise(spread),
+            "rollout_logprobs": logprobs_N.detach() + noise(spread),
+            "ref_logprobs": logprobs_N.detach() + noise(0.3),
+            "correction_weights": noise(1.0).abs(),
+            "keep": (torch.rand(num_tokens, generator=generator) > draw(st.sampled_from([0.0, 0.3]))).double(),
+        },
+        total_tokens=num_tokens + draw(st.integers(0, 5)),
+        total_sequences=len(lengths) + draw(st.integers(0, 2)),
+    )
+
+
+def clip(x, low, high):
+    return min(max(x, low), high)
+
+
+def sequences_of(tokens):
+    return [[n for n, s in enumerate(tokens.sequence_N.tolist()) if s == i] for i in range(tokens.num_sequences)]
+
+
+def reference_objectives(tokens, config):
+    """(objective, d objective / d its own log-probability) of each kept token, by hand."""
+    low, high = config.clip_range() if config.loss != "sapo" else (None, None)
+    keep, advantages = tokens.extras["keep"].tolist(), tokens.extras["advantages"].tolist()
+    new = tokens.logprobs_N.tolist()
+    log_r = [a - b for a, b in zip(new, tokens.extras["old_logprobs"].tolist(), strict=True)]
+    result = {}
+    for members in sequences_of(tokens):
+        kept = [n for n in members if keep[n]]
+        for n in kept:
+            a, r = advantages[n], math.exp(log_r[n])
+            if config.loss == "ppo_clip":
+                value = min(r * a, clip(r, 1 - low, 1 + high) * a)
+                slope = 0.0 if (a > 0 and r > 1 + high) or (a < 0 and r < 1 - low) else r * a
+                if config.dual_clip and a < 0 and r > config.dual_clip:
+                    value, slope = config.dual_clip * a, 0.0
+            elif config.loss == "gspo":
+                s = math.exp(sum(log_r[k] for k in kept) / len(kept))
+                value = min(s * a, clip(s, 1 - low, 1 + high) * a)
+                slope = 0.0 if (a > 0 and s > 1 + high) or (a < 0 and s < 1 - low) else s * a
+            elif config.loss == "cispo":
+                slope = clip(r, 1 - low, 1 + high) * a
+                value = slope * new[n]
+            elif config.loss == "sapo":
+                tau = 1.3 if a > 0 else 2.1
+                gate = 1 / (1 + math.exp(-tau * (r - 1)))
+                value, slope = 4 / tau * gate * a, 4 * gate * (1 - gate) * r * a
+            else:
+                c = [min(log_r[k], high) if a > 0 else max(log_r[k], -low) for k in kept]
+                value = a * math.exp(sum(c) / len(kept))
+                slope = 0.0 if (a > 0 and log_r[n] > high) or (a < 0 and log_r[n] < -low) else value
+            result[n] = (value, slope)
+    return result
+
+
+def reference_divisors(tokens, config):
+    divisors = {}
+    for members in sequences_of(tokens):
+        for n in members:
+            divisors[n] = {
+                "token_mean": tokens.total_tokens,
+                "sequence_mean": tokens.total_sequences * len(members),
+                "fixed_length": tokens.total_sequences * FIXED_LENGTH,
+            }[config.aggregation]
+    return divisors
+
+
+def gradients(loss, tokens):
+    inputs = (tokens.logprobs_N, tokens.entropy_N)
+    return torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+
+
+def config_of(loss, aggregation="token_mean", **changes):
+    taus = {"sapo_tau_positive": 1.3, "sapo_tau_negative": 2.1} if loss == "sapo" else {}
+    length = FIXED_LENGTH if aggregation == "fixed_length" else None
+    return AlgorithmConfig(loss=loss, aggregation=aggregation, fixed_length=length, **(taus | changes))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", [*LOSSES, "dual_clip", "clip_higher"])
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_a_loss_is_the_formula_of_its_paper(loss, aggregation, data):
+    changes = {"dual_clip": {"dual_clip": 1.5}, "clip_higher": {"clip_low": 0.1, "clip_high": 0.4}}.get(loss, {})
+    config = config_of(loss if loss in LOSSES else "ppo_clip", aggregation, **changes)
+    tokens = data.draw(batches(token_advantages=loss in ("ppo_clip", "cispo", "sapo")))
+
+    value, _ = build_loss(config)(tokens)
+    gradient_N, _ = gradients(value, tokens)
+
+    weights, divisors = tokens.extras["correction_weights"].tolist(), reference_divisors(tokens, config)
+    expected, expected_N = 0.0, torch.zeros_like(gradient_N)
+    for n, (objective, slope) in reference_objectives(tokens, config).items():
+        expected -= objective * weights[n] / divisors[n]
+        expected_N[n] = -slope * weights[n] / divisors[n]
+    assert value.item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    torch.testing.assert_close(gradient_N, expected_N, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(tokens=batches(), loss=st.sampled_from(["gspo", "gmpo"]))
+def test_the_per_token_form_has_the_gradient_of_the_sequence_objective(tokens, loss):
+    """GSPO equation and GMPO equation differentiated by autograd as whole sequences, not through stop-gradients."""
+    config = config_of(loss, "sequence_mean")
+    extras = {name: tokens.extras[name] for name in ("advantages", "old_logprobs")}
+    tokens = replace(tokens, extras=extras)
+    low, high = config.clip_range()
+    objective = torch.zeros((), dtype=torch.float64)
+    for members in sequences_of(tokens):
+        advantage = extras["advantages"][members[0]]
+        log_ratio = tokens.logprobs_N[members] - extras["old_logprobs"][members]
+        if loss == "gspo":
+            s = log_ratio.mean().exp()
+            objective = objective + torch.minimum(s * advantage, s.clamp(1 - low, 1 + high) * advantage)
+        else:
+            sign = advantage.sign()
+            log_c = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-low, high))
+            objective = objective + advantage * log_c.mean().exp()
+    expected = -objective / tokens.total_sequences
+
+    value, _ = build_loss(config)(tokens)
+
+    torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradients(value, tokens)[0], gradients(expected, tokens)[0], rtol=1e-9, atol=1e-12)
+
+
+def test_on_the_old_policy_every_ratio_loss_has_the_policy_gradient():
+    logprobs_N = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
+    advantages_N = torch.tensor([2.0, 2.0, -1.0], dtype=torch.float64)
+    extras = {"advantages": advantages_N, "old_logprobs": logprobs_N.detach().clone()}
+    tokens = LossTokens(
+        logprobs_N=logprobs_N,
+        entropy_N=torch.zeros_like(advantages_N),
+        sequence_N=torch.tensor([0, 0, 1]),
+        num_sequences=2,
+        extras=extras,
+        total_tokens=3,
+        total_sequences=2,
+    )
+    for loss in LOSSES:
+        value, _ = build_loss(AlgorithmConfig(loss=loss))(tokens)
+        torch.testing.assert_close(torch.autograd.grad(value, logprobs_N)[0], -advantages_N / 3)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@settings(max_examples=20, deadline=None)
+@given(tokens=batches(), aggregation=st.sampled_from(AGGREGATIONS))
+def test_kl_and_entropy_enter_the_loss_with_their_coefficients(estimator, tokens, aggregation):
+    plain = config_of("ppo_clip", aggregation)
+    config = replace(plain, kl_coefficient=0.3, kl_estimator=estimator, entropy_coefficient=0.2)
+    value, metrics = build_loss(config)(tokens)
+    expected, _ = build_loss(plain)(tokens)
+    gradient_N, entropy_gradient_N = gradients(value, tokens)
+    plain_N, _ = gradients(expected, tokens)
+
+    divisors, keep = reference_divisors(tokens, config), tokens.extras["keep"].tolist()
+    kl = entropy = 0.0
+    for n, divisor in divisors.items():
+        x = (tokens.extras["ref_logprobs"][n] - tokens.logprobs_N[n]).item()
+        kl += keep[n] * {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}[estimator] / divisor
+        entropy += keep[n] * tokens.entropy_N[n].item() / divisor
+        slope = {"k1": 1.0, "k2": -x, "k3": 1 - math.exp(x)}[estimator]
+        assert gradient_N[n].item() == pytest.approx(plain_N[n].item() + 0.3 * keep[n] * slope / divisor, abs=1e-12)
+        assert entropy_gradient_N[n].item() == pytest.approx(-0.2 * keep[n] / divisor)
+    assert value.item() == pytest.approx(expected.item() + 0.3 * kl - 0.2 * entropy, rel=1e-9, abs=1e-12)
+    assert metrics["loss/kl"].value == pytest.approx(0.3 * kl, abs=1e-12)
+    assert metrics["loss/total"].value == pytest.approx(value.item())
+
+
+def take(tokens, order):
+    """The batch that holds only these sequences, in this order, with the totals of the whole."""
+    chosen = [n for s in order for n in sequences_of(tokens)[s]]
+    lengths = torch.tensor([len(sequences_of(tokens)[s]) for s in order], dtype=torch.long)
+    return replace(
+        tokens,
+        logprobs_N=tokens.logprobs_N[chosen],
+        entropy_N=tokens.entropy_N[chosen],
+        sequence_N=torch.repeat_interleave(torch.arange(len(order)), lengths),
+        num_sequences=len(order),
+        extras={name: values_N[chosen] for name, values_N in tokens.extras.items()},
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=batches(token_advantages=True),
+    loss=st.sampled_from(LOSSES),
+    aggregation=st.sampled_from(AGGREGATIONS),
+    bypass=st.booleans(),
+    data=st.data(),
+)
+def test_neither_micro_batches_nor_the_order_of_sequences_change_anything(tokens, loss, aggregation, bypass, data):
+    form = {"correction_form": "bypass", "correction": "geometric_rs", "rs_low": 0.5, "rs_high": 1.5} if bypass else {}
+    function = build_loss(
+        config_of(loss, aggregation, kl_coefficient=0.1, entropy_coefficient=0.1, **form),
+    )
+    order = data.draw(st.permutations(range(tokens.num_sequences)))
+    cut = data.draw(st.integers(0, len(order)))
+    whole, whole_metrics = function(tokens)
+    parts = [function(take(tokens, order[:cut])), function(take(tokens, order[cut:]))]
+    split = parts[0][0] + parts[1][0]
+
+    torch.testing.assert_close(split, whole, rtol=1e-9, atol=1e-12)
+    for got, expected in zip(gradients(split, tokens), gradients(whole, tokens), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+    merged = merge_metrics([metrics for _, metrics in parts])
+    assert merged.keys() == whole_metrics.keys()
+    for name, metric in whole_metrics.items():
+        if name != "correction/effective_sample_share":
+            assert merged[name].value == pytest.approx(metric.value, rel=1e-9, abs=1e-9), name
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_a_batch_without_a_kept_token_gives_zero_and_finite_zero_gradients(loss, aggregation, num_tokens):
+    logprobs_N = torch.full((num_tokens,), -math.inf, requires_grad=True)
+    ones_N = torch.ones(num_tokens)
+    extras = {
+        "advantages": ones_N,
+        "old_logprobs": -ones_N * math.inf,
+        "ref_logprobs": -ones_N,
+        "correction_weights": ones_N * math.inf,
+        "keep": 0 * ones_N,
+    }
+    tokens = LossTokens(
+        logprobs_N=logprobs_N,
+        entropy_N=ones_N,
+        sequence_N=torch.zeros(num_tokens, dtype=torch.long),
+        num_sequences=1,
+        extras=extras,
+        total_tokens=num_tokens,
+        total_sequences=min(num_tokens, 1),
+    )
+    value, metrics = build_loss(config_of(loss, aggregation, kl_coefficient=0.1, entropy_coefficient=0.1))(tokens)
+    value.backward()
+    assert value.item() == 0
+    assert logprobs_N.grad.tolist() == [0.0] * num_tokens
+    assert all(math.isfinite(metric.value) for metric in metrics.values())
+
+
+def test_one_broken_token_that_is_rejected_leaves_the_others_finite():
+    logprobs_N = torch.tensor([-1.0, -math.inf], requires_grad=True)
+    extras = {"advantages": torch.ones(2), "old_logprobs": torch.tensor([-1.1, -1.0]), "keep": torch.tensor([1.0, 0.0])}
+    tokens = LossTokens(
+        logprobs_N=logprobs_N,
+        entropy_N=torch.zeros(2),
+        sequence_N=torch.zeros(2, dtype=torch.long),
+        num_sequences=1,
+        extras=extras,
+        total_tokens=2,
+        total_sequences=1,
+    )
+    for loss in LOSSES:
+        logprobs_N.grad = None
+        build_loss(AlgorithmConfig(loss=loss, clip_low=None))(tokens)[0].backward()
+        assert logprobs_N.grad.isfinite().all()
+        assert logprobs_N.grad[1] == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(tokens=batches())
+def test_metrics_say_what_the_batch_was(tokens):
+    config = AlgorithmConfig(clip_low=0.1, clip_high=0.2, dual_clip=1.5)
+    _, metrics = build_loss(config)(tokens)
+    kept = [n for n, k in enumerate(tokens.extras["keep"].tolist()) if k]
+    assert metrics["policy/share_kept"].value == pytest.approx(len(kept) / len(tokens.logprobs_N))
+    if not kept:
+        assert "policy/ratio_mean" not in metrics
+        return
+    log_r = (tokens.logprobs_N - tokens.extras["old_logprobs"]).tolist()
+    a = tokens.extras["advantages"].tolist()
+    r = {n: math.exp(log_r[n]) for n in kept}
+    x = {n: (tokens.extras["ref_logprobs"][n] - tokens.logprobs_N[n]).item() for n in kept}
+
+    def mean(values):
+        return sum(values) / len(kept)
+
+    expected = {
+        "ratio_mean": mean(r.values()),
+        "ratio_max": max(r.values()),
+        "clip_low": mean(a[n] < 0 and r[n] < 0.9 for n in kept),
+        "clip_high": mean(a[n] > 0 and r[n] > 1.2 for n in kept),
+        "clip_dual": mean(a[n] < 0 and r[n] > 1.5 for n in kept),
+        "entropy": mean(tokens.entropy_N[n].item() for n in kept),
+        "kl_old": mean(r[n] - 1 - log_r[n] for n in kept),
+        "kl_reference": mean(math.exp(x[n]) - 1 - x[n] for n in kept),
+    }
+    assert {name: metrics[f"policy/{name}"].value for name in expected} == pytest.approx(expected, rel=1e-7, abs=1e-9)
+    assert metrics["policy/ratio_max"].how == "max"
+    assert metrics["policy/entropy"].weight == len(kept)
+
+
+@settings(max_examples=30, deadline=None)
+@given(tokens=batches())
+def test_sft_is_the_mean_cross_entropy_of_the_update(tokens):
+    value, metrics = sft_loss(tokens)
+    total = -sum(tokens.logprobs_N.tolist())
+    assert value.item() == pytest.approx(total / tokens.total_tokens)
+    assert metrics["loss/nll"].value == pytest.approx(total / len(tokens.logprobs_N))
+    assert gradients(value, tokens)[0].tolist() == pytest.approx([-1 / tokens.total_tokens] * len(tokens.logprobs_N))
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({}, "old_logprobs"),
+        ({"correction_form": "bypass"}, "rollout_logprobs"),
+        ({"kl_coefficient": 0.1}, "ref_logprobs"),
+        ({"correction": "token_tis"}, "correction_weights"),
+        ({"correction": "icepop"}, "correction_weights"),
+        ({"correction": "geometric_rs"}, "keep"),
+    ],
+)
+def test_a_missing_input_is_named_rather_than_left_out_of_the_loss(changes, missing):
+    loss = build_loss(AlgorithmConfig(**changes))
+    assert missing in loss.required_extras
+    values_N = torch.zeros(2)
+    tokens = LossTokens(
+        logprobs_N=values_N,
+        entropy_N=values_N,
+        sequence_N=torch.zeros(2, dtype=torch.long),
+        num_sequences=1,
+        extras={name: values_N for name in loss.required_extras if name != missing},
+        total_tokens=2,
+        total_sequences=1,
+    )
+    with pytest.raises(ShapeError, match=missing):
+        loss(tokens)
+    extras = dict.fromkeys(loss.required_extras, values_N) | {missing: torch.zeros(3)}
+    with pytest.raises(ShapeError, match="3"):
+        loss(replace(tokens, extras=extras))
+
+
+def test_a_loss_can_be_sent_to_another_process():
+    loss = build_loss(AlgorithmConfig(loss="gspo"))
+    assert pickle.loads(pickle.dumps(loss)) == loss
+
+
+@settings(max_examples=40, deadline=None)
+@given(tokens=batches())
+def test_in_the_bypass_form_the_loss_rejects_by_the_policy_of_now(tokens):
+    config = AlgorithmConfig(correction_form="bypass", correction="token_rs", rs_low=0.9, rs_high=1.1)
+    tokens = replace(tokens, extras={name: tokens.extras[name] for name in ("advantages", "rollout_logprobs")})
+    value, metrics = build_loss(config)(tokens)
+    total, rejected = 0.0, 0
+    for n, a in enumerate(tokens.extras["advantages"].tolist()):
+        r = math.exp((tokens.logprobs_N[n] - tokens.extras["rollout_logprobs"][n]).item())
+        if 0.9 <= r <= 1.1:
+            total += min(r * a, clip(r, 0.8, 1.2) * a)
+        else:
+            rejected += 1
+    assert value.item() == pytest.approx(-total / tokens.total_tokens, abs=1e-12)
+    assert metrics["correction/share_tokens_rejected"].value == pytest.approx(rejected / len(tokens.logprobs_N))

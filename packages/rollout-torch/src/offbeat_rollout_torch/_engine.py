@@ -1,0 +1,268 @@
+"""The engine as the rest of offbeat sees it: async methods over the worker thread."""
+
+import asyncio
+import os
+from concurrent.futures import Future
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Final, Self
+
+import numpy as np
+import torch
+
+from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, KVCache
+from offbeat_rollout_torch._families import Architecture, read_architecture
+from offbeat_rollout_torch._loading import load_weights, read_eos_ids
+from offbeat_rollout_torch._samples import Ending, RequestInFlight
+from offbeat_rollout_torch._scheduler import Scheduler
+from offbeat_rollout_torch._stepper import Stepper
+from offbeat_rollout_torch._text import load_tokenizer
+from offbeat_rollout_torch._weights import DecoderWeights
+from offbeat_rollout_torch._worker import Worker, new_future
+from offbeat_types import (
+    METADATA_KEY,
+    Completion,
+    ConfigError,
+    DataError,
+    DeadlineError,
+    EngineHealth,
+    GenerateRequest,
+    PauseMode,
+    RolloutCapabilities,
+    RolloutEngineConfig,
+    SamplingParams,
+    WeightProof,
+    WeightStream,
+    setting,
+)
+
+CLOSE_DEADLINE_S: Final = 60.0
+CACHE_SHARE_OF_MEMORY: Final = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchRolloutOptions:
+    """Extras of this engine, given as `RolloutEngineConfig.options`."""
+
+    kv_cache_tokens: int = setting(
+        0, "Budget of cached tokens; 0: max_running times max_model_len, or a quarter of memory.", "tokens", ge=0
+    )
+    max_prefill_tokens: int = setting(2048, "Prompt tokens of one step; longer prompts take several.", "tokens", ge=16)
+    pack_weights: bool = setting(True, "Hold large matrices in oneDNN's layout on the CPU: 2 to 3 times as fast.")
+
+    @classmethod
+    def parse(cls, options: dict[str, Any]) -> Self:
+        """Check names, types and bounds.
+
+        Raises:
+            ConfigError: whatever is wrong.
+        """
+        known = {field.name: field for field in fields(cls)}
+        for name, value in options.items():
+            if name not in known:
+                raise ConfigError(f"rollout-torch has no option {name!r}; it has {', '.join(known)}")
+            if type(value) is not known[name].type:
+                raise ConfigError(f"option {name} of rollout-torch must be {known[name].type}, got {value!r}")
+            if complaint := known[name].metadata[METADATA_KEY].complaint(value):
+                raise ConfigError(f"option {name} of rollout-torch must be {complaint}, got {value!r}")
+        return cls(**options)
+
+
+class TorchRolloutEngine:
+    """Samples completions in this process, in a thread of its own. Make it with `create`."""
+
+    capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
+        pause_modes=("abort", "wait", "keep"), sleep_levels=(1, 2), shares_prompt_prefix=True
+    )
+
+    def __init__(self, config: RolloutEngineConfig) -> None:
+        folder = Path(config.model_path).expanduser()
+        self._options = TorchRolloutOptions.parse(config.options)
+        self._architecture = read_architecture(folder)
+        self._tokenizer = load_tokenizer(folder)
+        self._folder, self._config, self._device = folder, config, _device(config.device)
+        eos_ids = read_eos_ids(folder, self._tokenizer)
+        self._ending = Ending(
+            eos_ids=eos_ids, max_model_len=min(config.max_model_len, self._architecture.max_positions)
+        )
+        self._budget_tokens = self._kv_budget()
+        self._worker = Worker(self._build, config.num_threads)
+
+    @classmethod
+    async def create(cls, config: RolloutEngineConfig) -> Self:
+        """Load the model and start.
+
+        Raises:
+            ModelError: the folder is missing, corrupt, or of a family that is not supported.
+            ConfigError: an option or device that cannot be.
+        """
+        engine = cls(config)
+        await asyncio.wrap_future(engine._worker.start())
+        return engine
+
+    def _build(self) -> Stepper:
+        dtype: torch.dtype = getattr(torch, self._config.dtype)
+        weights = DecoderWeights(self._architecture, dtype, self._device, pack=self._options.pack_weights)
+        load_weights(weights, self._folder)
+        cache = KVCache(self._architecture, self._budget_tokens, self._ending.max_model_len, weights.final_norm)
+        scheduler = Scheduler(cache, self._config.max_running, self._options.max_prefill_tokens)
+        return Stepper(scheduler, weights, self._ending)
+
+    def _kv_budget(self) -> int:
+        if self._options.kv_cache_tokens:
+            if self._options.kv_cache_tokens < SMALLEST_CAPACITY:
+                raise ConfigError(
+                    f"kv_cache_tokens must be at least {SMALLEST_CAPACITY}, got {self._options.kv_cache_tokens}"
+                )
+            return self._options.kv_cache_tokens
+        capacity = _capacity(self._ending.max_model_len)
+        wanted = self._config.max_running * capacity
+        allowed = int(CACHE_SHARE_OF_MEMORY * _memory_bytes(self._device)) // self._bytes_per_token()
+        return max(min(wanted, allowed), capacity)
+
+    def _bytes_per_token(self) -> int:
+        a: Architecture = self._architecture
+        itemsize: int = getattr(torch, self._config.dtype).itemsize
+        return 2 * a.num_layers * a.num_kv_heads * a.head_dim * itemsize
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        """See `RolloutEngine`.
+
+        Raises:
+            DataError: the prompt is empty, holds unknown ids, or leaves no room.
+            ConfigError: a sampling parameter that cannot be.
+            WeightSyncError: an update failed half way, and no whole one has come since.
+        """
+        self._check(request)
+        done: Future[list[Completion]] = new_future()
+
+        def deliver(outcome: list[Completion] | Exception) -> None:
+            if isinstance(outcome, Exception):
+                done.set_exception(outcome)
+            else:
+                done.set_result(outcome)
+
+        in_flight = RequestInFlight(request, self._tokenizer, deliver)
+        if not in_flight.samples:
+            return []
+        await asyncio.wrap_future(self._worker.call(lambda: self._worker.submit(in_flight)))
+        try:
+            return await asyncio.wrap_future(done)
+        except asyncio.CancelledError:
+            self._worker.call(lambda: self._worker.abort(request.request_id))
+            raise
+
+    def _check(self, request: GenerateRequest) -> None:
+        _check_params(request.params)
+        ids = np.asarray(request.prompt_ids)
+        if ids.ndim != 1 or not len(ids):
+            raise DataError(f"request {request.request_id!r}: a prompt needs at least one token, in one dimension")
+        if ids.min() < 0 or ids.max() >= self._architecture.vocab_size:
+            raise DataError(
+                f"request {request.request_id!r}: prompt ids must be in [0, {self._architecture.vocab_size}), "
+                f"got {ids.min()} to {ids.max()}; was it made with another tokenizer?"
+            )
+        longest = self._ending.max_model_len
+        if len(ids) >= longest:
+            raise DataError(
+                f"request {request.request_id!r}: the prompt has {len(ids)} tokens and max_model_len is {longest}; "
+                "raise max_model_len or filter long prompts"
+            )
+        needed = _capacity(min(len(ids) + request.params.max_tokens, longest))
+        if needed > self._budget_tokens:
+            raise DataError(
+                f"request {request.request_id!r}: prompt and completion may take {needed} tokens of cache, and "
+                f"kv_cache_tokens is {self._budget_tokens}; raise it, or lower max_tokens"
+            )
+
+    async def abort(self, request_id: str) -> None:
+        """See `RolloutEngine`."""
+        await asyncio.wrap_future(self._worker.call(lambda: self._worker.abort(request_id)))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutEngine`."""
+        if mode not in self.capabilities.pause_modes:
+            raise ConfigError(f"pause mode must be one of {', '.join(self.capabilities.pause_modes)}, got {mode!r}")
+        drained = new_future()
+        await asyncio.wrap_future(self._worker.call(lambda: self._worker.pause(mode, drained)))
+        await asyncio.wrap_future(drained)
+
+    async def resume(self) -> None:
+        """See `RolloutEngine`."""
+        await asyncio.wrap_future(self._worker.call(self._worker.resume))
+
+    async def update_weights(self, stream: WeightStream, version: int) -> WeightProof:
+        """See `RolloutEngine`. Samples in flight go on, computed anew under the new weights.
+
+        The stream is iterated in the worker's thread. When it fails after its first tensor the engine refuses to
+        serve until a whole update arrives, because weights are written in place.
+        """
+        proof: WeightProof = await asyncio.wrap_future(
+            self._worker.call(lambda: self._worker.update_weights(stream, version))
+        )
+        return proof
+
+    async def sleep(self, level: int) -> None:
+        """See `RolloutEngine`. After level 2, `wake` needs an `update_weights` before anything is sampled."""
+        if level not in self.capabilities.sleep_levels:
+            raise ConfigError(f"sleep level must be one of {self.capabilities.sleep_levels}, got {level!r}")
+        await asyncio.wrap_future(self._worker.call(lambda: self._worker.sleep(level)))
+
+    async def wake(self, tags: tuple[str, ...] = ()) -> None:
+        """See `RolloutEngine`."""
+        if unknown := set(tags) - {"weights", "kv_cache"}:
+            raise ConfigError(f"wake knows the tags weights and kv_cache, got {', '.join(sorted(unknown))}")
+        await asyncio.wrap_future(self._worker.call(lambda: self._worker.wake(tags)))
+
+    async def health(self) -> EngineHealth:
+        """See `RolloutEngine`."""
+        return self._worker.health()
+
+    async def close(self) -> None:
+        """See `RolloutEngine`. Closing twice is fine.
+
+        Raises:
+            DeadlineError: the thread is stuck in one step or one stream.
+        """
+        if not self._worker.is_closed:
+            await asyncio.wrap_future(self._worker.call(self._worker.close))
+        if not await asyncio.to_thread(self._worker.join, CLOSE_DEADLINE_S):
+            raise DeadlineError("rollout.close", "the worker thread", CLOSE_DEADLINE_S)
+
+
+def _capacity(length: int) -> int:
+    """Tokens of cache a sequence of this length takes: a power of two."""
+    return max(SMALLEST_CAPACITY, 1 << (length - 1).bit_length())
+
+
+def _check_params(params: SamplingParams) -> None:
+    """Refuse what would sample something nobody meant."""
+    required = {
+        "max_tokens": (params.max_tokens >= 1, "at least 1"),
+        "temperature": (params.temperature >= 0, "at least 0"),
+        "top_p": (0 < params.top_p <= 1, "in (0, 1]"),
+        "top_k": (params.top_k >= 0, "at least 0 (0: no limit)"),
+        "min_p": (0 <= params.min_p <= 1, "in [0, 1]"),
+        "stop": (all(params.stop), "strings that are not empty"),
+    }
+    for name, (is_fine, what) in required.items():
+        if not is_fine:
+            raise ConfigError(f"sampling parameter {name} must be {what}, got {getattr(params, name)!r}")
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"no device {name!r} here ({reason}); use cpu or auto") from error
+    return device
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

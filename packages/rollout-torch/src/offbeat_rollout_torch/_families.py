@@ -1,0 +1,157 @@
+"""The architectures this engine decodes, as one table of differences, and how a Hugging Face config becomes one.
+
+Source: the modelling files of Qwen3, Qwen2 and Llama in huggingface/transformers.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from offbeat_types import ModelError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How a family differs from the plain pre-norm decoder with grouped queries, rotary positions and SwiGLU.
+
+    Args:
+        qk_norm: queries and keys are normalised per head.
+        qkv_bias: query, key and value projections have a bias; None: as config.attention_bias says, the output's too.
+    """
+
+    qk_norm: bool = False
+    qkv_bias: bool | None = None
+
+
+FAMILIES: Final = {
+    "qwen3": Family(qk_norm=True),
+    "qwen2": Family(qkv_bias=True),
+    "llama": Family(),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """The shape of one model. Sizes are counts of elements; `rope` holds the rotary parameters of the config."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    tied: bool
+    qk_norm: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    rope: dict[str, Any]
+    max_positions: int
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object of a model folder, or raise ModelError."""
+    try:
+        value = json.loads(path.read_text())
+    except OSError as error:
+        raise ModelError(f"a model folder needs {path.name}: cannot read {path} ({error.strerror})") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON ({error}); download or write the model folder again") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """Read `config.json` of a Hugging Face folder.
+
+    Raises:
+        ModelError: no such folder, no readable config, or a family or variant that is not supported.
+    """
+    if not folder.is_dir():
+        raise ModelError(f"no model folder {folder}; give a folder with config.json, safetensors and a tokenizer")
+    config = read_json(folder / "config.json")
+    name = config.get("model_type")
+    if name not in FAMILIES:
+        raise ModelError(f"model family {name!r} is not supported by rollout-torch; supported: {', '.join(FAMILIES)}")
+    _refuse_variants(config)
+    try:
+        return _architecture(name, config)
+    except KeyError as error:
+        raise ModelError(f"{folder / 'config.json'} lacks the key {error}") from error
+
+
+def _architecture(name: str, config: dict[str, Any]) -> Architecture:
+    family, heads = FAMILIES[name], config["num_attention_heads"]
+    attention_bias = bool(config.get("attention_bias", False))
+    return Architecture(
+        family=name,
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qk_norm=family.qk_norm,
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        out_bias=attention_bias and family.qkv_bias is None,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        rope=_rope_parameters(config),
+        max_positions=config.get("max_position_embeddings", 2048),
+    )
+
+
+def _refuse_variants(config: dict[str, Any]) -> None:
+    """Refuse what would decode to something else without a word."""
+    if config.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"rollout-torch needs hidden_act silu, got {config['hidden_act']!r}")
+    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+        raise ModelError("rollout-torch has no sliding-window attention; set use_sliding_window to false")
+    if config.get("quantization_config"):
+        raise ModelError("rollout-torch reads unquantised weights; save the model in bfloat16 or float32")
+    kind = _rope_parameters(config)["rope_type"]
+    if kind not in ("default", "linear", "llama3"):
+        raise ModelError(f"rope type {kind!r} is not supported by rollout-torch; supported: default, linear, llama3")
+
+
+def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary parameters of a config, of the form of transformers 5 or of the older two keys."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    return rope
+
+
+def rotations(architecture: Architecture, num_positions: int) -> Tensor:
+    """[num_positions, head_dim / 2] complex64: what turns pair i of a query or key at each position.
+
+    Source: RoFormer, arXiv 2104.09864; the llama3 scaling is that of the Llama 3.1 release.
+    """
+    rope, dim = architecture.rope, architecture.head_dim
+    frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if rope["rope_type"] == "linear":
+        frequencies = frequencies / rope["factor"]
+    if rope["rope_type"] == "llama3":
+        frequencies = _llama3_scaled(frequencies, rope)
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def _llama3_scaled(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
+    """Slow the long waves down by `factor`, leave the short ones, and blend in between."""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    waves_in_context = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    keep = ((waves_in_context - low) / (high - low)).clamp(0, 1)
+    scaled: Tensor = frequencies * (keep + (1 - keep) / rope["factor"])
+    return scaled

@@ -1,0 +1,122 @@
+"""Draws tokens for a whole batch at once.
+
+Each token is drawn by inverting the distribution's running sum at one uniform number, which is a hash of (seed of the
+sample, number of the token). So a sample depends on nothing but its own seed and logits: not on who is beside it in
+the batch, nor on pauses or on having been computed again.
+
+Shapes: B samples, V vocabulary, R rows with a cut distribution.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from offbeat_types import SamplingParams
+
+FIRST_CANDIDATES: Final = 256
+"""Sorting a vocabulary costs far more than this many largest; the rest is sorted only when they do not reach."""
+
+
+def uniforms(seeds: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """[B] float32 in [0, 1): a hash of (seed, count).
+
+    23 bits, so that the number times a total is below the total in float32 too.
+
+    Source: SplitMix64, Steele, Lea and Flood, OOPSLA 2014.
+    """
+    with np.errstate(over="ignore"):
+        state = _mix(np.asarray([seed & 0xFFFF_FFFF_FFFF_FFFF for seed in seeds], np.uint64))
+        bits = _mix(state ^ np.asarray(counts, np.uint64))
+    return torch.from_numpy((bits >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23))
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return mixed
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One token per sample and its log-probability, nats."""
+
+    ids: list[int]
+    logprobs: list[float]
+
+
+def draw(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor) -> Drawn:
+    """Choose a token for each row; see `SamplingParams` for the distribution and the log-probability.
+
+    Args:
+        logits_BV: [B, V] float32; overwritten.
+        params: of each row.
+        uniforms_B: [B] float32 in [0, 1).
+    """
+    greedy = [p.temperature == 0 for p in params]
+    temperatures = [p.temperature or 1.0 for p in params]
+    if any(t != 1.0 for t in temperatures):
+        logits_BV.div_(_column(temperatures, logits_BV))
+    probs = torch.softmax(logits_BV, -1)
+    cut = [i for i, p in enumerate(params) if not greedy[i] and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)]
+    if len(cut) == len(params):
+        probs = cut_distribution(probs, params)
+    elif cut:
+        probs[cut] = cut_distribution(probs[cut], [params[i] for i in cut])
+    ids = probs.argmax(-1, keepdim=True) if any(greedy) else None
+    if not all(greedy):
+        drawn = invert(probs, uniforms_B.to(probs.device))
+        ids = drawn if ids is None else torch.where(_column(greedy, probs).bool(), ids, drawn)
+    assert ids is not None
+    logprobs = probs.gather(-1, ids).log_()[:, 0]
+    return Drawn(ids[:, 0].tolist(), logprobs.tolist())
+
+
+def invert(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """[B, 1] int64: the first token whose running sum passes uniform times total; never one of probability 0."""
+    running = torch.cumsum(probs_BV, -1)
+    target = running[:, -1:] * uniforms_B[:, None]
+    # A distribution that is not finite has no such token; its log-probability says so.
+    return torch.searchsorted(running, target, right=True).clamp_(max=probs_BV.shape[-1] - 1)
+
+
+def cut_distribution(probs_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Cut by top_k, then top_p of what is left, then min_p, and renormalise. [R, V] to [R, V]."""
+    vocabulary = probs_RV.shape[-1]
+    top_k = [p.top_k if 0 < p.top_k < vocabulary else vocabulary for p in params]
+    width = max(top_k)
+    first = max([FIRST_CANDIDATES, *(k for k in top_k if k < vocabulary)])
+    for candidates in (min(first, width), width):
+        values, order = torch.topk(probs_RV, candidates)
+        kept = _kept(values, params, top_k, vocabulary)
+        # Enough when the smallest candidate is refused in every row, or when no more may be asked for.
+        if candidates == width or not bool(kept[:, -1].any()):
+            break
+    values = values * kept
+    values /= values.sum(-1, keepdim=True)
+    return torch.zeros_like(probs_RV).scatter_(-1, order, values)
+
+
+def _kept(values_RC: Tensor, params: Sequence[SamplingParams], top_k: Sequence[int], vocabulary: int) -> Tensor:
+    """Which of the C largest probabilities, in falling order, stay. [R, C] bool; the first always does."""
+    ranks = torch.arange(values_RC.shape[-1], device=values_RC.device)
+    in_k = ranks < _column(top_k, values_RC)
+    running = torch.cumsum(values_RC * in_k, -1)
+    # The mass top_p is a share of: that of the k, all of them here; without top_k 1, even if not all are here.
+    whole = _column([k == vocabulary for k in top_k], values_RC).bool()
+    before = (running - values_RC * in_k) / running[:, -1:].masked_fill(whole, 1.0)
+    top_p = [p.top_p if p.top_p < 1 else float("inf") for p in params]
+    kept = in_k & (before < _column(top_p, values_RC))
+    kept &= values_RC >= values_RC[:, :1] * _column([p.min_p for p in params], values_RC)
+    kept[:, 0] = True
+    return kept
+
+
+def _column(numbers: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float32, device=like.device)[:, None]

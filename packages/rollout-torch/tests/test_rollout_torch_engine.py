@@ -1,0 +1,279 @@
+"""The engine's own promises, beyond the contract's."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offbeat_rollout_torch import TorchRolloutEngine
+from offbeat_testing import FakeWeightStream, changed_weights, reference_logprobs, reference_model, tiny_model
+from offbeat_types import (
+    ConfigError,
+    DataError,
+    GenerateRequest,
+    ModelError,
+    OffbeatError,
+    RolloutEngineConfig,
+    SamplingParams,
+    WeightSyncError,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("m"))
+
+
+def run(folder, check, *, options=None, **settings):
+    async def main():
+        config = RolloutEngineConfig(
+            model_path=str(folder), device="cpu", **{"max_model_len": 512, **settings}, options=options or {}
+        )
+        async with asyncio.timeout(60):
+            engine = await TorchRolloutEngine.create(config)
+            try:
+                return await check(engine)
+            finally:
+                await engine.close()
+
+    return asyncio.run(main())
+
+
+def request(name="r", prompt=12, num_samples=1, **params):
+    ids = np.random.default_rng(prompt).integers(3, 300, prompt).astype(np.int32)
+    params = SamplingParams(**{"seed": 1, "max_tokens": 30, "ignore_eos": True, **params})
+    return GenerateRequest(request_id=name, prompt_ids=ids, num_samples=num_samples, params=params)
+
+
+async def together(engine, requests):
+    return [one for group in await asyncio.gather(*map(engine.generate, requests)) for one in group]
+
+
+def assert_same(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one.ids, other.ids)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 12, 70])
+def test_a_shared_prompt_gives_what_separate_prompts_give(folder, prompt):
+    async def check(engine):
+        shared = await engine.generate(request(num_samples=6, prompt=prompt))
+        separate = [(await engine.generate(request(f"{i}", prompt=prompt, seed=1 + i)))[0] for i in range(6)]
+        assert_same(shared, separate)
+
+    run(folder, check)
+
+
+def test_who_is_beside_a_sample_changes_nothing(folder):
+    requests = [
+        request(str(i), prompt=3 + 11 * i, seed=i, max_tokens=20 + 13 * i, num_samples=1 + i % 3) for i in range(8)
+    ]
+
+    async def alone(engine):
+        return [one for single in requests for one in await engine.generate(single)]
+
+    async def crowd(engine):
+        return await together(engine, requests)
+
+    assert_same(run(folder, crowd), run(folder, alone))
+    assert_same(run(folder, crowd, max_running=3), run(folder, alone))
+
+
+def test_running_out_of_cache_sets_samples_back_and_changes_nothing(folder):
+    """Room for two rows of 256 only, while six samples grow from 64 to 256."""
+    requests = [request(str(i), seed=i, max_tokens=200) for i in range(6)]
+
+    async def check(engine):
+        completions = await together(engine, requests)
+        assert (await engine.health()).num_running == 0
+        return completions
+
+    roomy = run(folder, check)
+    tight = run(folder, check, options={"kv_cache_tokens": 512})
+    assert_same(tight, roomy)
+    assert all(len(one.ids) == 200 for one in tight)
+
+
+def test_long_prompts_are_prefilled_in_chunks(folder):
+    async def check(engine):
+        return await together(engine, [request("long", prompt=300), request("short", prompt=20, num_samples=2)])
+
+    assert_same(run(folder, check, options={"max_prefill_tokens": 64}), run(folder, check))
+
+
+def test_packed_and_plain_weights_sample_alike(tmp_path):
+    wide = tiny_model(tmp_path / "m", hidden_size=192)
+
+    async def check(engine):
+        return await engine.generate(request(num_samples=4))
+
+    assert_same(run(wide, check), run(wide, check, options={"pack_weights": False}))
+
+
+def test_a_group_larger_than_the_batch_is_finished_in_turns(folder):
+    async def check(engine):
+        group = await engine.generate(request(num_samples=9, max_tokens=10))
+        assert [len(one.ids) for one in group] == [10] * 9
+        return group
+
+    assert_same(run(folder, check, max_running=2), run(folder, check))
+
+
+def test_updates_between_every_few_tokens_keep_every_segment_exact(folder):
+    """Three versions over a group and a tight cache; each segment's log-probabilities are its own policy's."""
+
+    async def check(engine):
+        models = [reference_model(folder)]
+        tasks = [
+            asyncio.create_task(engine.generate(request(str(i), num_samples=3, max_tokens=400, seed=9 * i)))
+            for i in range(2)
+        ]
+        for version in (1, 2):
+            start = (await engine.health()).num_tokens
+            while (await engine.health()).num_tokens < start + 40:
+                await asyncio.sleep(0.001)
+            model = reference_model(folder)
+            stream = FakeWeightStream(changed_weights(model, seed=version), version)
+            models.append(model)
+            assert await engine.update_weights(stream, version) == stream.expected()
+        for group in await asyncio.gather(*tasks):
+            for one in group:
+                end = 0
+                for segment in one.segments:
+                    start, end = end, end + segment.num_tokens
+                    ids = np.concatenate([request().prompt_ids, one.ids[:end]])
+                    expected = reference_logprobs(models[segment.version], ids)[12 + start :]
+                    np.testing.assert_allclose(one.logprobs[start:end], expected, atol=1e-4)
+                assert end == 400
+        return [one for task in tasks for one in task.result()]
+
+    completions = run(folder, check, options={"kv_cache_tokens": 1536})
+    assert any(len(one.segments) == 3 for one in completions)
+
+
+def test_sleep_level_2_needs_new_weights(folder):
+    async def check(engine):
+        (before,) = await engine.generate(request())
+        await engine.sleep(2)
+        with pytest.raises(OffbeatError, match="wake"):
+            await engine.update_weights(FakeWeightStream([], 1), 1)
+        await engine.wake()
+        with pytest.raises(WeightSyncError, match="sleep"):
+            await engine.generate(request())
+        weights = [(name, tensor.detach()) for name, tensor in reference_model(folder).named_parameters()]
+        await engine.update_weights(FakeWeightStream(weights, 1), 1)
+        (after,) = await engine.generate(request())
+        np.testing.assert_array_equal(before.ids, after.ids)
+        assert after.oldest_version == 1
+
+    run(folder, check)
+
+
+def test_eos_ends_a_sample_unless_ignored(folder):
+    """The tiny tokenizer's end of sequence is token 2; a peaked draw over few tokens reaches it soon."""
+
+    async def check(engine):
+        ended = await together(
+            engine, [request(str(i), seed=i, temperature=3.0, ignore_eos=False, max_tokens=480) for i in range(8)]
+        )
+        stopped = [one for one in ended if one.stop_reason == "eos"]
+        assert stopped
+        for one in stopped:
+            assert one.ids[-1] == 2
+            assert 2 not in one.ids[:-1].tolist()
+            assert "<|im_end|>" not in one.text
+
+    run(folder, check)
+
+
+def test_max_model_len_ends_a_sample(folder):
+    async def check(engine):
+        (one,) = await engine.generate(request(prompt=100, max_tokens=1000))
+        assert (one.stop_reason, len(one.ids)) == ("length", 28)
+
+    run(folder, check, max_model_len=128)
+
+
+def test_special_tokens_can_be_stop_strings(folder):
+    async def check(engine):
+        (one,) = await engine.generate(request(temperature=3.0, stop=("<|im_end|>",), max_tokens=480, seed=3))
+        assert one.stop_reason == "stop"
+        assert one.ids[-1] == 2
+
+    run(folder, check)
+
+
+def test_a_cancelled_caller_frees_its_place(folder):
+    async def check(engine):
+        task = asyncio.create_task(engine.generate(request("slow", max_tokens=490)))
+        while not (await engine.health()).num_running:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await engine.abort("nobody")  # goes through the same queue, after the abort
+        assert (await engine.health()).num_running == 0
+
+    run(folder, check)
+
+
+def test_weights_that_are_not_finite_are_named(folder):
+    async def check(engine):
+        weights = [
+            (name, tensor.detach() * float("nan")) for name, tensor in reference_model(folder).named_parameters()
+        ]
+        await engine.update_weights(FakeWeightStream(weights, 3), 3)
+        with pytest.raises(ModelError, match="version 3"):
+            await engine.generate(request())
+        good = [(name, tensor.detach()) for name, tensor in reference_model(folder).named_parameters()]
+        await engine.update_weights(FakeWeightStream(good, 4), 4)
+        assert len((await engine.generate(request()))[0].ids) == 30
+
+    run(folder, check)
+
+
+def test_tied_alias_in_a_stream_must_agree(folder):
+    async def check(engine):
+        weights = [(name, tensor.detach()) for name, tensor in reference_model(folder).named_parameters()]
+        embedding = dict(weights)["model.embed_tokens.weight"]
+        await engine.update_weights(FakeWeightStream([*weights, ("lm_head.weight", embedding)], 1), 1)
+        with pytest.raises(WeightSyncError, match="tied"):
+            await engine.update_weights(FakeWeightStream([*weights, ("lm_head.weight", embedding + 1)], 2), 2)
+
+    run(folder, check)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "text"),
+    [
+        ({"prompt": 512}, DataError, "max_model_len is 512"),
+        ({"prompt": 60, "max_tokens": 200}, DataError, "kv_cache_tokens is 128"),
+        ({"temperature": -1.0}, ConfigError, "temperature"),
+        ({"top_p": 0.0}, ConfigError, "top_p"),
+        ({"stop": ("",)}, ConfigError, "stop"),
+        ({"max_tokens": 0}, ConfigError, "max_tokens"),
+    ],
+)
+def test_a_request_that_cannot_be_is_refused(folder, kwargs, error, text):
+    async def check(engine):
+        with pytest.raises(error, match=text):
+            await engine.generate(request(**kwargs))
+
+    run(folder, check, options={"kv_cache_tokens": 128})
+
+
+def test_prompts_of_another_vocabulary_and_double_ids_are_refused(folder):
+    async def check(engine):
+        for ids in ([], [5, 320], [-1], [[1, 2]]):
+            with pytest.raises(DataError):
+                await engine.generate(GenerateRequest(request_id="x", prompt_ids=np.asarray(ids, np.int32)))
+        task = asyncio.create_task(engine.generate(request("same", max_tokens=300)))
+        await asyncio.sleep(0)
+        with pytest.raises(OffbeatError, match="in flight"):
+            await engine.generate(request("same"))
+        await engine.abort("same")
+        await task
+
+    run(folder, check)

@@ -1,0 +1,151 @@
+"""The decoder against transformers: every family, tied and untied, every storage layout, both kinds of pass."""
+
+import numpy as np
+import pytest
+import torch
+
+from offbeat_rollout_torch._attention import Chunk, DecodeAttention, PrefillAttention, prefill_group
+from offbeat_rollout_torch._cache import KVCache
+from offbeat_rollout_torch._decoder import decode_hidden, decode_logits
+from offbeat_rollout_torch._families import read_architecture, rotations
+from offbeat_rollout_torch._loading import load_weights
+from offbeat_rollout_torch._weights import DecoderWeights
+from offbeat_testing import reference_model, tiny_model
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+VARIANTS = {
+    "qwen3-tied": ("qwen3", True, {}),
+    "qwen3-untied": ("qwen3", False, {}),
+    "qwen3-bias": ("qwen3", True, {"attention_bias": True}),
+    "qwen2-tied": ("qwen2", True, {}),
+    "qwen2-untied": ("qwen2", False, {}),
+    "llama-tied": ("llama", True, {}),
+    "llama-untied": ("llama", False, {}),
+    "llama-biases": ("llama", False, {"attention_bias": True, "mlp_bias": True}),
+    "llama3-rope": ("llama", True, {"rope_parameters": LLAMA3}),
+    "linear-rope": ("llama", True, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "one-kv-head-each": ("llama", True, {"num_key_value_heads": 4}),
+}
+
+
+@pytest.fixture(params=VARIANTS, scope="module")
+def folder(request, tmp_path_factory):
+    family, tied, config = VARIANTS[request.param]
+    # Wide enough that some matrices are packed and some are not.
+    return tiny_model(tmp_path_factory.mktemp("m"), family, tied=tied, hidden_size=192, config=config)
+
+
+def load(folder, *, pack=True, dtype=torch.float32):
+    architecture = read_architecture(folder)
+    weights = DecoderWeights(architecture, dtype, torch.device("cpu"), pack=pack)
+    load_weights(weights, folder)
+    return weights
+
+
+class Passes:
+    """Feeds sequences chunk by chunk and collects the logits of every chunk's tokens."""
+
+    def __init__(self, weights, lengths):
+        self.weights = weights
+        self.cache = KVCache(weights.architecture, 1 << 16, 512, weights.final_norm)
+        self.rows = [self.cache.add(length) for length in lengths]
+        self.turns = rotations(weights.architecture, 512)
+        self.cache.allocate()
+
+    def prefill(self, sequences, num_tokens):
+        chunks = [Chunk(row, n) for row, n in zip(self.rows, num_tokens, strict=True) if n]
+        order = sorted(range(len(chunks)), key=lambda i: (prefill_group(chunks[i]), chunks[i].row.index))
+        wanted = [i for i, n in enumerate(num_tokens) if n]
+        attention = PrefillAttention([chunks[i] for i in order], self.weights.architecture, self.weights.final_norm)
+        ids = [sequences[wanted[i]][chunks[i].row.cached : chunks[i].row.cached + chunks[i].num_tokens] for i in order]
+        logits = self._logits(torch.cat(ids), attention).split([chunks[i].num_tokens for i in order])
+        for chunk in chunks:
+            chunk.row.cached += chunk.num_tokens
+        return {wanted[i]: part for i, part in zip(order, logits, strict=True)}
+
+    def decode(self, ids_by_sequence):
+        by_row = {id(row): i for i, row in enumerate(self.rows)}
+        order = [by_row[id(row)] for band in self.cache.bands for row in band.rows]
+        attention = DecodeAttention(self.cache.bands, self.weights.architecture, self.weights.final_norm)
+        logits = self._logits(torch.stack([ids_by_sequence[i] for i in order]), attention)
+        for row in self.rows:
+            row.cached += 1
+        return {i: logits[place] for place, i in enumerate(order)}
+
+    def _logits(self, ids, attention):
+        return decode_logits(self.weights, decode_hidden(self.weights, ids, self.turns, attention))
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_prefill_chunks_and_decoding_agree_with_transformers(folder, pack):
+    """Sequences of different lengths, in chunks of different lengths, then token by token, in two bands."""
+    lengths = [9, 21, 70, 5]
+    generator = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(0, 320, (length + 3,), generator=generator) for length in lengths]
+    with torch.inference_mode():
+        model = reference_model(folder)
+        expected = [model(ids[None]).logits[0] for ids in sequences]
+        weights = load(folder, pack=pack)
+        passes = Passes(weights, [length + 3 for length in lengths])
+        got = [[] for _ in lengths]
+        for counts in ([4, 21, 33, 0], [5, 0, 37, 5]):
+            for i, logits in passes.prefill(sequences, counts).items():
+                got[i].append(logits)
+        for step in range(3):
+            for i, row in passes.decode([ids[n + step] for ids, n in zip(sequences, lengths, strict=True)]).items():
+                got[i].append(row[None])
+        for parts, logits in zip(got, expected, strict=True):
+            ours, theirs = torch.cat(parts).log_softmax(-1), logits.log_softmax(-1)
+            assert float((ours - theirs).abs().max()) < 1e-4
+
+
+def test_every_tensor_reads_back_as_it_is_in_the_folder(folder):
+    with torch.inference_mode():
+        weights = load(folder)
+        parameters = dict(reference_model(folder).named_parameters())
+        assert set(weights.parameters) == set(parameters)
+        for name, tensor in parameters.items():
+            assert torch.equal(weights.read(name), tensor), name
+        weights.freeze()
+        assert weights.layers[0].down.is_packed
+        for name, tensor in parameters.items():
+            assert torch.equal(weights.read(name), tensor), f"{name} after packing again"
+
+
+def test_bfloat16_stays_close(tmp_path):
+    folder = tiny_model(tmp_path / "m", "qwen3", hidden_size=192)
+    ids = torch.randint(0, 320, (30,), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = reference_model(folder)(ids[None]).logits[0].log_softmax(-1)
+        passes = Passes(load(folder, dtype=torch.bfloat16), [30])
+        got = passes.prefill([ids], [29])[0].log_softmax(-1)
+        last = passes.decode([ids[29]])[0].log_softmax(-1)
+    assert float((got - expected[:29]).abs().mean()) < 0.1
+    assert float((last - expected[29]).abs().mean()) < 0.1
+
+
+def test_rotations_are_those_of_transformers():
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    from offbeat_rollout_torch._families import _architecture, _rope_parameters
+
+    shape = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "max_position_embeddings": 512}
+    config = LlamaConfig(**shape, rope_parameters=LLAMA3)
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(300)[None])
+    ours = rotations(_architecture("llama", config.to_dict()), 300)
+    np.testing.assert_allclose(ours.real, cos[0, :, :16], atol=1e-5)
+    np.testing.assert_allclose(ours.imag, sin[0, :, :16], atol=1e-5)
+    assert _rope_parameters({"rope_theta": 5.0, "rope_scaling": {"type": "linear", "factor": 2}}) == {
+        "type": "linear",
+        "rope_type": "linear",
+        "rope_theta": 5.0,
+        "factor": 2,
+    }

@@ -1,0 +1,107 @@
+"""Drawing against a slow reference in float64, and the distribution that comes out."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat_rollout_torch import _sampling
+from offbeat_rollout_torch._sampling import cut_distribution, draw, invert, uniforms
+from offbeat_types import SamplingParams
+
+
+def slow_cut(probs, params):
+    """top_k, then top_p of what is left, then min_p, one row at a time."""
+    order = np.argsort(-probs, kind="stable")
+    kept = order[: params.top_k] if params.top_k else order
+    running, chosen, mass = 0.0, [], probs[kept].sum()
+    for token in kept:
+        if params.top_p < 1 and running / mass >= params.top_p:
+            break
+        chosen.append(token)
+        running += probs[token]
+    chosen = [token for token in chosen if probs[token] >= params.min_p * probs.max()]
+    out = np.zeros_like(probs)
+    out[chosen] = probs[chosen] / probs[chosen].sum()
+    return out
+
+
+cuts = st.builds(
+    SamplingParams,
+    top_k=st.sampled_from([0, 1, 3, 20, 299, 1000]),
+    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.001, 0.1, 1.0]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(params=st.lists(cuts, min_size=1, max_size=4), seed=st.integers(0, 1000), spread=st.sampled_from([0.1, 1, 5]))
+def test_cuts_are_those_of_the_definition(params, seed, spread):
+    """Also where the first candidates do not reach: 8 of 300 here."""
+    logits = np.random.default_rng(seed).normal(size=(len(params), 300)) * spread
+    probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    before = _sampling.FIRST_CANDIDATES
+    _sampling.FIRST_CANDIDATES = 8
+    try:
+        got = cut_distribution(torch.from_numpy(probs).float(), params).numpy()
+    finally:
+        _sampling.FIRST_CANDIDATES = before
+    for row, p, one in zip(got, probs, params, strict=True):
+        expected = slow_cut(p, one)
+        # A token on the very edge of top_p may fall on either side in float32.
+        differs = (row > 0) != (expected > 0)
+        assert differs.sum() <= 1
+        if not differs.any():
+            np.testing.assert_allclose(row, expected, atol=1e-5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(-(2**70), 2**70), min_size=1, max_size=5), st.integers(0, 10**6))
+def test_uniforms_are_in_range_and_depend_only_on_seed_and_count(seeds, count):
+    together = uniforms(seeds, [count] * len(seeds))
+    assert ((together >= 0) & (together < 1)).all()
+    for seed, number in zip(seeds, together, strict=True):
+        assert uniforms([seed], [count])[0] == number
+
+
+def test_uniforms_are_uniform_and_neighbours_are_not_related():
+    numbers = uniforms([s for s in range(100) for _ in range(200)], [t for _ in range(100) for t in range(200)])
+    table = numbers.view(100, 200).double()
+    counts = torch.histc(numbers, 20, 0, 1)
+    assert float(((counts - 1000) ** 2 / 1000).sum()) < 45  # chi-square, 19 degrees of freedom, p = 0.0007
+    for one, other in ((table[:-1], table[1:]), (table[:, :-1], table[:, 1:])):
+        assert abs(float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1])) < 0.03
+
+
+def test_invert_draws_each_token_as_often_as_its_probability():
+    probs = torch.tensor([[0.0, 0.5, 0.0, 0.3, 0.2, 0.0]])
+    numbers = (torch.arange(10000) + 0.5) / 10000
+    drawn = torch.cat([invert(probs, u[None]) for u in numbers[::10]]).flatten()
+    share = torch.bincount(drawn, minlength=6) / len(drawn)
+    torch.testing.assert_close(share, probs[0], atol=2e-3, rtol=0)
+    largest = torch.tensor([1 - 2.0**-23])
+    assert invert(probs, largest).item() == 4
+    assert invert(probs, torch.zeros(1)).item() == 1
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_logprobs_are_those_of_the_distribution_drawn_from(temperature):
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    params = [
+        SamplingParams(temperature=temperature),
+        SamplingParams(temperature=temperature, top_k=5),
+        SamplingParams(temperature=0.0, top_k=1),
+    ]
+    drawn = draw(logits.clone(), params, torch.tensor([0.3, 0.9, 0.5]))
+    cold = torch.softmax(logits / temperature, -1).double().numpy()
+    rows = [cold[0], slow_cut(cold[1], params[1]), torch.softmax(logits[2], -1).numpy()]
+    for row, token, logprob in zip(rows, drawn.ids, drawn.logprobs, strict=True):
+        assert logprob == pytest.approx(np.log(row[token]), abs=1e-5)
+    assert drawn.ids[2] == int(logits[2].argmax())
+
+
+def test_a_row_that_is_not_finite_shows_in_its_logprob():
+    logits = torch.full((1, 8), float("nan"))
+    drawn = draw(logits, [SamplingParams()], torch.tensor([0.5]))
+    assert not np.isfinite(drawn.logprobs[0])

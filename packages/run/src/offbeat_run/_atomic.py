@@ -1,0 +1,122 @@
+"""Files and folders that are either whole or not there, whatever kills the process."""
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from offbeat_types import RunFolderError
+
+TEMPORARY = ".tmp-"
+OLD = ".old-"
+
+
+@contextmanager
+def atomic_write(path: Path | str, mode: str = "w") -> Iterator[IO[Any]]:
+    """Yield an open file that appears under its name only when the block ends well.
+
+    Args:
+        path: of the file; an older one is replaced.
+        mode: "w" for text (UTF-8), "wb" for bytes.
+
+    Raises:
+        RunFolderError: no space left, or no right to write.
+    """
+    path = Path(path)
+    temporary = _beside(path, TEMPORARY)
+    try:
+        with _typed_errors(path), temporary.open(mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _fsync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: Path | str) -> Iterator[Path]:
+    """Yield an empty folder that appears under its name only when the block ends well.
+
+    Everything in it is on the disk before it gets its name. An older folder of that name is replaced.
+
+    Raises:
+        RunFolderError: no space left.
+    """
+    path = Path(path)
+    temporary = _beside(path, TEMPORARY)
+    temporary.mkdir(parents=True)
+    try:
+        with _typed_errors(path):
+            yield temporary
+            _fsync_tree(temporary)
+        _rename_folder(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Clear what a killed `atomic_write` or `atomic_folder` left; put back a folder caught between two renames."""
+    for left in folder.glob(f"{TEMPORARY}*"):
+        _remove(left)
+    for old in folder.glob(f"{OLD}*"):
+        name = old.name.removeprefix(OLD).partition("-")[2]
+        if (folder / name).exists():
+            _remove(old)
+        else:
+            old.rename(folder / name)
+
+
+def _beside(path: Path, prefix: str) -> Path:
+    return path.with_name(f"{prefix}{uuid.uuid4().hex[:8]}-{path.name}")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _rename_folder(temporary: Path, path: Path) -> None:
+    # A rename cannot replace a folder that holds files, so the old one steps aside; see remove_leftovers.
+    old = _beside(path, OLD)
+    if path.exists():
+        path.rename(old)
+    temporary.rename(path)
+    _fsync_folder(path.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def _fsync_tree(folder: Path) -> None:
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with open(os.path.join(root, name), "rb") as file:
+                os.fsync(file.fileno())
+        _fsync_folder(Path(root))
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _typed_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise RunFolderError(f"{path}: no space left to write it; free some and resume the run") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise RunFolderError(f"{path}: cannot be written: {error.strerror}") from error
+        raise

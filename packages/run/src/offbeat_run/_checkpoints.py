@@ -1,0 +1,105 @@
+"""Checkpoints of a run: written in one piece, listed, pruned."""
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from offbeat_run._atomic import atomic_folder, atomic_write
+
+_MANIFEST = "checkpoint.json"
+_SCORES = "scores.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint.
+
+    Args:
+        step: updates done when it was written.
+        path: its folder, in Hugging Face format with whatever else the run put beside it.
+        score: of validation at that step, higher is better; None when there was none.
+    """
+
+    step: int
+    path: Path
+    score: float | None
+
+
+class Checkpoints:
+    """The folder of checkpoints. Any process may write one; only whole ones are listed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextmanager
+    def write(self, step: int, *, score: float | None = None) -> Iterator[Path]:
+        """Fill a new checkpoint: `with run.checkpoints.write(step) as folder:`; it appears when the block ends well.
+
+        Raises:
+            RunFolderError: no space left.
+        """
+        with atomic_folder(self.path / f"step-{step:06d}") as folder:
+            yield folder
+            sizes = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
+            manifest = {"step": step, "time_s": time.time(), "file_bytes": sizes}
+            (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        if score is not None:
+            self.set_score(step, score)
+
+    def set_score(self, step: int, score: float) -> None:
+        """Note the validation score of a step, before or after its checkpoint; higher is better."""
+        scores = {**self._scores(), str(step): score}
+        with atomic_write(self.path / _SCORES) as file:
+            json.dump(scores, file)
+
+    def _scores(self) -> dict[str, float]:
+        try:
+            return dict(json.loads((self.path / _SCORES).read_text()))
+        except (FileNotFoundError, ValueError):
+            return {}
+
+    def all(self) -> list[Checkpoint]:
+        """Every complete checkpoint, oldest first. One with a file missing or cut short is not complete."""
+        scores = self._scores()
+        steps = {folder: _complete_step(folder) for folder in self.path.glob("step-*")}
+        whole = sorted((step, folder) for folder, step in steps.items() if step is not None)
+        return [Checkpoint(step=step, path=folder, score=scores.get(str(step))) for step, folder in whole]
+
+    def latest(self) -> Checkpoint | None:
+        """The complete checkpoint of the latest step; None when there is none."""
+        found = self.all()
+        return found[-1] if found else None
+
+    def best(self) -> Checkpoint | None:
+        """The one with the highest score, the earlier of equals; None when none has a score."""
+        scored = [(each.score, -each.step, each) for each in self.all() if each.score is not None]
+        return max(scored, key=lambda item: item[:2])[2] if scored else None
+
+    def prune(self, keep: int, *, keep_best: bool = True) -> list[Checkpoint]:
+        """Remove all but the last `keep` and the best. The latest stays whatever `keep` is.
+
+        Returns:
+            What was removed.
+        """
+        found = self.all()
+        best = self.best() if keep_best else None
+        kept = {each.step for each in found[-max(keep, 1) :]} | ({best.step} if best else set())
+        removed = [each for each in found if each.step not in kept]
+        for each in removed:
+            # The manifest goes first, so that a half-removed checkpoint is never taken for a whole one.
+            (each.path / _MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(each.path)
+        return removed
+
+
+def _complete_step(folder: Path) -> int | None:
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        whole = all((folder / name).stat().st_size == size for name, size in manifest["file_bytes"].items())
+    except (OSError, ValueError, KeyError):
+        return None
+    return int(manifest["step"]) if whole else None

@@ -1,0 +1,95 @@
+"""Commands of an application by name, and what all applications do alike: new folders, tables, the report."""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from offbeat_run._command import CommandWords, split_arguments
+from offbeat_run._config_text import explain
+from offbeat_run._folder import RunFolder
+from offbeat_run._report import write_report
+from offbeat_run._serve import serve_report
+from offbeat_types import ConfigError
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of an application.
+
+    Args:
+        run: called with the sorted words, and with the argument if it takes one; returns the exit code.
+        argument: what it takes, such as "FILE"; empty for nothing.
+    """
+
+    run: Callable[..., int]
+    argument: str = ""
+
+
+def run_named_command(
+    words: Sequence[str], commands: Mapping[str, Command], config_type: type, *, options: Collection[str] = ()
+) -> int:
+    """Run the command that the words name, or answer `--explain`.
+
+    Args:
+        words: without the program's name.
+        commands: by name.
+        config_type: root of the configuration, for `--explain`.
+        options: the application's own options that take a value.
+
+    Raises:
+        ConfigError: no such command, or the wrong number of arguments.
+        OffbeatError: whatever the command raises.
+    """
+    sorted_words = split_arguments(words, options=options)
+    if sorted_words.explain:
+        print(explain(config_type, sorted_words.explain))
+        return 0
+    name, *arguments = sorted_words.positionals or ("",)
+    if name not in commands:
+        raise ConfigError(f"no such command: {name or 'none given'}; known: {', '.join(commands)}; --help says more")
+    command = commands[name]
+    if len(arguments) != bool(command.argument):
+        wanted = f"one {command.argument}" if command.argument else "no argument"
+        raise ConfigError(f"{name} takes {wanted}: got {' '.join(arguments) or 'none'}")
+    return command.run(sorted_words, *arguments)
+
+
+def new_run_folder(words: CommandWords, name: str) -> Path:
+    """The folder of a new run: `--out`, or runs/NAME-DATE-TIME."""
+    return Path(words.options.get("out") or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def whole_number(words: CommandWords, option: str, default: int = 0) -> int:
+    """The value of an option that is a whole number.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    text = words.options.get(option, str(default))
+    if not text.isdecimal():
+        raise ConfigError(f"--{option} needs a whole number: got {text!r}")
+    return int(text)
+
+
+def report_command(words: CommandWords, folder: str) -> int:
+    """`report RUN`: write report.html again; with `--serve PORT` serve it until interrupted."""
+    with RunFolder.open(folder, write=False) as run:
+        if "serve" in words.options:
+            serve_report(run, whole_number(words, "serve"))
+        else:
+            print(f"report: {write_report(run)}")
+    return 0
+
+
+def print_table(rows: Sequence[tuple[str, str]], *, title: str = "", console: Console | None = None) -> None:
+    """Print rows of (name, text); a long text is folded, never cut."""
+    table = Table(title=title or None, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    (console or Console()).print(table)

@@ -1,0 +1,218 @@
+"""Turns what a file or a command line says into what a field holds: variables, types, bounds."""
+
+import math
+import os
+import re
+import tomllib
+from dataclasses import MISSING, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from offbeat_run._config_fields import bound_words, keys_of, type_words, union_arms
+from offbeat_types import ConfigError, Setting
+
+NONE = "none"
+"""How a file says None, which TOML lacks: every optional setting takes it."""
+
+# One pass over the text, so that what a variable holds is never expanded again. One more dollar before `${`, or
+# before a leading `~`, stands for the text itself.
+_REFERENCE = re.compile(
+    r"\$(?P<escaped>\$+\{)"
+    r"|\A\$(?P<escaped_home>\$*~)(?=/|\Z)"
+    r"|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}"
+    r"|(?P<home>\A~)(?=/|\Z)"
+    r"|(?P<broken>\$\{)"
+)
+
+
+class ValueProblemError(Exception):
+    """A value does not fit. The text is what is required; `got` is what there was, unless the text says all."""
+
+    def __init__(self, required: str, got: str = "") -> None:
+        super().__init__(required, got)
+        self.required, self.got = required, got
+
+
+def expand_text(text: str) -> str:
+    """Expand `${NAME}`, `${NAME:-default}` and a leading `~`; `$${` and `$~` stand for `${` and `~` themselves."""
+
+    def replace(match: re.Match[str]) -> str:
+        for escaped in (match["escaped"], match["escaped_home"]):
+            if escaped is not None:
+                return str(escaped)
+        if match["home"] is not None:
+            return os.path.expanduser("~")
+        if match["broken"] is not None:
+            raise ValueProblemError("${ must name a variable, as ${NAME} or ${NAME:-default}; write $${ for the text")
+        return _variable(match["name"], match["default"], at_start=match.start() == 0)
+
+    return _REFERENCE.sub(replace, text)
+
+
+def _variable(name: str, default: str | None, *, at_start: bool) -> str:
+    value = os.environ.get(name) or default  # as in a shell, `:-` also covers a variable that is set but empty
+    if value is None:
+        value = os.environ.get(name)
+    if value is None:
+        raise ValueProblemError(f"environment variable {name} is not set; set it, or write ${{{name}:-default}}")
+    starts_at_home = at_start and (value == "~" or value.startswith("~/"))
+    return os.path.expanduser(value) if starts_at_home else value
+
+
+def escape_text(text: str) -> str:
+    """The inverse of `expand_text`: a text that expands to `text`."""
+    return re.sub(r"\A(?=\$*~(?:/|\Z))|(?=\$+\{)(?<!\$)", "$", text)
+
+
+def expand(value: Any) -> Any:
+    """Expand every string in a value read from TOML; keys of tables stay as they are."""
+    if isinstance(value, str):
+        return expand_text(value)
+    if isinstance(value, list | tuple):
+        return type(value)(expand(item) for item in value)
+    if isinstance(value, dict):
+        return {key: expand(item) for key, item in value.items()}
+    return value
+
+
+def escape(value: Any) -> Any:
+    """The inverse of `expand`."""
+    if isinstance(value, str):
+        return escape_text(value)
+    if isinstance(value, list | tuple):
+        return [escape(item) for item in value]
+    if isinstance(value, dict):
+        return {key: escape(item) for key, item in value.items()}
+    return value
+
+
+def convert(value: Any, annotation: Any) -> Any:
+    """Turn a value of TOML into one of `annotation`; an integer is a number, but true is not an integer.
+
+    Raises:
+        ValueProblemError: it does not fit.
+    """
+    arms = union_arms(annotation)
+    if type(None) in arms and (value == NONE or value is None):
+        return None
+    for arm in arms:
+        try:
+            return _convert_arm(value, arm)
+        except ValueProblemError as problem:
+            if len([each for each in arms if each is not type(None)]) == 1 and arm is not type(None):
+                problem.required += f" or {type_words(type(None))}" if type(None) in arms else ""
+                raise
+    raise ValueProblemError(type_words(annotation), show(value))
+
+
+def _convert_arm(value: Any, arm: Any) -> Any:
+    if arm is Any:
+        return value
+    if arm is float and type(value) in (int, float):
+        return _number(value)
+    if arm is Path and isinstance(value, str | Path):
+        return Path(value)
+    if arm in (bool, int, str) and type(value) is arm:
+        return value
+    origin, args = get_origin(arm), get_args(arm)
+    if origin is Literal and any(value == arg and type(value) is type(arg) for arg in args):
+        return value
+    if (arm is dict or origin is dict) and isinstance(value, dict):
+        return {key: convert(item, args[1] if args else Any) for key, item in value.items()}
+    if (arm in (list, tuple) or origin in (list, tuple)) and isinstance(value, list | tuple):
+        return _sequence(value, arm, origin or arm, args)
+    if isinstance(arm, type) and is_dataclass(arm) and isinstance(value, arm):
+        return value
+    if is_dataclass(arm) and isinstance(value, dict):
+        return _table(value, arm)
+    raise ValueProblemError(type_words(arm), show(value))
+
+
+def _number(value: int | float) -> float:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.nan
+    if math.isnan(number):
+        raise ValueProblemError(type_words(float), show(value))
+    return number
+
+
+def _sequence(value: Any, arm: Any, origin: Any, args: tuple[Any, ...]) -> Any:
+    if origin is tuple and args and args[-1] is not Ellipsis:
+        if len(args) != len(value):
+            raise ValueProblemError(type_words(arm), show(value))
+        return tuple(convert(item, each) for item, each in zip(value, args, strict=True))
+    return origin(convert(item, args[0] if args else Any) for item in value)
+
+
+def _table(value: dict[str, Any], cls: Any) -> Any:
+    keys = keys_of(cls)
+    unknown = [name for name in value if name not in keys]
+    missing = [name for name, key in keys.items() if key.default is MISSING and name not in value]
+    if unknown or missing:
+        complaint = f"unknown {', '.join(unknown)}" if unknown else f"without {', '.join(missing)}"
+        raise ValueProblemError(type_words(cls), f"{show(value)}, {complaint}")
+    held = {
+        keys[name].field_name: _fit_expanded(item, keys[name].annotation, keys[name].setting)
+        for name, item in value.items()
+    }
+    try:
+        return cls(**held)
+    except (ConfigError, ValueError) as error:
+        raise ValueProblemError(str(error)) from error
+
+
+def fit(value: Any, annotation: Any, setting: Setting) -> Any:
+    """Expand, convert and check against the bounds; elements of a list are checked one by one.
+
+    Raises:
+        ValueProblemError: it does not fit.
+    """
+    return _fit_expanded(expand(value), annotation, setting)
+
+
+def _fit_expanded(value: Any, annotation: Any, setting: Setting) -> Any:
+    converted = convert(value, annotation)
+    for item in converted if isinstance(converted, list | tuple) else (converted,):
+        if not isinstance(item, bool) and setting.complaint(item):
+            raise ValueProblemError(f"{type_words(annotation)} {bound_words(setting)}", show(item))
+    return converted
+
+
+_KINDS = {str: "the string ", int: "the integer ", float: "the number ", list: "the list ", dict: "the table "}
+
+
+def show(value: Any) -> str:
+    """Show a value as the file would write it, cut to one line, with its kind."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = f'"{value}"' if isinstance(value, str) else repr(value)
+    return _KINDS.get(type(value), "") + (text if len(text) <= 80 else text[:77] + "...")
+
+
+def parse_scalar(text: str) -> Any:
+    """Parse the value of an override as TOML would; what is not TOML is a string."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if parsed.keys() == {"value"} else text
+
+
+def fit_override(text: str, annotation: Any, setting: Setting) -> Any:
+    """Fit the text of an override: as TOML, else as a bare string, else as a list separated by commas.
+
+    Raises:
+        ValueProblemError: no reading fits; it speaks of the first one.
+    """
+    pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
+    readings: list[Any] = [parse_scalar(text), text, [parse_scalar(piece) for piece in pieces], pieces]
+    first: ValueProblemError | None = None
+    for reading in readings:
+        try:
+            return fit(reading, annotation, setting)
+        except ValueProblemError as problem:
+            first = first or problem
+    assert first is not None
+    raise first

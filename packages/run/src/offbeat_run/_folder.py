@@ -1,0 +1,163 @@
+"""The run folder: where everything a run writes has its name."""
+
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from offbeat_run._atomic import atomic_write, remove_leftovers
+from offbeat_run._checkpoints import Checkpoints
+from offbeat_run._config_text import dump_config
+from offbeat_run._lock import LOCK_NAME, FolderLock
+from offbeat_types import RunFolderError
+
+
+class RunFolder:
+    """A folder that holds one run. Make one with `create` or `open`; close it, or use it in a `with` block.
+
+    Args:
+        path: the folder.
+        lock: held while this process writes to it; None for a reader.
+    """
+
+    def __init__(self, path: Path, lock: FolderLock | None) -> None:
+        self.path, self._lock = path, lock
+        self.config = path / "config.toml"
+        self.plan = path / "plan.txt"
+        self.metrics = path / "metrics.jsonl"
+        self.tensorboard = path / "tensorboard"
+        self.generations = path / "generations"
+        self.timeline = path / "timeline.json"
+        self.logs = path / "logs"
+        self.report = path / "report.html"
+        self.checkpoints = Checkpoints(path / "checkpoints")
+
+    @classmethod
+    def create(cls, path: Path | str, *, required_bytes: int = 0) -> "RunFolder":
+        """Make a new run folder and lock it.
+
+        Args:
+            path: must not exist, or be empty.
+            required_bytes: free space the run will need.
+
+        Raises:
+            RunFolderError: it holds files, cannot be written, has no room, or another process is in it.
+        """
+        path = Path(path).expanduser().absolute()
+        _refuse_contents(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = FolderLock(path)
+        except OSError as error:
+            raise RunFolderError(
+                f"{path}: cannot write a run folder here: {error.strerror}; choose another place"
+            ) from error
+        try:
+            _refuse_contents(path)  # again: another process may have been faster to the lock, and be gone by now
+            _require_space(path, required_bytes)
+            run = cls(path, lock)
+            run._make_folders()
+        except BaseException:
+            lock.release()
+            raise
+        return run
+
+    @classmethod
+    def open(cls, path: Path | str, *, write: bool = True, required_bytes: int = 0) -> "RunFolder":
+        """Open an existing run folder: locked to resume it, or `write=False` to read while it may be running.
+
+        Raises:
+            RunFolderError: missing, not a run folder, no room, or another process is in it.
+        """
+        path = Path(path).expanduser().absolute()
+        if not path.is_dir():
+            raise RunFolderError(f"{path}: no such run folder")
+        run = cls(path, None)
+        if not run.config.is_file():
+            raise RunFolderError(f"{path}: not a run folder: it holds no config.toml")
+        if write:
+            _require_space(path, required_bytes)
+            run._lock = _lock_existing(path)
+            run._make_folders()
+            for folder in (path, run.checkpoints.path, run.generations, run.logs):
+                remove_leftovers(folder)
+        return run
+
+    def _make_folders(self) -> None:
+        for folder in (self.tensorboard, self.generations, self.logs, self.checkpoints.path):
+            folder.mkdir(exist_ok=True)
+
+    def write_config(self, config: Any) -> None:
+        """Write the resolved configuration to config.toml."""
+        self.write_text(self.config, dump_config(config))
+
+    def write_text(self, path: Path, text: str) -> None:
+        """Write a text file of the run in one piece."""
+        with atomic_write(path) as file:
+            file.write(text)
+
+    def log(self, role: str) -> Path:
+        """The log file of a role, such as "rollout-0"."""
+        return self.logs / f"{role}.log"
+
+    def timeline_part(self, role: str) -> Path:
+        """The timeline a role's own process writes; `merge_timelines` joins them."""
+        return self.logs / f"{role}.timeline.json"
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._lock:
+            self._lock.release()
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _lock_existing(path: Path) -> FolderLock:
+    try:
+        return FolderLock(path)
+    except OSError as error:
+        raise RunFolderError(f"{path}: cannot be written: {error.strerror}; a run resumes where it was made") from error
+
+
+def _refuse_contents(path: Path) -> None:
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise RunFolderError(f"{path}: is a file; a run needs a folder of its own, choose another")
+    held = [entry for entry in path.iterdir() if entry.name != LOCK_NAME]
+    if held:
+        raise RunFolderError(
+            f"{path}: exists and is not empty; resume it with `resume {path}`, choose another folder, or remove it"
+        )
+
+
+def _require_space(path: Path, required_bytes: int) -> None:
+    free = shutil.disk_usage(path).free
+    if free < required_bytes:
+        raise RunFolderError(
+            f"{path}: no space left: this run needs {_size(required_bytes)}, {_size(free)} are free; "
+            "free some, keep fewer checkpoints (--checkpoint.keep), or choose another disk"
+        )
+    probe = path / ".probe"
+    try:
+        probe.write_bytes(b"offbeat")
+    except OSError as error:
+        raise RunFolderError(f"{path}: cannot be written: {error.strerror}") from error
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.3g} PiB"

@@ -1,0 +1,179 @@
+"""Metrics of a run: one JSON line a step, TensorBoard beside it, cut back when a run resumes."""
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import msgspec
+
+from offbeat_run._folder import RunFolder
+from offbeat_run._jsonl import JsonlFile, cut_lines, read_lines
+from offbeat_types import Metric
+
+MetricValue = float | int | Metric | Sequence[float]
+"""A number, a `Metric`, or a histogram: element i counts what had the whole number i."""
+
+
+class MetricsLine(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured at one step.
+
+    Args:
+        step: updates done.
+        time_s: wall clock, seconds since 1970.
+        values: numbers and histograms by name.
+    """
+
+    step: int
+    time_s: float
+    values: dict[str, float | list[float]]
+
+
+class Tracker(Protocol):
+    """Something else that wants the numbers, such as W&B."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the numbers of one step; histograms are left out."""
+        ...
+
+    def close(self) -> None:
+        """Send what is held back."""
+        ...
+
+
+class MetricsLog:
+    """Writes metrics.jsonl, one flushed line a step, and TensorBoard.
+
+    Args:
+        run: where; lines after a kill in the middle of one are mended.
+        tensorboard: write event files too.
+        trackers: others to tell, see `open_trackers`.
+        resume_step: on resume, the step of the checkpoint: lines and events after it vanish.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        *,
+        tensorboard: bool = True,
+        trackers: Sequence[Tracker] = (),
+        resume_step: int | None = None,
+    ) -> None:
+        if resume_step is not None:
+            _cut_after(run.metrics, resume_step)
+        self._file = JsonlFile(run.metrics)
+        self._trackers = tuple(trackers)
+        self._folder, self._purge = run.tensorboard, resume_step
+        self._board = self._open_board() if tensorboard else None
+
+    def _open_board(self) -> Any:
+        from tensorboardX import SummaryWriter  # imported late: a report or a plan writes no events
+
+        purge_step = None if self._purge is None else self._purge + 1
+        return SummaryWriter(str(self._folder), purge_step=purge_step, flush_secs=10)
+
+    def write(self, step: int, metrics: Mapping[str, MetricValue], *, time_s: float | None = None) -> None:
+        """Add what was measured at `step`; a number that is not finite is kept as such.
+
+        Args:
+            step: updates done.
+            metrics: by name, see `METRIC_NAMES`.
+            time_s: wall clock; now when None.
+        """
+        now_s = time.time() if time_s is None else time_s
+        values = {name: _plain(value) for name, value in metrics.items()}
+        line = {name: _jsonable(value) for name, value in values.items()}
+        self._file.write({"step": step, "time_s": round(now_s, 3), **line})
+        numbers = {name: value for name, value in values.items() if isinstance(value, float)}
+        for tracker in self._trackers:
+            tracker.write(step, numbers)
+        if self._board is not None:
+            for name, value in values.items():
+                _add_to_board(self._board, name, value, step, now_s)
+
+    def truncate_after(self, step: int) -> None:
+        """Forget every line after `step`: what a resumed run will measure again. TensorBoard is told likewise."""
+        self._file.close()
+        _cut_after(self._file.path, step)
+        self._file = JsonlFile(self._file.path)
+        if self._board is not None:
+            self._board.close()
+            self._purge = step
+            self._board = self._open_board()
+
+    def close(self) -> None:
+        """Flush and close everything; a second call does nothing."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+        for tracker in self._trackers:
+            tracker.close()
+        self._trackers = ()
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path | str) -> list[MetricsLine]:
+    """Read metrics.jsonl, in the order written; a line cut short by a kill is left out, a missing file is empty."""
+    return list(_lines(Path(path)))
+
+
+def _lines(path: Path) -> Iterator[MetricsLine]:
+    for line in read_lines(path):
+        held = {name: _from_json(value) for name, value in line.items() if name not in ("step", "time_s")}
+        yield MetricsLine(step=int(line["step"]), time_s=float(line["time_s"]), values=held)
+
+
+def _cut_after(path: Path, step: int) -> None:
+    cut_lines(path, lambda line: int(line["step"]) <= step)
+
+
+def _plain(value: MetricValue) -> float | list[float]:
+    if isinstance(value, Metric):
+        return float(value.value)
+    if isinstance(value, Iterable):
+        return [float(item) for item in value]
+    return float(value)
+
+
+def _jsonable(value: float | list[float]) -> Any:
+    """JSON has no NaN and no infinity, so they are written as the strings "nan", "inf" and "-inf"."""
+    if isinstance(value, list):
+        return [_jsonable(item) for item in value]
+    if not math.isfinite(value):
+        return str(value)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+def _from_json(value: Any) -> float | list[float]:
+    return [float(item) for item in value] if isinstance(value, list) else float(value)
+
+
+def _add_to_board(board: Any, name: str, value: float | list[float], step: int, time_s: float) -> None:
+    if isinstance(value, float):
+        if math.isfinite(value):  # TensorBoard draws no others, and tensorboardX complains of each
+            board.add_scalar(name, value, step, walltime=time_s)
+        return
+    count = sum(value)
+    if count > 0:
+        board.add_histogram_raw(
+            name,
+            min=0.0,
+            max=float(len(value) - 1),
+            num=count,
+            sum=sum(i * n for i, n in enumerate(value)),
+            sum_squares=sum(i * i * n for i, n in enumerate(value)),
+            bucket_limits=[i + 0.5 for i in range(len(value))],
+            bucket_counts=value,
+            global_step=step,
+            walltime=time_s,
+        )

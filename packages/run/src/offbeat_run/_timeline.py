@@ -1,0 +1,175 @@
+"""Who worked and who waited, in the Chrome trace format: opens in Perfetto and chrome://tracing.
+
+Source: "Trace Event Format", Google, the JSON array form: an array whose closing bracket may be missing, so a run that
+was killed still has a timeline that loads.
+"""
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from offbeat_run._atomic import atomic_write
+
+_PROCESS = 1
+# The wall clock can be set back while a run goes on; monotonic clocks of two processes share no zero. So: the
+# monotonic clock, moved once to where the wall clock stood when this process began.
+_WALL_OFFSET_S = time.time() - time.monotonic()
+
+
+def clock_s() -> float:
+    """Now, in seconds since 1970, never going back within a process, and the same in every process of a host."""
+    return time.monotonic() + _WALL_OFFSET_S
+
+
+class Timeline:
+    """Appends events to a trace file, each flushed. Safe to use from several threads.
+
+    Spans of one track must nest or follow each other; give work that overlaps a track of its own.
+
+    Args:
+        path: of the file; an older one is continued, whether it was closed or its process killed.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        events = read_timeline(self.path)
+        self._tracks = {str(event["args"]["name"]): int(event["tid"]) for event in events if _names_track(event)}
+        self._num_flows = sum(event.get("ph") == "s" for event in events)
+        self._mutex = threading.Lock()
+        with atomic_write(self.path, "wb") as file:
+            file.write(_array(events))
+        self._empty = not events
+        self._file = self.path.open("ab")
+
+    def span(self, track: str, name: str, start_s: float, end_s: float, args: Mapping[str, Any] | None = None) -> None:
+        """Add what `track` did from `start_s` to `end_s`.
+
+        Args:
+            track: such as "trainer-0", "rollout-0", "driver".
+            name: such as "update", "generate", "idle", "weight_sync".
+            start_s: of `clock_s`.
+            end_s: of `clock_s`.
+            args: plain data shown when the span is clicked.
+        """
+        duration_us = max(end_s - start_s, 0.0) * 1e6
+        self._add(track, {"ph": "X", "name": name, "ts": start_s * 1e6, "dur": duration_us, "args": dict(args or {})})
+
+    @contextmanager
+    def measure(self, track: str, name: str, args: Mapping[str, Any] | None = None) -> Iterator[None]:
+        """Add the span of a block, also when it raises."""
+        start_s = clock_s()
+        try:
+            yield
+        finally:
+            self.span(track, name, start_s, clock_s(), args)
+
+    def counter(self, track: str, name: str, values: Mapping[str, float], at_s: float | None = None) -> None:
+        """Add a sample of numbers drawn as a graph over time, such as the length of a queue."""
+        at_us = (clock_s() if at_s is None else at_s) * 1e6
+        self._add(track, {"ph": "C", "name": name, "ts": at_us, "args": dict(values)})
+
+    def flow(self, name: str, from_track: str, from_s: float, to_track: str, to_s: float) -> None:
+        """Draw an arrow between two spans, such as from a publish to the receive of the same weights.
+
+        Args:
+            name: such as "weights v3".
+            from_track: where the arrow starts; `from_s` must lie inside a span there.
+            from_s: of `clock_s`.
+            to_track: where it ends; `to_s` must lie inside a span there.
+            to_s: of `clock_s`.
+        """
+        with self._mutex:
+            self._num_flows += 1
+            common = {"name": name, "cat": "flow", "id": self._num_flows}
+        self._add(from_track, {**common, "ph": "s", "ts": from_s * 1e6})
+        self._add(to_track, {**common, "ph": "f", "bp": "e", "ts": to_s * 1e6})
+
+    def _add(self, track: str, event: dict[str, Any]) -> None:
+        with self._mutex:
+            if self._file.closed:
+                return  # a late thread; the run is over and its timeline with it
+            tid = self._tracks.get(track)
+            if tid is None:
+                tid = self._tracks[track] = len(self._tracks) + 1
+                self._write(_track_name(track, tid))
+            self._write({"pid": _PROCESS, "tid": tid, **event})
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._file.write((b"" if self._empty else b",\n") + msgspec.json.encode(event))
+        self._file.flush()
+        self._empty = False
+
+    def close(self) -> None:
+        """End the array; a second call does nothing."""
+        with self._mutex:
+            if not self._file.closed:
+                self._file.write(b"\n]\n")
+                self._file.close()
+
+    def __enter__(self) -> "Timeline":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_timeline(path: Path | str) -> list[dict[str, Any]]:
+    """Read the events of a trace file, closed or not; a last event cut short by a kill is left out.
+
+    A missing file has none.
+    """
+    path = Path(path)
+    if not path.is_file():
+        return []
+    events = []
+    for line in path.read_bytes().splitlines():
+        text = line.strip().rstrip(b",")
+        if text.startswith(b"{"):
+            try:
+                events.append(msgspec.json.decode(text))
+            except msgspec.DecodeError:
+                break  # only the last line can be torn
+    return events
+
+
+def merge_timelines(parts: Iterable[Path | str], path: Path | str) -> None:
+    """Join timelines of several processes in one file: tracks keep their names, events are put in order of time."""
+    with atomic_write(path, "wb") as file:
+        file.write(_array(joined_events(parts)) + b"\n]\n")
+
+
+def joined_events(parts: Iterable[Path | str]) -> list[dict[str, Any]]:
+    """Read timelines of several processes as one."""
+    tracks: dict[str, int] = {}
+    joined: list[dict[str, Any]] = []
+    for index, part in enumerate(parts):
+        events = read_timeline(part)
+        names = {event["tid"]: str(event["args"]["name"]) for event in events if _names_track(event)}
+        for event in events:
+            if _names_track(event) or event["tid"] not in names:
+                continue
+            tid = tracks.setdefault(names[event["tid"]], len(tracks) + 1)
+            flow = {"id": f"{index}.{event['id']}"} if "id" in event else {}
+            joined.append({**event, "tid": tid, **flow})
+    joined.sort(key=lambda event: float(event["ts"]))
+    return [_track_name(name, tid) for name, tid in tracks.items()] + joined
+
+
+def _array(events: list[dict[str, Any]]) -> bytes:
+    return b"[\n" + b",\n".join(msgspec.json.encode(event) for event in events)
+
+
+def _track_name(track: str, tid: int) -> dict[str, Any]:
+    return {"ph": "M", "name": "thread_name", "pid": _PROCESS, "tid": tid, "args": {"name": track}}
+
+
+def _names_track(event: Mapping[str, Any]) -> bool:
+    return event.get("ph") == "M" and event.get("name") == "thread_name"

@@ -1,0 +1,125 @@
+"""A checkpoint is whole or not there; the last and the best ones stay."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat_run import Checkpoints, atomic_folder, atomic_write
+from offbeat_types import RunFolderError
+
+
+def checkpoints(tmp_path: Path, *steps: int, **scores: float) -> Checkpoints:
+    held = Checkpoints(tmp_path)
+    for step in steps:
+        with held.write(step, score=scores.get(f"s{step}")) as folder:
+            (folder / "model").mkdir()
+            (folder / "model" / "weights").write_text(f"weights {step}")
+    return held
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with atomic_write(path) as file:
+        file.write("old")
+    with pytest.raises(KeyError), atomic_write(path) as file:
+        fail_after(file.write("half"))
+    assert path.read_text() == "old"
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_appears_whole_or_not_at_all_and_replaces_an_older_one(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    for text in ("old", "new"):
+        with atomic_folder(path) as folder:
+            (folder / text).write_text(text)
+    with pytest.raises(KeyError), atomic_folder(path) as folder:
+        fail_after((folder / "half").write_text("half"))
+    assert [each.name for each in path.iterdir()] == ["new"]
+    assert [each.name for each in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="no space left"), atomic_folder(tmp_path / "folder"):
+        fill_the_disk()
+    assert list(tmp_path.iterdir()) == []
+
+
+def fail_after(num_written: int) -> None:
+    assert num_written == 4
+    raise KeyError
+
+
+def fill_the_disk() -> None:
+    with open("/dev/full", "w") as full:  # the system's own device without room: every write fails with ENOSPC
+        full.write("x")
+
+
+def test_the_latest_and_the_best_are_found(tmp_path: Path) -> None:
+    held = checkpoints(tmp_path, 10, 2, 30, s10=0.5, s2=0.9)
+    held.set_score(30, 0.9)
+    assert [each.step for each in held.all()] == [2, 10, 30]
+    latest, best = held.latest(), held.best()
+    assert latest is not None
+    assert best is not None
+    assert (latest.step, latest.score, best.step) == (30, 0.9, 2)
+    assert (latest.path / "model" / "weights").read_text() == "weights 30"
+
+
+def test_without_any_there_is_no_latest_and_no_best(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path).latest() is None
+    assert Checkpoints(tmp_path / "none").best() is None
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    held = checkpoints(tmp_path, 1, 2, 3, 4)
+    (tmp_path / "step-000004" / "checkpoint.json").unlink()
+    (tmp_path / "step-000003" / "model" / "weights").write_text("cut")
+    latest = held.latest()
+    assert latest is not None
+    assert latest.step == 2
+
+
+def test_a_process_killed_while_writing_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    checkpoints(tmp_path, 1)
+    code = (
+        "import sys, time; from pathlib import Path; from offbeat_run import Checkpoints\n"
+        "with Checkpoints(Path(sys.argv[1])).write(2) as folder:\n"
+        "    (folder / 'weights').write_text('half'); print('writing', flush=True); time.sleep(60)"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "writing\n"
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.wait(timeout=30)
+    writer.stdout.close()
+    latest = Checkpoints(tmp_path).latest()
+    assert latest is not None
+    assert latest.step == 1
+
+
+@given(
+    steps=st.sets(st.integers(0, 99), max_size=6),
+    keep=st.integers(0, 4),
+    keep_best=st.booleans(),
+    data=st.data(),
+)
+def test_pruning_keeps_the_last_and_the_best_and_never_removes_the_only_one(
+    tmp_path_factory: pytest.TempPathFactory, steps: set[int], keep: int, keep_best: bool, data: st.DataObject
+) -> None:
+    scores = {f"s{step}": data.draw(st.floats(0, 1)) for step in steps}
+    held = checkpoints(tmp_path_factory.mktemp("run"), *steps, **scores)
+    best, latest = held.best(), held.latest()
+    removed = held.prune(keep, keep_best=keep_best)
+    left = [each.step for each in held.all()]
+    assert {*left, *(each.step for each in removed)} == steps
+    assert left[-max(keep, 1) :] == sorted(steps)[-max(keep, 1) :]
+    assert len(left) <= max(keep, 1) + keep_best
+    if latest is not None and best is not None:
+        assert latest.step in left
+        assert best.step in left or not keep_best

@@ -1,0 +1,278 @@
+"""A configuration loads typed, and everything wrong with it is said at once, with its place."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from offbeat_run import load_config, parse_config, split_overrides
+from offbeat_types import REQUIRED, ConfigError, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """How to sample."""
+
+    model_path: str = setting(REQUIRED, "Model folder.")
+    temperature: float = setting(1.0, "Sampling temperature.", ge=0, le=2)
+    max_running: int = setting(64, "Samples at once.", "samples", ge=1)
+    dtype: str = setting("float32", "Format.", choices=("float32", "bfloat16"))
+    seed: int | None = setting(None, "Seed.")
+    stop: tuple[str, ...] = setting((), "Stop strings.")
+    ids: list[int] = setting([], "Token ids.", ge=0)
+    pair: tuple[int, str] = setting((1, "a"), "A pair.")
+    mode: Literal["fast", "slow"] = setting("fast", "Mode.")
+    ignore_eos: bool = setting(False, "Go on after the end.")
+    options: dict[str, Any] = setting({}, "Extras.")
+    weights: dict[str, float] = setting({}, "Weights by name.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Async:
+    """How far off policy."""
+
+    staleness_threshold: float = setting(0.0, "Share of stale groups.", ge=0)
+    trigger: int = setting(1, "Updates between syncs.", ge=1)
+
+    def __post_init__(self) -> None:
+        if self.trigger > 10 and self.staleness_threshold == 0:
+            raise ConfigError("trigger above 10 needs a staleness_threshold above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    rollout: Rollout = setting(REQUIRED, "The rollout engine.")
+    async_: Async = field(default_factory=lambda: Async(trigger=3))
+    extra: Async | None = None
+
+
+def load(text: str, *overrides: str) -> Config:
+    return parse_config(text, Config, overrides, name="my.toml")
+
+
+def refused(text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(text, *overrides)
+    return str(caught.value)
+
+
+WELL = "[rollout]\nmodel_path = 'm'\n"
+
+
+def test_a_file_sets_what_it_names_and_the_rest_keeps_its_default(tmp_path: Path) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text(WELL + "stop = ['a', 'b']\nseed = 3\n[async]\nstaleness_threshold = 1\n")
+    config = load_config(path, Config)
+    assert (config.rollout.model_path, config.rollout.stop, config.rollout.seed) == ("m", ("a", "b"), 3)
+    assert config.async_ == Async(staleness_threshold=1.0, trigger=3)
+    assert type(config.async_.staleness_threshold) is float
+    assert config.extra is None
+
+
+def test_a_section_named_like_a_python_keyword_drops_its_underscore() -> None:
+    assert load(WELL, "--async.trigger=2").async_.trigger == 2
+
+
+def test_an_optional_section_is_built_once_something_names_it() -> None:
+    assert load(WELL + "[extra]\n").extra == Async()
+    assert load(WELL, "--extra.trigger", "2").extra == Async(trigger=2)
+
+
+def test_without_a_file_defaults_and_overrides_are_the_configuration() -> None:
+    assert load_config(None, Config, ["--rollout.model_path", "m"]).rollout.model_path == "m"
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (["--rollout.temperature", "0.5"], "temperature", 0.5),
+        (["--rollout.temperature=1"], "temperature", 1.0),
+        (["--rollout.model_path", "123"], "model_path", "123"),
+        (["--rollout.model_path=true"], "model_path", "true"),
+        (["--rollout.model_path", "a=b"], "model_path", "a=b"),
+        (["--rollout.seed", "-1"], "seed", -1),
+        (["--rollout.seed", "1", "--rollout.seed", "none"], "seed", None),
+        (["--rollout.stop", "a,b"], "stop", ("a", "b")),
+        (["--rollout.stop", '["a,b"]'], "stop", ("a,b",)),
+        (["--rollout.stop="], "stop", ()),
+        (["--rollout.ids", "1,2"], "ids", [1, 2]),
+        (["--rollout.ignore_eos", "true"], "ignore_eos", True),
+        (["--rollout.options.a.b", "3", "--rollout.options.c=x"], "options", {"a": {"b": 3}, "c": "x"}),
+        (["--rollout.weights.exact", "1"], "weights", {"exact": 1.0}),
+    ],
+)
+def test_an_override_is_read_as_the_type_of_its_key(words: list[str], key: str, value: object) -> None:
+    assert getattr(load(WELL, *words).rollout, key) == value
+
+
+def test_an_override_inside_a_table_keeps_the_other_entries_of_the_file() -> None:
+    config = load(WELL + "options = {a = 1, text = '$${x}'}", "--rollout.options.b=2")
+    assert config.rollout.options == {"a": 1, "text": "${x}", "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("temperature = 3", "must be a number >= 0 and <= 2, got the number 3.0"),
+        ("temperature = true", "must be a number >= 0 and <= 2, got true"),
+        ("temperature = nan", "got the number nan"),
+        ("max_running = 0", "must be an integer >= 1, in samples, got the integer 0"),
+        ("max_running = 1.0", "must be an integer >= 1, in samples, got the number 1.0"),
+        ("max_running = true", "got true"),
+        ("ignore_eos = 1", "must be true or false, got the integer 1"),
+        ("dtype = 'int8'", 'must be a string (one of float32, bfloat16), got the string "int8"'),
+        ("stop = 'a'", 'must be a list, each a string, got the string "a"'),
+        ("stop = ['a', 1]", "got the integer 1"),
+        ("ids = [3, -1]", "got the integer -1"),
+        ("pair = [1]", "must be a list of 2: an integer, a string"),
+        ("mode = 'medium'", "must be one of fast, slow"),
+        ("options = 1", "must be a table, got the integer 1"),
+        ("weights = {a = 'x'}", 'got the string "x"'),
+        ("seed = 'x'", 'must be an integer or "none", got the string "x"'),
+    ],
+)
+def test_a_wrong_value_is_refused_with_key_requirement_and_line(line: str, said: str) -> None:
+    message = refused(WELL + line)
+    assert message.startswith(f"my.toml:3: rollout.{line.split(' ')[0]}: ")
+    assert said in message
+
+
+def test_a_wrong_override_is_named_as_the_place() -> None:
+    assert refused(WELL, "--rollout.max_running", "many").startswith("--rollout.max_running: must be an integer >= 1")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (WELL + "temprature = 1", "my.toml:3: rollout.temprature: unknown key; did you mean rollout.temperature?"),
+        (WELL + "staleness_treshold = 1", "did you mean async.staleness_threshold?"),
+        (WELL + "qqq = 1", "unknown key; [rollout] has model_path, temperature"),
+        (WELL + "[asinc]", "my.toml:3: [asinc]: unknown section; did you mean [async]?"),
+        (WELL + "[zzz]", "known sections: rollout, async, extra"),
+        ("temperature = 1\n" + WELL, "my.toml:1: temperature: unknown key; did you mean rollout.temperature?"),
+        ("rollout = 1", "must be a table, [rollout], got a single value"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest_known_one(text: str, said: str) -> None:
+    assert said in refused(text)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--rollout.temprature=1", "--rollout.temprature: unknown key; did you mean rollout.temperature?"),
+        ("--rollot.seed=1", "did you mean --rollout.seed?"),
+        ("--rollout.seed.x=1", "which has no inner keys"),
+        ("--rollout.seed", "needs a value"),
+        ("rollout.seed=1", "an override is --section.key value"),
+    ],
+)
+def test_a_wrong_override_key_is_refused(word: str, said: str) -> None:
+    assert said in refused(WELL, word)
+
+
+def test_a_value_may_be_negative_but_not_another_option() -> None:
+    assert split_overrides(["--a.b", "-1", "--a.c", "-x"]) == [("a.b", "-1"), ("a.c", "-x")]
+    with pytest.raises(ConfigError, match=r"--a\.b: needs a value"):
+        split_overrides(["--a.b", "--a.c", "1"])
+
+
+def test_a_required_key_that_is_missing_is_named_with_how_to_give_it() -> None:
+    message = refused("[rollout]\n")
+    assert "rollout.model_path: required and not given (a string)" in message
+    assert "--rollout.model_path VALUE" in message
+    assert "rollout.model_path" in refused("")
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    message = refused("[rollout]\ntemperature = 9\nfoo = 1\n[async]\ntrigger = 0\n", "--rollout.seed=x")
+    assert message.startswith("5 problems in the configuration\n")
+    for place in ("my.toml:2:", "my.toml:3:", "my.toml:5:", "--rollout.seed:", "rollout.model_path: required"):
+        assert place in message
+
+
+def test_what_a_section_checks_itself_is_reported_with_its_place() -> None:
+    assert refused(WELL + "[async]\ntrigger = 11").startswith("my.toml:3: [async]: trigger above 10 needs")
+
+
+def test_lines_are_right_after_values_of_several_lines() -> None:
+    text = WELL + 'stop = [\n  "a",\n]\noptions.a = """\n[async]\ntrigger = 0\n"""\n\nseed = "x"\n'
+    assert refused(text).startswith("my.toml:11: rollout.seed")
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "shown"),
+    [
+        ("[rollout\nx = 1", "my.toml:1:9", "    [rollout\n            ^"),
+        ("[rollout]\nx = = 1", "my.toml:2:5", "    x = = 1\n        ^"),
+        ("[rollout]\nx = [1,\n", "my.toml:2:8", "    x = [1,\n           ^"),
+        ("a = 1\na = 2", "my.toml:2", "    a = 2"),
+    ],
+)
+def test_broken_toml_is_shown_with_line_column_and_caret(text: str, place: str, shown: str) -> None:
+    message = refused(text)
+    assert message.startswith(place)
+    assert "broken TOML" in message
+    assert shown in message
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path / "none.toml", Config)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path, Config)
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        load_config(tmp_path / "binary.toml", Config)
+
+
+def test_variables_and_the_home_folder_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.setenv("SET", "value")
+    monkeypatch.delenv("UNSET", raising=False)
+    cases = {
+        "${SET}/x": "value/x",
+        "${UNSET:-other}": "other",
+        "${SET:-other}": "value",
+        "${UNSET:-}": "",
+        "~/data": "/home/ada/data",
+        "${UNSET:-~/data}": "/home/ada/data",
+        "a~": "a~",
+        "~user/x": "~user/x",
+        "$${SET}": "${SET}",
+        "$~/x": "~/x",
+        "price $5 \\\\boxed{x}$": "price $5 \\boxed{x}$",
+    }
+    for text, expected in cases.items():
+        assert load(f'[rollout]\nmodel_path = "{text}"').rollout.model_path == expected
+    assert load(WELL + 'options = {a = ["${SET}"]}').rollout.options == {"a": ["value"]}
+
+
+def test_what_a_variable_holds_is_not_expanded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SET", "${OTHER}")
+    assert load('[rollout]\nmodel_path = "${SET}"').rollout.model_path == "${OTHER}"
+
+
+def test_a_missing_variable_and_a_broken_reference_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNSET", raising=False)
+    message = refused('[rollout]\nmodel_path = "${UNSET}/x"')
+    assert "my.toml:2: rollout.model_path: environment variable UNSET is not set" in message
+    assert "${ must name a variable" in refused('[rollout]\nmodel_path = "${no name}"')
+
+
+def test_a_default_may_name_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Data:
+        """Data."""
+
+        path: str = setting("${OFFBEAT_DATA:-~/data}", "Where.")
+
+    @dataclass(frozen=True, kw_only=True)
+    class Root:
+        data: Data = setting(REQUIRED, "Data.")
+
+    monkeypatch.setenv("OFFBEAT_DATA", "/disk")
+    # A class made inside a function is not found by name, so its annotation is the class itself.
+    Root.__annotations__["data"] = Data
+    assert load_config(None, Root).data.path == "/disk"

@@ -1,0 +1,118 @@
+"""A run folder belongs to one run and one process, and refuses what would spoil another."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offbeat_run import LogConfig, RunFolder, parse_config
+from offbeat_types import RunFolderError
+
+
+def make(path: Path) -> RunFolder:
+    run = RunFolder.create(path)
+    run.write_text(run.config, "")
+    return run
+
+
+def test_a_new_folder_has_a_name_for_everything(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "deep" / "run") as run:
+        inside = {
+            str(path.relative_to(run.path))
+            for path in (run.config, run.plan, run.metrics, run.timeline, run.report, run.log("rollout-0"))
+        }
+        assert inside == {
+            "config.toml", "plan.txt", "metrics.jsonl", "timeline.json", "report.html", "logs/rollout-0.log",
+        }  # fmt: skip
+        assert all(folder.is_dir() for folder in (run.tensorboard, run.generations, run.logs, run.checkpoints.path))
+
+
+def test_a_folder_that_holds_files_is_refused_with_the_three_ways_out(tmp_path: Path) -> None:
+    (tmp_path / "kept.txt").write_text("precious")
+    with pytest.raises(RunFolderError, match=r"not empty; resume it with .*, choose another folder, or remove it"):
+        RunFolder.create(tmp_path)
+    assert (tmp_path / "kept.txt").read_text() == "precious"
+
+
+def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path) as run:
+        assert run.path == tmp_path
+
+
+def test_a_place_that_cannot_hold_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match="is a file"):
+        RunFolder.create(tmp_path / "file")
+    with pytest.raises(RunFolderError, match="cannot write a run folder here"):
+        RunFolder.create(tmp_path / "file" / "run")
+    with pytest.raises(RunFolderError, match="cannot write a run folder here"):
+        RunFolder.create("/proc/offbeat-run")
+
+
+def test_too_little_space_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"no space left: this run needs 1\.02e\+03 PiB"):
+        RunFolder.create(tmp_path / "run", required_bytes=2**60)
+    with RunFolder.create(tmp_path / "run"):  # and the refusal has left nothing in the way
+        pass
+
+
+def test_a_second_process_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
+    make(tmp_path / "run").close()
+    code = (
+        "import sys, time; from offbeat_run import RunFolder\n"
+        "run = RunFolder.open(sys.argv[1]); print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(RunFolderError, match=f"process {holder.pid} is working in this run folder"):
+            RunFolder.open(tmp_path / "run")
+        RunFolder.open(tmp_path / "run", write=False)  # a reader is welcome
+    finally:
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.wait(timeout=30)
+        assert holder.stdout is not None
+        holder.stdout.close()
+    RunFolder.open(tmp_path / "run").close()  # a killed process holds nothing
+
+
+def test_what_is_not_a_run_folder_is_not_opened(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="no such run folder"):
+        RunFolder.open(tmp_path / "none")
+    with pytest.raises(RunFolderError, match=r"not a run folder: it holds no config\.toml"):
+        RunFolder.open(tmp_path)
+
+
+def test_a_reader_writes_nothing_into_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("")
+    RunFolder.open(tmp_path, write=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
+
+
+def test_opening_clears_what_a_kill_left_half_written(tmp_path: Path) -> None:
+    with make(tmp_path / "run") as run:
+        (run.path / ".tmp-1234-config.toml").write_text("half")
+        torn = run.checkpoints.path / ".tmp-1234-step-000001"
+        torn.mkdir()
+        (torn / "half").write_text("")
+        aside = run.checkpoints.path / ".old-1234-step-000002"
+        aside.mkdir()
+        (aside / "whole").write_text("kept")
+    with RunFolder.open(tmp_path / "run") as run:
+        assert not (run.path / ".tmp-1234-config.toml").exists()
+        assert [path.name for path in run.checkpoints.path.iterdir()] == ["step-000002"]
+        assert (run.checkpoints.path / "step-000002" / "whole").read_text() == "kept"
+
+
+def test_the_resolved_configuration_is_kept(tmp_path: Path) -> None:
+    from dataclasses import field, make_dataclass
+
+    root = make_dataclass("Root", [("log", LogConfig, field(default_factory=LogConfig))], frozen=True)
+    config = root(log=LogConfig(every=3, trackers=("wandb",)))
+    with RunFolder.create(tmp_path / "run") as run:
+        run.write_config(config)
+        assert parse_config(run.config.read_text(), root) == config

@@ -1,0 +1,197 @@
+"""A report tells what was measured, leaves out what was not, and lets no completion become part of the page."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import pytest
+
+from offbeat_run import Generation, GenerationsLog, MetricsLog, RunFolder, Timeline, write_report
+from offbeat_types import RunFolderError
+
+EVIL = "</pre></script><script>document.title='pwned'</script><img src=http://evil.example/x onerror=alert(1)>"
+GRPO = {
+    "train/reward": 0.5, "train/loss": 0.1, "train/entropy": 1.0, "train/kl_ref": 0.01, "train/clip_fraction": 0.1,
+    "train/ratio_max": 1.5, "train/response_tokens": 20.0, "train/lag_mean": 1.0, "train/lag_max": 2.0,
+    "async/trainer_idle_share": 0.1, "async/rollout_idle_share": 0.2, "async/overlap_share": 0.7,
+    "perf/tokens_per_s": 4000.0, "perf/samples_per_s": 100.0, "groups/filtered": 1.0, "groups/dropped": 0.0,
+    "correction/weight_mean": 1.0, "engine/grad_norm": 1.0, "engine/learning_rate": 1e-5, "engine/steps_refused": 0.0,
+}  # fmt: skip
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the text of scripts apart from the rest."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text, self.scripts = "", []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.cdata_elem == "script":
+            self.scripts[-1] += data
+        else:
+            self.text += data
+
+    @property
+    def figures(self) -> list[dict[str, Any]]:
+        return list(json.loads(self.scripts[1]))
+
+    def titles(self) -> list[str]:
+        return [str(attrs["aria-label"]) for tag, attrs in self.tags if attrs.get("class") == "plot"]
+
+
+def grpo_run(path: Path, *, steps: int = 40, evil: str = EVIL) -> RunFolder:
+    run = RunFolder.create(path)
+    run.write_text(run.config, f"# {evil}\n[rollout]\ntemperature = 1.0\n")
+    with MetricsLog(run, tensorboard=False) as log, Timeline(run.timeline) as timeline, GenerationsLog(run) as samples:
+        for step in range(1, steps + 1):
+            log.write(step, {**GRPO, "async/lag_histogram": [3, 5, 1]}, time_s=1000.0 + step)
+            if step in (1, steps):
+                log.write(step, {"eval/accuracy": step / steps, "eval/reward": 0.1}, time_s=1000.0 + step)
+                samples.write([sample(step, "validation", evil), sample(step, "train", evil)])
+            timeline.span("trainer-0", f"update {step}", step, step + 0.5)
+            timeline.span("rollout-0", "generate", step, step + 0.8)
+            timeline.span(evil, "idle", step + 0.5, step + 1)
+    return run
+
+
+def sample(step: int, kind: Any, text: str) -> Generation:
+    return Generation(step=step, kind=kind, version=step, prompt=text, completion=text, reward=0.5, answer=text)
+
+
+def page_of(run: RunFolder) -> Page:
+    return Page(write_report(run).read_text())
+
+
+def test_a_grpo_run_shows_every_figure_of_the_design(tmp_path: Path) -> None:
+    page = page_of(grpo_run(tmp_path / "run"))
+    assert {
+        "Reward", "Loss", "Response length", "Lag", "Overlap and idle time", "Tokens per second", "Timeline", "Entropy",
+        "KL to the reference", "Clip fraction", "Groups left out", "Rollout correction", "Gradient norm",
+    } <= set(page.titles())  # fmt: skip
+    assert "Refused steps" not in page.titles()  # there were none
+    assert "2.5%" in page.text  # held-out accuracy before
+    assert "100.0%" in page.text  # and after
+
+
+def test_every_figure_is_one_that_plotly_knows(tmp_path: Path) -> None:
+    page = page_of(grpo_run(tmp_path / "run"))
+    assert len(page.figures) == len(page.titles())
+    for figure in page.figures:
+        go.Figure(data=figure["data"], layout=figure["layout"])  # raises for a name or value plotly does not have
+        assert figure["data"]
+
+
+def test_the_plotting_library_is_embedded_once_and_nothing_comes_from_elsewhere(tmp_path: Path) -> None:
+    page = page_of(grpo_run(tmp_path / "run", evil="plain"))
+    assert sum("plotly.js v" in script for script in page.scripts) == 1
+    ours = page.text + page.scripts[1] + page.scripts[2]
+    assert not re.search(r"https?:|//[a-z]", ours)
+    assert not [attrs for _, attrs in page.tags if {"src", "href", "srcset", "data", "action"} & attrs.keys()]
+    policy = next(str(attrs["content"]) for tag, attrs in page.tags if tag == "meta" and "http-equiv" in attrs)
+    assert policy.startswith("default-src 'none'; script-src 'nonce-")
+
+
+def test_what_a_completion_holds_stays_text(tmp_path: Path) -> None:
+    page = page_of(grpo_run(tmp_path / "run"))
+    assert EVIL in page.text  # shown as it is
+    assert len(page.scripts) == 3
+    assert not [tag for tag, _ in page.tags if tag == "img"]
+    nonces = {attrs.get("nonce") for tag, attrs in page.tags if tag == "script"}
+    assert len(nonces) == 1
+    assert page_of(RunFolder(tmp_path / "run", None)).tags != page.tags  # the nonce is new each time
+
+
+def test_a_fine_tuning_run_shows_its_losses_and_no_empty_figure(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run") as run:
+        run.write_text(run.config, "")
+        with MetricsLog(run, tensorboard=False) as log:
+            for step in range(1, 5):
+                log.write(step, {"train/loss": 3.0 / step, "eval/loss": 4.0 / step, "perf/tokens_per_s": 9000.0})
+        page = page_of(run)
+    assert page.titles() == ["Loss", "Tokens per second"]
+    assert "4.000 → 1.000" in page.text
+
+
+def test_a_run_without_any_metric_still_has_a_report(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[a]\n")
+    page = Page(write_report(tmp_path).read_text())
+    assert "No metrics yet" in page.text
+    assert page.figures == []
+
+
+def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run") as run:
+        run.write_text(run.config, "")
+        with MetricsLog(run, tensorboard=False) as log:
+            log.write(1, {"train/loss": float("nan"), "train/reward": float("inf"), "async/lag_histogram": [0, 0]})
+            log.write(2, {"train/loss": 1.0})
+        page = page_of(run)
+    assert page.titles() == ["Loss"]
+    assert page.figures[0]["data"][0]["y"] == [1.0]
+
+
+def test_metrics_nobody_told_the_report_about_are_drawn_too(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run") as run:
+        run.write_text(run.config, "")
+        with MetricsLog(run, tensorboard=False) as log:
+            log.write(1, {"mine/<b>": 1.0, "alone": 2.0, **{f"many/{i}": 1.0 for i in range(8)}})
+        page = page_of(run)
+    assert page.titles() == ["Other", "Other: many", "Other: many", "Other: mine"]
+    assert page.figures[3]["data"][0]["name"] == "&lt;b&gt;"
+
+
+def test_lag_is_drawn_from_its_histogram_or_else_from_its_mean(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "a") as run:
+        run.write_text(run.config, "")
+        with MetricsLog(run, tensorboard=False) as log:
+            log.write(1, {"async/lag_histogram": [3, 1]})
+            log.write(2, {"async/lag_histogram": [1, 1, 2]})
+        (figure,) = page_of(run).figures
+    assert figure["data"][0]["z"] == [[0.75, 0.25], [0.25, 0.25], [0, 0.5]]
+    with RunFolder.create(tmp_path / "b") as run:
+        run.write_text(run.config, "")
+        with MetricsLog(run, tensorboard=False) as log:
+            log.write(1, {"train/lag_mean": 1.5})
+        (figure,) = page_of(run).figures
+    assert figure["data"][0]["y"] == [1.5]
+
+
+def test_a_long_run_stays_a_small_page(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run") as run:
+        run.write_text(run.config, "")
+        lines = "".join(f'{{"step":{i},"time_s":{i},"train/reward":0.5}}\n' for i in range(20000))
+        run.write_text(run.metrics, lines)
+        with Timeline(run.timeline) as timeline:
+            for i in range(6000):
+                timeline.span("trainer-0", f"update {i}", i, i + 0.9)
+        page = page_of(run)
+    reward, strip = page.figures
+    assert len(reward["data"][1]["x"]) <= 1500
+    assert reward["data"][1]["x"][-1] == 19999
+    assert len(strip["data"]) == 1  # "update 1", "update 2", ... are one kind of span
+    assert len(strip["data"][0]["x"]) <= 3000
+
+
+def test_a_killed_run_shows_the_timelines_its_processes_left(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run") as run:
+        run.write_text(run.config, "")
+        for role in ("trainer-0", "rollout-0"):
+            Timeline(run.timeline_part(role)).span(role, "work", 1, 2)
+        (strip,) = page_of(run).figures
+    assert {track for trace in strip["data"] for track in trace["y"]} == {"trainer-0", "rollout-0"}
+
+
+def test_a_folder_without_a_run_has_no_report(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="not a run folder"):
+        write_report(tmp_path)

@@ -1,0 +1,55 @@
+"""A report opens in a browser without a network: its plots are drawn, and no completion runs."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next((path for path in map(shutil.which, NAMES) if path), "")
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+    *("--enable-logging=stderr", "--virtual-time-budget=20000"),
+)
+
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine: apt-get install chromium")
+
+
+def test_a_report_is_drawn_offline_and_runs_nothing_of_a_completion(tmp_path: Path) -> None:
+    report = write_a_report(tmp_path / "run")
+    dom, messages = opened(report, tmp_path / "profile")
+    assert messages == []
+    drawn = re.search(r'data-drawn="(\d+)"', dom)
+    assert drawn is not None
+    num_figures = len(re.findall(r'id="figure-\d+"', dom))
+    assert int(drawn[1]) == num_figures >= 13
+    assert len(re.findall(r'<svg class="main-svg"', dom)) >= num_figures
+    assert "<title>run: run report</title>" in dom  # a script in a completion would have changed it
+    assert "<img" not in dom
+
+
+def write_a_report(path: Path) -> Path:
+    """The run of the tests beside this one, loaded by its path: tests are no package."""
+    beside = Path(__file__).with_name("test_run_report.py")
+    spec = importlib.util.spec_from_file_location("run_report_example", beside)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    run = module.grpo_run(path)
+    run.close()
+    return Path(module.write_report(run))
+
+
+def opened(page: Path, profile: Path) -> tuple[str, list[str]]:
+    """The page's DOM once its scripts have run, and what it said on the console. No name resolves."""
+    blocked = "--host-resolver-rules=MAP * ~NOTFOUND"
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", blocked, "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]

@@ -1,0 +1,188 @@
+"""What the training contract promises, as tests. Every training engine runs the same ones."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offbeat_testing._reference import reference_logprobs, reference_model
+from offbeat_testing._tiny_models import TinyFamily, tiny_model
+from offbeat_types import LossTokens, Metric, Metrics, TrainEngine, TrainEngineConfig, TrainSequence
+
+
+def _sequences(num: int = 6, *, seed: int = 0) -> list[TrainSequence]:
+    """Sequences of 5 to 40 tokens; the prompt is a third of each."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(5, 41, num)
+    return [
+        TrainSequence(
+            ids=rng.integers(3, 300, length).astype(np.int32),
+            loss_mask=np.arange(length) >= max(1, length // 3),
+            extras={"advantage": rng.normal(size=length).astype(np.float32)},
+        )
+        for length in lengths
+    ]
+
+
+def _nll(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
+    loss = -tokens.logprobs_N.sum() / tokens.total_tokens
+    return loss, {"nll": Metric(value=float(loss), how="sum")}
+
+
+def _weighted(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
+    """A loss of the shape policy losses have: it reads extras and sequence numbers."""
+    per_token = tokens.logprobs_N * tokens.extras["advantage"] * (1 + 0 * tokens.sequence_N)
+    return -per_token.sum() / tokens.total_tokens, {}
+
+
+def _not_finite(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
+    return tokens.logprobs_N.sum() * float("nan"), {}
+
+
+class TrainEngineConformance:
+    """Mix into a test class; say how to make the engine.
+
+    class TestMyEngine(TrainEngineConformance):
+        def make_engine(self, config):
+            return MyEngine.create(config)
+    """
+
+    family: TinyFamily = "qwen3"
+    tolerance: float = 1e-4
+
+    def make_engine(self, config: TrainEngineConfig) -> TrainEngine:
+        """Return the engine under test."""
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """Return the folder of the model to train."""
+        return tiny_model(tmp_path_factory.mktemp("conformance") / cls.family, cls.family)
+
+    @pytest.fixture
+    def config(self, model_folder: Path) -> TrainEngineConfig:
+        """Return settings under which one step visibly moves the weights."""
+        return TrainEngineConfig(model_path=str(model_folder), device="cpu", learning_rate=1e-3)
+
+    def test_logprobs_are_those_of_transformers(self, config: TrainEngineConfig) -> None:
+        """[T] each, equal to the reference under the mask, 0 outside it, in the order given."""
+        sequences = _sequences()
+        engine = self.make_engine(config)
+        model = reference_model(Path(config.model_path))
+        for sequence, logprobs in zip(sequences, engine.logprobs(sequences), strict=True):
+            assert logprobs.dtype == np.float32
+            expected = np.where(sequence.loss_mask, reference_logprobs(model, sequence.ids), 0.0)
+            np.testing.assert_allclose(logprobs, expected, atol=self.tolerance, rtol=0)
+        engine.close()
+
+    def test_loss_tokens_are_packed_in_order(self, config: TrainEngineConfig) -> None:
+        """N loss tokens, sequence numbers sorted, extras beside them, totals over all micro-batches."""
+        sequences = _sequences()
+        total = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
+        seen: list[float] = []
+
+        def look(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
+            numbers = tokens.sequence_N.tolist()
+            assert numbers == sorted(numbers)
+            assert set(numbers) <= set(range(tokens.num_sequences))
+            assert len(numbers) == len(tokens.logprobs_N) == len(tokens.extras["advantage"])
+            assert (tokens.total_tokens, tokens.total_sequences) == (total, len(sequences))
+            seen.extend(tokens.extras["advantage"].tolist())
+            return _nll(tokens)
+
+        engine = self.make_engine(dataclasses.replace(config, max_tokens_per_microbatch=48))
+        engine.forward_backward(sequences, look)
+        expected = np.concatenate([sequence.extras["advantage"][sequence.loss_mask] for sequence in sequences])
+        np.testing.assert_allclose(sorted(seen), sorted(expected.tolist()), rtol=1e-6)
+        engine.close()
+
+    def test_micro_batches_change_no_result(self, config: TrainEngineConfig) -> None:
+        """Gradient norm and metrics are those of one large batch, whatever the token budget."""
+        norms, losses = [], []
+        for budget in (8192, 64, 41):
+            engine = self.make_engine(dataclasses.replace(config, max_tokens_per_microbatch=budget))
+            losses.append(engine.forward_backward(_sequences(), _nll)["nll"].value)
+            engine.forward_backward(_sequences(seed=1), _weighted)
+            norms.append(engine.step()["grad_norm"].value)
+            engine.close()
+        np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+        np.testing.assert_allclose(norms, norms[0], rtol=1e-4)
+
+    def test_a_step_that_is_not_finite_is_refused(self, config: TrainEngineConfig) -> None:
+        """Weights stay as they were, the refusal is counted, and the next step works."""
+        engine = self.make_engine(config)
+        before = _copy(engine)
+        engine.forward_backward(_sequences(), _not_finite)
+        assert engine.step()["steps_refused"].value == 1
+        assert _same(before, _copy(engine))
+        engine.forward_backward(_sequences(), _nll)
+        assert np.isfinite(engine.step()["grad_norm"].value)
+        assert not _same(before, _copy(engine))
+        assert all(np.isfinite(array).all() for array in _copy(engine).values())
+        engine.close()
+
+    def test_steps_learn(self, config: TrainEngineConfig) -> None:
+        """The loss of a batch falls when it is trained on."""
+        engine = self.make_engine(config)
+        losses = []
+        for _ in range(5):
+            losses.append(engine.forward_backward(_sequences(), _nll)["nll"].value)
+            engine.step()
+        assert losses[-1] < losses[0]
+        engine.close()
+
+    def test_weights_come_in_one_order_under_hugging_face_names(self, config: TrainEngineConfig) -> None:
+        """Names are those of transformers, each tensor once, equal on every call."""
+        engine = self.make_engine(config)
+        first, second = ([name for name, _ in engine.weights()] for _ in range(2))
+        assert first == second
+        expected = dict(reference_model(Path(config.model_path)).named_parameters())
+        assert set(first) == set(expected)
+        assert len(first) == len(set(first))
+        for name, array in _copy(engine).items():
+            np.testing.assert_array_equal(array, expected[name].detach().numpy())
+        engine.close()
+
+    def test_the_reference_policy_stays(self, config: TrainEngineConfig) -> None:
+        """`reference=True` asks the first policy, after training too."""
+        engine = self.make_engine(config)
+        sequences = _sequences()
+        first = engine.logprobs(sequences)
+        engine.forward_backward(sequences, _nll)
+        engine.step()
+        kept, moved = engine.logprobs(sequences, reference=True), engine.logprobs(sequences)
+        for one, two, three in zip(first, kept, moved, strict=True):
+            np.testing.assert_allclose(one, two, atol=1e-6)
+            assert not np.allclose(one, three, atol=1e-6)
+        engine.close()
+
+    def test_save_and_load_continue_the_same_run(self, config: TrainEngineConfig, tmp_path: Path) -> None:
+        """A loaded engine takes the step the saved one would take, and transformers reads the folder."""
+        engine = self.make_engine(config)
+        engine.forward_backward(_sequences(), _nll)
+        engine.step()
+        engine.save(tmp_path / "saved")
+        saved = _copy(engine)
+        other = self.make_engine(config)
+        other.load(tmp_path / "saved")
+        assert _same(saved, _copy(other))
+        for each in (engine, other):
+            each.forward_backward(_sequences(seed=2), _nll)
+            each.step()
+        for name, array in _copy(engine).items():
+            np.testing.assert_allclose(array, _copy(other)[name], atol=1e-6, err_msg=name)
+        model = reference_model(tmp_path / "saved")
+        assert _same(saved, {name: tensor.detach().numpy() for name, tensor in model.named_parameters()})
+        engine.close()
+        other.close()
+
+
+def _copy(engine: TrainEngine) -> dict[str, Any]:
+    return {name: np.array(tensor.detach()) for name, tensor in engine.weights()}
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)

@@ -1,0 +1,57 @@
+"""Backends are found by entry point, from real installed metadata."""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from offbeat_types import BackendError, installed_backends, load_backend
+
+KIND = "offbeat.example"
+
+
+@pytest.fixture
+def example_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A distribution on sys.path that registers two backends, one of them broken."""
+    metadata = tmp_path / "offbeat_example-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: offbeat-example\nVersion: 0.1\n")
+    (metadata / "entry_points.txt").write_text(
+        f"[{KIND}]\nworking = offbeat_example_backend:Engine\nbroken = offbeat_example_backend:Missing\n"
+    )
+    (tmp_path / "offbeat_example_backend.py").write_text("class Engine:\n    name = 'working'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("offbeat_example_backend", None)
+
+
+@pytest.mark.usefixtures("example_backend")
+def test_a_registered_backend_is_loaded_by_name() -> None:
+    assert installed_backends(KIND) == ("broken", "working")
+    assert load_backend(KIND, "working").name == "working"
+
+
+@pytest.mark.usefixtures("example_backend")
+def test_a_broken_backend_keeps_its_own_error() -> None:
+    with pytest.raises(AttributeError, match="Missing"):
+        load_backend(KIND, "broken")
+
+
+@pytest.mark.usefixtures("example_backend")
+def test_an_unknown_name_lists_the_ones_there_are() -> None:
+    message = f"{KIND} backend 'wroking' is not installed (installed: broken, working); check the name"
+    with pytest.raises(BackendError, match=re.escape(message)):
+        load_backend(KIND, "wroking")
+
+
+def test_a_known_backend_that_is_not_installed_comes_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    line = 'install it with: pip install "offbeat-rollout-vllm[engine]"'
+    with pytest.raises(BackendError, match=re.escape(f"(installed: none); {line}")):
+        load_backend("offbeat.rollout", "vllm")
+
+
+def test_nothing_is_installed_under_a_kind_nobody_uses() -> None:
+    assert installed_backends("offbeat.nobody") == ()

@@ -1,0 +1,99 @@
+"""A setting says what is required of a value, and only when the value breaks it."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat_types import (
+    METADATA_KEY,
+    REQUIRED,
+    RolloutEngineConfig,
+    Setting,
+    TrainEngineConfig,
+    setting,
+)
+
+numbers = st.floats(allow_nan=False, allow_infinity=False, width=32)
+
+
+@given(low=numbers, high=numbers, value=numbers)
+def test_closed_bounds_hold_their_ends(low: float, high: float, value: float) -> None:
+    complaint = Setting("x", ge=low, le=high).complaint(value)
+    assert (complaint is None) == (low <= value <= high)
+
+
+@given(low=numbers, high=numbers, value=numbers)
+def test_open_bounds_leave_their_ends_out(low: float, high: float, value: float) -> None:
+    complaint = Setting("x", gt=low, lt=high).complaint(value)
+    assert (complaint is None) == (low < value < high)
+
+
+@given(bound=numbers)
+def test_a_number_on_a_bound(bound: float) -> None:
+    assert Setting("x", ge=bound).complaint(bound) is None
+    assert Setting("x", gt=bound).complaint(bound) == f"a number > {bound:g}"
+
+
+@given(value=numbers)
+def test_a_bound_of_zero_is_a_bound(value: float) -> None:
+    assert (Setting("x", ge=0).complaint(value) is None) == (value >= 0)
+
+
+def test_the_complaint_names_every_bound() -> None:
+    assert Setting("x", ge=0, lt=1).complaint(1.5) == "a number >= 0 and < 1"
+    assert Setting("x", gt=0.5, le=2).complaint(0) == "a number > 0.5 and <= 2"
+
+
+def test_choices_are_named() -> None:
+    dtype = Setting("x", choices=("float32", "bfloat16"))
+    assert dtype.complaint("float32") is None
+    assert dtype.complaint("float8") == "one of float32, bfloat16"
+
+
+def test_nothing_given_is_never_out_of_bounds() -> None:
+    assert Setting("x", ge=1).complaint(None) is None
+    assert Setting("x", choices=("a",)).complaint(None) is None
+
+
+def test_not_a_number_is_out_of_any_bounds() -> None:
+    assert Setting("x", ge=0).complaint(float("nan")) == "a number >= 0"
+    assert Setting("x", lt=1).complaint(float("nan")) == "a number < 1"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Example:
+    path: str = setting(REQUIRED, "Where it lives.")
+    limit_s: float = setting(2.5, "How long to wait.", "s", gt=0)
+    options: dict[str, int] = setting({"a": 1}, "Extras.")
+    names: list[str] = setting([], "Names.")
+
+
+def test_a_required_setting_has_no_default() -> None:
+    with pytest.raises(TypeError, match="path"):
+        Example()
+    assert Example(path="p").limit_s == 2.5
+
+
+def test_instances_share_no_list_and_no_dict() -> None:
+    first, second = Example(path="p"), Example(path="p")
+    first.options["b"] = 2
+    first.names.append("n")
+    assert second.options == {"a": 1}
+    assert second.names == []
+
+
+def test_documentation_and_unit_stand_beside_the_field() -> None:
+    (field,) = (field for field in dataclasses.fields(Example) if field.name == "limit_s")
+    declared = field.metadata[METADATA_KEY]
+    assert (declared.doc, declared.unit, declared.gt) == ("How long to wait.", "s", 0)
+
+
+@pytest.mark.parametrize("config", [RolloutEngineConfig, TrainEngineConfig])
+def test_every_engine_setting_is_documented_and_its_default_is_in_bounds(config: type) -> None:
+    defaults = config(model_path="m")
+    for field in dataclasses.fields(config):
+        declared = field.metadata[METADATA_KEY]
+        assert declared.doc.endswith("."), field.name
+        assert declared.complaint(getattr(defaults, field.name)) is None, field.name

@@ -1,0 +1,70 @@
+"""What runs in the other process of a test: an engine that receives, with a fault on request, or a trainer."""
+
+import os
+import signal
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import torch
+from torch import Tensor
+
+from offbeat_types import OffbeatError
+from offbeat_weightsync import BucketPlan, SharedMemorySender, SharedMemoryStream, describe_tensors, receive
+
+
+def be_engine(texts: Connection, address: str, name: str, version: int, deadline_s: float, fault: str) -> None:
+    """Receive one version, and say what became of it."""
+    texts.send("ready")
+    try:
+        held = take(address, name, version, deadline_s, fault)
+        total = sum(float(tensor.double().sum()) for tensor in held.values())
+        texts.send(f"holds {len(held)} tensors of version {version}, sum {total:.6f}")
+    except (OffbeatError, ValueError) as error:
+        texts.send(f"{type(error).__name__}: {error}")
+
+
+def take(address: str, name: str, version: int, deadline_s: float, fault: str) -> dict[str, Tensor]:
+    with receive(address, version, deadline_s, name=name) as stream:
+        held = load(stream, fault)
+        spoil(held, fault)
+        if fault != "forget":
+            stream.confirm(stream.prove(held.__getitem__))
+    return held
+
+
+def load(stream: SharedMemoryStream, fault: str) -> dict[str, Tensor]:
+    held: dict[str, Tensor] = {}
+    for name, tensor in stream:
+        if fault == f"die at {name}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == f"stop at {name}":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == f"refuse {name}":
+            raise ValueError(f"no room for {name}")
+        held[name] = tensor.clone()
+    return held
+
+
+def spoil(held: dict[str, Tensor], fault: str) -> None:
+    what, _, name = fault.rpartition(" ")
+    if what == "flip":
+        held[name].view(torch.uint8).view(-1)[-1] ^= 1
+    elif what == "lose":
+        del held[name]
+    elif what == "reshape":
+        held[name] = held[name].reshape(-1)
+    elif what == "widen":
+        held[name] = held[name].double()
+
+
+def be_trainer_that_dies(texts: Connection, address: str) -> None:
+    """Send one tensor, and die while the second is asked for."""
+    tensors = {"a": torch.ones(5000), "b": torch.ones(5000)}
+    sender = SharedMemorySender(address, BucketPlan.build(describe_tensors(tensors.items()), 4096), deadline_s=30)
+    texts.send("ready")
+
+    def give() -> Iterator[tuple[str, Tensor]]:
+        yield "a", tensors["a"]
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    sender.send(give(), 1, 1)

@@ -1,0 +1,47 @@
+"""What a package imports is what it declares. All tests share one environment, so nothing else would notice."""
+
+import sys
+from importlib.metadata import packages_distributions
+
+import pytest
+from source_rules import imported_modules
+from workspace import Package, dist_name, packages
+
+PACKAGES = packages()
+every_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.key)
+# Declared for what it does when present, never imported by us.
+NEVER_IMPORTED = {"accelerate", "kaleido", "gguf", "jinja2", "protobuf", "sentencepiece", "tiktoken"}
+
+
+def imported(package: Package) -> set[str]:
+    """Distributions that the source of a package imports, in functions too, but itself and the standard library."""
+    modules: set[str] = set()
+    for path in package.source.rglob("*.py"):
+        modules |= imported_modules(path.read_text())
+    known = packages_distributions()
+    foreign = modules - sys.stdlib_module_names - {package.import_name}
+    return {dist_name(known.get(module, [module])[0]) for module in foreign}
+
+
+def declared(package: Package) -> set[str]:
+    """Distributions that a package names as a dependency, always or in an extra."""
+    return {dist_name(requirement) for requirement in package.requirements}
+
+
+def found_by_entry_point(name: str) -> bool:
+    """Whether a package of ours is a backend, loaded by name and never imported."""
+    package = next((other for other in PACKAGES if other.name == name), None)
+    groups = package.metadata["project"].get("entry-points", {}) if package else {}
+    return any(group.startswith("offbeat.") for group in groups)
+
+
+@every_package
+def test_every_import_is_declared(package: Package) -> None:
+    assert imported(package) - declared(package) == set()
+
+
+@every_package
+def test_every_dependency_is_used(package: Package) -> None:
+    always = {dist_name(requirement) for requirement in package.dependencies}
+    unused = always - imported(package) - NEVER_IMPORTED
+    assert {name for name in unused if not found_by_entry_point(name)} == set()

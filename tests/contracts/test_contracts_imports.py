@@ -1,0 +1,59 @@
+"""Light packages stay light, and every package imports and has the names it promises."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+from public_names import declared_names
+from workspace import Package, packages
+
+PACKAGES = packages()
+LIGHT = {"types", "hanglint", "cluster", "run", "data", "async-policy", "grpo-async-app", "sft-app"}
+HEAVY = ("torch", "transformers", "vllm", "ray", "megatron")
+light_package = pytest.mark.parametrize(
+    "package", [package for package in PACKAGES if package.key in LIGHT], ids=lambda package: package.key
+)
+command_line = pytest.mark.parametrize(
+    ("package", "target"),
+    [
+        pytest.param(package, target, id=command)
+        for package in PACKAGES
+        for command, target in package.metadata["project"].get("scripts", {}).items()
+    ],
+)
+TELL_HEAVY = f"import sys; sys.exit(', '.join(name for name in {HEAVY} if name in sys.modules) or 0)"
+HELP = """
+import sys
+from {module} import {function}
+sys.argv = ["command", "--help"]
+try:
+    {function}()
+except SystemExit as left:
+    assert not left.code, left.code
+"""
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+
+
+@light_package
+def test_a_light_package_imports_no_engine(package: Package) -> None:
+    done = run_python(f"import {package.import_name}\n{TELL_HEAVY}")
+    assert done.returncode == 0, f"importing {package.import_name} brings in {done.stderr}"
+
+
+@command_line
+def test_asking_for_help_imports_no_engine(package: Package, target: str) -> None:
+    module, function = target.split(":")
+    done = run_python(f"{HELP.format(module=module, function=function)}\n{TELL_HEAVY}")
+    assert done.returncode == 0, f"{package.key} --help brings in {done.stderr}"
+    assert "usage" in done.stdout.lower()
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.key)
+def test_every_public_name_is_there(package: Package) -> None:
+    module = importlib.import_module(package.import_name)
+    assert [name for name in declared_names(package) if not hasattr(module, name)] == []

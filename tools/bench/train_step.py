@@ -1,0 +1,86 @@
+"""Seconds of one training step of offbeat-engine-torch: shared and unshared prompts, float32 and bfloat16.
+
+    python tools/bench/train_step.py MODEL_FOLDER [--threads 2] [--prompts 8] [--samples 8] [--steps 2] [--profile]
+
+A step is `forward_backward` over prompts x samples sequences with a policy-gradient loss, then `step`.
+"""
+
+import argparse
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from offbeat_engine_torch import TorchTrainEngine
+from offbeat_types import LossTokens, Metrics, TrainEngineConfig, TrainSequence
+
+
+def make_sequences(args: argparse.Namespace, vocabulary: int) -> list[TrainSequence]:
+    """Groups of `samples` completions of one random prompt; completion lengths spread evenly about their mean."""
+    rng = np.random.default_rng(0)
+    sequences = []
+    for _ in range(args.prompts):
+        prompt = rng.integers(0, vocabulary, args.prompt_tokens)
+        for _ in range(args.samples):
+            mean = args.completion_tokens
+            length = int(rng.integers(max(1, mean * 2 // 5), 2 * mean - max(1, mean * 2 // 5) + 1))
+            ids = np.concatenate([prompt, rng.integers(0, vocabulary, length)]).astype(np.int32)
+            mask = np.arange(len(ids)) >= len(prompt)
+            advantage = np.full(len(ids), rng.normal(), np.float32)
+            sequences.append(TrainSequence(ids=ids, loss_mask=mask, extras={"advantage": advantage}))
+    return sequences
+
+
+def policy_gradient(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
+    """The plainest policy loss."""
+    return -(tokens.logprobs_N * tokens.extras["advantage"]).sum() / tokens.total_tokens, {}
+
+
+def measure(args: argparse.Namespace, **changes: Any) -> tuple[float, float, float]:
+    """Best seconds of `forward_backward` and of `step`, and packed tokens."""
+    shared = changes.pop("share_prompts")
+    options = {"share_prompts": shared, "head_dtype": changes.pop("head_dtype", "float32")}
+    config = TrainEngineConfig(model_path=args.model, num_threads=args.threads, options=options, **changes)
+    engine = TorchTrainEngine.create(config)
+    sequences = make_sequences(args, engine.vocabulary_size)
+    forward_backward, step, packed = [], [], 0.0
+    for _ in range(args.steps):
+        start = time.perf_counter()
+        packed = engine.forward_backward(sequences, policy_gradient)["packed_tokens"].value
+        middle = time.perf_counter()
+        engine.step()
+        forward_backward.append(middle - start)
+        step.append(time.perf_counter() - middle)
+    if args.profile:
+        with torch.profiler.profile() as profile:
+            engine.forward_backward(sequences, policy_gradient)
+            engine.step()
+        print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50))
+    engine.close()
+    return min(forward_backward), min(step), packed
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    for name, default in (("threads", 2), ("prompts", 8), ("samples", 8), ("prompt-tokens", 60)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--completion-tokens", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--budget", type=int, default=8192)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--only-shared", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    print(f"{'dtype':10} {'prompts':9} {'fwd+bwd s':>10} {'step s':>8} {'samples/s':>10} {'packed':>8} {'tokens/s':>9}")
+    for dtype in args.dtypes:
+        for shared in (True,) if args.only_shared else (False, True):
+            work, step, packed = measure(args, dtype=dtype, share_prompts=shared, max_tokens_per_microbatch=args.budget)
+            samples, label = args.prompts * args.samples / (work + step), "shared" if shared else "unshared"
+            print(f"{dtype:10} {label:9} {work:10.2f} {step:8.2f} {samples:10.2f} {packed:8.0f} {packed / work:9.0f}")
+
+
+if __name__ == "__main__":
+    main()

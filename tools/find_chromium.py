@@ -1,0 +1,66 @@
+"""Finds a Chromium for the tests that look at a report, and prints its path.
+
+    export OFFBEAT_CHROMIUM=$(python tools/find_chromium.py)
+
+On Debian, as root and with CI=true, a missing one is installed by apt; elsewhere the error says what to install.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from typing import Final
+
+NAMES: Final = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+ADVICE: Final = (
+    "no Chromium found: looked at $OFFBEAT_CHROMIUM and for chromium or google-chrome on PATH; install one "
+    "(Debian: apt-get install chromium; macOS: brew install --cask chromium) or set OFFBEAT_CHROMIUM to its path"
+)
+
+
+def on_path() -> str | None:
+    """Path of a browser that is already there."""
+    named = os.environ.get("OFFBEAT_CHROMIUM")
+    found = [shutil.which(name) for name in ((named,) if named else NAMES)]
+    return next((path for path in found if path), None)
+
+
+def may_install() -> bool:
+    """Whether this is a throw-away Debian machine on which we are allowed to install a package."""
+    return os.environ.get("CI") == "true" and os.geteuid() == 0 and shutil.which("apt-get") is not None
+
+
+def install() -> None:
+    """Install Debian's package. Output goes to stderr, because stdout carries the path."""
+    quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for command in (["apt-get", "update", "-qq"], ["apt-get", "install", "-y", "-qq", "chromium"]):
+        subprocess.run(command, check=True, env=quiet, stdout=sys.stderr, stdin=subprocess.DEVNULL, timeout=600)
+
+
+def find() -> str:
+    """Path of a Chromium, installed first where that is allowed.
+
+    Raises:
+        FileNotFoundError: none is there and none may be installed; the text says what to install.
+    """
+    path = on_path()
+    if path is None and may_install():
+        install()
+        path = on_path()
+    if path is None:
+        raise FileNotFoundError(ADVICE)
+    return path
+
+
+def main() -> int:
+    """Command line."""
+    try:
+        print(find())
+    except FileNotFoundError as error:
+        print(f"find_chromium: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Keeps the list of each package's public names, so that one is never lost or added unnoticed.
+
+python tools/public_names.py            compare tests/contracts/public_names/ with each package's `__all__`
+python tools/public_names.py --renew    write them anew
+"""
+
+import argparse
+import ast
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from workspace import ROOT, Package, packages
+
+
+def pinned_names_file(package: Package, root: Path = ROOT) -> Path:
+    """Where the public names of a package are pinned, one a line."""
+    return root / "tests" / "contracts" / "public_names" / f"{package.import_name}.txt"
+
+
+def declared_names(package: Package) -> list[str]:
+    """`__all__` of the package, read without importing it. An application may have none: nobody imports it.
+
+    Raises:
+        ValueError: it has none, or one that is not a plain list of strings.
+    """
+    path = package.source / "__init__.py"
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
+            return [str(name) for name in ast.literal_eval(node.value)]
+    if package.is_app:
+        return []
+    raise ValueError(f"{package.import_name} needs a plain list `__all__` in its __init__.py: found none")
+
+
+def pinned_names(package: Package, root: Path = ROOT) -> list[str]:
+    """The pinned names; empty when the package is not pinned yet."""
+    path = pinned_names_file(package, root)
+    return path.read_text().split() if path.is_file() else []
+
+
+def renew(root: Path = ROOT) -> None:
+    """Pin the names of every package, and forget packages that are gone."""
+    current = {pinned_names_file(package, root): declared_names(package) for package in packages(root)}
+    folder = root / "tests" / "contracts" / "public_names"
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in set(folder.glob("*.txt")) - set(current):
+        path.unlink()
+    for path, names in current.items():
+        path.write_text("".join(f"{name}\n" for name in names))
+
+
+def differences(root: Path = ROOT) -> list[str]:
+    """One line per package whose names differ from the pinned ones."""
+    found = []
+    for package in packages(root):
+        declared, pinned = set(declared_names(package)), set(pinned_names(package, root))
+        if declared != pinned:
+            added, lost = sorted(declared - pinned), sorted(pinned - declared)
+            found.append(f"{package.import_name}: added {added}, lost {lost}")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--renew", action="store_true", help="write the pinned names anew")
+    if parser.parse_args(arguments).renew:
+        renew()
+    found = differences()
+    for line in found:
+        print(f"{line}; if that is meant, say so in the CHANGELOG and run tools/public_names.py --renew")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""What the workspace holds, read from its folders: every tool and every nox session finds packages here.
+
+Standard library only, because nox and the lock read it before anything is installed.
+"""
+
+import re
+import subprocess
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+
+
+def dist_name(requirement: str) -> str:
+    """Normalised distribution name of a requirement: "Foo_Bar[x]>=1" becomes "foo-bar"."""
+    matched = re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", requirement)
+    if matched is None:
+        raise ValueError(f"a requirement starts with a distribution's name: got {requirement!r}")
+    return re.sub(r"[-_.]+", "-", matched.group()).lower()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """One folder under packages/ or apps/.
+
+    Args:
+        folder: where it lives.
+        metadata: its pyproject.toml, parsed.
+    """
+
+    folder: Path
+    metadata: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        """Folder name, as used in session names: `test(types)`."""
+        return self.folder.name
+
+    @property
+    def is_app(self) -> bool:
+        """Whether it lives under apps/."""
+        return self.folder.parent.name == "apps"
+
+    @property
+    def name(self) -> str:
+        """Distribution name, such as offbeat-types."""
+        return str(self.metadata["project"]["name"])
+
+    @property
+    def import_name(self) -> str:
+        """The one import package of the wheel, such as offbeat_types."""
+        return self.name.replace("-", "_")
+
+    @property
+    def source(self) -> Path:
+        """Folder of the import package."""
+        return self.folder / "src" / self.import_name
+
+    @property
+    def dependencies(self) -> list[str]:
+        """Requirements it always has."""
+        return list(self.metadata["project"].get("dependencies", []))
+
+    @property
+    def extras(self) -> dict[str, list[str]]:
+        """Requirements by extra."""
+        return dict(self.metadata["project"].get("optional-dependencies", {}))
+
+    @property
+    def requirements(self) -> list[str]:
+        """Requirements it has always, and those of its extras."""
+        return [*self.dependencies, *(one for extra in self.extras.values() for one in extra)]
+
+
+def packages(root: Path = ROOT) -> list[Package]:
+    """Every package and application that has a pyproject.toml, packages first, by name."""
+    found = [*sorted(root.glob("packages/*/pyproject.toml")), *sorted(root.glob("apps/*/pyproject.toml"))]
+    return [Package(folder=path.parent, metadata=tomllib.loads(path.read_text())) for path in found]
+
+
+def committed_files(root: Path = ROOT) -> list[Path]:
+    """Files git tracks or would track, as absolute paths; deleted ones left out."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+    return [root / name for name in sorted(set(listed.split("\0"))) if name and (root / name).is_file()]
