@@ -11,7 +11,7 @@ CATCH_ALL_NAMES: Final = frozenset({"util", "utils", "helper", "helpers", "commo
 UNSAFE_FORMATS: Final = frozenset({"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"})
 
 # Brackets around one letter keep these lines from matching themselves.
-_MACHINE_PATH: Final = re.compile(r"(?<![\w.])/(?:[w]ork|[r]oot|[o]pt|[h]ome/\w+|[U]sers/\w+)/")
+_MACHINE_PATH: Final = re.compile(r"(?<![\w.])/(?:[w]ork|[r]oot|[o]pt)/")
 _REGISTRY: Final = re.compile(
     r"https?://\S+/(?:simple|packages)/|[p]ypi\.org|[p]ythonhosted\.org|registry\.[n]pmjs|[d]eb\.debian\.org"
 )

@@ -2,6 +2,7 @@
 
     python tools/bench/train_step.py MODEL_FOLDER [--threads 2] [--prompts 8] [--samples 8] [--steps 2] [--profile]
 
+`cpu s` is processor time over all threads: on a busy machine the steadier figure.
 A step is `forward_backward` over prompts x samples sequences with a policy-gradient loss, then `step`.
 """
 
@@ -37,28 +38,29 @@ def policy_gradient(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
     return -(tokens.logprobs_N * tokens.extras["advantage"]).sum() / tokens.total_tokens, {}
 
 
-def measure(args: argparse.Namespace, **changes: Any) -> tuple[float, float, float]:
-    """Best seconds of `forward_backward` and of `step`, and packed tokens."""
+def measure(args: argparse.Namespace, **changes: Any) -> tuple[float, float, float, float]:
+    """Best seconds of `forward_backward`, of `step`, of processor time for both, and packed tokens."""
     shared = changes.pop("share_prompts")
     options = {"share_prompts": shared, "head_dtype": changes.pop("head_dtype", "float32")}
     config = TrainEngineConfig(model_path=args.model, num_threads=args.threads, options=options, **changes)
     engine = TorchTrainEngine.create(config)
     sequences = make_sequences(args, engine.vocabulary_size)
-    forward_backward, step, packed = [], [], 0.0
+    forward_backward, step, processor, packed = [], [], [], 0.0
     for _ in range(args.steps):
-        start = time.perf_counter()
+        start, start_processor = time.perf_counter(), time.process_time()
         packed = engine.forward_backward(sequences, policy_gradient)["packed_tokens"].value
         middle = time.perf_counter()
         engine.step()
         forward_backward.append(middle - start)
         step.append(time.perf_counter() - middle)
+        processor.append(time.process_time() - start_processor)
     if args.profile:
         with torch.profiler.profile() as profile:
             engine.forward_backward(sequences, policy_gradient)
             engine.step()
         print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50))
     engine.close()
-    return min(forward_backward), min(step), packed
+    return min(forward_backward), min(step), min(processor), packed
 
 
 def main() -> None:
@@ -74,12 +76,18 @@ def main() -> None:
     parser.add_argument("--only-shared", action="store_true")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
-    print(f"{'dtype':10} {'prompts':9} {'fwd+bwd s':>10} {'step s':>8} {'samples/s':>10} {'packed':>8} {'tokens/s':>9}")
+    print(
+        f"{'dtype':10} {'prompts':9} {'fwd+bwd s':>10} {'step s':>8} {'cpu s':>8} {'samples/s':>10} {'packed':>8} {'tokens/s':>9}"
+    )
     for dtype in args.dtypes:
         for shared in (True,) if args.only_shared else (False, True):
-            work, step, packed = measure(args, dtype=dtype, share_prompts=shared, max_tokens_per_microbatch=args.budget)
+            work, step, processor, packed = measure(
+                args, dtype=dtype, share_prompts=shared, max_tokens_per_microbatch=args.budget
+            )
             samples, label = args.prompts * args.samples / (work + step), "shared" if shared else "unshared"
-            print(f"{dtype:10} {label:9} {work:10.2f} {step:8.2f} {samples:10.2f} {packed:8.0f} {packed / work:9.0f}")
+            print(
+                f"{dtype:10} {label:9} {work:10.2f} {step:8.2f} {processor:8.2f} {samples:10.2f} {packed:8.0f} {packed / work:9.0f}"
+            )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Speed of the shared-memory weight sync, beside plain memcpy in the same run.
 
-    python tools/bench/weightsync.py [--size smollm2-135m|1b|all] [--receivers N] [--repeats N] [--json]
+    python tools/bench/weightsync.py [--size tiny|smollm2-135m|1b|all] [--receivers N] [--repeats N] [--json]
 
 Trainer and engines are processes; the engine copies every tensor into its own, proves them, and confirms. The time
 is the sender's, from `send` to the last proof. Plain memcpy is one `copy_` of as many bytes, in one thread, in
@@ -21,6 +21,7 @@ from offbeat_weightsync import BucketPlan, SharedMemorySender, describe_tensors,
 Shapes = list[tuple[str, tuple[int, ...]]]
 
 SIZES = {
+    "tiny": {"vocabulary": 512, "hidden": 64, "key_value": 32, "feed_forward": 128, "layers": 2},
     "smollm2-135m": {"vocabulary": 49152, "hidden": 576, "key_value": 192, "feed_forward": 1536, "layers": 30},
     "1b": {"vocabulary": 128256, "hidden": 2048, "key_value": 512, "feed_forward": 8192, "layers": 16},
 }

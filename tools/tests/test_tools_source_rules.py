@@ -15,7 +15,7 @@ from source_rules import (
 SLASH = "/"
 
 
-@pytest.mark.parametrize("folder", ["work", "root", "opt", "home/ann", "Users/ann"])
+@pytest.mark.parametrize("folder", ["work", "root", "opt"])
 def test_a_machine_path_is_found(folder: str) -> None:
     assert machine_addresses(f"first\nlook in {SLASH}{folder}/wheels") == [f"line 2: {SLASH}{folder}/"]
 

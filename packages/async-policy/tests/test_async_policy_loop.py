@@ -234,7 +234,7 @@ def test_slow_is_not_stuck_while_the_backend_reports_movement():
         ("group_deadline_s", "generate", "waited 0.02 s for an engine"),
         ("update_deadline_s", "update", "update 0: waited 0.02 s for the trainer"),
         ("sync_deadline_s", "sync", "sync 1: waited 0.02 s for the trainer and the engines"),
-        ("checkpoint_deadline_s", "checkpoint", "checkpoint 1: waited 0.02 s for the trainer and the disk"),
+        ("update_deadline_s", "checkpoint", "checkpoint 1: waited 0.02 s for the trainer and the disk"),
     ],
 )
 def test_every_kind_of_work_has_a_deadline_with_its_name(deadline, where, text):

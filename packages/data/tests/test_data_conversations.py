@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from offbeat_data import DataConfig, Tokenizer, load_conversations
+from offbeat_data import ConversationConfig, Tokenizer, load_conversations
 from offbeat_types import ConfigError, DataError, ModelError, TrainSequence
 
 TURNS = [
@@ -47,7 +47,7 @@ def _llama3(turns: list[dict[str, str]]) -> Segments:
 
 
 def _load(tokenizer: Tokenizer, path: str, **settings: object) -> tuple[TrainSequence, ...]:
-    return load_conversations(DataConfig(path=path, **settings), tokenizer).train
+    return load_conversations(ConversationConfig(path=path, **settings), tokenizer).train
 
 
 @pytest.mark.parametrize("turns", [TURNS[:2], TURNS, [SYSTEM, *TURNS], [SYSTEM, *TURNS[:3]]])
@@ -85,7 +85,7 @@ def test_a_template_that_forgets_thoughts_gives_one_sequence_per_turn(
     make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
 ) -> None:
     tokenizer = make_tokenizer("forgetful")
-    loaded = load_conversations(DataConfig(path=write_jsonl([{"messages": TURNS}])), tokenizer)
+    loaded = load_conversations(ConversationConfig(path=write_jsonl([{"messages": TURNS}])), tokenizer)
     user, answer, again, last = (turn["content"] for turn in TURNS)
     opening = f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
     first = [(opening, False), (f"<think>\n\n</think>\n\n{answer}<|im_end|>", True), ("\n", False)]
@@ -155,11 +155,11 @@ def test_rows_that_are_too_long_are_left_out_or_cut_and_counted(
     long = [{"role": "user", "content": "the sum " * 50}, TURNS[1]]
     answer = [TURNS[0], {"role": "assistant", "content": "twelve " * 200}]
     path = write_jsonl([{"messages": TURNS[:2]}, {"messages": long}, {"messages": answer}])
-    filtered = load_conversations(DataConfig(path=path, max_sequence_tokens=80), tokenizer)
+    filtered = load_conversations(ConversationConfig(path=path, max_sequence_tokens=80), tokenizer)
     counts = filtered.train_counts
     assert (counts.read, counts.too_long, counts.truncated, counts.kept) == (3, 2, 0, 1)
     assert counts.longest > 80
-    cut = load_conversations(DataConfig(path=path, max_sequence_tokens=80, too_long="truncate"), tokenizer)
+    cut = load_conversations(ConversationConfig(path=path, max_sequence_tokens=80, too_long="truncate"), tokenizer)
     # The long question leaves no token of the answer: there is nothing to learn from it.
     counts = cut.train_counts
     assert (counts.read, counts.too_long, counts.truncated, counts.kept) == (3, 1, 1, 2)
@@ -180,7 +180,7 @@ def test_held_out_conversations_are_not_trained_on(
 ) -> None:
     path = write_jsonl([{"text": f"The answer is {number}."} for number in range(10)])
     tokenizer = make_tokenizer("chatml")
-    loaded = load_conversations(DataConfig(path=path, eval_size=3), tokenizer)
+    loaded = load_conversations(ConversationConfig(path=path, eval_size=3), tokenizer)
     train, held_out = ({tokenizer.decode(s.ids) for s in part} for part in (loaded.train, loaded.eval))
     assert (len(train), len(held_out), train & held_out) == (7, 3, set())
 

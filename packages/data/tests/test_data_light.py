@@ -5,19 +5,20 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from offbeat_data import DataConfig, RewardConfig
+from offbeat_data import ConversationConfig, RewardConfig
 from offbeat_types import METADATA_KEY
 
 WORK = """
 import sys
 from offbeat_data import *
 tokenizer = build_character_tokenizer({folder!r})
-data = DataConfig(path="arithmetic:2", num_items=20, eval_size=5)
+data = ConversationConfig(path="arithmetic:2", num_items=20, eval_size=5)
 prompts = load_prompts(data, tokenizer)
-sequences = load_conversations(DataConfig(path="arithmetic:2", num_items=20, completion_column="answer"), tokenizer)
+sums = ConversationConfig(path="arithmetic:2", num_items=20, completion_column="answer")
+sequences = load_conversations(sums, tokenizer)
 reward = build_reward(RewardConfig(name="number_match"))
 assert reward.score(prompts.train[0], prompts.train[0].answer).value == 1.0
-DataConfig(path="reasoning-gym:chain_sum")
+ConversationConfig(path="reasoning-gym:chain_sum")
 heavy = {{"torch", "transformers", "datasets", "reasoning_gym", "math_verify", "pyarrow", "sympy"}} & set(sys.modules)
 assert not heavy, heavy
 print("light")
@@ -40,7 +41,7 @@ def test_readers_and_verifiers_bring_no_torch(tmp_path: Path) -> None:
         "import sys, pyarrow.parquet\n"
         "from offbeat_data import *\n"
         f"tokenizer = build_character_tokenizer({str(tmp_path)!r})\n"
-        "load_prompts(DataConfig(path='reasoning-gym:chain_sum', num_items=2), tokenizer)\n"
+        "load_prompts(ConversationConfig(path='reasoning-gym:chain_sum', num_items=2), tokenizer)\n"
         "build_reward(RewardConfig(name='math_verify'))\n"
         "print('torch' in sys.modules)\n"
     )
@@ -49,7 +50,7 @@ def test_readers_and_verifiers_bring_no_torch(tmp_path: Path) -> None:
 
 
 def test_sections_keep_to_25_documented_keys() -> None:
-    for section in (DataConfig, RewardConfig):
+    for section in (ConversationConfig, RewardConfig):
         declared = fields(section)
         assert len(declared) <= 25
         assert all(field.metadata[METADATA_KEY].doc.endswith(".") for field in declared)

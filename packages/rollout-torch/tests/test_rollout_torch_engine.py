@@ -221,13 +221,11 @@ def test_a_cancelled_caller_frees_its_place(folder):
 
 def test_weights_that_are_not_finite_are_named(folder):
     async def check(engine):
-        weights = [
-            (name, tensor.detach() * float("nan")) for name, tensor in reference_model(folder).named_parameters()
-        ]
-        await engine.update_weights(FakeWeightStream(weights, 3), 3)
+        good = [(name, tensor.detach()) for name, tensor in reference_model(folder).named_parameters()]
+        bad = [(name, tensor * float("nan")) for name, tensor in good]
+        await engine.update_weights(FakeWeightStream(bad, 3), 3)
         with pytest.raises(ModelError, match="version 3"):
             await engine.generate(request())
-        good = [(name, tensor.detach()) for name, tensor in reference_model(folder).named_parameters()]
         await engine.update_weights(FakeWeightStream(good, 4), 4)
         assert len((await engine.generate(request()))[0].ids) == 30
 

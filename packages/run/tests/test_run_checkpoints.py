@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat_run import Checkpoints, atomic_folder, atomic_write
@@ -103,6 +103,8 @@ def test_a_process_killed_while_writing_leaves_the_checkpoint_before(tmp_path: P
     assert latest.step == 1
 
 
+# The disk decides how long an example takes, so none has a deadline.
+@settings(deadline=None, max_examples=30)
 @given(
     steps=st.sets(st.integers(0, 99), max_size=6),
     keep=st.integers(0, 4),

@@ -128,6 +128,7 @@ def test_an_override_inside_a_table_keeps_the_other_entries_of_the_file() -> Non
         ("pair = [1]", "must be a list of 2: an integer, a string"),
         ("mode = 'medium'", "must be one of fast, slow"),
         ("options = 1", "must be a table, got the integer 1"),
+        ("weights = {a = nan}", "got the number nan"),
         ("weights = {a = 'x'}", 'got the string "x"'),
         ("seed = 'x'", 'must be an integer or "none", got the string "x"'),
     ],

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat_run import Generation, GenerationsLog, MetricsLog, RunFolder, read_generations, read_metrics
@@ -51,6 +51,7 @@ def test_metrics_come_back_as_written(run: RunFolder) -> None:
     assert math.isnan(second.values["nan"])
 
 
+@settings(deadline=None, max_examples=30)
 @given(st.dictionaries(st.text("abc/", min_size=1), st.floats() | st.lists(st.floats(), max_size=3), max_size=4))
 def test_any_number_comes_back(tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]) -> None:
     with RunFolder.create(tmp_path_factory.mktemp("run")) as run, MetricsLog(run, tensorboard=False) as log:

@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 import pytest
 
 from offbeat_run import Generation, GenerationsLog, MetricsLog, RunFolder, Timeline, write_report
+from offbeat_run._report import _script_json
 from offbeat_types import RunFolderError
 
 EVIL = "</pre></script><script>document.title='pwned'</script><img src=http://evil.example/x onerror=alert(1)>"
@@ -110,6 +111,12 @@ def test_what_a_completion_holds_stays_text(tmp_path: Path) -> None:
     nonces = {attrs.get("nonce") for tag, attrs in page.tags if tag == "script"}
     assert len(nonces) == 1
     assert page_of(RunFolder(tmp_path / "run", None)).tags != page.tags  # the nonce is new each time
+
+
+def test_no_text_in_the_figures_can_end_their_script() -> None:
+    held = _script_json({"name": EVIL})
+    assert "<" not in held
+    assert json.loads(held) == {"name": EVIL}
 
 
 def test_a_fine_tuning_run_shows_its_losses_and_no_empty_figure(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat_run import Timeline, clock_s, merge_timelines, read_timeline
@@ -59,6 +59,7 @@ def test_a_killed_process_leaves_a_timeline_that_loads_and_goes_on(tmp_path: Pat
     json.loads(path.read_text())
 
 
+@settings(deadline=None, max_examples=50)
 @given(cut=st.integers(0, 400))
 def test_a_file_cut_anywhere_still_loads(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
     path = tmp_path_factory.mktemp("cut") / "t.json"

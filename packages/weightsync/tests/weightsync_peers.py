@@ -42,6 +42,8 @@ def load(stream: SharedMemoryStream, fault: str) -> dict[str, Tensor]:
         if fault == f"refuse {name}":
             raise ValueError(f"no room for {name}")
         held[name] = tensor.clone()
+        if fault == "scribble":
+            tensor.zero_()
     return held
 
 

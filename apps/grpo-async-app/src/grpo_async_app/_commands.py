@@ -40,6 +40,7 @@ def _train(words: CommandWords, file: str) -> int:
     preflight = check_run(load_config(file, GrpoConfig, words.overrides))
     with RunFolder.create(new_run_folder(words, Path(file).stem), required_bytes=preflight.required_bytes) as run:
         _show_plan(preflight, run)
+        run.write_config(preflight.config)
         return _conclude(train(preflight, run), run)
 
 
@@ -100,7 +101,6 @@ _COMMANDS: dict[str, Command] = {
 
 
 def _show_plan(preflight: Preflight, run: RunFolder) -> None:
-    run.write_config(preflight.config)
     rows = describe_plan(preflight)
     run.write_text(run.plan, "\n".join(f"{name}: {text}" for name, text in rows) + "\n")
     print_table(rows, title="plan")

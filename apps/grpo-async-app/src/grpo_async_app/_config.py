@@ -69,12 +69,9 @@ class EvalConfig:
     """Section `eval`: validation on held-out prompts while training goes on."""
 
     every_updates: int = setting(0, "Updates between two validations; 0 turns them off.", "updates", ge=0)
-    at_start: bool = setting(True, "Validate the first policy too.")
     max_prompts: int = setting(0, "Held-out prompts used; 0 uses all.", "prompts", ge=0)
     temperature: float = setting(0.0, "Of the validation samples; 0 is greedy.", ge=0)
-    max_tokens: int = setting(0, "Longest validation completion; 0: that of rollout.max_tokens.", "tokens", ge=0)
     success_reward: float = setting(0.99, "A completion with at least this reward counts as right in the accuracy.")
-    deadline_s: float = setting(1800.0, "Longest time for one validation.", "s", gt=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +93,8 @@ class GrpoConfig:
     def rollout_engine(self, model_path: str, num_threads: int) -> RolloutEngineConfig:
         """What the rollout backend is given."""
         return RolloutEngineConfig(
-            **_shared(self.rollout, RolloutEngineSettings, num_threads),
+            **_shared(self.rollout, RolloutEngineSettings),
+            num_threads=num_threads,
             model_path=model_path,
             trust_remote_code=self.model.trust_remote_code,
         )
@@ -104,12 +102,12 @@ class GrpoConfig:
     def train_engine(self, model_path: str, num_threads: int) -> TrainEngineConfig:
         """What the training backend is given: scores at the sampler's temperature."""
         return TrainEngineConfig(
-            **_shared(self.engine, TrainEngineSettings, num_threads),
+            **_shared(self.engine, TrainEngineSettings),
+            num_threads=num_threads,
             model_path=model_path,
             trust_remote_code=self.model.trust_remote_code,
         )
 
 
-def _shared(section: object, settings: type, num_threads: int) -> dict[str, Any]:
-    values = {field.name: getattr(section, field.name) for field in fields(settings)}
-    return {**values, "num_threads": values["num_threads"] or num_threads}
+def _shared(section: object, settings: type) -> dict[str, Any]:
+    return {each.name: getattr(section, each.name) for each in fields(settings)}

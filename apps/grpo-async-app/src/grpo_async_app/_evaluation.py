@@ -42,10 +42,10 @@ async def validate(fleet: Fleet, config: GrpoConfig, prompts: tuple[Prompt, ...]
     """Complete and score every prompt once.
 
     Raises:
-        DeadlineError: it took longer than `eval.deadline_s`.
+        DeadlineError: one answer took longer than `async.group_deadline_s`.
     """
     params = SamplingParams(
-        max_tokens=config.eval.max_tokens or config.rollout.max_tokens,
+        max_tokens=config.rollout.max_tokens,
         temperature=config.eval.temperature,
         stop=tuple(config.rollout.stop),
         seed=config.rollout.seed,
@@ -54,7 +54,7 @@ async def validate(fleet: Fleet, config: GrpoConfig, prompts: tuple[Prompt, ...]
 
     async def answer(number: int, prompt: Prompt) -> tuple[Prompt, Completion, float]:
         request = GenerateRequest(request_id=f"eval-{version}-{number}", prompt_ids=prompt.ids, params=params)
-        [completion] = await fleet.generate(names[number % len(names)], request, config.eval.deadline_s)
+        [completion] = await fleet.generate(names[number % len(names)], request, config.async_.group_deadline_s)
         [score] = await fleet.score(prompt, [completion.text])
         return prompt, completion, score.value
 

@@ -1,8 +1,9 @@
 """The processes of a run: one trainer, some rollout engines, a verifier; started, called, restarted, stopped."""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,19 @@ from offbeat_types import (
     GenerateRequest,
     PeerFailedError,
     WeightProof,
+    WeightSyncError,
     load_backend,
 )
 from offbeat_weightsync import new_socket_path
 
 _log = logging.getLogger(__name__)
+
+
+SyncOne = Callable[[str], Awaitable[None]]
+"""Brings the trainer's weights to the engine of this name, when no update and no other sync runs."""
+
+DEATH_SEEN_AFTER_S = 2.0
+"""A call that fails and the death that made it fail are seen one after the other; how long to wait for the second."""
 
 
 @dataclass
@@ -30,6 +39,7 @@ class _Rollout:
     spec: RoleSpec
     handle: ActorHandle
     num_groups: int = 0
+    restarting: bool = False
     ready: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -123,10 +133,16 @@ class Fleet:
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def sync(self, version: int, interrupt: bool) -> None:
+    async def sync(self, version: int, interrupt: bool, sync_one: SyncOne) -> None:
         """Bring the trainer's weights to every engine, one after the other: the fleet never stops as a whole."""
-        for name in self._rollouts:
-            await self._sync_one(name, version, interrupt)
+        for name, rollout in self._rollouts.items():
+            if rollout.restarting:
+                continue  # it gets its weights when it is up again
+            try:
+                await self._sync_one(name, version, interrupt)
+            except (PeerFailedError, WeightSyncError) as error:
+                await self._raise_unless_dead(rollout, error)
+                self.restart_if_dead(name, sync_one)
 
     async def _sync_one(self, name: str, version: int, interrupt: bool) -> None:
         rollout, deadline_s = self._rollouts[name], self._config.async_.sync_deadline_s
@@ -150,21 +166,31 @@ class Fleet:
 
     # ── life and death ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def restart_if_dead(self, name: str, sync_one: Callable[[str], Any]) -> None:
+    def restart_if_dead(self, name: str, sync_one: SyncOne) -> None:
         """Start a dead rollout engine again in the background; `sync_one` brings it the trainer's weights."""
         rollout = self._rollouts[name]
-        if rollout.handle.alive or not rollout.ready.is_set():
+        if rollout.handle.alive or rollout.restarting:
             return
+        rollout.restarting = True
         rollout.ready.clear()
         task = asyncio.create_task(self._restart(rollout, sync_one))
         self._restarts.add(task)
         task.add_done_callback(self._restarts.discard)
 
-    async def _restart(self, rollout: _Rollout, sync_one: Callable[[str], Any]) -> None:
+    async def _restart(self, rollout: _Rollout, sync_one: SyncOne) -> None:
         self.num_restarts += 1
         _log.warning("%s died and is started again", rollout.spec.name)
         rollout.handle = await self._launcher.start(rollout.spec)
         await sync_one(rollout.spec.name)
+        rollout.restarting = False
+
+    async def _raise_unless_dead(self, rollout: _Rollout, error: Exception) -> None:
+        """Raise the error when the engine lives: then it is not a matter of starting it again."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DEATH_SEEN_AFTER_S):
+                await rollout.handle.wait_dead()
+        if rollout.handle.alive:
+            raise error
 
     async def sync_restarted(self, name: str, version: int) -> None:
         """Bring the weights to one engine that has been started again."""
@@ -183,7 +209,7 @@ class Fleet:
     def _trainer_spec(self, num_updates: int, checkpoint: Path | None) -> RoleSpec:
         config = self._config
         engine = config.train_engine(self._model_path, self._threads["trainer"])
-        steps = engine.total_steps or num_updates * config.async_.require_batches
+        steps = num_updates * config.async_.require_batches
         options = {"temperature": config.rollout.temperature, **engine.options}
         if config.algorithm.needs_entropy_gradient:
             options["entropy_gradient"] = True
@@ -222,7 +248,7 @@ class Fleet:
 def plan_threads(config: GrpoConfig) -> dict[str, int]:
     """CPU threads of one trainer and of one rollout engine."""
     weights = {"trainer": 1.0, **{f"rollout-{number}": 1.0 for number in range(config.rollout.num_engines)}}
-    shares = split_threads(config.cluster.num_threads or available_cpus(), weights)
+    shares = split_threads(available_cpus(), weights)
     return {
         "trainer": config.cluster.trainer_threads or shares["trainer"],
         "rollout": config.cluster.rollout_threads or shares["rollout-0"],

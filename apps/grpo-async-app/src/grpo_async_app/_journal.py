@@ -33,21 +33,21 @@ class Journal:
         run: open for writing.
         config: of the run.
         num_updates: updates of the whole run, for the progress.
-        resume_step: on resume, updates done at the checkpoint.
+        last_step: updates done at the checkpoint this goes on from, -1 for none: what was written after it vanishes.
     """
 
-    def __init__(self, run: RunFolder, config: GrpoConfig, num_updates: int, resume_step: int | None = None) -> None:
+    def __init__(self, run: RunFolder, config: GrpoConfig, num_updates: int, last_step: int) -> None:
         log = config.log
         self._config = config
         self._metrics = MetricsLog(
             run,
             tensorboard=log.tensorboard,
             trackers=open_trackers(log, run),
-            resume_step=resume_step,
+            resume_step=last_step,
         )
-        self._generations = GenerationsLog(run, resume_step=resume_step)
+        self._generations = GenerationsLog(run, resume_step=last_step)
         self._timeline = Timeline(run.timeline) if log.timeline else None
-        self._progress = Progress(num_updates, start=resume_step or 0, every_s=log.progress_every_s)
+        self._progress = Progress(num_updates, start=max(last_step, 0), every_s=log.progress_every_s)
         self._pending: Metrics = {}
         self._last_wait_s = 0.0
 
@@ -72,7 +72,7 @@ class Journal:
     def synced(self, version: int, start_s: float, end_s: float) -> None:
         """Note a weight sync."""
         if self._timeline:
-            self._timeline.span("weight sync", f"version {version}", start_s, end_s)
+            self._timeline.span("weight sync", "sync", start_s, end_s, {"version": version})
 
     def updated(
         self,
@@ -93,22 +93,21 @@ class Journal:
             shares: of the time since the update before.
             statistics: of the policy; its lags do not hold this update yet.
         """
-        if version % self._config.log.every == 0:
-            values = {
-                **trained,
-                **_group_metrics(groups, version - 1),
-                "async/trainer_idle_share": Metric(value=shares.trainer_idle),
-                "async/rollout_idle_share": Metric(value=shares.rollout_idle),
-                "async/overlap_share": Metric(value=shares.overlap),
-                "perf/update_s": Metric(value=shares.wall_s),
-                "perf/tokens_per_s": Metric(value=sum(group.num_tokens for group in groups) / shares.wall_s),
-                "perf/samples_per_s": Metric(value=sum(len(g.completions) for g in groups) / shares.wall_s),
-                "groups/filtered": Metric(value=float(statistics.filtered), how="last"),
-                "groups/dropped": Metric(value=float(statistics.dropped), how="last"),
-                "groups/reissued": Metric(value=float(statistics.reissued), how="last"),
-            }
-            self._metrics.write(version, {**values, "async/lag_histogram": _lag_histogram(groups, version - 1)})
-            self._progress.update(version, values)
+        values = {
+            **trained,
+            **_group_metrics(groups, version - 1),
+            "async/trainer_idle_share": Metric(value=shares.trainer_idle),
+            "async/rollout_idle_share": Metric(value=shares.rollout_idle),
+            "async/overlap_share": Metric(value=shares.overlap),
+            "perf/update_s": Metric(value=shares.wall_s),
+            "perf/tokens_per_s": Metric(value=sum(group.num_tokens for group in groups) / shares.wall_s),
+            "perf/samples_per_s": Metric(value=sum(len(g.completions) for g in groups) / shares.wall_s),
+            "groups/filtered": Metric(value=float(statistics.filtered), how="last"),
+            "groups/dropped": Metric(value=float(statistics.dropped), how="last"),
+            "groups/reissued": Metric(value=float(statistics.reissued), how="last"),
+        }
+        self._metrics.write(version, {**values, "async/lag_histogram": _lag_histogram(groups, version - 1)})
+        self._progress.update(version, values)
         shown = groups[: self._config.log.train_generations]
         self._generations.write(_generation(version, group, prompts[group.item]) for group in shown)
 

@@ -30,7 +30,7 @@ def quickstart_config(model_folder: Path, seed: int, overrides: tuple[str, ...])
     config = parse_config(text, GrpoConfig, overrides, name="quickstart.toml")
     return replace(
         config,
-        data=replace(config.data, seed=seed, shuffle_seed=seed),
+        data=replace(config.data, seed=seed),
         rollout=replace(config.rollout, seed=seed),
         engine=replace(config.engine, seed=seed),
     )

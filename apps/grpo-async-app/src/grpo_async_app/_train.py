@@ -45,16 +45,16 @@ def train(preflight: Preflight, run: RunFolder) -> Outcome:
 
 
 def resume(preflight: Preflight, run: RunFolder) -> Outcome:
-    """Go on from the latest whole checkpoint.
+    """Go on from the latest whole checkpoint; from the beginning when the run was killed before its first.
 
     Raises:
-        RunFolderError: there is none, or it was written without the optimizer.
+        RunFolderError: the run was told not to keep its optimizer.
     """
-    checkpoint = run.checkpoints.latest()
-    if checkpoint is None:
-        raise RunFolderError(f"{run.path} holds no whole checkpoint: start the run again in a new folder")
     if not preflight.config.checkpoint.save_optimizer:
         raise RunFolderError(f"{run.path} was run with checkpoint.save_optimizer = false: it cannot be resumed")
+    checkpoint = run.checkpoints.latest()
+    if checkpoint is None:
+        return train(preflight, run)
     state = read_loop_state(checkpoint.path)
     policy = AsyncPolicy.restore(preflight.config.async_, state["policy"])
     return _run(_Session(preflight, run, policy, load_groups(checkpoint.path), checkpoint))
@@ -93,7 +93,7 @@ async def _train(session: _Session) -> Outcome:
     config, preflight, run = session.preflight.config, session.preflight, session.run
     start = session.checkpoint
     fleet = Fleet(config, str(preflight.model.path), run.logs)
-    with Journal(run, config, preflight.num_updates, start.step if start else None) as journal:
+    with Journal(run, config, preflight.num_updates, start.step if start else -1) as journal:
         try:
             journal.message("starting trainer and rollout engines ...")
             await fleet.start_training(preflight.num_updates, start.path if start else None)

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field, fields
 
-from offbeat_data import DataConfig
+from offbeat_data import ConversationConfig
 from offbeat_run import CheckpointConfig, LogConfig
 from offbeat_types import REQUIRED, ConfigError, TrainEngineConfig, TrainEngineSettings, setting
 
@@ -57,7 +57,7 @@ class SftConfig:
     """Everything a run of `sft-app` can be told."""
 
     model: ModelConfig
-    data: DataConfig
+    data: ConversationConfig
     engine: EngineConfig = field(default_factory=EngineConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -67,5 +67,4 @@ class SftConfig:
     def train_engine(self, num_updates: int) -> TrainEngineConfig:
         """What the training backend is given."""
         values = {each.name: getattr(self.engine, each.name) for each in fields(TrainEngineSettings)}
-        values["total_steps"] = values["total_steps"] or num_updates
         return TrainEngineConfig(**values, model_path=self.model.path, trust_remote_code=self.model.trust_remote_code)

@@ -30,7 +30,7 @@ class Preflight:
     def order(self) -> EpochOrder:
         """Maps a position to a sequence."""
         data = self.config.data
-        return EpochOrder(len(self.conversations.train), data.shuffle_seed, data.shuffle)
+        return EpochOrder(len(self.conversations.train), data.seed, data.shuffle)
 
     @property
     def required_bytes(self) -> int:

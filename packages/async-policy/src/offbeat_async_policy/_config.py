@@ -38,9 +38,8 @@ class AsyncConfig:
     )
     max_group_retries: int = setting(3, "Times one group is issued again after its engine died.", ge=0)
     group_deadline_s: float = setting(7200.0, "Longest time for one group to be generated and scored.", "s", gt=0)
-    update_deadline_s: float = setting(7200.0, "Longest time for one update.", "s", gt=0)
+    update_deadline_s: float = setting(7200.0, "Longest time for one update, and for one checkpoint.", "s", gt=0)
     sync_deadline_s: float = setting(600.0, "Longest time for one weight sync.", "s", gt=0)
-    checkpoint_deadline_s: float = setting(1800.0, "Longest time for one checkpoint.", "s", gt=0)
     stall_after_s: float = setting(
         600.0,
         "With work outstanding and nothing moving for so long, the run ends and names who waits for whom.",

@@ -182,7 +182,7 @@ class _Loop:
                     self._backend.checkpoint(state),
                     f"checkpoint {state['version']}",
                     "the trainer and the disk",
-                    self._config.checkpoint_deadline_s,
+                    self._config.update_deadline_s,
                 )
 
     async def _drop(self, group_id: int) -> None:

@@ -115,9 +115,8 @@ class ClusterConfig:
     """Section `cluster`: where the roles run, and how long to wait for them."""
 
     launcher: str = setting("local", "Who starts the role processes: local, on this machine without Ray.")
-    num_threads: int = setting(0, "CPU threads for all roles together; 0 means every CPU this process may use.", ge=0)
-    trainer_threads: int = setting(0, "CPU threads of each trainer process; 0 takes a share of num_threads.", ge=0)
-    rollout_threads: int = setting(0, "CPU threads of each rollout process; 0 takes a share of num_threads.", ge=0)
+    trainer_threads: int = setting(0, "CPU threads of each trainer; 0 takes a share of all CPUs.", ge=0)
+    rollout_threads: int = setting(0, "CPU threads of each rollout engine; 0 takes a share of all CPUs.", ge=0)
     start_timeout_s: float = setting(300.0, "Longest wait for a role to import, load a model and be ready.", "s", gt=0)
     call_timeout_s: float = setting(1800.0, "Longest wait for one call to a role, unless the call says so.", "s", gt=0)
     stop_timeout_s: float = setting(20.0, "Time a role has to close before it is killed.", "s", gt=0)

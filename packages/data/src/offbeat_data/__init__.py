@@ -10,7 +10,7 @@ from offbeat_data._chat_template import (
     ChatTemplate,
     RenderedChat,
 )
-from offbeat_data._config import DataConfig
+from offbeat_data._config import ConversationConfig, DataConfig
 from offbeat_data._conversations import (
     ConversationSet,
     load_conversations,
@@ -38,6 +38,7 @@ from offbeat_data._tokenizer import (
 __all__ = [
     "ARITHMETIC_ALPHABET",
     "ChatTemplate",
+    "ConversationConfig",
     "ConversationSet",
     "DataConfig",
     "EpochOrder",

@@ -17,19 +17,15 @@ class DataConfig:
     )
     split: str = setting("train", "Split to read where path holds several, as a saved DatasetDict does.")
     num_items: int = setting(0, "Items to draw or read at most; 0: all of a file, 1000 of a generator.", "items", ge=0)
-    seed: int = setting(0, "Seed of what a generator such as reasoning-gym draws.", ge=0)
+    seed: int = setting(0, "Seed of what a generator draws, of what is held out, and of the order.", ge=0)
     task_options: dict[str, Any] = setting({}, "Options of the reasoning-gym task, such as {min_terms = 2}.")
 
     eval_path: str = setting("", "Held-out data, in any form path takes; empty: hold out eval_size items of path.")
     eval_split: str = setting("", "Split to read as held-out data; alone, it is a split of path.")
     eval_size: int = setting(0, "Items held out of path, or read from eval_path at most (0: all of it).", "items", ge=0)
-    eval_seed: int = setting(0, "Seed that chooses which items are held out.", ge=0)
 
     prompt_column: str = setting("prompt", "Column of the prompt: a text, or a list of chat messages.")
     answer_column: str = setting("answer", "Column of the reference answer that rewards compare with.")
-    messages_column: str = setting("messages", "SFT: column of whole conversations.")
-    completion_column: str = setting("completion", "SFT: column of the answer to learn, beside prompt_column.")
-    text_column: str = setting("text", "SFT: column of plain text to learn as it stands.")
 
     system_prompt: str = setting("", "Put before every conversation that has no system message of its own.")
     chat_template: str = setting(
@@ -40,11 +36,19 @@ class DataConfig:
     )
 
     max_prompt_tokens: int = setting(1024, "Longer prompts are left out and counted.", "tokens", ge=1)
-    max_sequence_tokens: int = setting(4096, "SFT: longest sequence; see too_long.", "tokens", ge=2)
-    too_long: str = setting(
-        "filter", "SFT: leave longer sequences out, or cut off their end.", choices=("filter", "truncate")
-    )
 
     shuffle: bool = setting(True, "Serve items in a new random order each epoch.")
-    shuffle_seed: int = setting(0, "Seed of that order.", ge=0)
     epochs: int = setting(1, "Passes over the data; 0: until the run ends for another reason.", "epochs", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationConfig(DataConfig):
+    """What supervised fine-tuning needs besides: the columns of conversations, and how long they may be."""
+
+    messages_column: str = setting("messages", "Column of whole conversations.")
+    completion_column: str = setting("completion", "Column of the answer to learn, beside prompt_column.")
+    text_column: str = setting("text", "Column of plain text to learn as it stands.")
+    max_sequence_tokens: int = setting(4096, "Longest sequence; see too_long.", "tokens", ge=2)
+    too_long: str = setting(
+        "filter", "Leave longer sequences out, or cut off their end.", choices=("filter", "truncate")
+    )

@@ -8,7 +8,7 @@ import numpy as np
 
 from offbeat_data._assistant_turns import encode_marked, mark_assistant_turns
 from offbeat_data._columns import as_messages, as_text, require_column, with_system
-from offbeat_data._config import DataConfig
+from offbeat_data._config import ConversationConfig
 from offbeat_data._files import Row
 from offbeat_data._prompts import RowCounts, uses_template
 from offbeat_data._sources import read_sources
@@ -26,7 +26,7 @@ class ConversationSet:
     eval_counts: RowCounts
 
 
-def load_conversations(config: DataConfig, tokenizer: Tokenizer) -> ConversationSet:
+def load_conversations(config: ConversationConfig, tokenizer: Tokenizer) -> ConversationSet:
     """Read, render, encode and mask conversations; equal configurations give equal sets.
 
     The columns decide what a row is: `messages_column` a conversation, with loss on the assistant's turns;
@@ -46,7 +46,7 @@ def load_conversations(config: DataConfig, tokenizer: Tokenizer) -> Conversation
 
 @dataclass(frozen=True)
 class _SequenceBuilder:
-    config: DataConfig
+    config: ConversationConfig
     tokenizer: Tokenizer
 
     def build(self, rows: list[Row], source: str) -> tuple[tuple[TrainSequence, ...], RowCounts]:

@@ -34,7 +34,7 @@ def read_sources(config: DataConfig) -> RowSets:
         if (path, split) == (config.path, config.split):
             raise ConfigError("data.eval_path names the training data: set data.eval_size to hold out some of it")
         train = _read_one(config, config.path, config.split, config.num_items, config.seed)
-        return RowSets(train=train, held_out=_read_one(config, path, split, config.eval_size, config.eval_seed))
+        return RowSets(train=train, held_out=_read_one(config, path, split, config.eval_size, config.seed + 1))
     return _draw_both(config) or _hold_out(config, read_rows(_as_path(config.path), config.split, config.num_items))
 
 
@@ -75,7 +75,7 @@ def _hold_out(config: DataConfig, rows: list[Row]) -> RowSets:
         )
     if not config.eval_size:
         return RowSets(train=rows, held_out=[])
-    chosen = {int(at) for at in permutation(len(rows), config.eval_seed)[: config.eval_size]}
+    chosen = {int(at) for at in permutation(len(rows), config.seed)[: config.eval_size]}
     held_out = [row for at, row in enumerate(rows) if at in chosen]
     return RowSets(train=[row for at, row in enumerate(rows) if at not in chosen], held_out=held_out)
 

@@ -145,8 +145,8 @@ class TorchRolloutEngine:
         in_flight = RequestInFlight(request, self._tokenizer, deliver)
         if not in_flight.samples:
             return []
-        await asyncio.wrap_future(self._worker.call(lambda: self._worker.submit(in_flight)))
         try:
+            await asyncio.wrap_future(self._worker.call(lambda: self._worker.submit(in_flight)))
             return await asyncio.wrap_future(done)
         except asyncio.CancelledError:
             self._worker.call(lambda: self._worker.abort(request.request_id))

@@ -5,6 +5,7 @@ than the product. oneDNN takes a weight packed once: measured 2 to 3 times as fa
 it fuses SwiGLU and the residual addition into the products. These are the operators torch.compile emits for the CPU.
 """
 
+import platform
 from typing import Any, Final
 
 import torch
@@ -19,7 +20,8 @@ PACK_FOR_ROWS: Final = 32
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether packed products exist here."""
     is_available: Any = torch.backends.mkldnn.is_available
-    if device.type != "cpu" or not is_available():
+    on_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    if device.type != "cpu" or not on_x86 or not is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

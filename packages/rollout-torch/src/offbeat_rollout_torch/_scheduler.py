@@ -36,6 +36,7 @@ class Scheduler:
     def remove(self, request: RequestInFlight) -> None:
         """Forget a request, whatever its samples are doing."""
         del self.requests[request.request_id]
+        self._hold_admission = False
         for sample in request.samples:
             self._leave(sample)
         self.running = [sample for sample in self.running if sample.request is not request]

@@ -5,9 +5,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from offbeat_run._command import CommandWords, split_arguments
 from offbeat_run._config_text import explain
 from offbeat_run._folder import RunFolder
@@ -85,11 +82,15 @@ def report_command(words: CommandWords, folder: str) -> int:
     return 0
 
 
-def print_table(rows: Sequence[tuple[str, str]], *, title: str = "", console: Console | None = None) -> None:
+def print_table(rows: Sequence[tuple[str, str]], *, title: str = "") -> None:
     """Print rows of (name, text); a long text is folded, never cut."""
+    from rich.console import Console  # imported late: most commands print no table
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(title=title or None, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for row in rows:
-        table.add_row(*row)
-    (console or Console()).print(table)
+        table.add_row(*map(Text, row))  # plain: "[engine]" is no markup
+    Console().print(table)

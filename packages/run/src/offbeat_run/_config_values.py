@@ -153,10 +153,8 @@ def _table(value: dict[str, Any], cls: Any) -> Any:
     if unknown or missing:
         complaint = f"unknown {', '.join(unknown)}" if unknown else f"without {', '.join(missing)}"
         raise ValueProblemError(type_words(cls), f"{show(value)}, {complaint}")
-    held = {
-        keys[name].field_name: _fit_expanded(item, keys[name].annotation, keys[name].setting)
-        for name, item in value.items()
-    }
+    items = [(keys[name], item) for name, item in value.items()]
+    held = {key.field_name: _fit_expanded(item, key.annotation, key.setting) for key, item in items}
     try:
         return cls(**held)
     except (ConfigError, ValueError) as error:

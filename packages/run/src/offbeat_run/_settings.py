@@ -19,7 +19,6 @@ class CheckpointConfig:
 class LogConfig:
     """What a run tells while it goes on."""
 
-    every: int = setting(1, "Write metrics after this many updates.", "updates", ge=1)
     generations: int = setting(16, "Completions written down per validation.", "completions", ge=0)
     train_generations: int = setting(4, "Completions written down per update trained on.", "completions", ge=0)
     tensorboard: bool = setting(True, "Write TensorBoard files as well as metrics.jsonl.")

@@ -218,7 +218,6 @@ class RolloutEngineSettings:
     )
     max_running: int = setting(64, "Samples decoded together at most.", "samples", ge=1)
     max_model_len: int = setting(4096, "Prompt and completion together at most.", "tokens", ge=8)
-    num_threads: int = setting(0, "CPU threads; 0 leaves the choice to the launcher.", "threads", ge=0)
     options: dict[str, Any] = setting({}, "Extras of the backend, checked against its own settings.")
 
 
@@ -228,3 +227,4 @@ class RolloutEngineConfig(RolloutEngineSettings):
 
     model_path: str = setting(REQUIRED, "Hugging Face model folder: config.json, safetensors, tokenizer.")
     trust_remote_code: bool = setting(False, "Run code that comes with the model folder.")
+    num_threads: int = setting(0, "CPU threads; 0 leaves the choice to the launcher.", "threads", ge=0)

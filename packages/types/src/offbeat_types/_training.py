@@ -161,12 +161,10 @@ class TrainEngineSettings:
     learning_rate: float = setting(1e-6, "Peak learning rate.", ge=0)
     schedule: str = setting("constant", "Learning rate after the warm-up.", choices=("constant", "linear", "cosine"))
     warmup_steps: int = setting(0, "Updates over which the learning rate rises from 0.", "updates", ge=0)
-    total_steps: int = setting(0, "Updates after which linear and cosine reach their end; 0: set by the app.", ge=0)
     min_learning_rate_ratio: float = setting(0.0, "End of the schedule, as a share of the peak.", ge=0, le=1)
     weight_decay: float = setting(0.0, "AdamW weight decay on matrices.", ge=0)
     adam_beta1: float = setting(0.9, "AdamW first moment decay.", ge=0, lt=1)
     adam_beta2: float = setting(0.95, "AdamW second moment decay.", ge=0, lt=1)
-    adam_eps: float = setting(1e-8, "AdamW epsilon.", gt=0)
     max_grad_norm: float = setting(1.0, "Gradients are scaled down to this norm; 0 turns it off.", ge=0)
     max_tokens_per_microbatch: int = setting(
         8192, "Token budget of one forward and backward pass: bounds memory, changes no result.", "tokens", ge=16
@@ -175,7 +173,6 @@ class TrainEngineSettings:
     lora_rank: int = setting(0, "Rank of LoRA adapters; 0 trains all weights.", ge=0)
     lora_alpha: float = setting(0.0, "LoRA scale; 0 means twice the rank.", ge=0)
     seed: int = setting(0, "Seed of everything random in the engine.", ge=0)
-    num_threads: int = setting(0, "CPU threads; 0 leaves the choice to the launcher.", ge=0)
     options: dict[str, Any] = setting({}, "Extras of the backend, checked against its own settings.")
 
 
@@ -185,3 +182,6 @@ class TrainEngineConfig(TrainEngineSettings):
 
     model_path: str = setting(REQUIRED, "Hugging Face model folder: config.json, safetensors, tokenizer.")
     trust_remote_code: bool = setting(False, "Run code that comes with the model folder.")
+    total_steps: int = setting(0, "Updates after which linear and cosine reach their end; 0: set by the app.", ge=0)
+    adam_eps: float = setting(1e-8, "AdamW epsilon.", gt=0)
+    num_threads: int = setting(0, "CPU threads; 0 leaves the choice to the launcher.", ge=0)

@@ -161,7 +161,7 @@ def _open_stream(connection: Connection, version: int) -> SharedMemoryStream:
     connection.peer = hello.name
     fd = connection.receive_descriptor()
     try:
-        slots = Slots(fd, hello.slot_bytes)
+        slots = Slots(fd, hello.slot_bytes, writable=False)
     finally:
         os.close(fd)
     plan = BucketPlan.build([TensorSpec(*spec) for spec in hello.specs], hello.bucket_bytes)

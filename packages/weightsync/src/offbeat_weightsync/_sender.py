@@ -45,7 +45,7 @@ class SharedMemorySender:
         except BaseException:
             self.close()
             raise
-        self._slots = Slots(self._memory_fd, self._slot_bytes)
+        self._slots = Slots(self._memory_fd, self._slot_bytes, writable=True)
 
     def __enter__(self) -> "SharedMemorySender":
         return self

@@ -20,10 +20,13 @@ class Slots:
     Args:
         fd: open file that holds the slots; it may be closed afterwards.
         slot_bytes: size of each.
+        writable: for the sender. What a receiver writes by mistake stays with it: it spoils its own proof, and no
+            other engine's weights.
     """
 
-    def __init__(self, fd: int, slot_bytes: int) -> None:
-        memory = mmap.mmap(fd, NUM_SLOTS * slot_bytes)
+    def __init__(self, fd: int, slot_bytes: int, *, writable: bool) -> None:
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY
+        memory = mmap.mmap(fd, NUM_SLOTS * slot_bytes, access=access)
         # The tensors hold the mapping; it is unmapped when the last of them is gone, never under a reader's feet.
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         self._slots = [whole[index * slot_bytes : (index + 1) * slot_bytes] for index in range(NUM_SLOTS)]
