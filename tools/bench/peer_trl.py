@@ -1,6 +1,6 @@
 """The peer of vs_trl.py: GRPO with TRL, in an environment of its own. Writes when each step ended, and its lengths.
 
-    python peer_trl.py '{"model": …, "data": …, "out": …, "steps": 3, …}'     (started by vs_trl.py)
+python peer_trl.py '{"model": …, "data": …, "out": …, "steps": 3, …}'     (started by vs_trl.py)
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]  # only in its own environment
 
 NUMBER = re.compile(r"-?\d+")
 
@@ -26,7 +26,7 @@ def number_match(completions: list[list[dict[str, str]]], answer: list[str], **_
     ]
 
 
-class StepRows(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+class StepRows(TrainerCallback):
     """Notes the end of each step, and the figures TRL logs for it right after."""
 
     def __init__(self) -> None:
@@ -36,8 +36,9 @@ class StepRows(TrainerCallback):  # type: ignore[misc]  # transformers is not ty
         """Called after the optimizer's step."""
         self.rows.append({"end_s": time.time()})
 
-    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+    def on_log(self, *_: Any, **values: Any) -> None:
         """Called once per step, as logging_steps is 1, and once at the end with other names."""
+        logs = values["logs"]
         if "completions/mean_length" in logs:
             self.rows[-1] |= {"tokens": logs["completions/mean_length"], "reward": logs["reward"]}
 

@@ -80,7 +80,7 @@ def summarise(rows: Rows, seed: int, total_s: float) -> Figures:
     training_s = sum(row["perf/update_s"] for row in updates)
 
     def mean(name: str) -> float:
-        return sum(row[name] * row["perf/update_s"] for row in updates) / training_s
+        return float(sum(row[name] * row["perf/update_s"] for row in updates) / training_s)
 
     return Figures(
         seed=seed,

@@ -76,18 +76,16 @@ def main() -> None:
     parser.add_argument("--only-shared", action="store_true")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
-    print(
-        f"{'dtype':10} {'prompts':9} {'fwd+bwd s':>10} {'step s':>8} {'cpu s':>8} {'samples/s':>10} {'packed':>8} {'tokens/s':>9}"
-    )
+    columns = ("fwd+bwd s", "step s", "cpu s", "samples/s", "packed", "tokens/s")
+    print(f"{'dtype':10} {'prompts':9}", *(f"{column:>10}" for column in columns))
     for dtype in args.dtypes:
         for shared in (True,) if args.only_shared else (False, True):
             work, step, processor, packed = measure(
                 args, dtype=dtype, share_prompts=shared, max_tokens_per_microbatch=args.budget
             )
             samples, label = args.prompts * args.samples / (work + step), "shared" if shared else "unshared"
-            print(
-                f"{dtype:10} {label:9} {work:10.2f} {step:8.2f} {processor:8.2f} {samples:10.2f} {packed:8.0f} {packed / work:9.0f}"
-            )
+            figures = (work, step, processor, samples, packed, packed / work)
+            print(f"{dtype:10} {label:9}", *(f"{figure:10.2f}" for figure in figures), flush=True)
 
 
 if __name__ == "__main__":

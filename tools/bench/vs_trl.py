@@ -2,12 +2,12 @@
 
     python tools/bench/vs_trl.py MODEL_FOLDER [--steps 2] [--json FILE]
 
-Both train all weights in float32 on 8 prompts x 8 samples a step, at most 48 new tokens at temperature 1, learning rate
-1e-5, no KL term, one optimizer step per 64 samples, on short sums through the model's chat template. offbeat is the real
-application, `grpo-async-app train`; TRL gets a process and an environment of its own, made here once and kept.
+Both train all weights in float32 on 8 prompts x 8 samples a step, at most 48 new tokens at temperature 1, learning
+rate 1e-5, no KL term, one optimizer step per 64 samples, on short sums through the model's chat template. offbeat is
+the real application, `grpo-async-app train`; TRL gets a process and an environment of its own, made once and kept.
 
-Timed from the end of the first step to the end of the last measured one. offbeat generates ahead, so its run goes on for
-two more updates that are not timed: otherwise the last ones would train on samples that were made before the clock ran.
+Timed from the end of the first step to the end of the last measured one. offbeat generates ahead, so its run goes on
+for two more updates that are not timed: otherwise the last ones would train on samples made before the clock ran.
 Both are bound to the same `--threads` CPUs.
 """
 
@@ -54,6 +54,7 @@ mini_batch_size = {prompts}
 staleness_threshold = 1
 partial_rollout = true
 [cluster]
+num_threads = {threads}
 trainer_threads = {trainer_threads}
 rollout_threads = {rollout_threads}
 [checkpoint]
@@ -108,6 +109,12 @@ def write_sums(path: Path, num_rows: int) -> None:
             file.write(json.dumps({"prompt": prompt, "answer": str(one + other)}) + "\n")
 
 
+def num_rows(args: argparse.Namespace) -> int:
+    """Questions that the longer of the two runs takes."""
+    updates: int = WARM_UP_STEPS + args.steps + DRAIN_STEPS
+    return updates * int(args.prompts)
+
+
 def run_offbeat(args: argparse.Namespace, data: Path, folder: Path) -> list[Step]:
     """Train with the application and read the metrics of its run folder."""
     updates = WARM_UP_STEPS + args.steps + DRAIN_STEPS
@@ -148,11 +155,16 @@ def run_trl(args: argparse.Namespace, data: Path, folder: Path) -> list[Step]:
     return [Step(**row) for row in json.loads((folder / "trl.json").read_text())]
 
 
+def peer_environment() -> Path:
+    """Folder of TRL's environment, kept between runs; it holds a file `complete` once everything is installed."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "offbeat" / "bench" / "trl-1.16"
+
+
 def peer_python() -> str:
     """The Python of TRL's environment; made with uv on first use, with the torch that runs here."""
     torch = "torch==" + importlib.metadata.version("torch").partition("+")[0]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    environment = cache / "offbeat" / "bench" / "trl-1.16"
+    environment = peer_environment()
     python, complete = environment / "bin" / "python", environment / "complete"
     if complete.exists() and complete.read_text() == torch:
         return str(python)
@@ -179,7 +191,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         data = folder / "sums.jsonl"
-        write_sums(data, (WARM_UP_STEPS + args.steps + DRAIN_STEPS) * args.prompts)
+        write_sums(data, num_rows(args))
         figures: dict[str, Any] = {"load_before": {}}
         speeds = {}
         for name, run in (("offbeat", run_offbeat), ("trl", run_trl)):
@@ -206,14 +218,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     numbers = {"steps": 2, "threads": 2, "prompts": 8, "samples": 8, "max-tokens": 48, "max-model-len": 256}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--trainer-threads", type=int, default=0, help="of offbeat; 0: all of --threads")
-    parser.add_argument("--rollout-threads", type=int, default=0, help="of offbeat; 0: all of --threads")
+    parser.add_argument("--trainer-threads", type=int, default=0, help="of offbeat; 0: its share of --threads")
+    parser.add_argument("--rollout-threads", type=int, default=0, help="of offbeat; 0: its share of --threads")
     parser.add_argument("--peer-microbatch", type=int, default=16, help="samples in one pass of TRL's trainer")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    args = parser.parse_args(arguments)
-    args.trainer_threads = args.trainer_threads or args.threads
-    args.rollout_threads = args.rollout_threads or args.threads
-    return args
+    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:

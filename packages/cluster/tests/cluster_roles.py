@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -99,9 +100,11 @@ class Patient:
 
     def __init__(self, trace: Path | None = None) -> None:
         self.trace, self.cancelled = trace, False
+        self.released = threading.Event()
 
     async def start(self) -> None:
         self.loop = asyncio.get_running_loop()
+        self.is_waiting = asyncio.Event()
 
     async def started(self) -> bool:
         return self.loop is asyncio.get_running_loop()
@@ -111,7 +114,18 @@ class Patient:
         time.sleep(seconds)
         return "computed"
 
+    def wait_released(self) -> str:
+        self.released.wait()
+        return "released"
+
+    async def release(self) -> None:
+        self.released.set()
+
+    async def waiting(self) -> None:
+        await self.is_waiting.wait()
+
     async def wait_long(self) -> None:
+        self.is_waiting.set()
         try:
             await asyncio.sleep(100)
         except asyncio.CancelledError:

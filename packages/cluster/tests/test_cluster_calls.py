@@ -1,7 +1,6 @@
 """Calls to a role in a real process: typed both ways, many at once, cancellable."""
 
 import asyncio
-from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +106,12 @@ def test_sync_methods_run_one_at_a_time_in_order(start_role: Any) -> None:
 def test_health_answers_while_a_long_method_computes(start_role: Any) -> None:
     async def scenario() -> None:
         async with start_role("Patient") as role:
-            computing = asyncio.create_task(role.call("compute", 1.5, returns=str))
+            computing = asyncio.create_task(role.call("wait_released", returns=str))
             for _ in range(20):
                 assert await role.call("started", returns=bool)
             assert not computing.done()
-            assert await computing == "computed"
+            await role.call("release")
+            assert await computing == "released"
 
     asyncio.run(scenario())
 
@@ -125,18 +125,18 @@ def test_a_thousand_calls_in_flight_get_their_own_answers(start_role: Any) -> No
     assert asyncio.run(scenario()) == list(range(1000))
 
 
-async def cancel_soon(call: Awaitable[Any]) -> None:
-    task = asyncio.ensure_future(call)
-    await asyncio.sleep(0.1)
-    task.cancel()
+async def cancel(call: "asyncio.Task[Any]") -> None:
+    call.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await task
+        await call
 
 
 def test_cancelling_a_call_cancels_the_async_method(start_role: Any) -> None:
     async def scenario() -> None:
         async with start_role("Patient") as role:
-            await cancel_soon(role.call("wait_long"))
+            call = asyncio.create_task(role.call("wait_long"))
+            await role.call("waiting")
+            await cancel(call)
             assert await role.call("was_cancelled", returns=bool)
 
     asyncio.run(scenario())
@@ -147,12 +147,15 @@ def test_cancelling_a_call_takes_it_off_the_queue(start_role: Any, tmp_path: Pat
 
     async def scenario() -> None:
         async with start_role("Patient", {"trace": trace}) as role:
-            first = asyncio.create_task(role.call("compute", 0.5, returns=str))
-            await cancel_soon(role.call("compute", 0.0))
-            assert await first == "computed"
+            first = asyncio.create_task(role.call("wait_released", returns=str))
+            second = asyncio.create_task(role.call("compute", 0.0))
+            assert await role.call("started", returns=bool)  # so both have been sent
+            await cancel(second)
+            await role.call("release")
+            assert await first == "released"
 
     asyncio.run(scenario())
-    assert trace.read_text().splitlines() == ["compute began", "closed"]
+    assert trace.read_text().splitlines() == ["closed"]
 
 
 async def refused(role: ActorHandle, method: str, *args: Any, **kwargs: Any) -> str:

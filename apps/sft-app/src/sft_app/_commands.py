@@ -1,5 +1,6 @@
 """What each command does."""
 
+from contextlib import closing
 from pathlib import Path
 
 from offbeat_run import (
@@ -15,10 +16,10 @@ from offbeat_run import (
     run_named_command,
     write_report,
 )
-from offbeat_types import ConfigError, RunFolderError, load_backend
+from offbeat_types import ConfigError, RunFolderError
 from sft_app._config import SftConfig
 from sft_app._preflight import check_run
-from sft_app._train import held_out_loss, train
+from sft_app._train import create_engine, held_out_loss, resume, train
 
 
 def dispatch(words: list[str]) -> int:
@@ -32,13 +33,17 @@ def dispatch(words: list[str]) -> int:
 
 def _train(words: CommandWords, file: str) -> int:
     preflight = check_run(load_config(file, SftConfig, words.overrides))
-    with RunFolder.create(new_run_folder(words, Path(file).stem), required_bytes=preflight.required_bytes) as run:
+    rows = preflight.plan()
+    print_table(rows, title="plan")
+    # The engine comes first: what it refuses must not leave a run folder behind.
+    with (
+        closing(create_engine(preflight)) as engine,
+        RunFolder.create(new_run_folder(words, Path(file).stem), required_bytes=preflight.required_bytes) as run,
+    ):
         run.write_config(preflight.config)
-        rows = preflight.plan()
         run.write_text(run.plan, "\n".join(f"{name}: {text}" for name, text in rows) + "\n")
-        print_table(rows, title="plan")
-        print(f"run folder: {run.path}")
-        return _conclude(train(preflight, run), run)
+        print(f"run folder: {run.path}", flush=True)
+        return _conclude(train(preflight, run, engine), run)
 
 
 def _plan(words: CommandWords, file: str) -> int:
@@ -49,7 +54,8 @@ def _plan(words: CommandWords, file: str) -> int:
 def _resume(words: CommandWords, folder: str) -> int:
     with RunFolder.open(folder) as run:
         preflight = check_run(load_config(run.config, SftConfig, words.overrides))
-        return _conclude(train(preflight, run, resume=True), run)
+        with closing(create_engine(preflight)) as engine:
+            return _conclude(resume(preflight, run, engine), run)
 
 
 def _eval(words: CommandWords, folder: str) -> int:
@@ -61,8 +67,9 @@ def _eval(words: CommandWords, folder: str) -> int:
         preflight = check_run(config)
         if not preflight.held_out:
             raise ConfigError("eval needs held-out data: set data.eval_size or data.eval_path")
-        engine = load_backend("offbeat.engine", config.engine.backend).create(config.train_engine(1))
-        print(f"checkpoint of update {checkpoint.step}: loss {held_out_loss(engine, preflight.held_out):.4f} nats")
+        with closing(create_engine(preflight)) as engine:
+            loss = held_out_loss(engine, preflight.held_out)
+        print(f"checkpoint of update {checkpoint.step}: loss {loss:.4f} nats")
         return 0
 
 
@@ -74,9 +81,11 @@ def _doctor(words: CommandWords) -> int:
 def _conclude(validations: list[tuple[int, float]], run: RunFolder) -> int:
     if len(validations) > 1:
         print_before_after([("held-out loss", validations[0][1], validations[-1][1])])
-    latest = run.checkpoints.latest()
+    latest, best = run.checkpoints.latest(), run.checkpoints.best()
     if latest:
         print(f"checkpoint: {latest.path}")
+    if best and latest and best.step != latest.step:
+        print(f"best checkpoint: {best.path}")
     print(f"report: {write_report(run)}")
     return 0
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from offbeat_data import ConversationSet, EpochOrder, load_conversations, load_tokenizer
 from offbeat_run import ModelFolder, count_text, inspect_model, size_text
-from offbeat_types import ConfigError, TrainSequence, load_backend
+from offbeat_types import ConfigError, ModelError, TrainSequence, load_backend
 from sft_app._config import SftConfig
 
 
@@ -32,11 +32,26 @@ class Preflight:
         data = self.config.data
         return EpochOrder(len(self.conversations.train), data.seed, data.shuffle)
 
+    def batch(self, update: int) -> list[TrainSequence]:
+        """The sequences of an update, counted from 0; the last one may have fewer than the others."""
+        positions = batch_positions(update, self.config.engine.batch_size, self._num_positions)
+        return [self.conversations.train[self.order(position)[1]] for position in positions]
+
+    def epochs_at(self, done: int) -> float:
+        """Passes over the data after so many updates."""
+        served = done * self.config.engine.batch_size
+        return min(served, self._num_positions or served) / len(self.conversations.train)
+
+    @property
+    def _num_positions(self) -> int:
+        return self.order.num_positions(self.config.data.epochs)
+
     @property
     def required_bytes(self) -> int:
         """Room on the disk for all checkpoints kept at once, one in the making, and the best."""
-        checkpoint = self.config.checkpoint
-        return self.model.num_parameters * 4 * (3 if checkpoint.save_optimizer else 1) * (checkpoint.keep + 2) + 2**26
+        checkpoint, engine = self.config.checkpoint, self.config.engine
+        moments = checkpoint.save_optimizer and not engine.lora_rank  # those of adapters are small
+        return self.model.num_parameters * 4 * (3 if moments else 1) * (checkpoint.keep + 2) + 2**26
 
     def plan(self) -> list[tuple[str, str]]:
         """Rows of (what, how much)."""
@@ -45,19 +60,25 @@ class Preflight:
         learned = sum(int(sequence.loss_mask.sum()) for sequence in self.conversations.train)
         trained = f"LoRA of rank {config.engine.lora_rank}" if config.engine.lora_rank else "all weights"
         left_out = f", {counts.too_long} left out: too long" if counts.too_long else ""
+        cut = f", {counts.truncated} cut off at {config.data.max_sequence_tokens} tokens" if counts.truncated else ""
+        every = config.eval.every_updates
         return [
             ("model", f"{model.family}, {count_text(model.num_parameters)} parameters, {model.path}"),
             ("trains", f"{trained}, {config.engine.backend} engine on {config.engine.device}, {config.engine.dtype}"),
-            ("data", f"{counts.kept} sequences of {counts.read} rows from {config.data.path}{left_out}"),
+            ("data", f"{counts.kept} sequences of {counts.read} rows from {config.data.path}{left_out}{cut}"),
             ("tokens", f"{count_text(tokens)} an epoch, {count_text(learned)} of them learned"),
+            ("validation", f"{len(self.held_out)} sequences every {every} updates" if every else "none"),
             ("length", f"{self.num_updates} updates of {config.engine.batch_size} sequences"),
-            (
-                "memory",
-                f"{size_text(model.num_parameters * 16)} for weights, gradients and moments + activations of "
-                f"{config.engine.max_tokens_per_microbatch} tokens",
-            ),
+            ("memory", self._memory_text()),
             ("disk", f"{size_text(self.required_bytes)} for checkpoints"),
         ]
+
+    def _memory_text(self) -> str:
+        engine = self.config.engine
+        # float32: with LoRA the weights; else gradients and two moments as well
+        held = size_text(self.model.num_parameters * (4 if engine.lora_rank else 16))
+        what = "weights" if engine.lora_rank else "weights, gradients and moments"
+        return f"{held} for {what} + activations of {engine.max_tokens_per_microbatch} tokens"
 
 
 def check_run(config: SftConfig) -> Preflight:
@@ -68,19 +89,61 @@ def check_run(config: SftConfig) -> Preflight:
     """
     model = inspect_model(config.model.path)
     load_backend("offbeat.engine", config.engine.backend)
+    _check_device(config.engine.device)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
     conversations = load_conversations(config.data, tokenizer)
+    _check_sequences(model, (*conversations.train, *conversations.eval))
     if config.eval.every_updates and not conversations.eval:
         raise ConfigError(
             "eval.every_updates needs held-out data: set data.eval_size or data.eval_path, or set it to 0"
+        )
+    num_updates = _count_updates(config, len(conversations.train))
+    if config.profile.range and config.profile.range.start >= num_updates:
+        raise ConfigError(
+            f"profile.steps = {config.profile.steps} begins after the last of {num_updates} updates, counted from 0"
         )
     return Preflight(
         config=config,
         model=model,
         conversations=conversations,
-        held_out=tuple(conversations.eval)[: config.eval.max_sequences or None],
-        num_updates=_count_updates(config, len(conversations.train)),
+        held_out=conversations.eval[: config.eval.max_sequences or None],
+        num_updates=num_updates,
     )
+
+
+def batch_positions(update: int, batch_size: int, num_positions: int) -> range:
+    """Positions in the data of an update, counted from 0.
+
+    Batches go on over the end of an epoch, so that only the run's last one can be smaller than the others.
+
+    Args:
+        update: >= 0.
+        batch_size: >= 1.
+        num_positions: where the data ends; 0 for never.
+    """
+    first, end = update * batch_size, (update + 1) * batch_size
+    return range(first, min(end, num_positions) if num_positions else end)
+
+
+def _check_device(name: str) -> None:
+    from offbeat_dist import open_device  # imports torch: late, after the cheap mistakes
+
+    open_device(name)
+
+
+def _check_sequences(model: ModelFolder, sequences: tuple[TrainSequence, ...]) -> None:
+    longest = max(len(sequence.ids) for sequence in sequences)
+    if model.max_positions and longest > model.max_positions:
+        raise ConfigError(
+            f"the longest sequence has {longest} tokens and {model.path} has {model.max_positions} positions: lower "
+            "data.max_sequence_tokens to that"
+        )
+    highest = max(int(sequence.ids.max()) for sequence in sequences)
+    if model.vocabulary and highest >= model.vocabulary:
+        raise ModelError(
+            f"{model.path}: its tokenizer gives the id {highest} and its embedding has {model.vocabulary} rows; take "
+            "the tokenizer that belongs to the weights"
+        )
 
 
 def _count_updates(config: SftConfig, num_sequences: int) -> int:

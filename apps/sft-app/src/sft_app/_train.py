@@ -3,165 +3,217 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
-
-import numpy as np
-import torch
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 
 from offbeat_objectives import sft_loss
 from offbeat_run import MetricsLog, Progress, RunFolder, Timeline, open_trackers
-from offbeat_types import Metric, Metrics, RunFolderError, TrainEngine, TrainSequence, load_backend
+from offbeat_types import (
+    ConfigError,
+    Metric,
+    Metrics,
+    RunFolderError,
+    TrainEngine,
+    TrainSequence,
+    load_backend,
+    merge_metrics,
+)
+from sft_app._interrupt import deferred_interrupts
 from sft_app._preflight import Preflight
+from sft_app._profile import PROFILE_FILE, UpdateProfiler, open_profiler
 
 STATE_FILE = "loop.json"
 
 
-def train(preflight: Preflight, run: RunFolder, *, resume: bool = False) -> list[tuple[int, float]]:
-    """Train to the end of the data.
-
-    Args:
-        preflight: checked.
-        run: open for writing.
-        resume: go on from the latest checkpoint.
-
-    Returns:
-        (update, held-out loss in nats) of each validation of this session.
+def create_engine(preflight: Preflight) -> TrainEngine:
+    """Load the model into the trainer.
 
     Raises:
-        RunFolderError: nothing to resume.
+        ConfigError: a setting the backend cannot follow.
+        ModelError: a model it cannot train.
     """
     config = preflight.config
     engine: TrainEngine = load_backend("offbeat.engine", config.engine.backend).create(
         config.train_engine(preflight.num_updates)
     )
-    try:
-        start = _restore(engine, preflight, run) if resume else 0
-        with _Session(preflight, run, engine, start, resumed=resume) as session:
-            session.run()
-        return session.validations
-    finally:
-        engine.close()
+    return engine
+
+
+def train(preflight: Preflight, run: RunFolder, engine: TrainEngine) -> list[tuple[int, float]]:
+    """Train to the end of the data.
+
+    Args:
+        preflight: checked.
+        run: new, open for writing.
+        engine: of `create_engine`.
+
+    Returns:
+        (update, held-out loss in nats) of each validation.
+
+    Raises:
+        KeyboardInterrupt: asked to end; the updates done are saved.
+    """
+    with _Session(preflight, run, engine) as session:
+        session.run()
+    return session.validations
+
+
+def resume(preflight: Preflight, run: RunFolder, engine: TrainEngine) -> list[tuple[int, float]]:
+    """Go on from the latest whole checkpoint, or from the beginning when there is none yet; otherwise as `train`.
+
+    Raises:
+        RunFolderError: the run keeps no optimizer.
+        ConfigError: the batches would not be those of the run.
+    """
+    start = _restore(engine, preflight, run)
+    with _Session(preflight, run, engine, start, resumed=True) as session:
+        session.run()
+    return session.validations
 
 
 def _restore(engine: TrainEngine, preflight: Preflight, run: RunFolder) -> int:
-    checkpoint = run.checkpoints.latest()
-    if checkpoint is None:
-        raise RunFolderError(f"{run.path} holds no whole checkpoint: start the run again in a new folder")
+    """Updates done."""
     if not preflight.config.checkpoint.save_optimizer:
         raise RunFolderError(f"{run.path} was run with checkpoint.save_optimizer = false: it cannot be resumed")
+    checkpoint = run.checkpoints.latest()
+    if checkpoint is None:
+        return 0
+    state = json.loads((checkpoint.path / STATE_FILE).read_text())
+    for name, required in _loop_state(preflight, state["updates"]).items():
+        if state[name] != required:
+            raise ConfigError(
+                f"{run.path} was begun with {name} = {state[name]} and would go on with {required}: some sequences "
+                "would be trained twice and others never; resume with the data and the settings it was begun with"
+            )
     engine.load(checkpoint.path)
-    return int(json.loads((checkpoint.path / STATE_FILE).read_text())["updates"])
+    return int(state["updates"])
+
+
+def _loop_state(preflight: Preflight, updates: int) -> dict[str, int]:
+    """Where in the data a run is: the order is a function of these."""
+    config = preflight.config
+    return {
+        "updates": updates,
+        "batch_size": config.engine.batch_size,
+        "num_sequences": len(preflight.conversations.train),
+        "shuffle_seed": config.data.shuffle_seed,
+        "shuffle": config.data.shuffle,
+    }
 
 
 class _Session:
     """One process's part of a run."""
 
-    def __init__(self, preflight: Preflight, run: RunFolder, engine: TrainEngine, start: int, *, resumed: bool) -> None:
-        log, step = preflight.config.log, start if resumed else None
-        self._preflight, self._config, self._run, self._engine = preflight, preflight.config, run, engine
-        self._start, self._order = start, preflight.order
-        self._metrics = MetricsLog(run, tensorboard=log.tensorboard, trackers=open_trackers(log, run), resume_step=step)
-        self._timeline = Timeline(run.timeline) if log.timeline else None
-        self._progress = Progress(preflight.num_updates, start=start, every_s=log.progress_every_s)
+    def __init__(
+        self, preflight: Preflight, run: RunFolder, engine: TrainEngine, start: int = 0, *, resumed: bool = False
+    ) -> None:
+        config = preflight.config
+        # Resumed without a checkpoint, the run begins anew: not even the line of update 0 stays.
+        step = (start or -1) if resumed else None
+        self._preflight, self._config, self._run, self._engine, self._start = preflight, config, run, engine, start
+        self._metrics = MetricsLog(
+            run, tensorboard=config.log.tensorboard, trackers=open_trackers(config.log, run), resume_step=step
+        )
+        self._timeline = Timeline(run.timeline) if config.log.timeline else None
+        self._progress = Progress(preflight.num_updates, start=start, every_s=config.log.progress_every_s)
+        self._unlogged: list[Metrics] = []
+        self._work_s = 0.0
         self.validations: list[tuple[int, float]] = []
 
     def __enter__(self) -> "_Session":
         self._progress.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._progress.__exit__(None, None, None)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.__exit__(kind, error, trace)
         self._metrics.close()
         if self._timeline:
             self._timeline.close()
 
     def run(self) -> None:
-        if not self._start:
-            self._validate(0)
-        saved = self._start
-        with _profiler(self._config.profile.range, self._run.path / "profile.json") as tick:
-            for update in range(self._start, self._preflight.num_updates):
-                self._update(update)
-                tick(update)
-                done = update + 1
-                self._validate(done)
-                if self._config.checkpoint.every and done % self._config.checkpoint.every == 0:
-                    self._save(done)
-                    saved = done
-        if saved < self._preflight.num_updates:
-            self._save(self._preflight.num_updates)
+        """Train to the end, or until asked to end.
 
-    def _update(self, update: int) -> None:
+        A checkpoint comes after the validation of its update, so what a resumed run finds saved is validated too.
+        """
+        profile_path = self._run.path / PROFILE_FILE
+        with deferred_interrupts() as is_asked_to_end, open_profiler(self._config.profile.range, profile_path) as trace:
+            if not self._start:
+                self._validate(0)
+            for update in range(self._start, self._preflight.num_updates):
+                if is_asked_to_end():
+                    raise KeyboardInterrupt
+                self._update(update, trace)
+                self._validate(update + 1)
+                if self._is_saved_at(update + 1) or is_asked_to_end():
+                    self._save(update + 1)
+
+    def _is_saved_at(self, done: int) -> bool:
+        every = self._config.checkpoint.every
+        return done == self._preflight.num_updates or bool(every and done % every == 0)
+
+    def _update(self, update: int, trace: UpdateProfiler) -> None:
+        batch = self._preflight.batch(update)
         started_s = time.monotonic()
-        batch = list(self._batch(update))
-        with self._timeline.measure("trainer-0", "update") if self._timeline else nullcontext():
+        with self._measure("update"), trace(update):
             losses = self._engine.forward_backward(batch, sft_loss)
             stepped = self._engine.step()
-        if (update + 1) % self._config.log.every == 0:
-            seconds = max(time.monotonic() - started_s, 1e-9)
-            tokens = sum(len(sequence.ids) for sequence in batch)
-            values: Metrics = {
-                "train/loss": losses.get("loss/nll", Metric(value=math.nan)),
-                **{f"engine/{name}": metric for name, metric in stepped.items()},
-                "perf/tokens_per_s": Metric(value=tokens / seconds),
-                "perf/samples_per_s": Metric(value=len(batch) / seconds),
-                "data/epoch": Metric(value=self._order(update * self._config.engine.batch_size)[0], how="last"),
-            }
-            self._metrics.write(update + 1, values)
-            self._progress.update(update + 1, values)
+        self._work_s += time.monotonic() - started_s
+        self._unlogged.append(_measures(batch, losses, stepped))
+        done = update + 1
+        if done % self._config.log.every == 0 or done == self._preflight.num_updates:
+            self._log(done)
 
-    def _batch(self, update: int) -> Iterator[TrainSequence]:
-        size, sequences = self._config.engine.batch_size, self._preflight.conversations.train
-        end = self._order.num_positions(self._config.data.epochs) if self._config.data.epochs else math.inf
-        for position in range(update * size, (update + 1) * size):
-            if position < end:
-                yield sequences[self._order(position)[1]]
+    def _log(self, done: int) -> None:
+        """Write what the updates since the last line measured."""
+        values = merge_metrics(self._unlogged)
+        seconds = max(self._work_s, 1e-9)
+        for name in ("tokens", "samples"):
+            values[f"perf/{name}_per_s"] = Metric(value=values[f"data/{name}"].value / seconds)
+        values["data/epoch"] = Metric(value=self._preflight.epochs_at(done), how="last")
+        self._metrics.write(done, values)
+        self._progress.update(done, values)
+        self._unlogged, self._work_s = [], 0.0
 
-    def _validate(self, update: int) -> None:
+    def _validate(self, done: int) -> None:
         every = self._config.eval.every_updates
-        if not every or (update % every and update != self._preflight.num_updates):
+        if not every or (done % every and done != self._preflight.num_updates):
             return
-        loss = held_out_loss(self._engine, self._preflight.held_out)
-        self.validations.append((update, loss))
-        self._metrics.write(update, {"eval/loss": loss})
-        self._progress.update(update, {"eval/loss": loss})
-        self._run.checkpoints.set_score(update, -loss)
+        with self._measure("validate"):
+            loss = held_out_loss(self._engine, self._preflight.held_out)
+        self.validations.append((done, loss))
+        self._metrics.write(done, {"eval/loss": loss})
+        self._progress.update(done, {"eval/loss": loss})
+        if math.isfinite(loss):  # not a number is neither better nor worse than any other: it must not be the best
+            self._run.checkpoints.set_score(done, -loss)
 
-    def _save(self, update: int) -> None:
+    def _save(self, done: int) -> None:
         checkpoint = self._config.checkpoint
-        with self._run.checkpoints.write(update) as folder:
+        with self._measure("checkpoint"), self._run.checkpoints.write(done) as folder:
             if checkpoint.save_optimizer:
                 self._engine.save(folder)
             else:
                 self._engine.save_weights(folder)
-            (folder / STATE_FILE).write_text(json.dumps({"updates": update}))
+            (folder / STATE_FILE).write_text(json.dumps(_loop_state(self._preflight, done)))
         self._run.checkpoints.prune(checkpoint.keep, keep_best=checkpoint.keep_best)
+
+    def _measure(self, name: str) -> AbstractContextManager[None]:
+        return self._timeline.measure("trainer-0", name) if self._timeline else nullcontext()
 
 
 def held_out_loss(engine: TrainEngine, sequences: tuple[TrainSequence, ...]) -> float:
     """Mean cross entropy over all loss tokens, nats."""
     logprobs = engine.logprobs(sequences)
     total = sum(float(-found[sequence.loss_mask].sum()) for found, sequence in zip(logprobs, sequences, strict=True))
-    return total / max(int(np.sum([sequence.loss_mask.sum() for sequence in sequences])), 1)
+    return total / max(sum(int(sequence.loss_mask.sum()) for sequence in sequences), 1)
 
 
-@contextmanager
-def _profiler(steps: range, path: Path) -> Iterator[Callable[[int], None]]:
-    """Trace the steps asked for; the file opens in Perfetto and chrome://tracing."""
-    if not len(steps):
-        yield lambda update: None
-        return
-    profile = torch.profiler.profile()
-
-    def tick(update: int) -> None:
-        if update + 1 == steps.start:
-            profile.start()
-        elif update + 1 == steps.stop:
-            profile.stop()
-            profile.export_chrome_trace(str(path))
-
-    if steps.start == 0:
-        profile.start()
-    yield tick
+def _measures(batch: list[TrainSequence], losses: Metrics, stepped: Metrics) -> Metrics:
+    """What one update measured, by the names of `METRIC_NAMES`."""
+    return {
+        "train/loss": losses["loss/nll"],
+        **{f"engine/{name}": metric for name, metric in stepped.items()},
+        "data/tokens": Metric(value=sum(len(sequence.ids) for sequence in batch), how="sum"),
+        "data/samples": Metric(value=len(batch), how="sum"),
+    }
