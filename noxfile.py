@@ -25,8 +25,9 @@ PACKAGES: Final = packages(ROOT)
 HARDWARE: Final = hardware_tests(PACKAGES)
 NOX: Final = ROOT / ".nox"
 WHEELS: Final = NOX / "wheels"
-# Suites whose wall-clock time two workers shorten; the others start processes of their own, or are over sooner.
-TWO_WORKERS: Final = frozenset[str]()
+# Suites whose wall-clock time two workers shorten; the others start processes of their own, or are over before a
+# second worker has imported torch (measured: docs/decisions.md).
+TWO_WORKERS: Final = frozenset({"objectives", "tools"})
 PER_TEST_TIMEOUT_S: Final = 120
 # Environments and folders made by this run of nox.
 MADE: Final[set[Path]] = set()
@@ -90,7 +91,8 @@ def pytest(session: nox.Session, name: str, *arguments: str | Path, **extra: str
     bin_folder = shared_environment(session)
     junit = NOX / "junit" / f"{name}.xml"
     limits = [f"--timeout={PER_TEST_TIMEOUT_S}", f"--junitxml={junit}", "--durations=5", "--durations-min=2"]
-    run(session, bin_folder / "pytest", "-q", *limits, *arguments, *session.posargs, **extra)
+    workers = ["-n2"] if name in TWO_WORKERS else []
+    run(session, bin_folder / "pytest", "-q", *workers, *limits, *arguments, *session.posargs, **extra)
     return junit
 
 
@@ -107,7 +109,7 @@ def lint(session: nox.Session) -> None:
         "ruff check": (".",),
         "ruff format": ("--check", "."),
         "mypy": tuple(str(package.folder / "src") for package in PACKAGES),
-        "mypy tools": ("noxfile.py",),
+        "mypy --explicit-package-bases --exclude=tools/tests tools": ("noxfile.py",),
         "lint-imports": ("--no-cache",),
     }
     failed = []
@@ -123,8 +125,14 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(tags=["cpu"])
 def contracts(session: nox.Session) -> None:
-    """What holds for every package, and the tests of tools/."""
-    pytest(session, "contracts", "tests/contracts", "tools/tests")
+    """What holds for every package."""
+    pytest(session, "contracts", "tests/contracts")
+
+
+@nox.session(tags=["cpu"])
+def tools(session: nox.Session) -> None:
+    """Tests of tools/: the lock, the benchmarks, what the other sessions ask of the machine."""
+    pytest(session, "tools", "tools/tests")
 
 
 @nox.session(tags=["cpu"])
@@ -139,11 +147,10 @@ def test(session: nox.Session, package: Package) -> None:
     """Tests of one package or application."""
     folder = package.folder / "tests"
     others = [f"--ignore={tests.folder}" for tests in HARDWARE if tests.package == package]
-    workers = ["-n2"] if package.key in TWO_WORKERS else []
     extra: dict[str, str | None] = {}
     if package.key == "run":
         extra["OFFBEAT_CHROMIUM"] = chromium(session)
-    pytest(session, package.key, folder, *others, *workers, **extra)
+    pytest(session, package.key, folder, *others, **extra)
 
 
 def chromium(session: nox.Session) -> str:

@@ -54,7 +54,6 @@ mini_batch_size = {prompts}
 staleness_threshold = 1
 partial_rollout = true
 [cluster]
-num_threads = {threads}
 trainer_threads = {trainer_threads}
 rollout_threads = {rollout_threads}
 [checkpoint]
@@ -218,11 +217,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     numbers = {"steps": 2, "threads": 2, "prompts": 8, "samples": 8, "max-tokens": 48, "max-model-len": 256}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--trainer-threads", type=int, default=0, help="of offbeat; 0: its share of --threads")
-    parser.add_argument("--rollout-threads", type=int, default=0, help="of offbeat; 0: its share of --threads")
+    parser.add_argument("--trainer-threads", type=int, default=0, help="of offbeat; 0: half of --threads")
+    parser.add_argument("--rollout-threads", type=int, default=0, help="of offbeat; 0: the others")
     parser.add_argument("--peer-microbatch", type=int, default=16, help="samples in one pass of TRL's trainer")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    # Trainer and rollout work at the same time: more threads than CPUs would spin at each other's barriers.
+    args.trainer_threads = args.trainer_threads or max(1, args.threads // 2)
+    args.rollout_threads = args.rollout_threads or max(1, args.threads - args.trainer_threads)
+    return args
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -71,7 +71,11 @@ def warm_up(folder: Path, warm_folder: Path, prompts: Sequence[Prompt], seed: in
     """
     tokenizer, order = load_tokenizer(folder), EpochOrder(len(prompts), seed)
     settings = TrainEngineConfig(
-        model_path=str(folder), learning_rate=WARMUP_LEARNING_RATE, warmup_steps=20, device="cpu", seed=seed
+        model_path=str(folder),
+        learning_rate=WARMUP_LEARNING_RATE,
+        warmup_steps=20,
+        seed=seed,
+        num_threads=1,  # a model this small gains nothing from more
     )
     engine: TrainEngine = load_backend("offbeat.engine", "torch").create(settings)
     recent: deque[float] = deque(maxlen=10)

@@ -67,4 +67,9 @@ class SftConfig:
     def train_engine(self, num_updates: int) -> TrainEngineConfig:
         """What the training backend is given."""
         values = {each.name: getattr(self.engine, each.name) for each in fields(TrainEngineSettings)}
-        return TrainEngineConfig(**values, model_path=self.model.path, trust_remote_code=self.model.trust_remote_code)
+        return TrainEngineConfig(
+            **values,
+            model_path=self.model.path,
+            trust_remote_code=self.model.trust_remote_code,
+            total_steps=num_updates,
+        )

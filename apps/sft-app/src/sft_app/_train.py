@@ -16,7 +16,6 @@ from offbeat_types import (
     TrainEngine,
     TrainSequence,
     load_backend,
-    merge_metrics,
 )
 from sft_app._interrupt import deferred_interrupts
 from sft_app._preflight import Preflight
@@ -96,7 +95,7 @@ def _loop_state(preflight: Preflight, updates: int) -> dict[str, int]:
         "updates": updates,
         "batch_size": config.engine.batch_size,
         "num_sequences": len(preflight.conversations.train),
-        "shuffle_seed": config.data.shuffle_seed,
+        "data_seed": config.data.seed,
         "shuffle": config.data.shuffle,
     }
 
@@ -116,8 +115,6 @@ class _Session:
         )
         self._timeline = Timeline(run.timeline) if config.log.timeline else None
         self._progress = Progress(preflight.num_updates, start=start, every_s=config.log.progress_every_s)
-        self._unlogged: list[Metrics] = []
-        self._work_s = 0.0
         self.validations: list[tuple[int, float]] = []
 
     def __enter__(self) -> "_Session":
@@ -159,22 +156,17 @@ class _Session:
         with self._measure("update"), trace(update):
             losses = self._engine.forward_backward(batch, sft_loss)
             stepped = self._engine.step()
-        self._work_s += time.monotonic() - started_s
-        self._unlogged.append(_measures(batch, losses, stepped))
-        done = update + 1
-        if done % self._config.log.every == 0 or done == self._preflight.num_updates:
-            self._log(done)
-
-    def _log(self, done: int) -> None:
-        """Write what the updates since the last line measured."""
-        values = merge_metrics(self._unlogged)
-        seconds = max(self._work_s, 1e-9)
-        for name in ("tokens", "samples"):
-            values[f"perf/{name}_per_s"] = Metric(value=values[f"data/{name}"].value / seconds)
-        values["data/epoch"] = Metric(value=self._preflight.epochs_at(done), how="last")
-        self._metrics.write(done, values)
-        self._progress.update(done, values)
-        self._unlogged, self._work_s = [], 0.0
+        seconds = max(time.monotonic() - started_s, 1e-9)
+        tokens = sum(len(sequence.ids) for sequence in batch)
+        values: Metrics = {
+            "train/loss": losses["loss/nll"],
+            **{f"engine/{name}": metric for name, metric in stepped.items()},
+            "perf/tokens_per_s": Metric(value=tokens / seconds),
+            "perf/samples_per_s": Metric(value=len(batch) / seconds),
+            "data/epoch": Metric(value=self._preflight.epochs_at(update + 1), how="last"),
+        }
+        self._metrics.write(update + 1, values)
+        self._progress.update(update + 1, values)
 
     def _validate(self, done: int) -> None:
         every = self._config.eval.every_updates
@@ -207,13 +199,3 @@ def held_out_loss(engine: TrainEngine, sequences: tuple[TrainSequence, ...]) -> 
     logprobs = engine.logprobs(sequences)
     total = sum(float(-found[sequence.loss_mask].sum()) for found, sequence in zip(logprobs, sequences, strict=True))
     return total / max(sum(int(sequence.loss_mask.sum()) for sequence in sequences), 1)
-
-
-def _measures(batch: list[TrainSequence], losses: Metrics, stepped: Metrics) -> Metrics:
-    """What one update measured, by the names of `METRIC_NAMES`."""
-    return {
-        "train/loss": losses["loss/nll"],
-        **{f"engine/{name}": metric for name, metric in stepped.items()},
-        "data/tokens": Metric(value=sum(len(sequence.ids) for sequence in batch), how="sum"),
-        "data/samples": Metric(value=len(batch), how="sum"),
-    }

@@ -1,0 +1,83 @@
+"""The configuration, the order of the data, the loss mask, and the recipe."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat_data import EpochOrder, load_tokenizer
+from offbeat_run import check_limits, dump_config, load_config, parse_config
+from sft_app._config import SftConfig
+from sft_app._preflight import batch_positions, check_run
+
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
+
+
+def test_the_configuration_keeps_to_its_limits() -> None:
+    check_limits(SftConfig)
+
+
+def test_a_dumped_configuration_loads_back(config: Path) -> None:
+    words = ["--profile.steps=3:6", "--engine.lora_rank=4", "--data.template_options={enable_thinking = false}"]
+    first = load_config(config, SftConfig, words)
+    assert parse_config(dump_config(first), SftConfig) == first
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_parses(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OFFBEAT_MODELS", raising=False)
+    monkeypatch.delenv("OFFBEAT_DATA", raising=False)
+    assert load_config(recipe, SftConfig).model.path.startswith("~/models/")
+    monkeypatch.setenv("OFFBEAT_MODELS", "/elsewhere")
+    assert load_config(recipe, SftConfig).model.path.startswith("/elsewhere/")
+
+
+def test_there_is_a_recipe() -> None:
+    assert [path.name for path in RECIPES] == ["smollm2_chat.toml"]
+
+
+@given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 4))
+def test_every_epoch_serves_every_sequence_once(num_sequences: int, batch_size: int, epochs: int) -> None:
+    order = EpochOrder(num_sequences, seed=1)
+    num_positions = order.num_positions(epochs)
+    num_updates = -(-num_positions // batch_size)
+    batches = [batch_positions(update, batch_size, num_positions) for update in range(num_updates)]
+    assert all(len(batch) == batch_size for batch in batches[:-1])
+    assert len(batches[-1]) >= 1
+    served = Counter(order(position) for batch in batches for position in batch)
+    assert served == Counter({(epoch, item): 1 for epoch in range(epochs) for item in range(num_sequences)})
+
+
+def test_only_what_the_assistant_says_is_learned(config: Path, model: Path) -> None:
+    preflight = check_run(load_config(config, SftConfig, ["--data.shuffle=false", "--engine.batch_size=20"]))
+    tokenizer = load_tokenizer(model)
+    spoken = set()
+    for sequence in preflight.batch(0):
+        words = tokenizer.decode(sequence.ids[sequence.loss_mask])
+        heard = tokenizer.decode(sequence.ids[~sequence.loss_mask])
+        number = int(words.partition("<|im_end|>")[0].removeprefix("the answer is ")) - 1
+        assert words == f"the answer is {number + 1}<|im_end|>{number + 2}<|im_end|>"
+        assert f"what is {number} and one?" in heard
+        assert "the answer" not in heard
+        spoken.add(number)
+    assert len(spoken) == 20
+
+
+def test_the_plan_starts_nothing(
+    command: Callable[..., Any], config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = command("plan", config)
+    assert ended.code == 0, ended.err
+    assert "8 updates of 8 sequences" in ended.out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small.toml"]
+
+
+def test_explain_names_the_key(command: Callable[..., Any]) -> None:
+    ended = command("--explain", "profile.steps")
+    assert ended.code == 0
+    assert "3:6" in ended.out

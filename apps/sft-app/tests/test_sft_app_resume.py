@@ -1,0 +1,156 @@
+"""A run that is killed or interrupted goes on as if nothing had happened."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from offbeat_run import RunFolder, read_metrics
+from sft_app._interrupt import deferred_interrupts
+
+Command = Callable[..., Any]
+LONG = ["--data.epochs=12", "--eval.every_updates=10"]  # 30 updates
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    return [
+        (line.step, line.values["train/loss"])
+        for line in read_metrics(run / "metrics.jsonl")
+        if "train/loss" in line.values
+    ]
+
+
+def validations(run: Path) -> list[tuple[int, float]]:
+    return [
+        (line.step, line.values["eval/loss"])
+        for line in read_metrics(run / "metrics.jsonl")
+        if "eval/loss" in line.values
+    ]
+
+
+def assert_same_end(run: Path, undisturbed: Path) -> None:
+    """Every update once, with the same batch, to the same weights."""
+    assert losses(run) == [(step, pytest.approx(loss, abs=1e-6)) for step, loss in losses(undisturbed)]
+    assert validations(run) == [(step, pytest.approx(loss, abs=1e-6)) for step, loss in validations(undisturbed)]
+    one, other = (RunFolder.open(each, write=False).checkpoints.latest() for each in (run, undisturbed))
+    assert one is not None
+    assert other is not None
+    assert one.step == other.step
+    got, expected = load_file(one.path / "model.safetensors"), load_file(other.path / "model.safetensors")
+    assert got.keys() == expected.keys()
+    for name, array in expected.items():
+        assert abs(got[name] - array).max() <= 1e-6, name
+
+
+@contextmanager
+def started(*words: object) -> "Iterator[subprocess.Popen[str]]":
+    line = [sys.executable, "-m", "sft_app", *map(str, words)]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(condition: Callable[[], bool], process: "subprocess.Popen[str]", deadline_s: float = 60.0) -> None:
+    end_s = time.monotonic() + deadline_s
+    while not condition():
+        if process.poll() is not None:
+            raise AssertionError(f"the run ended early:\n{process.communicate()[0]}")
+        assert time.monotonic() < end_s, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_a_killed_run_resumes_to_the_same_weights(command: Command, config: Path, tmp_path: Path) -> None:
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    words = [*LONG, "--checkpoint.every=3"]
+    with started("train", config, "--out", run, *words) as process:
+        wait_for(lambda: len(losses(run)) >= 5, process)
+        os.kill(process.pid, signal.SIGKILL)
+    assert 5 <= len(losses(run)) < 30
+    assert command("train", config, "--out", undisturbed, *words).code == 0
+    ended = command("resume", run)
+    assert ended.code == 0, ended.err
+    assert_same_end(run, undisturbed)
+
+
+def test_terminated_it_saves_the_update_in_hand_and_says_how_to_resume(
+    command: Command, config: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = ["--data.epochs=400", "--checkpoint.every=0", "--profile.steps=0:1000"]
+    with started("train", config, "--out", run, *words) as process:
+        wait_for(lambda: len(losses(run)) >= 2, process)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert f"resume {run}" in output
+    saved = RunFolder.open(run, write=False).checkpoints.latest()
+    assert saved is not None
+    assert saved.step == losses(run)[-1][0]
+    assert (run / "profile.json").is_file()  # what was traced so far
+    ended = command("resume", run, f"--engine.max_updates={saved.step + 2}", "--profile.steps=")
+    assert ended.code == 0, ended.err
+    assert [step for step, _ in losses(run)] == list(range(1, saved.step + 3))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_waits_and_the_second_does_not(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with deferred_interrupts() as is_asked_to_end:
+        assert not is_asked_to_end()
+        signal.raise_signal(number)
+        assert is_asked_to_end()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4], ids=["full", "lora"])
+def test_a_run_in_two_parts_ends_as_one_in_one(command: Command, config: Path, tmp_path: Path, lora_rank: int) -> None:
+    """The first part ends inside an epoch; the learning rate does not depend on where the run ends."""
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    words = ["--engine.schedule=constant", "--eval.every_updates=0", f"--engine.lora_rank={lora_rank}"]
+    assert command("train", config, "--out", undisturbed, *words).code == 0
+    assert command("train", config, "--out", run, *words, "--engine.max_updates=4").code == 0
+    ended = command("resume", run, "--engine.max_updates=0")
+    assert ended.code == 0, ended.err
+    assert_same_end(run, undisturbed)
+
+
+def test_a_run_without_a_whole_checkpoint_begins_anew(command: Command, config: Path, tmp_path: Path) -> None:
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    for folder in (run, undisturbed):
+        assert command("train", config, "--out", folder, "--checkpoint.every=0").code == 0
+    (run / "checkpoints" / "step-000008" / "model.safetensors").unlink()  # as a kill while it was written leaves it
+    ended = command("resume", run)
+    assert ended.code == 0, ended.err
+    assert_same_end(run, undisturbed)
+
+
+def test_a_finished_run_resumes_to_nothing(command: Command, config: Path, tmp_path: Path) -> None:
+    assert command("train", config, "--out", tmp_path / "run").code == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert command("resume", tmp_path / "run").code == 0
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_other_batches_or_no_optimizer_cannot_be_resumed(command: Command, config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert command("train", config, "--out", run, "--engine.max_updates=2").code == 0
+    for words, said in (
+        (["--engine.batch_size=4"], "batch_size = 8"),
+        (["--data.num_items=20"], "num_sequences = 20"),
+        (["--checkpoint.save_optimizer=false"], "save_optimizer"),
+    ):
+        ended = command("resume", run, *words)
+        assert (ended.code, said in ended.err) == (2, True), ended.err

@@ -1,0 +1,145 @@
+"""Real runs on a tiny model: full and LoRA, profiled, evaluated, and what the run folder then holds."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat_run import Checkpoint, RunFolder, read_metrics, read_timeline
+
+Command = Callable[..., Any]
+
+
+def latest(run: Path) -> Checkpoint:
+    found = RunFolder.open(run, write=False).checkpoints.latest()
+    assert found is not None
+    return found
+
+
+def values(run: Path, name: str) -> dict[int, float]:
+    return {line.step: line.values[name] for line in read_metrics(run / "metrics.jsonl") if name in line.values}
+
+
+def transformers_loss(folder: Path, data: Path) -> float:
+    """Mean loss of the assistants' tokens, by plain transformers and a mask made by hand."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    total, count = 0.0, 0
+    for line in data.read_text().splitlines():
+        ids: list[int] = []
+        labels: list[int] = []
+        for turn in json.loads(line)["messages"]:
+            opening, words = f"<|im_start|>{turn['role']}\n", f"{turn['content']}<|im_end|>"
+            for text, learned in ((opening, False), (words, turn["role"] == "assistant"), ("\n", False)):
+                part = tokenizer(text)["input_ids"]
+                ids += part
+                labels += part if learned else [-100] * len(part)
+        with torch.no_grad():
+            loss = model(input_ids=torch.tensor([ids]), labels=torch.tensor([labels])).loss
+        learned_tokens = sum(label >= 0 for label in labels)
+        total, count = total + float(loss) * learned_tokens, count + learned_tokens
+    return total / count
+
+
+@pytest.mark.parametrize("lora_rank", [0, 8], ids=["full", "lora"])
+def test_a_run_learns_and_leaves_all_it_promises(
+    command: Command, config: Path, data: Path, tmp_path: Path, lora_rank: int
+) -> None:
+    run = tmp_path / "run"
+    held = shutil.copy(data, tmp_path / "held.jsonl")  # all of it, so that the check below needs no split
+    words = [f"--engine.lora_rank={lora_rank}", f"--data.eval_path={held}", "--data.eval_size=0"]
+    ended = command("train", config, "--out", run, *words)
+    assert ended.code == 0, ended.err
+
+    losses, held_out = values(run, "train/loss"), values(run, "eval/loss")
+    assert list(losses) == list(range(1, 10))  # 3 epochs of 24 in batches of 8
+    assert list(held_out) == [0, 3, 6, 9]
+    assert held_out[9] < held_out[0] - 0.2
+    rates = values(run, "engine/learning_rate")
+    assert rates[1] == pytest.approx(3e-3)
+    assert rates[9] < rates[5] < rates[1]  # the cosine knows where the run ends
+
+    tracks = {event["args"]["name"] for event in read_timeline(run / "timeline.json") if event["ph"] == "M"}
+    assert tracks == {"trainer-0"}
+    assert list((run / "tensorboard").iterdir())
+    assert "24 sequences" in (run / "plan.txt").read_text()
+    assert (run / "config.toml").is_file()
+    assert (run / "report.html").stat().st_size > 100_000
+    assert "report:" in ended.out
+
+    # Plain transformers, with a mask of its own, finds the loss that the run wrote down: same weights, same mask.
+    checkpoint = latest(run)
+    assert checkpoint.step == 9
+    assert transformers_loss(checkpoint.path, data) == pytest.approx(held_out[9], abs=2e-4)
+    best = min(held_out.values())
+    assert f"loss {best:.4f}" in command("eval", run).out
+
+
+def test_the_last_update_takes_what_is_left(command: Command, config: Path, tmp_path: Path) -> None:
+    ended = command("train", config, "--out", tmp_path / "run", "--checkpoint.every=0")
+    assert ended.code == 0, ended.err
+    epochs = values(tmp_path / "run", "data/epoch")
+    assert list(epochs) == list(range(1, 9))
+    assert epochs[7] == pytest.approx(56 / 20)
+    assert epochs[8] == 3.0
+    assert [each.step for each in RunFolder.open(tmp_path / "run", write=False).checkpoints.all()] == [8]
+
+
+def test_the_best_checkpoint_is_kept(command: Command, config: Path, tmp_path: Path) -> None:
+    """At a learning rate that ruins the model every validation is worse than the one before."""
+    words = ["--engine.learning_rate=0.5", "--eval.every_updates=1", "--checkpoint.every=1", "--checkpoint.keep=1"]
+    ended = command("train", config, "--out", tmp_path / "run", *words, "--engine.schedule=constant")
+    assert ended.code == 0, ended.err
+    held_out = values(tmp_path / "run", "eval/loss")
+    best = min((step for step in held_out if step), key=lambda step: held_out[step])
+    kept = RunFolder.open(tmp_path / "run", write=False).checkpoints
+    assert {each.step for each in kept.all()} == {best, 8}
+    found = kept.best()
+    assert found is not None
+    assert found.score == pytest.approx(-held_out[best])
+
+
+@pytest.mark.parametrize("steps", ["0:2", "3:6", "7:100"])
+def test_a_profile_holds_the_steps_asked_for(command: Command, config: Path, tmp_path: Path, steps: str) -> None:
+    ended = command("train", config, "--out", tmp_path / "run", "--profile.steps", steps, "--eval.every_updates=0")
+    assert ended.code == 0, ended.err
+    trace = json.loads((tmp_path / "run" / "profile.json").read_text())
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert all(event["dur"] >= 0 and {"name", "ts", "pid", "tid"} <= event.keys() for event in spans)
+    first, last = map(int, steps.split(":"))
+    updates = {event["name"]: event for event in spans if event["name"].startswith("update ")}
+    assert updates.keys() == {f"update {number}" for number in range(first, min(last, 8))}
+    for update in updates.values():  # each with its own matrix products
+        start, end = update["ts"], update["ts"] + update["dur"]
+        assert any("mm" in event["name"] and start <= event["ts"] <= end for event in spans)
+
+
+def test_what_it_writes_is_a_model_for_grpo(command: Command, config: Path, tmp_path: Path) -> None:
+    ended = command("train", config, "--out", tmp_path / "run", "--engine.max_updates=1", "--eval.every_updates=0")
+    assert ended.code == 0, ended.err
+    prompts = tmp_path / "sums.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{n} and one?", "answer": str(n + 1)}) + "\n" for n in range(9)))
+    grpo = tmp_path / "grpo.toml"
+    grpo.write_text(f"""
+[model]
+path = "{latest(tmp_path / "run").path}"
+[data]
+path = "{prompts}"
+max_prompt_tokens = 64
+[reward]
+name = "number_match"
+[rollout]
+max_tokens = 8
+max_model_len = 96
+""")
+    line = [sys.executable, "-m", "grpo_async_app", "plan", str(grpo)]
+    planned = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    assert planned.returncode == 0, planned.stderr
+    assert "qwen3" in planned.stdout
