@@ -7,7 +7,7 @@ Packages are found by folder, so a new one gets its sessions without a change he
 import os
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import nox
 
@@ -92,11 +92,11 @@ def pytest(session: nox.Session, name: str, *arguments: str | Path, **extra: str
     junit = NOX / "junit" / f"{name}.xml"
     limits = [f"--timeout={PER_TEST_TIMEOUT_S}", f"--junitxml={junit}", "--durations=5", "--durations-min=2"]
     workers = ["-n2"] if name in TWO_WORKERS else []
-    run(session, bin_folder / "pytest", "-q", *workers, *limits, *arguments, *session.posargs, **extra)
+    run(session, bin_folder / "pytest", "--no-header", *workers, *limits, *arguments, *session.posargs, **extra)
     return junit
 
 
-def by_package(found: list[Package]) -> list[nox._parametrize.Param]:
+def by_package(found: list[Package]) -> list[Any]:
     """One session per package, named by its folder."""
     return [nox.param(package, id=package.key) for package in found]
 

@@ -31,7 +31,7 @@ def test_a_dumped_configuration_loads_back(config: Path) -> None:
 def test_a_recipe_parses(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OFFBEAT_MODELS", raising=False)
     monkeypatch.delenv("OFFBEAT_DATA", raising=False)
-    assert load_config(recipe, SftConfig).model.path.startswith("~/models/")
+    assert load_config(recipe, SftConfig).model.path.startswith(str(Path.home() / "models"))
     monkeypatch.setenv("OFFBEAT_MODELS", "/elsewhere")
     assert load_config(recipe, SftConfig).model.path.startswith("/elsewhere/")
 
@@ -57,7 +57,7 @@ def test_only_what_the_assistant_says_is_learned(config: Path, model: Path) -> N
     tokenizer = load_tokenizer(model)
     spoken = set()
     for sequence in preflight.batch(0):
-        words = tokenizer.decode(sequence.ids[sequence.loss_mask])
+        words = tokenizer.decode(sequence.ids[sequence.loss_mask], skip_special_tokens=False)
         heard = tokenizer.decode(sequence.ids[~sequence.loss_mask])
         number = int(words.partition("<|im_end|>")[0].removeprefix("the answer is ")) - 1
         assert words == f"the answer is {number + 1}<|im_end|>{number + 2}<|im_end|>"
