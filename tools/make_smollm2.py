@@ -66,7 +66,8 @@ def read_model(gguf: Path, dtype: str) -> Any:
         config.__dict__.pop(name, None)
     config.architectures, config.tie_word_embeddings = ["LlamaForCausalLM"], True
     config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")  # GGUF keeps it in float32: 9.99999975e-06
-    model = LlamaForCausalLM(config).to(torch.float32)
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.float32)
     model.load_state_dict(read.state_dict())
     model.tie_weights()
     model.to(getattr(torch, dtype))

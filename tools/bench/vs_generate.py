@@ -63,7 +63,8 @@ def peer(folder: Path, threads: int) -> Generate:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.eval()
 
     def generate(prompts: Prompts, num_new: int) -> int:
         ids = torch.from_numpy(prompts).long()

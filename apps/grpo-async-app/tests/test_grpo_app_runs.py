@@ -84,7 +84,7 @@ def test_groups_without_signal_are_filtered_and_counted(command: Command, config
     assert ended.code == 0, ended.err
     latest = RunFolder.open(tmp_path / "run", write=False).checkpoints.latest()
     assert latest is not None
-    statistics = json.loads((latest.path / "loop.json").read_text())["policy"]["statistics"]
+    statistics = json.loads((latest.path / "loop" / "state.json").read_text())["policy"]["statistics"]
     assert statistics["filtered"] + statistics["trained"] == NUM_TRAIN
     assert statistics["filtered"] > 0
 

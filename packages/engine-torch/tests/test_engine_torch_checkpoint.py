@@ -91,7 +91,7 @@ def test_peft_reads_the_adapters(model_folder, tmp_path, make_groups, weighted_l
         np.testing.assert_allclose(found[sequence.loss_mask], wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("broken", ["engine.json", "optimizer.safetensors", "model.safetensors"])
+@pytest.mark.parametrize("broken", ["trainer/engine.json", "trainer/optimizer.safetensors", "model.safetensors"])
 @pytest.mark.parametrize("how", ["missing", "truncated"])
 def test_a_broken_checkpoint_is_refused(model_folder, tmp_path, broken, how):
     engine = TorchTrainEngine.create(config(model_folder))

@@ -19,7 +19,8 @@ from offbeat_objectives import has_signal, overlong_penalty
 from offbeat_run import RunFolder, clock_s
 from offbeat_types import Completion, GenerateRequest, Metrics, PeerFailedError, SamplingParams
 
-STATE_FILE = "loop.json"
+LOOP_FOLDER = "loop"
+"""Beside the model in a checkpoint: what the loop needs to go on. A folder, so that nobody takes it for weights."""
 
 
 class GrpoBackend:
@@ -230,9 +231,9 @@ class GrpoBackend:
                     self._config.checkpoint.save_optimizer,
                     deadline_s=self._config.async_.update_deadline_s,
                 )
-                save_groups(folder, groups)
+                save_groups(folder / LOOP_FOLDER, groups)
                 loop = {"policy": dict(state), "sampled_tokens": self._num_sampled_tokens}
-                (folder / STATE_FILE).write_text(json.dumps(loop))
+                (folder / LOOP_FOLDER / "state.json").write_text(json.dumps(loop))
         self._run.checkpoints.prune(self._config.checkpoint.keep, keep_best=self._config.checkpoint.keep_best)
 
     # ── watching ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -255,8 +256,8 @@ class GrpoBackend:
 
 
 def read_loop_state(folder: Path) -> dict[str, Any]:
-    """The loop's state in a checkpoint."""
-    return dict(json.loads((folder / STATE_FILE).read_text()))
+    """The loop's state in a checkpoint folder."""
+    return dict(json.loads((folder / LOOP_FOLDER / "state.json").read_text()))
 
 
 def count_groups(config: GrpoConfig, num_prompts: int) -> int:

@@ -64,6 +64,7 @@ def save_groups(folder: Path, groups: Iterable[SampledGroup]) -> None:
             arrays[f"{group.group_id}.{number}.ids"] = completion.ids
             arrays[f"{group.group_id}.{number}.logprobs"] = completion.logprobs
         index.append(entry)
+    folder.mkdir(exist_ok=True)
     (folder / "buffer.json").write_text(json.dumps(index))
     save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, folder / "buffer.safetensors")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from grpo_async_app._backend import GrpoBackend, read_loop_state
+from grpo_async_app._backend import LOOP_FOLDER, GrpoBackend, read_loop_state
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._evaluation import Validation, validate
 from grpo_async_app._fleet import Fleet
@@ -57,7 +57,7 @@ def resume(preflight: Preflight, run: RunFolder) -> Outcome:
         return train(preflight, run)
     state = read_loop_state(checkpoint.path)
     policy = AsyncPolicy.restore(preflight.config.async_, state["policy"])
-    return _run(_Session(preflight, run, policy, load_groups(checkpoint.path), checkpoint))
+    return _run(_Session(preflight, run, policy, load_groups(checkpoint.path / LOOP_FOLDER), checkpoint))
 
 
 def evaluate(preflight: Preflight, log_folder: Path) -> Validation:

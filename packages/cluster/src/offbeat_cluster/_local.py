@@ -77,7 +77,7 @@ class LocalLauncher:
         outcomes = await asyncio.gather(*(actor.stop() for actor in actors), return_exceptions=True)
         for actor, outcome in zip(actors, outcomes, strict=True):
             if isinstance(outcome, BaseException):
-                _log.warning("%s did not close well: %s", actor.name, outcome or type(outcome).__name__)
+                _log.warning("%s did not close well: %s", actor.name, str(outcome) or type(outcome).__name__)
 
     def _check(self, spec: RoleSpec) -> None:
         module, _, name = spec.target.partition(":")

@@ -3,8 +3,8 @@
 config.json, model*.safetensors   the weights, adapters merged; plain transformers loads the folder
 tokenizer files                   copied from the model the run began with
 adapter/                          with LoRA: the adapters in PEFT's format
-optimizer.safetensors             moments, step counts and the states of the random generators
-engine.json                       format, updates done, updates refused
+trainer/optimizer.safetensors     moments, step counts and the states of the random generators
+trainer/engine.json               format, updates done, updates refused
 """
 
 import json
@@ -25,8 +25,8 @@ from offbeat_engine_torch._optimizer import ClippedAdamW
 from offbeat_types import ModelError
 
 FORMAT = 1
-STATE_FILE = "engine.json"
-OPTIMIZER_FILE = "optimizer.safetensors"
+STATE_FILE = "trainer/engine.json"
+OPTIMIZER_FILE = "trainer/optimizer.safetensors"
 HOST_RNG, DEVICE_RNG = "rng.host", "rng.device"
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -57,6 +57,7 @@ def save_state(
         save_adapter(model.whole, folder / ADAPTER_FOLDER, base_model=str(model.whole.config.name_or_path))
     tensors = {f"adam.{name}": tensor.contiguous() for name, tensor in optimizer.state().items()}
     tensors |= {HOST_RNG: torch.get_rng_state(), DEVICE_RNG: device.rng_state()}
+    (folder / OPTIMIZER_FILE).parent.mkdir(exist_ok=True)  # apart: some readers take every file of weights
     save_file(tensors, folder / OPTIMIZER_FILE)
     state = {"format": FORMAT, "steps_taken": optimizer.steps_taken, **counts}
     (folder / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n")
