@@ -112,7 +112,7 @@ def test_the_resolved_configuration_is_kept(tmp_path: Path) -> None:
     from dataclasses import field, make_dataclass
 
     root = make_dataclass("Root", [("log", LogConfig, field(default_factory=LogConfig))], frozen=True)
-    config = root(log=LogConfig(every=3, trackers=("wandb",)))
+    config = root(log=LogConfig(generations=3, trackers=("wandb",)))
     with RunFolder.create(tmp_path / "run") as run:
         run.write_config(config)
         assert parse_config(run.config.read_text(), root) == config
