@@ -36,7 +36,8 @@ MADE: Final[set[Path]] = set()
 def python_version() -> str:
     """The Python of every environment: OFFBEAT_PYTHON, or the one that runs nox where it fits, else one that does."""
     fits = (3, 11) <= sys.version_info < (3, 14)
-    return os.environ.get("OFFBEAT_PYTHON", f"{sys.version_info.major}.{sys.version_info.minor}" if fits else "3.13")
+    own = f"{sys.version_info.major}.{sys.version_info.minor}" if fits else "3.13"
+    return os.environ.get("OFFBEAT_PYTHON") or own
 
 
 def environment() -> dict[str, str | None]:
