@@ -6,7 +6,7 @@ import sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-VOCABULARY, TOKENS, FEW, MANY = 40_000, 128, 4, 16
+VOCABULARY, TOKENS, FEW, MANY = 40_000, 128, 4, 32
 SCRIPT = """
 import sys
 import numpy as np, torch
@@ -39,5 +39,5 @@ def test_peak_memory_does_not_grow_with_tokens_times_vocabulary(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     few, many = map(int, done.stdout.split())
-    more_logits_bytes = (MANY - FEW) * TOKENS * VOCABULARY * 4  # 246 MB, were they ever held
+    more_logits_bytes = (MANY - FEW) * TOKENS * VOCABULARY * 4  # 573 MB, were they ever held
     assert many - few < more_logits_bytes / 4
