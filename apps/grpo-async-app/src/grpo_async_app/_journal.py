@@ -23,7 +23,7 @@ from offbeat_run import (
 )
 from offbeat_types import Metric, Metrics
 
-WAIT_SHOWN_AFTER_S = 20.0
+WAIT_SHOWN_AFTER_S = 120.0
 
 
 class Journal:

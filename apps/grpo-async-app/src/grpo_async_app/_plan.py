@@ -2,6 +2,7 @@
 
 from grpo_async_app._fleet import plan_threads
 from grpo_async_app._preflight import Preflight
+from offbeat_cluster import available_cpus
 from offbeat_run import count_text, size_text
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -38,7 +39,7 @@ def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
         rows.append(
             ("validation", f"{len(preflight.held_out)} held-out prompts every {config.eval.every_updates} updates")
         )
-    rows += [("notice", notice) for notice in preflight.notices]
+    rows += [("notice", notice) for notice in (*preflight.notices, *_thread_notice(preflight, threads))]
     return [*rows, ("prompt tokens", f"longest {prompts.train_counts.longest}, limit {config.data.max_prompt_tokens}")]
 
 
@@ -59,13 +60,22 @@ def _describe_processes(preflight: Preflight, threads: dict[str, int]) -> str:
     )
 
 
+def _thread_notice(preflight: Preflight, threads: dict[str, int]) -> list[str]:
+    wanted = threads["trainer"] + threads["rollout"] * preflight.config.rollout.num_engines
+    if wanted <= available_cpus():
+        return []
+    return [
+        f"the processes want {wanted} threads and there are {available_cpus()} CPUs: they will slow each other down"
+    ]
+
+
 def _describe_memory(preflight: Preflight) -> str:
     config, count = preflight.config, preflight.model.num_parameters
-    trainer = count * 4 * 4  # float32 weights, gradients, two moments
+    trainer = count * 4 * (1 if config.engine.lora_rank else 4)  # float32 weights; gradients and two moments of all
     rollout = count * _BYTES[config.rollout.dtype]
     buckets = 2 * config.rollout.sync_bucket_bytes
     return (
-        f"trainer {size_text(trainer)} (weights, gradients, moments) + activations of "
+        f"trainer {size_text(trainer)} (weights, and what is trained of gradients and moments) + activations of "
         f"{config.engine.max_tokens_per_microbatch} tokens; each rollout {size_text(rollout)} + KV cache; "
         f"weight sync up to {size_text(buckets)}"
     )

@@ -38,8 +38,9 @@ class Preflight:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Size of one checkpoint: float32 weights, and two moments with the optimizer."""
-        return self.model.num_parameters * 4 * (3 if self.config.checkpoint.save_optimizer else 1)
+        """Size of one checkpoint: float32 weights, and two moments of all of them unless LoRA trains a few."""
+        moments = self.config.checkpoint.save_optimizer and not self.config.engine.lora_rank
+        return self.model.num_parameters * 4 * (3 if moments else 1)
 
     @property
     def required_bytes(self) -> int:
