@@ -175,7 +175,6 @@ class Fleet:
         rollout.ready.clear()
         task = asyncio.create_task(self._restart(rollout, sync_one))
         self._restarts.add(task)
-        task.add_done_callback(self._restarts.discard)
 
     async def _restart(self, rollout: _Rollout, sync_one: SyncOne) -> None:
         self.num_restarts += 1
