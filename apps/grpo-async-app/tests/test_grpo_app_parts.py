@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_async_app._backend import count_groups
 from grpo_async_app._busy import BusyClock
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._groups import SampledGroup, load_groups, save_groups
+from grpo_async_app._preflight import check_run
 from grpo_async_app._roles.batches import build_batch, split_batch
 from offbeat_objectives import AlgorithmConfig
 from offbeat_run import check_limits, dump_config, load_config, parse_config
@@ -126,8 +126,13 @@ def test_the_resolved_configuration_loads_back(config: Path) -> None:
 
 
 def test_the_run_ends_with_its_data_or_its_updates(config: Path) -> None:
-    assert count_groups(load_config(config, GrpoConfig, ["--data.epochs=3"]), 20) == 60
-    assert count_groups(load_config(config, GrpoConfig, ["--data.epochs=0", "--engine.max_updates=7"]), 20) == 28
+    def updates(*overrides: str) -> int:
+        return check_run(load_config(config, GrpoConfig, overrides)).num_updates
+
+    num_prompts = len(check_run(load_config(config, GrpoConfig, [])).prompts.train)
+    assert updates("--data.epochs=3") == -(-3 * num_prompts // 4)
+    assert updates("--data.epochs=0", "--engine.max_updates=7") == 7
+    assert updates("--data.epochs=1", "--engine.max_updates=1") == 1
 
 
 def test_plan_starts_nothing_and_shows_the_arithmetic(command: Callable[..., Any], config: Path) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from offbeat_async_policy import AsyncConfig, AsyncPolicy, Drop, Finish, Submit, Sync, Update
@@ -25,6 +25,7 @@ def configs(draw):
         "max_version_lag": draw(st.none() | st.integers(0, 7)),
         "on_exceed": draw(st.sampled_from(["wait", "drop"])),
         "max_in_flight": draw(st.sampled_from([0, 0, 1, 3, 12])),
+        "max_filtered_batches": draw(st.sampled_from([1, 2, 20])),
     }
     while True:  # repair what is refused, one setting at a time, so that every draw is of use
         try:
@@ -43,9 +44,10 @@ def configs(draw):
 class World:
     """Everything outside the policy, in no particular order, and an account of its own of what was promised."""
 
-    def __init__(self, config, num_groups, seed):
-        self.config, self.num_groups, self.random = config, num_groups, random.Random(seed)
-        self.policy = AsyncPolicy(config, num_groups)
+    def __init__(self, config, num_groups, seed, max_updates=None, filtered_share=0.15):
+        self.config, self.random, self.filtered_share = config, random.Random(seed), filtered_share
+        self.data_groups, self.max_updates = num_groups, max_updates
+        self.policy = AsyncPolicy(config, num_groups, max_updates)
         self.trainer_version = self.engine_version = 0
         self.in_flight, self.finished = {}, {}  # group -> engine version at submission; -> oldest version
         self.update = self.sync = None
@@ -57,6 +59,16 @@ class World:
         self.mishaps_left = 12  # losses, restores, requested syncs: bounded, or progress would prove nothing
         self.must_sync = False
         self.data_ended = False
+        self.filtered_in_a_row = 0
+
+    @property
+    def num_groups(self):
+        """Groups to be started, as far as is known by now."""
+        if self.data_ended:
+            return len(self.started)
+        replaced = sum(how != "trained" for how in self.ended.values())
+        wanted = math.inf if self.max_updates is None else self.max_updates * self.config.groups_per_update + replaced
+        return min(math.inf if self.data_groups is None else self.data_groups, wanted)
 
     def run(self):
         steps = 0
@@ -85,7 +97,7 @@ class World:
         lost = self.started - set(self.in_flight) - set(self.finished) - set(self.ended)
         assert group == min(lost, default=len(self.started)), "lost groups first, then new ones, each in data order"
         if group not in self.started:
-            assert not self.data_ended
+            assert group < self.num_groups
         self.started.add(group)
         self.submits += 1
         self.in_flight[group] = self.engine_version
@@ -112,8 +124,7 @@ class World:
         assert taken_ages == sorted(taken_ages)
         assert not left_ages or taken_ages[-1] < min(left_ages), "oldest first"
         if len(action.group_ids) < self.config.groups_per_update:
-            num_groups = len(self.started) if self.data_ended else self.num_groups
-            assert len(self.ended) + len(action.group_ids) == num_groups, "only the last is short"
+            assert len(self.ended) + len(action.group_ids) == self.num_groups, "only the last is short"
         self.update = action
 
     def on_sync(self, action: Sync):
@@ -122,8 +133,7 @@ class World:
         assert action.version == self.trainer_version
         assert action.interrupt == bool(self.in_flight)
         assert self.config.partial_rollout or not self.in_flight, "what is in flight finishes first"
-        num_groups = len(self.started) if self.data_ended else self.num_groups
-        is_last = len(self.ended) == num_groups and self.updates_since_sync > 0
+        is_last = len(self.ended) == self.num_groups and self.updates_since_sync > 0
         is_regular = self.updates_since_sync == self.config.trigger_parameter_sync_step
         assert is_regular or is_last or self.must_sync, "the cadence of syncs"
         self.sync = action
@@ -140,8 +150,7 @@ class World:
         self.end(group, "dropped")
 
     def on_finish(self, _: Finish):
-        num_groups = len(self.started) if self.data_ended else self.num_groups
-        assert set(self.ended) == set(range(num_groups)), "every group ends"
+        assert set(self.ended) == set(range(self.num_groups)), "every group ends"
         assert self.engine_version == self.trainer_version, "the engines hold the final weights"
         running = (self.in_flight, self.finished, self.update, self.sync)
         assert not any(running)
@@ -163,9 +172,13 @@ class World:
     def finish_group(self):
         group = self.random.choice(list(self.in_flight))
         submitted_at = self.in_flight.pop(group)
-        if self.random.random() < 0.15:
+        if self.random.random() < self.filtered_share:
             self.policy.group_filtered(group)
             self.end(group, "filtered")
+            self.filtered_in_a_row += 1
+            if self.filtered_in_a_row >= self.config.max_filtered_batches * self.config.groups_per_update:
+                self.data_ended = True
+                assert self.policy.ended_early
         elif self.random.random() < 0.05 and self.mishaps_left:
             self.mishaps_left -= 1
             self.policy.group_lost(group)
@@ -174,6 +187,7 @@ class World:
             oldest = self.random.randint(submitted_at, self.engine_version)
             self.policy.group_finished(group, oldest)
             self.finished[group] = oldest
+            self.filtered_in_a_row = 0
 
     def finish_update(self):
         self.policy.update_finished()
@@ -220,6 +234,7 @@ class World:
         self.engine_version = self.trainer_version
         self.carried, self.admitted = set(self.finished), set()
         self.must_sync = True
+        self.filtered_in_a_row = 0
 
     # accounts
 
@@ -242,9 +257,16 @@ class World:
 
 
 @settings(max_examples=2000, deadline=None)
-@given(config=configs(), num_groups=st.integers(0, 60), seed=st.integers(0, 2**32))
-def test_every_promise_holds_under_any_order_of_events(config, num_groups, seed):
-    world = World(config, num_groups, seed).run()
+@given(
+    config=configs(),
+    num_groups=st.none() | st.integers(0, 60),
+    max_updates=st.none() | st.integers(0, 12),
+    filtered_share=st.sampled_from([0.15, 0.15, 0.6, 1.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_every_promise_holds_under_any_order_of_events(config, num_groups, max_updates, filtered_share, seed):
+    assume(num_groups is not None or max_updates is not None)
+    world = World(config, num_groups, seed, max_updates, filtered_share).run()
     statistics = world.policy.statistics
     how = Counter(world.ended.values())
     assert (statistics.trained, statistics.filtered, statistics.dropped) == (
@@ -256,6 +278,21 @@ def test_every_promise_holds_under_any_order_of_events(config, num_groups, seed)
     assert statistics.updates == world.trainer_version
     assert statistics.submitted == world.submits
     assert statistics.submitted - statistics.reissued == len(world.ended)
+
+
+@pytest.mark.parametrize("filtered_share", [0.0, 0.5])
+def test_max_updates_counts_whole_updates_however_many_groups_are_filtered(filtered_share):
+    config = AsyncConfig(mini_batch_size=4)
+    world = World(config, None, 0, max_updates=7, filtered_share=filtered_share)
+    world.mishaps_left = 0
+    statistics = world.run().policy.statistics
+    assert (statistics.updates, statistics.trained) == (7, 28)
+    assert bool(statistics.filtered) == bool(filtered_share)
+
+
+def test_a_run_in_which_nothing_has_a_signal_ends_and_says_so():
+    world = World(AsyncConfig(mini_batch_size=4, max_filtered_batches=3), None, 0, max_updates=7, filtered_share=1.0)
+    assert world.run().policy.ended_early == "the last 12 prompt groups had no learning signal"
 
 
 @settings(max_examples=200, deadline=None)

@@ -62,10 +62,10 @@ def break_state(**changes):
 @pytest.mark.parametrize(
     ("state", "text"),
     [
-        ({}, "format 1 required, got None"),
-        (break_state(format=9), "format 1 required, got 9"),
+        ({}, "format 2 required, got None"),
+        (break_state(format=9), "format 2 required, got 9"),
         (break_state(waiting=["x"]), "ValueError"),
-        ({"format": 1}, "KeyError: 'version'"),
+        ({"format": 2}, "KeyError: 'version'"),
         (break_state(waiting=[2, 4, 5]), "listed twice"),
         (break_state(waiting=[4, 5, 9]), "never started"),
         (break_state(waiting=[4, 5]), "groups are missing"),
@@ -145,7 +145,7 @@ def test_news_that_cannot_be_is_refused():
         policy.update_finished()
     with pytest.raises(ValueError, match="no sync was running"):
         policy.sync_finished()
-    with pytest.raises(ValueError, match="num_groups must be at least 0"):
+    with pytest.raises(ValueError, match="must be at least 0"):
         AsyncPolicy(CONFIG, -1)
 
 

@@ -110,7 +110,7 @@ def gradients(loss, tokens):
 
 
 def config_of(loss, aggregation="token_mean", **changes):
-    taus = {"sapo_tau_positive": 1.3, "sapo_tau_negative": 2.1} if loss == "sapo" else {}
+    taus = {"sapo_tau": (1.3, 2.1)} if loss == "sapo" else {}
     length = FIXED_LENGTH if aggregation == "fixed_length" else None
     return AlgorithmConfig(loss=loss, aggregation=aggregation, fixed_length=length, **(taus | changes))
 

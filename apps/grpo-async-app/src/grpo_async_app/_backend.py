@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -258,10 +257,3 @@ class GrpoBackend:
 def read_loop_state(folder: Path) -> dict[str, Any]:
     """The loop's state in a checkpoint folder."""
     return dict(json.loads((folder / LOOP_FOLDER / "state.json").read_text()))
-
-
-def count_groups(config: GrpoConfig, num_prompts: int) -> int:
-    """Groups of the whole run: all epochs, or as many as `engine.max_updates` takes."""
-    epochs = config.data.epochs * num_prompts if config.data.epochs else math.inf
-    updates = config.engine.max_updates * config.async_.groups_per_update if config.engine.max_updates else math.inf
-    return int(min(epochs, updates))

@@ -28,7 +28,7 @@ def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
             f"{policy.mode}: sync every {policy.trigger_parameter_sync_step} update(s), at most "
             f"{policy.max_admitted} prompts started between two syncs",
         ),
-        ("length", f"{preflight.num_groups} prompts to sample = {preflight.num_updates} updates"),
+        ("length", f"{preflight.num_updates} updates of {policy.groups_per_update} prompts each"),
         ("objective", f"{config.algorithm.advantage} advantages, {config.algorithm.loss} loss"),
         (
             "checkpoints",

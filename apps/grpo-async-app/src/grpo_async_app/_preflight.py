@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from grpo_async_app._backend import count_groups
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._evaluation import validation_prompts
 from offbeat_data import Prompt, PromptSet, build_reward, load_prompts, load_tokenizer
@@ -20,7 +19,6 @@ class Preflight:
         model: the model folder.
         prompts: training prompts, held-out prompts and their counts.
         held_out: the held-out prompts a validation uses.
-        num_groups: groups of the whole run.
         notices: choices that work and are probably not meant.
     """
 
@@ -28,13 +26,23 @@ class Preflight:
     model: ModelFolder
     prompts: PromptSet
     held_out: tuple[Prompt, ...]
-    num_groups: int
     notices: tuple[str, ...] = ()
+
+    @property
+    def num_groups(self) -> int | None:
+        """Groups that the data gives, all epochs together; None: no end."""
+        return self.config.data.epochs * len(self.prompts.train) or None
+
+    @property
+    def max_updates(self) -> int | None:
+        """Updates after which the run ends; None: with the data."""
+        return self.config.engine.max_updates or None
 
     @property
     def num_updates(self) -> int:
         """Updates of the whole run, when no group is filtered or dropped."""
-        return -(-self.num_groups // self.config.async_.groups_per_update)
+        of_data = -(-self.num_groups // self.config.async_.groups_per_update) if self.num_groups else None
+        return min(number for number in (of_data, self.max_updates) if number is not None)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -68,15 +76,13 @@ def check_run(config: GrpoConfig) -> Preflight:
     build_reward(config.reward)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
     prompts = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer)
-    num_groups = _check_end(config, len(prompts.train))
+    _check_end(config)
     held_out = validation_prompts(config, prompts.eval)
     if config.eval.every_updates and not held_out:
         raise ConfigError(
             "eval.every_updates needs held-out prompts: set data.eval_size or data.eval_path, or set it to 0"
         )
-    return Preflight(
-        config=config, model=model, prompts=prompts, held_out=held_out, num_groups=num_groups, notices=notices
-    )
+    return Preflight(config=config, model=model, prompts=prompts, held_out=held_out, notices=notices)
 
 
 def _check_lengths(config: GrpoConfig, model: ModelFolder) -> None:
@@ -102,7 +108,6 @@ def _check_devices(config: GrpoConfig) -> None:
             open_device(name)
 
 
-def _check_end(config: GrpoConfig, num_prompts: int) -> int:
+def _check_end(config: GrpoConfig) -> None:
     if not config.data.epochs and not config.engine.max_updates:
         raise ConfigError("the run would never end: set data.epochs or engine.max_updates above 0")
-    return count_groups(config, num_prompts)

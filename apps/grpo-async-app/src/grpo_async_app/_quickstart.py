@@ -1,11 +1,12 @@
 """`quickstart`: a small model made on the spot, warmed up on addition, then trained with asynchronous GRPO."""
 
+import math
 import os
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -17,8 +18,9 @@ from offbeat_types import TrainEngine, TrainEngineConfig, TrainSequence, load_ba
 
 WARMUP_BATCH = 128
 WARMUP_LEARNING_RATE = 1e-3
-WARMUP_LOSS = 0.5
-"""Mean cross entropy in nats at which the warm-up ends: the model then adds rightly in 2 to 5 of 10 cases."""
+WARMUP_CHECK_STEPS = 5
+WARMUP_CHANCE = 0.28
+"""Mean probability of the whole right answer at which the warm-up ends: greedily about 4 of 10 are then right."""
 WARMUP_MAX_STEPS = 500
 MODEL_VARIABLE = "OFFBEAT_QUICKSTART_MODEL"
 
@@ -78,17 +80,17 @@ def warm_up(folder: Path, warm_folder: Path, prompts: Sequence[Prompt], seed: in
         num_threads=1,  # a model this small gains nothing from more
     )
     engine: TrainEngine = load_backend("offbeat.engine", "torch").create(settings)
-    recent: deque[float] = deque(maxlen=10)
     for step in range(WARMUP_MAX_STEPS):
-        chosen = [prompts[order(step * WARMUP_BATCH + place)[1]] for place in range(WARMUP_BATCH)]
-        losses = engine.forward_backward([_solved(prompt, tokenizer) for prompt in chosen], sft_loss)
+        places = range(step * WARMUP_BATCH, (step + 1) * WARMUP_BATCH)
+        batch = [_solved(prompts[order(place)[1]], tokenizer) for place in places]
+        if step % WARMUP_CHECK_STEPS == 0:
+            chance = fmean(math.exp(logprobs.sum()) for logprobs in engine.logprobs(batch))
+            if step % 50 == 0:
+                print(f"warm-up step {step}: a right answer has probability {chance:.3f}, until {WARMUP_CHANCE}")
+            if chance >= WARMUP_CHANCE:
+                break
+        engine.forward_backward(batch, sft_loss)
         engine.step()
-        recent.append(losses["loss"].value)
-        mean = sum(recent) / len(recent)
-        if step % 50 == 49:
-            print(f"warm-up step {step + 1}: loss {mean:.3f} nats, until {WARMUP_LOSS}")
-        if len(recent) == recent.maxlen and mean < WARMUP_LOSS:
-            break
     engine.save_weights(warm_folder)
     engine.close()
 

@@ -39,7 +39,7 @@ class Outcome:
 
 def train(preflight: Preflight, run: RunFolder) -> Outcome:
     """Train from the first policy to the end of the data."""
-    policy = AsyncPolicy(preflight.config.async_, preflight.num_groups)
+    policy = AsyncPolicy(preflight.config.async_, preflight.num_groups, preflight.max_updates)
     policy.request_sync()  # the engines prove that they hold the trainer's weights before anything is sampled
     return _run(_Session(preflight, run, policy, {}, None))
 
@@ -108,6 +108,8 @@ async def _train(session: _Session) -> Outcome:
                 groups=session.groups,
             )
             summary = await run_loop(session.policy, backend)
+            if session.policy.ended_early:
+                journal.message(f"ended early: {session.policy.ended_early}")
             await backend.finish()
             if not start or start.step < session.policy.version:
                 await backend.checkpoint(session.policy.state())

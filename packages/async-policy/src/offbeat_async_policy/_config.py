@@ -36,6 +36,12 @@ class AsyncConfig:
     max_in_flight: int = setting(
         0, "Prompt groups generating at once at most; 0 leaves it to the staleness bound.", "groups", ge=0
     )
+    max_filtered_batches: int = setting(
+        20,
+        "End the run after so many updates' worth of groups without learning signal in a row.",
+        "updates",
+        ge=1,
+    )
     max_group_retries: int = setting(3, "Times one group is issued again after its engine died.", ge=0)
     group_deadline_s: float = setting(7200.0, "Longest time for one group to be generated and scored.", "s", gt=0)
     update_deadline_s: float = setting(7200.0, "Longest time for one update, and for one checkpoint.", "s", gt=0)

@@ -36,15 +36,24 @@ class AsyncPolicy:
 
     Args:
         config: the settings.
-        num_groups: groups of the whole run; ids are 0 .. num_groups - 1 in data order, epochs unrolled.
+        num_groups: groups of the data; ids are 0 .. num_groups - 1 in data order, epochs unrolled. None: no end.
+        max_updates: the run ends after so many updates, if the data lasts; None: with the data. A group that is
+            filtered or dropped is replaced by another one, so that every update is whole.
+
+    Attributes:
+        ended_early: why the data was taken for ended before its end; empty when it was not.
     """
 
-    def __init__(self, config: AsyncConfig, num_groups: int) -> None:
-        if num_groups < 0:
-            raise ValueError(f"num_groups must be at least 0, got {num_groups}")
+    def __init__(self, config: AsyncConfig, num_groups: int | None, max_updates: int | None = None) -> None:
+        if num_groups is None and max_updates is None:
+            raise ValueError("a run without num_groups and max_updates would never end: give one of them")
+        if min(num_groups or 0, max_updates or 0) < 0:
+            raise ValueError(f"num_groups and max_updates must be at least 0, got {num_groups} and {max_updates}")
         self.config = config
         self.statistics = Statistics()
-        self._num_groups = num_groups
+        self.ended_early = ""
+        self._num_groups, self._max_updates = num_groups, max_updates
+        self._filtered_in_a_row = 0  # since a group last had a learning signal
         self._next_new_group = 0
         self._waiting: list[int] = []  # to be issued again, in data order
         self._in_flight: dict[int, int] = {}  # group -> engine version when it was submitted
@@ -208,11 +217,17 @@ class AsyncPolicy:
                 f"its submission; got {oldest_version}"
             )
         self._finished[group_id] = oldest_version
+        self._filtered_in_a_row = 0
 
     def group_filtered(self, group_id: int) -> None:
         """A group finished without learning signal: it is not trained, and its place is free again."""
         self._end_flight(group_id)
         self.statistics.filtered += 1
+        self._filtered_in_a_row += 1
+        limit = self.config.max_filtered_batches * self.config.groups_per_update
+        if self._filtered_in_a_row == limit:
+            self.ended_early = f"the last {self._filtered_in_a_row} prompt groups had no learning signal"
+            self.end_data()
 
     def group_lost(self, group_id: int) -> None:
         """The engine that held the group died: it is issued again, before all new groups."""
@@ -272,7 +287,7 @@ class AsyncPolicy:
             in_flight=tuple(self._in_flight),
             num_finished=len(self._finished),
             num_training=len(self._training),
-            num_not_started=len(self._waiting) + self._num_groups - self._next_new_group,
+            num_not_started=len(self._waiting) + self._end - self._next_new_group,
             syncing=self._syncing,
             sync_is_due=self._sync_is_due,
             rollouter_closed_because=self._closed_because(),
@@ -298,8 +313,17 @@ class AsyncPolicy:
         return len(self._in_flight) + len(self._finished)
 
     @property
+    def _end(self) -> int:
+        """The first group that will not be started, as far as is known now."""
+        ends = [] if self._num_groups is None else [self._num_groups]
+        if self._max_updates is not None:
+            replaced = self.statistics.filtered + self.statistics.dropped
+            ends.append(self._max_updates * self.config.groups_per_update + replaced)
+        return min(ends)
+
+    @property
     def _data_has_ended(self) -> bool:
-        return not self._waiting and self._next_new_group == self._num_groups
+        return not self._waiting and self._next_new_group == self._end
 
     @property
     def _all_groups_have_ended(self) -> bool:
@@ -318,6 +342,7 @@ class AsyncPolicy:
         return Snapshot(
             version=self.version,
             num_groups=self._num_groups,
+            max_updates=self._max_updates,
             next_new_group=self._next_new_group,
             waiting=sorted([*self._waiting, *self._in_flight]),
             finished={**self._finished, **self._training},
@@ -336,7 +361,7 @@ class AsyncPolicy:
         """
         snapshot = Snapshot.from_plain(state)
         snapshot.check_fits(config)
-        policy = cls(config, snapshot.num_groups)
+        policy = cls(config, snapshot.num_groups, snapshot.max_updates)
         policy.statistics = snapshot.statistics
         policy._next_new_group = snapshot.next_new_group
         policy._waiting = list(snapshot.waiting)

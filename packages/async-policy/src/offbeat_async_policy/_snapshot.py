@@ -9,7 +9,7 @@ from offbeat_async_policy._lag import can_train_in_time
 from offbeat_async_policy._statistics import Statistics
 from offbeat_types import ConfigError, RunFolderError
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,8 @@ class Snapshot:
 
     Args:
         version: updates done.
-        num_groups: groups of the run.
+        num_groups: groups of the data; None: no end.
+        max_updates: of the run; None: as many as the data gives.
         next_new_group: first group that was never started.
         waiting: groups to be issued again, sorted.
         finished: group -> version of its oldest token.
@@ -26,7 +27,8 @@ class Snapshot:
     """
 
     version: int
-    num_groups: int
+    num_groups: int | None
+    max_updates: int | None
     next_new_group: int
     waiting: list[int]
     finished: dict[int, int]
@@ -38,6 +40,7 @@ class Snapshot:
             "format": FORMAT,
             "version": self.version,
             "num_groups": self.num_groups,
+            "max_updates": self.max_updates,
             "next_new_group": self.next_new_group,
             "waiting": list(self.waiting),
             "finished": [list(pair) for pair in sorted(self.finished.items())],
@@ -56,7 +59,8 @@ class Snapshot:
         try:
             snapshot = cls(
                 version=int(plain["version"]),
-                num_groups=int(plain["num_groups"]),
+                num_groups=None if plain["num_groups"] is None else int(plain["num_groups"]),
+                max_updates=None if plain["max_updates"] is None else int(plain["max_updates"]),
                 next_new_group=int(plain["next_new_group"]),
                 waiting=sorted(int(group) for group in plain["waiting"]),
                 finished={int(group): int(oldest) for group, oldest in plain["finished"]},
@@ -90,10 +94,11 @@ class Snapshot:
     def _check_consistent(self) -> None:
         started = [*self.waiting, *self.finished]
         ended = self.statistics.trained + self.statistics.filtered + self.statistics.dropped
+        limit = self.next_new_group if self.num_groups is None else self.num_groups
         complaints = {
             "a group is listed twice": len(set(started)) != len(started),
             "a group was never started": any(not 0 <= group < self.next_new_group for group in started),
-            "more groups were started than there are": self.next_new_group > self.num_groups,
+            "more groups were started than there are": self.next_new_group > limit,
             "the version is not the number of updates": self.version != self.statistics.updates,
             "a token is newer than the policy": any(not 0 <= age <= self.version for age in self.finished.values()),
             "groups are missing": ended + len(started) != self.next_new_group,

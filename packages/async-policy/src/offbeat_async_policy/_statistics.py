@@ -1,4 +1,4 @@
-"""What the policy counts. At the end submitted - reissued = trained + filtered + dropped = num_groups."""
+"""What the policy counts. At the end submitted - reissued = trained + filtered + dropped."""
 
 from collections import Counter
 from dataclasses import dataclass, field

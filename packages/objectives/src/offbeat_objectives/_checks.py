@@ -81,14 +81,15 @@ def _advantage(config: AlgorithmConfig, samples_per_prompt: int) -> Complaints:
 def _loss(config: AlgorithmConfig) -> Complaints:
     for name in ("clip_low", "clip_high"):
         if config.loss == "sapo" and getattr(config, name) is not None:
-            yield f"{name} has no effect: sapo has soft gates, set by sapo_tau_positive and sapo_tau_negative"
+            yield f"{name} has no effect: sapo has soft gates, set by sapo_tau"
     if config.loss in ("ppo_clip", "gspo", "cispo") and config.clip_range()[0] > 1:
         yield f"clip_low must be at most 1, where the bound 1 - clip_low is 0: got {config.clip_low:g}"
     if config.dual_clip is not None and config.loss != "ppo_clip":
         yield f"dual_clip has no effect with loss = {config.loss}: it belongs to ppo_clip"
-    for name in ("sapo_tau_positive", "sapo_tau_negative"):
-        if getattr(config, name) is not None and config.loss != "sapo":
-            yield f"{name} has no effect with loss = {config.loss}: it belongs to sapo"
+    if config.sapo_tau and config.loss != "sapo":
+        yield f"sapo_tau has no effect with loss = {config.loss}: it belongs to sapo"
+    if config.sapo_tau and (len(config.sapo_tau) != 2 or min(config.sapo_tau) <= 0):
+        yield f"sapo_tau must be two numbers above 0: got {list(config.sapo_tau)}"
     if config.aggregation == "fixed_length" and config.fixed_length is None:
         yield "aggregation = fixed_length needs fixed_length, usually the longest completion allowed"
     if config.aggregation != "fixed_length" and config.fixed_length is not None:

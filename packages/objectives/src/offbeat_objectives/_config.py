@@ -66,11 +66,8 @@ class AlgorithmConfig:
     dual_clip: float | None = setting(
         None, "Bound on the ratio where the advantage is negative, for ppo_clip; such as 3. Off if not given.", gt=1
     )
-    sapo_tau_positive: float | None = setting(
-        None, "Steepness of sapo's gate where the advantage is positive; 1.0 if not given.", gt=0
-    )
-    sapo_tau_negative: float | None = setting(
-        None, "Steepness of sapo's gate where the advantage is not positive; 1.05 if not given.", gt=0
+    sapo_tau: tuple[float, ...] = setting(
+        (), "Steepness of sapo's gates: where the advantage is positive, and elsewhere; [1.0, 1.05] if not given."
     )
     aggregation: str = setting(
         "token_mean",

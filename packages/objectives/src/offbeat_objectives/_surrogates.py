@@ -119,9 +119,7 @@ def sapo(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
 
     Source: SAPO, 2511.20347, section 3.
     """
-    positive, negative = DEFAULT_SAPO_TEMPERATURES
-    positive = positive if config.sapo_tau_positive is None else config.sapo_tau_positive
-    negative = negative if config.sapo_tau_negative is None else config.sapo_tau_negative
+    positive, negative = config.sapo_tau or DEFAULT_SAPO_TEMPERATURES
     ratio_N = tokens.log_ratio().exp()
     tau_N = torch.full_like(ratio_N, negative).masked_fill(tokens.advantages_N > 0, positive)
     gate_N = torch.sigmoid(tau_N * (ratio_N - 1)) * 4 / tau_N
