@@ -228,6 +228,29 @@ def test_slow_is_not_stuck_while_the_backend_reports_movement():
     assert policy.statistics.trained == 7
 
 
+@pytest.mark.parametrize("where", ["update", "sync", "checkpoint"])
+def test_what_the_trainer_does_may_take_longer_than_a_stall(where):
+    class SlowTrainer(Backend):
+        async def slowly(self, *_):
+            while len(self.waits) < 50:
+                await asyncio.sleep(0.001)
+
+    seconds = iter(range(100_000))
+    backend, policy = (
+        SlowTrainer(checkpoint_every=1),
+        AsyncPolicy(AsyncConfig(mini_batch_size=4, stall_after_s=30.0), 8),
+    )
+    quick = getattr(backend, where)
+
+    async def slow(*arguments):
+        await backend.slowly()
+        await quick(*arguments)
+
+    setattr(backend, where, slow)
+    run(policy, backend, clock=lambda: float(next(seconds)), idle_every_s=0.001)
+    assert policy.statistics.trained == 7
+
+
 @pytest.mark.parametrize(
     ("deadline", "where", "text"),
     [
@@ -280,7 +303,7 @@ def test_a_run_that_goes_on_from_any_checkpoint_trains_each_group_once(which):
     state, samples, trained = first.saved[which]
     second = Backend(seed=1)
     second.samples, second.trained = dict(samples), Counter(trained)
-    policy = AsyncPolicy.restore(config, state)
+    policy = AsyncPolicy.restore(config, state, 80)
     run(policy, second)
     assert set(second.trained.values()) == {1}
     assert len(second.trained) == policy.statistics.trained

@@ -33,7 +33,7 @@ def test_a_restored_policy_syncs_then_issues_again_what_was_in_flight_then_goes_
     state = json.loads(json.dumps(policy_in_the_middle().state()))
     assert state["finished"] == [[2, 0]]
     assert state["waiting"] == [4, 5, 6]
-    policy = AsyncPolicy.restore(CONFIG, state)
+    policy = AsyncPolicy.restore(CONFIG, state, 20)
     assert policy.actions() == [Sync(version=1, interrupt=False)]
     policy.sync_finished()
     assert policy.actions() == [Submit(4), Submit(5), Submit(6)]
@@ -71,17 +71,49 @@ def break_state(**changes):
         (break_state(waiting=[4, 5]), "groups are missing"),
         (break_state(version=2), "not the number of updates"),
         (break_state(finished=[[2, 7]]), "newer than the policy"),
-        (break_state(num_groups=3), "more groups were started"),
     ],
 )
 def test_a_damaged_state_is_refused(state, text):
     with pytest.raises(RunFolderError, match=text):
-        AsyncPolicy.restore(CONFIG, state)
+        AsyncPolicy.restore(CONFIG, state, 20)
 
 
 def test_restoring_under_a_lag_bound_that_can_no_longer_be_kept_is_refused_or_drops():
     policy = AsyncPolicy(AsyncConfig(staleness_threshold=4.0, mini_batch_size=2), 40)
-    while policy.version < 3:
+    drive(policy, until=3)
+    state = policy.state()
+    tight = {"staleness_threshold": 4.0, "mini_batch_size": 2, "max_version_lag": 1}
+    with pytest.raises(ConfigError, match="use the value of the run before, or on_exceed='drop'"):
+        AsyncPolicy.restore(AsyncConfig(**tight), state, 40)
+    restored = AsyncPolicy.restore(AsyncConfig(**tight, on_exceed="drop"), state, 40)
+    dropped = [action.group_id for action in restored.actions() if isinstance(action, Drop)]
+    assert dropped
+    assert dropped == [group for group, oldest in state["finished"] if 3 - oldest > 1]
+
+
+@pytest.mark.parametrize(("batch", "max_updates", "ends_at"), [(4, 10, 10), (16, 10, 10), (8, 14, 14), (8, 5, 9)])
+def test_a_restored_run_ends_at_the_updates_it_is_told_now_whatever_their_size(batch, max_updates, ends_at):
+    policy = drive(AsyncPolicy(AsyncConfig(mini_batch_size=8), None, max_updates=10), until=8)
+    restored = AsyncPolicy.restore(AsyncConfig(mini_batch_size=batch), policy.state(), None, max_updates)
+    assert drive(restored).version == ends_at
+
+
+def test_a_run_that_ended_for_want_of_signal_says_so_again_after_a_restore_or_goes_on_with_more_patience():
+    config = AsyncConfig(mini_batch_size=2, max_filtered_batches=2)
+    policy = AsyncPolicy(config, None, max_updates=10)
+    while not policy.ended_early:
+        for action in policy.actions():
+            policy.group_filtered(action.group_id)
+    restored = AsyncPolicy.restore(config, policy.state(), None, 10)
+    assert restored.ended_early
+    assert drive(restored).version == 0
+    patient = AsyncConfig(mini_batch_size=2, max_filtered_batches=20)
+    assert drive(AsyncPolicy.restore(patient, policy.state(), None, 10)).version == 10
+
+
+def drive(policy, until=10_000):
+    """Let everything succeed at once, up to a version or the end."""
+    while policy.version < until:
         for action in policy.actions():
             match action:
                 case Submit(group_id):
@@ -90,14 +122,9 @@ def test_restoring_under_a_lag_bound_that_can_no_longer_be_kept_is_refused_or_dr
                     policy.update_finished()
                 case Sync():
                     policy.sync_finished()
-    state = policy.state()
-    tight = {"staleness_threshold": 4.0, "mini_batch_size": 2, "max_version_lag": 1}
-    with pytest.raises(ConfigError, match="use the value of the run before, or on_exceed='drop'"):
-        AsyncPolicy.restore(AsyncConfig(**tight), state)
-    restored = AsyncPolicy.restore(AsyncConfig(**tight, on_exceed="drop"), state)
-    dropped = [action.group_id for action in restored.actions() if isinstance(action, Drop)]
-    assert dropped
-    assert dropped == [group for group, oldest in state["finished"] if 3 - oldest > 1]
+                case Finish():
+                    return policy
+    return policy
 
 
 def test_ending_the_data_early_trains_what_was_started_and_finishes():

@@ -30,6 +30,10 @@ class Activity:
             self._count()
             self._running[kind] -= 1
 
+    def is_doing(self, *kinds: str) -> bool:
+        """Whether work of one of these kinds runs now."""
+        return any(self._running[kind] for kind in kinds)
+
     def seconds(self, kind: str) -> float:
         """Time in which at least one piece of this kind ran, in s."""
         self._count()

@@ -24,7 +24,50 @@ Progress. Suppose I(v), and that the engines serve e with v <= e + K - 1 (no syn
 Source: earliest deadline first is optimal for unit jobs, Jackson 1955.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from offbeat_async_policy._config import AsyncConfig
+
+
+class LagBound:
+    """`max_version_lag` and `on_exceed` of a configuration; without a bound everything is allowed."""
+
+    def __init__(self, config: AsyncConfig) -> None:
+        self._max_lag, self._per_update = config.max_version_lag, config.groups_per_update
+        self._may_drop = config.on_exceed == "drop"
+
+    def has_room(self, num_outstanding: int, engine_version: int, next_version: int) -> bool:
+        """Whether one more group may start; where groups are dropped, it must only not be too old from the start."""
+        if self._max_lag is None:
+            return True
+        room = room_for_new_groups(
+            0 if self._may_drop else num_outstanding,
+            engine_version=engine_version,
+            next_version=next_version,
+            groups_per_update=self._per_update,
+            max_version_lag=self._max_lag,
+        )
+        return room > 0
+
+    def can_be_kept(self, oldest_versions: Iterable[int], next_version: int) -> bool:
+        """Whether groups with these oldest tokens can all be trained in time; where groups are dropped, always."""
+        if self._max_lag is None or self._may_drop:
+            return True
+        return can_train_in_time(
+            oldest_versions,
+            next_version=next_version,
+            groups_per_update=self._per_update,
+            max_version_lag=self._max_lag,
+        )
+
+    def too_old(self, oldest_versions: Mapping[int, int], next_version: int) -> list[int]:
+        """Groups that the next update would train above the bound."""
+        return [
+            group
+            for group, oldest in oldest_versions.items()
+            if self._max_lag is not None
+            and is_too_old(oldest, next_version=next_version, max_version_lag=self._max_lag)
+        ]
 
 
 def can_train_in_time(

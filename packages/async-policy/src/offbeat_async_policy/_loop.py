@@ -69,7 +69,8 @@ async def run_loop(
         idle_every_s: time between two calls of `backend.idle`.
 
     Raises:
-        DeadlineError: one action passed its deadline, or nothing moved for `stall_after_s`; names who waits for whom.
+        DeadlineError: one action passed its deadline, or nothing moved for `stall_after_s` while the trainer
+            had nothing to do; names who waits for whom.
         PeerFailedError: a group was lost too often, or a process died that is not an engine's.
         Exception: whatever else the backend raises. In every case all work is cancelled and awaited first.
     """
@@ -257,7 +258,9 @@ class _Loop:
             if progress != self._progress:
                 self._progress, self._last_move = progress, now
         idle_s = now - self._last_move
-        if idle_s >= self._config.stall_after_s:
+        # What the trainer does has a deadline of its own, and may lawfully take longer than a stall.
+        may_take_long = self._activity.is_doing("updating", "syncing", "checkpointing")
+        if idle_s >= self._config.stall_after_s and not may_take_long:
             raise DeadlineError("async loop", "anything to move", self._config.stall_after_s, self._who_waits())
         if self._idle_task is None and now >= self._next_idle:
             self._next_idle = now + self._idle_every_s

@@ -1,6 +1,6 @@
 """The control logic of asynchronous training: a pure state machine over prompt groups.
 
-It has no clock and starts nothing: a driver asks `actions()` what to start, and reports what happened. One group goes
+No clock, and nothing is started here: a driver asks `actions()` what to start, and reports what happened. A group goes
 
     new -> in flight -> finished -> in training -> trained
              |  ^  \\        \\
@@ -26,7 +26,7 @@ from typing import Any
 from offbeat_async_policy._actions import Action, Drop, Finish, Submit, Sync, Update
 from offbeat_async_policy._config import AsyncConfig
 from offbeat_async_policy._describe import PolicyStatus, describe_wait
-from offbeat_async_policy._lag import can_train_in_time, is_too_old, room_for_new_groups
+from offbeat_async_policy._lag import LagBound
 from offbeat_async_policy._snapshot import Snapshot
 from offbeat_async_policy._statistics import Statistics
 
@@ -39,9 +39,6 @@ class AsyncPolicy:
         num_groups: groups of the data; ids are 0 .. num_groups - 1 in data order, epochs unrolled. None: no end.
         max_updates: the run ends after so many updates, if the data lasts; None: with the data. A group that is
             filtered or dropped is replaced by another one, so that every update is whole.
-
-    Attributes:
-        ended_early: why the data was taken for ended before its end; empty when it was not.
     """
 
     def __init__(self, config: AsyncConfig, num_groups: int | None, max_updates: int | None = None) -> None:
@@ -51,8 +48,9 @@ class AsyncPolicy:
             raise ValueError(f"num_groups and max_updates must be at least 0, got {num_groups} and {max_updates}")
         self.config = config
         self.statistics = Statistics()
-        self.ended_early = ""
+        self._lag_bound = LagBound(config)
         self._num_groups, self._max_updates = num_groups, max_updates
+        self._data_was_ended = False
         self._filtered_in_a_row = 0  # since a group last had a learning signal
         self._next_new_group = 0
         self._waiting: list[int] = []  # to be issued again, in data order
@@ -103,17 +101,10 @@ class AsyncPolicy:
 
     def _others_can_wait(self, chosen: list[int]) -> bool:
         """Whether, after an update on the chosen groups, all others can still be trained within max_version_lag."""
-        if self.config.max_version_lag is None or self.config.on_exceed == "drop":
-            return True
         rest = {**self._in_flight, **self._finished}
         for group in chosen:
             del rest[group]
-        return can_train_in_time(
-            rest.values(),
-            next_version=self.version + 1,
-            groups_per_update=self.config.groups_per_update,
-            max_version_lag=self.config.max_version_lag,
-        )
+        return self._lag_bound.can_be_kept(rest.values(), self.version + 1)
 
     # ── the synchroniser ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -158,22 +149,9 @@ class AsyncPolicy:
         # group that was filtered, dropped or lost since then is in neither number: its place is free again.
         if self._taken_since_sync + self._num_outstanding >= self.config.max_admitted:
             return f"at its bound of {self.config.max_admitted} groups between two syncs"
-        if not self._new_group_keeps_lag():
+        if not self._lag_bound.has_room(self._num_outstanding, self._engine_version, self._next_version):
             return f"held back by max_version_lag={self.config.max_version_lag}"
         return ""
-
-    def _new_group_keeps_lag(self) -> bool:
-        if self.config.max_version_lag is None:
-            return True
-        may_drop = self.config.on_exceed == "drop"  # then it is enough that the group is not too old from the start
-        room = room_for_new_groups(
-            0 if may_drop else self._num_outstanding,
-            engine_version=self._engine_version,
-            next_version=self._next_version,
-            groups_per_update=self.config.groups_per_update,
-            max_version_lag=self.config.max_version_lag,
-        )
-        return room > 0
 
     def _pop_next_group(self) -> int:
         if self._waiting:
@@ -186,14 +164,7 @@ class AsyncPolicy:
         if self.config.on_exceed == "wait" or self._drops_decided_at == self._next_version:
             return []
         self._drops_decided_at = self._next_version
-        assert self.config.max_version_lag is not None
-        bound = self.config.max_version_lag
-        outstanding = {**self._in_flight, **self._finished}
-        too_old = [
-            group
-            for group, oldest in outstanding.items()
-            if is_too_old(oldest, next_version=self._next_version, max_version_lag=bound)
-        ]
+        too_old = self._lag_bound.too_old({**self._in_flight, **self._finished}, self._next_version)
         for group in too_old:
             self._in_flight.pop(group, None)
             self._finished.pop(group, None)
@@ -224,10 +195,6 @@ class AsyncPolicy:
         self._end_flight(group_id)
         self.statistics.filtered += 1
         self._filtered_in_a_row += 1
-        limit = self.config.max_filtered_batches * self.config.groups_per_update
-        if self._filtered_in_a_row == limit:
-            self.ended_early = f"the last {self._filtered_in_a_row} prompt groups had no learning signal"
-            self.end_data()
 
     def group_lost(self, group_id: int) -> None:
         """The engine that held the group died: it is issued again, before all new groups."""
@@ -258,7 +225,7 @@ class AsyncPolicy:
 
     def end_data(self) -> None:
         """Let the data end here: no new group is started; what was started is trained, synced, and the run finishes."""
-        self._num_groups = self._next_new_group
+        self._data_was_ended = True
 
     def _end_flight(self, group_id: int) -> int:
         if group_id not in self._in_flight:
@@ -287,7 +254,7 @@ class AsyncPolicy:
             in_flight=tuple(self._in_flight),
             num_finished=len(self._finished),
             num_training=len(self._training),
-            num_not_started=len(self._waiting) + self._end - self._next_new_group,
+            num_not_started=len(self._waiting) + self._num_to_start,
             syncing=self._syncing,
             sync_is_due=self._sync_is_due,
             rollouter_closed_because=self._closed_because(),
@@ -313,17 +280,26 @@ class AsyncPolicy:
         return len(self._in_flight) + len(self._finished)
 
     @property
-    def _end(self) -> int:
-        """The first group that will not be started, as far as is known now."""
-        ends = [] if self._num_groups is None else [self._num_groups]
-        if self._max_updates is not None:
-            replaced = self.statistics.filtered + self.statistics.dropped
-            ends.append(self._max_updates * self.config.groups_per_update + replaced)
-        return min(ends)
+    def ended_early(self) -> str:
+        """Why no more prompts are drawn although there are some; empty when that is not so."""
+        if self._filtered_in_a_row < self.config.max_filtered_batches * self.config.groups_per_update:
+            return ""
+        return f"the last {self._filtered_in_a_row} prompt groups had no learning signal"
+
+    @property
+    def _num_to_start(self) -> int:
+        """New groups that are still to be started, as far as is known now."""
+        if self._data_was_ended or self.ended_early:
+            return 0
+        rooms = [] if self._num_groups is None else [self._num_groups - self._next_new_group]
+        if self._max_updates is not None:  # a filtered or dropped group is in no number here: it is replaced
+            updates_left = self._max_updates - self._next_version
+            rooms.append(updates_left * self.config.groups_per_update - self._num_outstanding - len(self._waiting))
+        return max(0, min(rooms))
 
     @property
     def _data_has_ended(self) -> bool:
-        return not self._waiting and self._next_new_group == self._end
+        return not self._waiting and not self._num_to_start
 
     @property
     def _all_groups_have_ended(self) -> bool:
@@ -341,19 +317,22 @@ class AsyncPolicy:
         """
         return Snapshot(
             version=self.version,
-            num_groups=self._num_groups,
-            max_updates=self._max_updates,
             next_new_group=self._next_new_group,
             waiting=sorted([*self._waiting, *self._in_flight]),
             finished={**self._finished, **self._training},
+            data_was_ended=self._data_was_ended,
+            filtered_in_a_row=self._filtered_in_a_row,
             statistics=self.statistics,
         ).to_plain()
 
     @classmethod
-    def restore(cls, config: AsyncConfig, state: Mapping[str, Any]) -> "AsyncPolicy":
+    def restore(
+        cls, config: AsyncConfig, state: Mapping[str, Any], num_groups: int | None, max_updates: int | None = None
+    ) -> "AsyncPolicy":
         """Go on from a checkpoint: what was finished stays finished, what was in flight is issued again first.
 
-        The first action is a Sync, as the engines may hold any weights. Settings may differ from those of the state.
+        The first action is a Sync, as the engines may hold any weights. Settings may differ from those of the state;
+        when fewer groups are wanted now, those that were finished or in flight are trained nevertheless.
 
         Raises:
             RunFolderError: the state is damaged or of another format.
@@ -361,11 +340,13 @@ class AsyncPolicy:
         """
         snapshot = Snapshot.from_plain(state)
         snapshot.check_fits(config)
-        policy = cls(config, snapshot.num_groups, snapshot.max_updates)
+        policy = cls(config, num_groups, max_updates)
         policy.statistics = snapshot.statistics
         policy._next_new_group = snapshot.next_new_group
         policy._waiting = list(snapshot.waiting)
         policy._finished = dict(snapshot.finished)
+        policy._data_was_ended = snapshot.data_was_ended
+        policy._filtered_in_a_row = snapshot.filtered_in_a_row
         policy._engine_version = snapshot.version
         policy._sync_requested = True
         policy._drops_decided_at = -1

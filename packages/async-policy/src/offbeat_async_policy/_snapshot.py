@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from offbeat_async_policy._config import AsyncConfig
-from offbeat_async_policy._lag import can_train_in_time
+from offbeat_async_policy._lag import LagBound
 from offbeat_async_policy._statistics import Statistics
 from offbeat_types import ConfigError, RunFolderError
 
@@ -18,20 +18,20 @@ class Snapshot:
 
     Args:
         version: updates done.
-        num_groups: groups of the data; None: no end.
-        max_updates: of the run; None: as many as the data gives.
         next_new_group: first group that was never started.
         waiting: groups to be issued again, sorted.
         finished: group -> version of its oldest token.
+        data_was_ended: no new group is to be started.
+        filtered_in_a_row: groups without signal since one had it.
         statistics: the counts.
     """
 
     version: int
-    num_groups: int | None
-    max_updates: int | None
     next_new_group: int
     waiting: list[int]
     finished: dict[int, int]
+    data_was_ended: bool
+    filtered_in_a_row: int
     statistics: Statistics
 
     def to_plain(self) -> dict[str, Any]:
@@ -39,11 +39,11 @@ class Snapshot:
         return {
             "format": FORMAT,
             "version": self.version,
-            "num_groups": self.num_groups,
-            "max_updates": self.max_updates,
             "next_new_group": self.next_new_group,
             "waiting": list(self.waiting),
             "finished": [list(pair) for pair in sorted(self.finished.items())],
+            "data_was_ended": self.data_was_ended,
+            "filtered_in_a_row": self.filtered_in_a_row,
             "statistics": self.statistics.to_plain(),
         }
 
@@ -59,11 +59,11 @@ class Snapshot:
         try:
             snapshot = cls(
                 version=int(plain["version"]),
-                num_groups=None if plain["num_groups"] is None else int(plain["num_groups"]),
-                max_updates=None if plain["max_updates"] is None else int(plain["max_updates"]),
                 next_new_group=int(plain["next_new_group"]),
                 waiting=sorted(int(group) for group in plain["waiting"]),
                 finished={int(group): int(oldest) for group, oldest in plain["finished"]},
+                data_was_ended=bool(plain["data_was_ended"]),
+                filtered_in_a_row=int(plain["filtered_in_a_row"]),
                 statistics=Statistics.from_plain(plain["statistics"]),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -77,14 +77,7 @@ class Snapshot:
         Raises:
             ConfigError: with on_exceed="wait" and a max_version_lag smaller than that of the run before.
         """
-        if config.max_version_lag is None or config.on_exceed == "drop":
-            return
-        if not can_train_in_time(
-            self.finished.values(),
-            next_version=self.version,
-            groups_per_update=config.groups_per_update,
-            max_version_lag=config.max_version_lag,
-        ):
+        if not LagBound(config).can_be_kept(self.finished.values(), self.version):
             raise ConfigError(
                 f"async.max_version_lag={config.max_version_lag} cannot be kept for the {len(self.finished)} groups of "
                 f"the checkpoint that are finished but not trained (version {self.version}, oldest token of version "
@@ -94,11 +87,9 @@ class Snapshot:
     def _check_consistent(self) -> None:
         started = [*self.waiting, *self.finished]
         ended = self.statistics.trained + self.statistics.filtered + self.statistics.dropped
-        limit = self.next_new_group if self.num_groups is None else self.num_groups
         complaints = {
             "a group is listed twice": len(set(started)) != len(started),
             "a group was never started": any(not 0 <= group < self.next_new_group for group in started),
-            "more groups were started than there are": self.next_new_group > limit,
             "the version is not the number of updates": self.version != self.statistics.updates,
             "a token is newer than the policy": any(not 0 <= age <= self.version for age in self.finished.values()),
             "groups are missing": ended + len(started) != self.next_new_group,
