@@ -1,23 +1,33 @@
 """A tiny model, a small data set, and the command line called in this process."""
 
+import asyncio
+import importlib
 import json
+import os
+import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from grpo_async_app import _cli
-from offbeat_testing import tiny_model
+from offbeat_cluster import LocalLauncher, RoleSpec, _child, _local
+from offbeat_cluster._channel import Channel
+from offbeat_cluster._local_actor import LocalActor
+from offbeat_testing import CommandLine, tiny_model
+from offbeat_testing._forked_process import ForkedProcess
+
+ForkedMain = Callable[[], NoReturn]
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended."""
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Nothing here is large enough for more, and a process with threads cannot be forked."""
+    import torch
 
-    code: int
-    out: str
-    err: str
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -59,6 +69,9 @@ partial_rollout = true
 every_updates = 2
 [checkpoint]
 every = 2
+[cluster]
+trainer_threads = 1
+rollout_threads = 1
 [log]
 train_generations = 100
 progress_every_s = 0.5
@@ -67,14 +80,51 @@ progress_every_s = 0.5
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
-    """Call the command line with words; exit code, standard output, standard error."""
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine("grpo-async-app", _cli.main, monkeypatch, capsys)
 
-    def call(*words: object) -> Ended:
-        monkeypatch.setattr("sys.argv", ["grpo-async-app", *map(str, words)])
-        with pytest.raises(SystemExit) as left:
-            _cli.main()
-        captured = capsys.readouterr()
-        return Ended(int(left.value.code or 0), captured.out, captured.err)
 
-    return call
+@pytest.fixture
+def forked_main() -> ForkedMain:
+    """The command line for a `RunningCommand` whose processes are all forks: killed often, it imports torch once.
+
+    Only the way the roles come to life differs: they are called over the same sockets, die with their driver, and take
+    signals alike.
+    """
+    for module in ("grpo_async_app._commands", "offbeat_engine_torch", "offbeat_rollout_torch"):
+        importlib.import_module(module)  # before anything forks
+
+    def main() -> NoReturn:
+        LocalLauncher._spawn = _fork_role  # type: ignore[method-assign]  in the fork that this is called in
+        _cli.main()
+
+    return main
+
+
+class _RoleProcess(ForkedProcess):
+    """As much of `asyncio.subprocess.Process` as an actor needs."""
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    async def wait(self) -> int:
+        while (code := self.poll()) is None:
+            await asyncio.sleep(0.02)
+        return code
+
+
+async def _fork_role(launcher: LocalLauncher, spec: RoleSpec) -> LocalActor:
+    ours, theirs = socket.socketpair()
+    log = _local._open_log(spec)
+    assert log is not None
+
+    def become_role() -> None:
+        ours.close()
+        os.environ.update(_local._child_environment(spec, launcher._run_name))
+        _child.main(theirs.detach())
+
+    process = _RoleProcess(become_role, [spec.name], log)
+    theirs.close()
+    os.close(log)
+    return LocalActor(spec, process, Channel(ours), launcher._config)  # type: ignore[arg-type]

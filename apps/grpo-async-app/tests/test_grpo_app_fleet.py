@@ -19,7 +19,7 @@ class BrokenLauncher:
     async def start(self, spec: Any) -> Any:
         raise PeerFailedError(spec.name, "no memory left")
 
-    async def close(self) -> None:
+    async def close(self, deadline_s: float | None = None) -> None:
         pass
 
 
@@ -30,12 +30,10 @@ def test_a_restart_that_fails_is_raised(config: Path, model: Path, tmp_path: Pat
         fleet.trainer = SimpleNamespace(alive=True)  # type: ignore[assignment]
         dead = SimpleNamespace(alive=False)
         fleet._rollouts["rollout-0"] = _Rollout(spec=SimpleNamespace(name="rollout-0"), handle=dead)  # type: ignore[arg-type]
-        try:
+        async with fleet:
             fleet.restart_if_dead("rollout-0", lambda name: asyncio.sleep(0))
             await asyncio.sleep(0.05)
             with pytest.raises(PeerFailedError, match="no memory left"):
                 fleet.raise_if_dead()
-        finally:
-            await fleet.close()
 
     asyncio.run(scenario())

@@ -1,6 +1,5 @@
 """The parts of the driver that need no process: busy shares, groups on disk, batches, the plan, the configuration."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from grpo_async_app._preflight import check_run
 from grpo_async_app._roles.batches import build_batch, split_batch
 from offbeat_objectives import AlgorithmConfig
 from offbeat_run import check_limits, dump_config, load_config, parse_config
+from offbeat_testing import CommandLine
 from offbeat_types import Completion, TrainSequence, VersionSegment
 
 
@@ -135,20 +135,20 @@ def test_the_run_ends_with_its_data_or_its_updates(config: Path) -> None:
     assert updates("--data.epochs=1", "--engine.max_updates=1") == 1
 
 
-def test_plan_starts_nothing_and_shows_the_arithmetic(command: Callable[..., Any], config: Path) -> None:
+def test_plan_starts_nothing_and_shows_the_arithmetic(command: CommandLine, config: Path) -> None:
     ended = command("plan", config)
     assert ended.code == 0, ended.err
     assert "4 prompts x 2 samples = 8 samples" in ended.out
     assert "partial" in ended.out
 
 
-def test_explain_says_what_a_key_is_for(command: Callable[..., Any]) -> None:
+def test_explain_says_what_a_key_is_for(command: CommandLine) -> None:
     ended = command("--explain", "async.staleness_threshold")
     assert ended.code == 0
     assert "0.5" in ended.out
 
 
-def test_doctor_names_what_is_missing_and_how_to_get_it(command: Callable[..., Any]) -> None:
+def test_doctor_names_what_is_missing_and_how_to_get_it(command: CommandLine) -> None:
     ended = command("doctor")
     assert ended.code == 0
     assert "offbeat-rollout-vllm[engine]" in ended.out

@@ -2,21 +2,20 @@
 
 import json
 import os
+import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from offbeat_run import RunFolder, read_metrics, read_timeline
+from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
 
-Command = Callable[..., Any]
 NUM_TRAIN = 20
+Main = Callable[[], object]
 
 
 def trained_prompts(run: Path) -> Counter[str]:
@@ -24,8 +23,13 @@ def trained_prompts(run: Path) -> Counter[str]:
     return Counter(json.loads(line)["prompt"] for line in lines)
 
 
+def run_to_its_end(main: Main, *words: object) -> None:
+    with RunningCommand(main, *words) as process:
+        assert process.wait() == 0, process.output
+
+
 def test_a_run_trains_every_prompt_once_and_leaves_all_it_promises(
-    command: Command, config: Path, tmp_path: Path
+    command: CommandLine, config: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     ended = command("train", config, "--out", run)
@@ -54,7 +58,9 @@ def test_a_run_trains_every_prompt_once_and_leaves_all_it_promises(
 
 
 @pytest.mark.parametrize("mode", ["synchronous", "stream", "stale", "decoupled with every extra"])
-def test_the_other_modes_train_every_prompt_once_too(command: Command, config: Path, tmp_path: Path, mode: str) -> None:
+def test_the_other_modes_train_every_prompt_once_too(
+    forked_main: Main, config: Path, tmp_path: Path, mode: str
+) -> None:
     words = {
         "synchronous": ["--async.staleness_threshold=0", "--async.partial_rollout=false"],
         "stream": [
@@ -73,15 +79,14 @@ def test_the_other_modes_train_every_prompt_once_too(command: Command, config: P
             "--rollout.num_engines=2",
         ],
     }[mode]
-    ended = command("train", config, "--out", tmp_path / "run", "--eval.every_updates=0", *words)
-    assert ended.code == 0, ended.err
+    run_to_its_end(forked_main, "train", config, "--out", tmp_path / "run", "--eval.every_updates=0", *words)
     assert sorted(trained_prompts(tmp_path / "run").values()) == [1] * NUM_TRAIN
 
 
-def test_groups_without_signal_are_filtered_and_counted(command: Command, config: Path, tmp_path: Path) -> None:
+def test_groups_without_signal_are_filtered_and_counted(forked_main: Main, config: Path, tmp_path: Path) -> None:
     words = ["--algorithm.filter_groups=true", "--eval.every_updates=0", "--checkpoint.every=1"]
-    ended = command("train", config, "--out", tmp_path / "run", *words)  # a random model is always wrong
-    assert ended.code == 0, ended.err
+    # A model with random weights is always wrong.
+    run_to_its_end(forked_main, "train", config, "--out", tmp_path / "run", *words)
     latest = RunFolder.open(tmp_path / "run", write=False).checkpoints.latest()
     assert latest is not None
     statistics = json.loads((latest.path / "loop" / "state.json").read_text())["policy"]["statistics"]
@@ -89,87 +94,51 @@ def test_groups_without_signal_are_filtered_and_counted(command: Command, config
     assert statistics["filtered"] > 0
 
 
-def start(*words: object) -> "subprocess.Popen[str]":
-    line = [sys.executable, "-m", "grpo_async_app", *map(str, words)]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def steps_of(run: Path, metric: str) -> list[int]:
+    return [line.step for line in read_metrics(run / "metrics.jsonl") if metric in line.values]
 
 
-def children_of(pid: int) -> list[int]:
-    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
-    return [int(word) for word in listed.stdout.split()]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
-@pytest.mark.parametrize("after_step", [1, 3])
-def test_a_killed_run_resumes_and_trains_every_prompt_once(
-    command: Command, config: Path, tmp_path: Path, after_step: int
+def kill_in_the_midst(
+    main: Callable[[], object], run: Path, words: list[object], num_updates: int, more_s: float
 ) -> None:
-    run = tmp_path / "run"
-    process = start("train", config, "--out", run, "--checkpoint.every=1")
-    try:
-        wait_for(lambda: any(line.step >= after_step for line in steps_of(run)), process)
-        children = children_of(process.pid)
-        assert children
-        os.kill(process.pid, signal.SIGKILL)
-    finally:
+    """`kill -9` of a run's driver some time after so many updates."""
+    with RunningCommand(main, *words) as process:
+        process.wait_until(run.joinpath("config.toml").exists, "there is a run")
+        process.wait_until(lambda: len(steps_of(run, "train/reward")) >= num_updates, f"{num_updates} updates")
+        time.sleep(more_s)
+        started = process.descendants()
         process.kill()
-        process.communicate()
-    wait_for(lambda: not any(is_alive(child) for child in children))
+        process.wait()
+        wait_until_gone(started, 10)  # nobody tells them: they see that their driver is gone
 
-    ended = command("resume", run)
-    assert ended.code == 0, ended.err
-    assert sorted(trained_prompts(run).values()) == [1] * NUM_TRAIN
-    assert [line.step for line in steps_of(run)] == [1, 2, 3, 4, 5]
+
+def test_a_run_killed_at_random_moments_trains_every_prompt_once(
+    forked_main: Main, config: Path, tmp_path: Path
+) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    draw, run = random.Random(seed), tmp_path / "run"
+    words: list[object] = ["train", config, "--out", run, "--data.epochs=2", "--checkpoint.every=1"]
+    for num_updates in sorted(draw.sample(range(10), 3)):
+        kill_in_the_midst(forked_main, run, words, num_updates, draw.uniform(0, 0.3))
+        words = ["resume", run]
+
+    run_to_its_end(forked_main, *words)
+    assert sorted(trained_prompts(run).values()) == [2] * NUM_TRAIN
+    assert steps_of(run, "train/reward") == list(range(1, 11))
+    assert steps_of(run, "eval/reward") == [0, 2, 4, 6, 8, 10]
 
 
 def test_an_engine_that_is_killed_is_started_again_and_nothing_is_lost(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start("train", config, "--out", run, "--data.epochs=4", "--rollout.num_engines=2")
-    try:
-        wait_for(lambda: any(line.step >= 1 for line in steps_of(run)), process)
-        engine = next(pid for pid in children_of(process.pid) if "rollout-1" in command_of(pid))
-        os.kill(engine, signal.SIGKILL)
-        output, _ = process.communicate(timeout=90)
-    finally:
-        process.kill()
-    assert process.returncode == 0, output
+    words = ["--data.epochs=4", "--rollout.num_engines=2", "--log.train_generations=100"]
+    with RunningCommand("grpo_async_app", "train", config, "--out", run, *words) as process:
+        process.wait_until(lambda: bool(steps_of(run, "train/reward")), "an update")
+        os.kill(next(pid for pid in process.descendants() if "rollout-1" in command_of(pid)), signal.SIGKILL)
+        assert process.wait() == 0, process.output
     assert set(trained_prompts(run).values()) == {4}
-
-
-def test_interrupted_says_how_to_resume(config: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = start("train", config, "--out", run, "--data.epochs=50")
-    try:
-        wait_for(lambda: any(line.step >= 1 for line in steps_of(run)), process)
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130, output
-    assert f"resume {run}" in output
-
-
-def steps_of(run: Path) -> list[Any]:
-    return [line for line in read_metrics(run / "metrics.jsonl") if "train/reward" in line.values]
+    assert max(line.values.get("engines/restarts", 0.0) for line in read_metrics(run / "metrics.jsonl")) == 1.0
 
 
 def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-
-
-def wait_for(
-    condition: Callable[[], bool], process: "subprocess.Popen[str] | None" = None, deadline_s: float = 90.0
-) -> None:
-    end_s = time.monotonic() + deadline_s
-    while not condition():
-        if process is not None and process.poll() is not None:
-            raise AssertionError(f"the run ended early:\n{process.communicate()[0]}")
-        assert time.monotonic() < end_s, "waited in vain"
-        time.sleep(0.05)

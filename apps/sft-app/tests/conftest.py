@@ -1,23 +1,12 @@
 """A tiny model, a few conversations, and the command line called in this process."""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from offbeat_testing import tiny_model
+from offbeat_testing import CommandLine, tiny_model
 from sft_app import _cli
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
 
 
 @pytest.fixture(autouse=True)
@@ -78,14 +67,5 @@ every = 2
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
-    """Call the command line with words; exit code, standard output, standard error."""
-
-    def call(*words: object) -> Ended:
-        monkeypatch.setattr("sys.argv", ["sft-app", *map(str, words)])
-        with pytest.raises(SystemExit) as left:
-            _cli.main()
-        captured = capsys.readouterr()
-        return Ended(int(left.value.code or 0), captured.out, captured.err)
-
-    return call
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine("sft-app", _cli.main, monkeypatch, capsys)

@@ -1,9 +1,7 @@
 """The configuration, the order of the data, the loss mask, and the recipe."""
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +9,7 @@ from hypothesis import strategies as st
 
 from offbeat_data import EpochOrder, load_tokenizer
 from offbeat_run import check_limits, dump_config, load_config, parse_config
+from offbeat_testing import CommandLine
 from sft_app._config import SftConfig
 from sft_app._preflight import batch_positions, check_run
 
@@ -68,7 +67,7 @@ def test_only_what_the_assistant_says_is_learned(config: Path, model: Path) -> N
 
 
 def test_the_plan_starts_nothing(
-    command: Callable[..., Any], config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: CommandLine, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     ended = command("plan", config)
@@ -77,7 +76,7 @@ def test_the_plan_starts_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small.toml"]
 
 
-def test_explain_names_the_key(command: Callable[..., Any]) -> None:
+def test_explain_names_the_key(command: CommandLine) -> None:
     ended = command("--explain", "profile.steps")
     assert ended.code == 0
     assert "3:6" in ended.out

@@ -1,22 +1,17 @@
 """A run that is killed or interrupted goes on as if nothing had happened."""
 
-import os
+import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
 
 from offbeat_run import RunFolder, read_metrics
+from offbeat_testing import CommandLine, RunningCommand
 from sft_app._interrupt import deferred_interrupts
 
-Command = Callable[..., Any]
 LONG = ["--data.epochs=12", "--eval.every_updates=10"]  # 30 updates
 
 
@@ -50,33 +45,19 @@ def assert_same_end(run: Path, undisturbed: Path) -> None:
         assert abs(got[name] - array).max() <= 1e-6, name
 
 
-@contextmanager
-def started(*words: object) -> "Iterator[subprocess.Popen[str]]":
-    line = [sys.executable, "-m", "sft_app", *map(str, words)]
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        yield process
-    finally:
+def test_a_run_killed_at_a_random_moment_resumes_to_the_same_weights(
+    command: CommandLine, config: Path, tmp_path: Path
+) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    draw, run, undisturbed = random.Random(seed), tmp_path / "run", tmp_path / "undisturbed"
+    num_updates, words = draw.randrange(25), [*LONG, "--checkpoint.every=3"]
+    with RunningCommand("sft_app", "train", config, "--out", run, *words) as process:
+        process.wait_until(run.joinpath("config.toml").exists, "there is a run")
+        process.wait_until(lambda: len(losses(run)) >= num_updates, f"{num_updates} updates")
+        time.sleep(draw.uniform(0, 0.1))
         process.kill()
-        process.communicate()
-
-
-def wait_for(condition: Callable[[], bool], process: "subprocess.Popen[str]", deadline_s: float = 60.0) -> None:
-    end_s = time.monotonic() + deadline_s
-    while not condition():
-        if process.poll() is not None:
-            raise AssertionError(f"the run ended early:\n{process.communicate()[0]}")
-        assert time.monotonic() < end_s, "waited in vain"
-        time.sleep(0.01)
-
-
-def test_a_killed_run_resumes_to_the_same_weights(command: Command, config: Path, tmp_path: Path) -> None:
-    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
-    words = [*LONG, "--checkpoint.every=3"]
-    with started("train", config, "--out", run, *words) as process:
-        wait_for(lambda: len(losses(run)) >= 5, process)
-        os.kill(process.pid, signal.SIGKILL)
-    assert 5 <= len(losses(run)) < 30
+        process.wait()
     assert command("train", config, "--out", undisturbed, *words).code == 0
     ended = command("resume", run)
     assert ended.code == 0, ended.err
@@ -84,16 +65,15 @@ def test_a_killed_run_resumes_to_the_same_weights(command: Command, config: Path
 
 
 def test_terminated_it_saves_the_update_in_hand_and_says_how_to_resume(
-    command: Command, config: Path, tmp_path: Path
+    command: CommandLine, config: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     words = ["--data.epochs=400", "--checkpoint.every=0", "--profile.steps=0:1000"]
-    with started("train", config, "--out", run, *words) as process:
-        wait_for(lambda: len(losses(run)) >= 2, process)
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
-    assert f"resume {run}" in output
+    with RunningCommand("sft_app", "train", config, "--out", run, *words) as process:
+        process.wait_until(lambda: len(losses(run)) >= 2, "two updates")
+        process.terminate()
+        assert process.wait() == 130, process.output
+        assert f"resume {run}" in process.output
     saved = RunFolder.open(run, write=False).checkpoints.latest()
     assert saved is not None
     assert saved.step == losses(run)[-1][0]
@@ -116,7 +96,9 @@ def test_the_first_signal_waits_and_the_second_does_not(number: signal.Signals) 
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4], ids=["full", "lora"])
-def test_a_run_in_two_parts_ends_as_one_in_one(command: Command, config: Path, tmp_path: Path, lora_rank: int) -> None:
+def test_a_run_in_two_parts_ends_as_one_in_one(
+    command: CommandLine, config: Path, tmp_path: Path, lora_rank: int
+) -> None:
     """The first part ends inside an epoch; the learning rate does not depend on where the run ends."""
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
     words = ["--engine.schedule=constant", "--eval.every_updates=0", f"--engine.lora_rank={lora_rank}"]
@@ -127,7 +109,7 @@ def test_a_run_in_two_parts_ends_as_one_in_one(command: Command, config: Path, t
     assert_same_end(run, undisturbed)
 
 
-def test_a_run_without_a_whole_checkpoint_begins_anew(command: Command, config: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_whole_checkpoint_begins_anew(command: CommandLine, config: Path, tmp_path: Path) -> None:
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
     for folder in (run, undisturbed):
         assert command("train", config, "--out", folder, "--checkpoint.every=0").code == 0
@@ -137,14 +119,14 @@ def test_a_run_without_a_whole_checkpoint_begins_anew(command: Command, config: 
     assert_same_end(run, undisturbed)
 
 
-def test_a_finished_run_resumes_to_nothing(command: Command, config: Path, tmp_path: Path) -> None:
+def test_a_finished_run_resumes_to_nothing(command: CommandLine, config: Path, tmp_path: Path) -> None:
     assert command("train", config, "--out", tmp_path / "run").code == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     assert command("resume", tmp_path / "run").code == 0
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
-def test_other_batches_or_no_optimizer_cannot_be_resumed(command: Command, config: Path, tmp_path: Path) -> None:
+def test_other_batches_or_no_optimizer_cannot_be_resumed(command: CommandLine, config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert command("train", config, "--out", run, "--engine.max_updates=2").code == 0
     for words, said in (

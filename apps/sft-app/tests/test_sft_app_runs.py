@@ -4,15 +4,12 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from offbeat_run import Checkpoint, RunFolder, read_metrics, read_timeline
-
-Command = Callable[..., Any]
+from offbeat_testing import CommandLine
 
 
 def latest(run: Path) -> Checkpoint:
@@ -50,7 +47,7 @@ def transformers_loss(folder: Path, data: Path) -> float:
 
 @pytest.mark.parametrize("lora_rank", [0, 8], ids=["full", "lora"])
 def test_a_run_learns_and_leaves_all_it_promises(
-    command: Command, config: Path, data: Path, tmp_path: Path, lora_rank: int
+    command: CommandLine, config: Path, data: Path, tmp_path: Path, lora_rank: int
 ) -> None:
     run = tmp_path / "run"
     held = shutil.copy(data, tmp_path / "held.jsonl")  # all of it, so that the check below needs no split
@@ -82,7 +79,7 @@ def test_a_run_learns_and_leaves_all_it_promises(
     assert f"loss {best:.4f}" in command("eval", run).out
 
 
-def test_the_last_update_takes_what_is_left(command: Command, config: Path, tmp_path: Path) -> None:
+def test_the_last_update_takes_what_is_left(command: CommandLine, config: Path, tmp_path: Path) -> None:
     ended = command("train", config, "--out", tmp_path / "run", "--checkpoint.every=0")
     assert ended.code == 0, ended.err
     epochs = values(tmp_path / "run", "data/epoch")
@@ -92,7 +89,7 @@ def test_the_last_update_takes_what_is_left(command: Command, config: Path, tmp_
     assert [each.step for each in RunFolder.open(tmp_path / "run", write=False).checkpoints.all()] == [8]
 
 
-def test_the_best_checkpoint_is_kept(command: Command, config: Path, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_kept(command: CommandLine, config: Path, tmp_path: Path) -> None:
     """At a learning rate that ruins the model every validation is worse than the one before."""
     words = ["--engine.learning_rate=0.5", "--eval.every_updates=1", "--checkpoint.every=1", "--checkpoint.keep=1"]
     ended = command("train", config, "--out", tmp_path / "run", *words, "--engine.schedule=constant")
@@ -107,7 +104,7 @@ def test_the_best_checkpoint_is_kept(command: Command, config: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("steps", ["0:2", "3:6", "7:100"])
-def test_a_profile_holds_the_steps_asked_for(command: Command, config: Path, tmp_path: Path, steps: str) -> None:
+def test_a_profile_holds_the_steps_asked_for(command: CommandLine, config: Path, tmp_path: Path, steps: str) -> None:
     ended = command("train", config, "--out", tmp_path / "run", "--profile.steps", steps, "--eval.every_updates=0")
     assert ended.code == 0, ended.err
     trace = json.loads((tmp_path / "run" / "profile.json").read_text())
@@ -121,7 +118,7 @@ def test_a_profile_holds_the_steps_asked_for(command: Command, config: Path, tmp
         assert any("mm" in event["name"] and start <= event["ts"] <= end for event in spans)
 
 
-def test_what_it_writes_is_a_model_for_grpo(command: Command, config: Path, tmp_path: Path) -> None:
+def test_what_it_writes_is_a_model_for_grpo(command: CommandLine, config: Path, tmp_path: Path) -> None:
     ended = command("train", config, "--out", tmp_path / "run", "--engine.max_updates=1", "--eval.every_updates=0")
     assert ended.code == 0, ended.err
     prompts = tmp_path / "sums.jsonl"

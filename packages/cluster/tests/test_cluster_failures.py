@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -290,6 +290,37 @@ def test_a_role_that_does_not_leave_is_killed_within_the_deadline(start_role: An
                 assert "stopped by its launcher" in str(await call)
 
     asyncio.run(scenario())
+
+
+@needs_linux
+def test_a_launcher_closes_within_its_deadline_or_at_once_when_told_to_kill(
+    roles_folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = children()
+
+    async def scenario(close: Callable[[LocalLauncher], Awaitable[None]]) -> None:
+        launcher = LocalLauncher("test", ClusterConfig(stop_timeout_s=1000))
+        specs = [
+            RoleSpec(name, f"cluster_roles:{target}", env={"PYTHONPATH": roles_folder})
+            for name, target in (("trainer-0", "Patient"), ("rollout-0", "Stubborn"))
+        ]
+        trainer, _ = await asyncio.gather(*(launcher.start(spec) for spec in specs))
+        update = asyncio.create_task(error_of(trainer, "compute", 1000.0))
+        await asyncio.sleep(0.2)
+        async with asyncio.timeout(30):
+            await close(launcher)
+            assert "stopped by its launcher" in str(await update)
+        assert children() <= before
+
+    async def kill_while_closing(launcher: LocalLauncher) -> None:
+        closing = asyncio.create_task(launcher.close())
+        await asyncio.sleep(0.2)
+        launcher.kill()
+        await closing
+
+    asyncio.run(scenario(lambda launcher: launcher.close(1.0)))
+    asyncio.run(scenario(kill_while_closing))
+    assert not caplog.records  # a role that is not waited for is nothing to warn of
 
 
 @needs_linux

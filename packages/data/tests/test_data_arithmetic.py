@@ -4,7 +4,14 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from offbeat_data import ConversationConfig, build_character_tokenizer, draw_additions, load_conversations, load_prompts
+from offbeat_data import (
+    ConversationConfig,
+    DataConfig,
+    build_character_tokenizer,
+    draw_additions,
+    load_conversations,
+    load_prompts,
+)
 from offbeat_types import ConfigError, DataError
 
 
@@ -59,7 +66,7 @@ def test_the_character_tokenizer_loads_in_transformers_too(tmp_path: Path) -> No
     assert len(ids) == 6
     assert ours.decode(ids) == theirs.decode(ids) == "47+85="
     assert ours.decode([*ids, 1]) == theirs.decode([*ids, 1], skip_special_tokens=True) == "47+85="
-    assert (ours.pad_id, ours.eos_id, ours.bos_id) == (theirs.pad_token_id, theirs.eos_token_id, None) == (0, 1, None)
+    assert (ours.pad_id, ours.eos_id) == (theirs.pad_token_id, theirs.eos_token_id) == (0, 1)
     assert ours.vocab_size == len(theirs) == 15
     chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     rendered = theirs.apply_chat_template(chat, return_assistant_tokens_mask=True, return_dict=True)
@@ -76,16 +83,17 @@ def test_any_alphabet_survives_the_round_trip(tmp_path: Path) -> None:
 def test_the_quickstart_data_needs_no_file(tmp_path: Path) -> None:
     tokenizer = build_character_tokenizer(tmp_path)
     config = ConversationConfig(path="arithmetic:2", num_items=100, eval_size=20, completion_column="answer")
-    prompts, sequences = load_prompts(config, tokenizer), load_conversations(config, tokenizer)
+    prompts = load_prompts(DataConfig(path="arithmetic:2", num_items=100, eval_size=20), tokenizer)
+    sequences = load_conversations(config, tokenizer)
     assert (len(prompts.train), len(prompts.eval), len(sequences.train), len(sequences.eval)) == (100, 20, 100, 20)
     prompt, sequence = prompts.train[0], sequences.train[0]
     assert prompt.answer is not None
     assert tokenizer.decode(sequence.ids, skip_special_tokens=False) == f"{prompt.text}{prompt.answer}<eos>"
     assert sequence.ids[: len(prompt.ids)].tolist() == prompt.ids.tolist()
     assert sequence.loss_mask.tolist() == [False] * 6 + [True] * (len(prompt.answer) + 1)
-    assert len(load_prompts(ConversationConfig(path="arithmetic:2"), tokenizer).train) == 1000
+    assert len(load_prompts(DataConfig(path="arithmetic:2"), tokenizer).train) == 1000
 
 
 def test_digits_must_be_a_number(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"such as arithmetic:2; got 'two'"):
-        load_prompts(ConversationConfig(path="arithmetic:two"), build_character_tokenizer(tmp_path))
+        load_prompts(DataConfig(path="arithmetic:two"), build_character_tokenizer(tmp_path))

@@ -239,3 +239,29 @@ def test_a_system_prompt_without_a_template_is_refused(
 def test_an_empty_text_is_named(make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]) -> None:
     with pytest.raises(DataError, match="row 1: a text needs at least two tokens"):
         _load(make_tokenizer("chatml"), write_jsonl([{"text": ""}]))
+
+
+def test_held_out_questions_are_not_trained_on_whatever_was_answered(
+    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+) -> None:
+    def asked(question: str, answer: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    def kept(name: str, train: list[dict[str, object]], held_out: list[dict[str, object]]) -> int:
+        paths = {"path": write_jsonl(train, f"{name}.jsonl"), "eval_path": write_jsonl(held_out, f"{name}-test.jsonl")}
+        loaded = load_conversations(ConversationConfig(**paths), make_tokenizer("chatml"))
+        assert loaded.train_counts.held_out == 1
+        assert loaded.train_counts.read == len(train)
+        return len(loaded.train)
+
+    assert kept(
+        "chats",
+        [{"messages": asked("What is the sum?", "12")}, {"messages": asked("And the product?", "35")}],
+        [{"messages": asked("What is the sum?", "Twelve.")}],
+    ) == 1
+    assert kept(
+        "pairs",
+        [{"prompt": "What is the sum?", "completion": "12"}, {"prompt": "And the product?", "completion": "35"}],
+        [{"prompt": "What is the sum?", "completion": "Twelve."}],
+    ) == 1
+    assert kept("texts", [{"text": "What is the sum?"}, {"text": "And the product?"}], [{"text": "What is the sum?"}]) == 1

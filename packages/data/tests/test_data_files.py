@@ -144,3 +144,113 @@ def test_corrupt_columnar_files_are_named(load: Callable[..., PromptSet], tmp_pa
     arrow.unlink()
     with pytest.raises(DataError, match=r"cannot be read as an Arrow stream"):
         load(tmp_path / "one")
+
+
+def _write(path: Path, rows: list[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("form", ["{}.jsonl", "{}-0000{}-of-00002.parquet"])
+def test_a_folder_whose_files_are_named_after_splits_is_read_one_split_at_a_time(
+    form: str, load: Callable[..., PromptSet], tmp_path: Path
+) -> None:
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    for split, part in (("train", ROWS[:18]), ("test", ROWS[18:])):
+        for number, rows in enumerate((part[:7], part[7:]) if "of" in form else (part,)):
+            path = folder / form.format(split, number)
+            pq.write_table(pa.Table.from_pylist(rows), path) if "of" in form else _write(path, rows)
+    assert _answers(load(folder)) == EXPECTED[:18]
+    assert _answers(load(folder, split="test")) == EXPECTED[18:]
+    both = load(folder, eval_split="test", eval_size=5)
+    assert _answers(both) == EXPECTED[:18]
+    assert [prompt.answer for prompt in both.eval] == EXPECTED[18:23]
+    with pytest.raises(DataError, match=r"hub has no split 'dev': .*one of test, train"):
+        load(folder, split="dev")
+    with pytest.raises(DataError, match=r"hub has no split 'dev': .*one of test, train"):
+        load(folder, eval_split="dev")
+
+
+def test_splits_of_a_name_of_their_own_are_not_mixed(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    for split, part in (("train_sft", ROWS[:18]), ("test_sft", ROWS[18:])):
+        pq.write_table(pa.Table.from_pylist(part), folder / f"{split}-00000-of-00001.parquet")
+    with pytest.raises(DataError, match=r"no split 'train': .*one of test_sft, train_sft"):
+        load(folder)
+    assert _answers(load(folder, split="train_sft", eval_split="test_sft")) == EXPECTED[:18]
+
+
+def test_a_folder_of_shards_with_another_name_is_training_data(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for number, part in enumerate((ROWS[:12], ROWS[12:])):
+        pq.write_table(pa.Table.from_pylist(part), folder / f"part-0000{number}-of-00002.parquet")
+    assert _answers(load(folder)) == EXPECTED
+
+
+@pytest.mark.parametrize("settings", [{"eval_split": "test"}, {"split": "nonsense"}])
+@pytest.mark.parametrize("kind", ["file", "folder", "saved", "arithmetic:2", "reasoning-gym:chain_sum"])
+def test_a_split_of_what_has_none_is_refused(
+    kind: str, settings: dict[str, str], load: Callable[..., PromptSet], tmp_path: Path
+) -> None:
+    path = kind
+    if kind == "file":
+        path = str(_write(tmp_path / "d.jsonl", ROWS))
+    elif kind == "folder":
+        (tmp_path / "parts").mkdir()
+        path = str(_write(tmp_path / "parts" / "0.jsonl", ROWS).parent)
+    elif kind == "saved":
+        pytest.importorskip("datasets").Dataset.from_list(ROWS).save_to_disk(path := str(tmp_path / "one"))
+    with pytest.raises(ConfigError, match=r"has no splits.*data.eval_size"):
+        load(path, eval_size=5, num_items=10, **settings)
+
+
+def test_held_out_prompts_that_come_twice_are_not_trained_on(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+    prompts = load(_write(tmp_path / "d.jsonl", ROWS * 2), eval_size=10)
+    held_out = {prompt.text for prompt in prompts.eval}
+    assert len(prompts.eval) == 10
+    assert not held_out & {prompt.text for prompt in prompts.train}
+    counts = prompts.train_counts
+    assert counts.held_out == 2 * len(held_out) - 10 > 0
+    assert (counts.read, counts.kept) == (50, 50 - counts.held_out)
+
+
+def test_held_out_prompts_of_another_file_are_not_trained_on(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+    train, test = _write(tmp_path / "train.jsonl", ROWS[:20]), _write(tmp_path / "test.jsonl", ROWS[17:])
+    prompts = load(train, eval_path=str(test))
+    assert _answers(prompts) == EXPECTED[:17]
+    assert (prompts.train_counts.held_out, len(prompts.eval)) == (3, 13)
+    with pytest.raises(DataError, match=r"test.jsonl: every row is held out as well"):
+        load(test, eval_path=str(_write(tmp_path / "all.jsonl", ROWS)))
+
+
+@pytest.mark.parametrize("line", [rb'{"prompt": "1\ud83d", "answer": "2"}', b'{"prompt": "1", "answer": "\xed\xa0\xbd"}'])
+def test_half_a_character_is_named_with_its_line(
+    line: bytes, load: Callable[..., PromptSet], tmp_path: Path
+) -> None:
+    (tmp_path / "d.jsonl").write_bytes(b'{"prompt": "1", "answer": "2"}\n' + line + b"\n")
+    with pytest.raises(DataError, match=r"d.jsonl, line 2: .*surrogate"):
+        load(tmp_path / "d.jsonl")
+
+
+@pytest.mark.parametrize("depth", [400, 100_000])
+def test_a_line_nested_too_deeply_is_named(depth: int, load: Callable[..., PromptSet], tmp_path: Path) -> None:
+    nested = "[" * depth + "]" * depth
+    (tmp_path / "d.jsonl").write_text('\n{"prompt": "1", "answer": "2", "tree": ' + nested + "}\n")
+    with pytest.raises(DataError, match=r"d.jsonl, line 2: .*nested"):
+        load(tmp_path / "d.jsonl")
+
+
+def test_what_the_system_refuses_to_read_is_named(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+    (tmp_path / "parts" / "0.jsonl").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"parts cannot be read: .*Is a directory.*0.jsonl"):
+        load(tmp_path / "parts")
+
+
+def test_a_column_that_is_no_text_is_named(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+    column = pa.array([b"\xff\xfe"]).view(pa.string())
+    pq.write_table(pa.table({"prompt": column, "answer": column}), tmp_path / "d.parquet")
+    with pytest.raises(DataError, match=r"d.parquet cannot be read as Parquet"):
+        load(tmp_path / "d.parquet")

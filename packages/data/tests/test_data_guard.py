@@ -6,13 +6,14 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from offbeat_data import GuardedReward, Prompt, RewardConfig, RewardError, RewardScore, build_reward
-from offbeat_types import ConfigError
+from offbeat_types import ConfigError, DeadlineError
 
 CODE = """
 import os, sys, time
@@ -98,6 +99,33 @@ def test_a_closed_guard_leaves_no_process(config: RewardConfig, prompt: Prompt) 
     assert process.poll() is not None
 
 
+def test_closing_waits_for_no_completion_that_is_being_scored(config: RewardConfig, prompt: Prompt) -> None:
+    guarded = GuardedReward(replace(config, timeout_s=600.0))
+    failed: list[BaseException] = []
+
+    def score() -> None:
+        for completion in ("hang", "fine"):  # the next one of the group must not bring the child back
+            with pytest.raises(RewardError) as caught:
+                guarded.score(prompt, completion)
+            failed.append(caught.value)
+
+    thread = threading.Thread(target=score)
+    thread.start()
+    time.sleep(0.3)
+    closing = threading.Thread(target=guarded.close)
+    closing.start()
+    for each in (closing, thread):
+        each.join(30)
+        assert not each.is_alive()
+    assert len(failed) == 2
+    assert guarded._child._process.poll() is not None
+
+
+def test_a_child_leaves_ctrl_c_to_its_parent(config: RewardConfig, prompt: Prompt) -> None:
+    with GuardedReward(config) as guarded:
+        assert os.getsid(guarded._child._process.pid) != os.getsid(0)
+
+
 def test_a_busy_child_ends_by_itself_when_its_parent_is_killed(config: RewardConfig, tmp_path: Path) -> None:
     script = (
         "import numpy as np\nfrom offbeat_data import *\n"
@@ -122,3 +150,30 @@ def test_a_busy_child_ends_by_itself_when_its_parent_is_killed(config: RewardCon
         time.sleep(0.5)
     os.kill(child, signal.SIGKILL)
     pytest.fail("the child outlived its parent by 30 s")
+
+
+def test_a_child_that_takes_its_time_to_die_shows_its_own_code(
+    config: RewardConfig, prompt: Prompt, tmp_path: Path
+) -> None:
+    name = "rewards_dying:judge"
+    (tmp_path / "rewards_dying.py").write_text(
+        "import atexit, time\n"
+        "def judge(prompt, completion):\n"
+        "    atexit.register(time.sleep, 1)\n"  # as much as a traceback and torch's goodbye take on a busy machine
+        "    raise SystemExit(7)\n"
+    )
+    with GuardedReward(RewardConfig(name=name, timeout_s=60.0)) as guarded:
+        with pytest.raises(RewardError, match="ended with code 7 on prompt 3"):
+            guarded.score(prompt, "fine")
+
+
+def test_a_child_that_dies_while_it_starts_is_named(config: RewardConfig, tmp_path: Path) -> None:
+    (tmp_path / "rewards_stillborn.py").write_text("raise SystemExit(7)\n")
+    with pytest.raises(RewardError, match="ended with code 7 before it was ready"):
+        GuardedReward(RewardConfig(name="rewards_stillborn:judge"))
+
+
+def test_how_long_the_child_may_take_to_start_is_the_callers_choice(config: RewardConfig, tmp_path: Path) -> None:
+    (tmp_path / "rewards_slow.py").write_text("import time\ntime.sleep(600)\n")
+    with pytest.raises(DeadlineError, match=r"waited 1.5 s for the process that scores.*start_timeout_s"):
+        GuardedReward(RewardConfig(name="rewards_slow:judge"), start_timeout_s=1.5)

@@ -5,14 +5,14 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from offbeat_data import ConversationConfig, RewardConfig
+from offbeat_data import ConversationConfig, DataConfig, RewardConfig
 from offbeat_types import METADATA_KEY
 
 WORK = """
 import sys
 from offbeat_data import *
 tokenizer = build_character_tokenizer({folder!r})
-data = ConversationConfig(path="arithmetic:2", num_items=20, eval_size=5)
+data = DataConfig(path="arithmetic:2", num_items=20, eval_size=5)
 prompts = load_prompts(data, tokenizer)
 sums = ConversationConfig(path="arithmetic:2", num_items=20, completion_column="answer")
 sequences = load_conversations(sums, tokenizer)
@@ -41,7 +41,7 @@ def test_readers_and_verifiers_bring_no_torch(tmp_path: Path) -> None:
         "import sys, pyarrow.parquet\n"
         "from offbeat_data import *\n"
         f"tokenizer = build_character_tokenizer({str(tmp_path)!r})\n"
-        "load_prompts(ConversationConfig(path='reasoning-gym:chain_sum', num_items=2), tokenizer)\n"
+        "load_prompts(DataConfig(path='reasoning-gym:chain_sum', num_items=2), tokenizer)\n"
         "build_reward(RewardConfig(name='math_verify'))\n"
         "print('torch' in sys.modules)\n"
     )
@@ -50,7 +50,7 @@ def test_readers_and_verifiers_bring_no_torch(tmp_path: Path) -> None:
 
 
 def test_sections_keep_to_25_documented_keys() -> None:
-    for section in (ConversationConfig, RewardConfig):
+    for section in (ConversationConfig, DataConfig, RewardConfig):
         declared = fields(section)
         assert len(declared) <= 25
         assert all(field.metadata[METADATA_KEY].doc.endswith(".") for field in declared)
@@ -61,3 +61,8 @@ def test_the_example_of_the_readme_works() -> None:
     example = readme.split("```python\n")[1].split("```")[0]
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_section_has_no_key_without_effect() -> None:
+    prompts, conversations = ({field.name for field in fields(each)} for each in (DataConfig, ConversationConfig))
+    assert prompts - conversations == {"answer_column", "max_prompt_tokens"}

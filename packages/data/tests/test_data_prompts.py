@@ -1,10 +1,12 @@
 import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from offbeat_data import DataConfig, PromptSet, RowCounts, Tokenizer, load_prompts
+from offbeat_data import DataConfig, PromptSet, RowCounts, Tokenizer, load_prompts, load_tokenizer
 from offbeat_types import ConfigError, DataError, ModelError
 
 ROWS: list[dict[str, object]] = [
@@ -40,8 +42,8 @@ def test_bos_comes_once_whoever_writes_it(make_tokenizer: Callable[..., Tokenize
     tokenizer = make_tokenizer("llama3")
     for template in ("on", "off"):
         ids = _load(tokenizer, write_jsonl(ROWS), chat_template=template).train[0].ids
-        assert ids[0] == tokenizer.bos_id
-        assert np.count_nonzero(ids == tokenizer.bos_id) == 1
+        assert tokenizer.decode(ids[:1], skip_special_tokens=False) == tokenizer.special_tokens["bos_token"]
+        assert np.count_nonzero(ids == ids[0]) == 1
 
 
 @pytest.mark.parametrize(("template", "setting"), [(None, "auto"), ("chatml", "off")])
@@ -147,3 +149,20 @@ def test_fields_are_plain_json(make_tokenizer: Callable[..., Tokenizer], tmp_pat
     assert prompt.fields["when"] == "2026-11-21"
     assert prompt.fields["tags"] == [{"a": None}]
     assert prompt.answer == "1.5"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('only users here') }}",
+        "{{ messages | length / 0 }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    ],
+)
+def test_a_conversation_the_template_refuses_is_named_by_row(
+    template: str, tokenizer_folder: Callable[[str | None], Path], tmp_path: Path, write_jsonl: Write
+) -> None:
+    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
+    (folder / "chat_template.jinja").write_text(f"{{% if 'product' in messages[0].content %}}{template}{{% endif %}}x")
+    with pytest.raises(DataError, match=r"rows.jsonl, row 2: the chat template refuses a conversation"):
+        _load(load_tokenizer(folder), write_jsonl(ROWS))

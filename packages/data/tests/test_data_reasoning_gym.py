@@ -88,6 +88,7 @@ def test_other_prompts_are_refused() -> None:
     ("missing", "work", "line"),
     [
         ("reasoning_gym", "load_prompts(DataConfig(path='reasoning-gym:chain_sum'), tokenizer)", "reasoning-gym"),
+        ("reasoning_gym", "build_reward(RewardConfig(name='reasoning_gym'))", "reasoning-gym"),
         ("math_verify", "build_reward(RewardConfig(name='math_verify'))", "math"),
     ],
 )
@@ -100,3 +101,27 @@ def test_a_missing_extra_names_its_install_line(missing: str, work: str, line: s
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert f'pip install "offbeat-data[{line}]"' in done.stdout, done.stderr
+
+
+def test_the_package_is_loaded_before_the_first_completion_has_its_deadline() -> None:
+    script = (
+        "import sys\nfrom offbeat_data import *\n"
+        "build_reward(RewardConfig(name='reasoning_gym'))\nprint('reasoning_gym.factory' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "True\n", done.stderr
+
+
+# What the judges of these tasks raise on: int("no idea") and a JSON text where an object is expected.
+@pytest.mark.parametrize(("task", "answer"), [("prime_factorization", "no idea"), ("boxnet", '[1, 2]')])
+def test_an_answer_that_the_judge_stumbles_over_is_worth_nothing_and_counted(
+    task: str, answer: str, make_tokenizer: Callable[..., Tokenizer]
+) -> None:
+    [prompt] = _load(make_tokenizer("chatml"), task, num_items=1)
+    score = REWARD.score(prompt, answer)
+    assert (score.value, score.parts) == (0.0, {"reasoning_gym": 0.0, "unreadable": 1.0})
+
+
+def test_an_answer_that_is_judged_is_not_counted_as_unreadable(make_tokenizer: Callable[..., Tokenizer]) -> None:
+    [prompt] = _load(make_tokenizer("chatml"), "prime_factorization", num_items=1)
+    assert REWARD.score(prompt, str(prompt.answer)).parts == {"reasoning_gym": 1.0, "unreadable": 0.0}

@@ -60,6 +60,9 @@ def test_exact_match_may_ignore_case() -> None:
         (".5", "0.5"),
         ("a1b2", "2"),
         ("(4)-1", "1"),
+        ("x = \u22123", "-3"),  # the minus sign of typeset mathematics
+        ("5\u22123", "3"),
+        ("2e\u22123", "2e-3"),
         ("7 - 2 = -5", "-5"),
         ("no number", None),
         ("5/0", None),
@@ -87,6 +90,9 @@ def test_every_whole_number_is_found_exactly(number: int, form: str) -> None:
         ("1e999999999", "1e888888888", 0.0),
         ("9" * 10000, "12", 0.0),
         ("nothing", "12", 0.0),
+        ("\u22125", "-5", 1.0),
+        ("\u22125", "5", 0.0),
+        ("-5", "\u22125", 1.0),
     ],
 )
 def test_number_match(completion: str, answer: str, expected: float) -> None:
@@ -114,6 +120,8 @@ MATH = [
     (r"so $x^2 + 2x$", r"(x+1)^2", {}, 0.0),
     ("no answer", "12", {"extract": "boxed"}, 0.0),
     ("12", "12", {}, 1.0),
+    ("\u22125", "-5", {}, 1.0),
+    ("\u22125", "5", {}, 0.0),
     ("", "12", {}, 0.0),
 ]
 

@@ -39,7 +39,7 @@ def test_ids_and_chats_equal_those_of_transformers(
             MESSAGES, add_generation_prompt=prompt, enable_thinking=False, return_dict=False
         )
         assert ours.encode([chat.text], add_special_tokens=False)[0].tolist() == expected
-    assert (ours.eos_id, ours.bos_id) == (theirs.eos_token_id, theirs.bos_token_id)
+    assert ours.eos_id == theirs.eos_token_id
     assert ours.vocab_size == len(theirs)
 
 
@@ -160,3 +160,42 @@ def test_a_template_cannot_reach_python(tokenizer_folder: Callable[[str | None],
     (folder / "chat_template.jinja").write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(DataError, match=r"unsafe"):
         load_tokenizer(folder).require_template().render(MESSAGES, add_generation_prompt=True, options={})
+
+
+@pytest.mark.parametrize("found", [5, {"default": "x"}, [{"name": "default"}], [{"name": "default", "template": 5}], ["x"]])
+def test_a_template_that_is_no_text_is_named(
+    found: object, tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": found}))
+    with pytest.raises(ModelError, match=r"m: chat_template must be a text, or a list of objects with name and template"):
+        load_tokenizer(folder)
+
+
+def test_a_template_file_that_cannot_be_read_is_named(
+    tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
+    (folder / "chat_template.jinja").write_bytes(b"\xff{{ messages }}")
+    with pytest.raises(ModelError, match=r"chat_template.jinja cannot be read"):
+        load_tokenizer(folder)
+
+
+def test_a_template_nested_too_deeply_is_named(
+    tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
+    (folder / "chat_template.jinja").write_text("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}")
+    with pytest.raises(ModelError, match=r"chat template is not valid Jinja"):
+        load_tokenizer(folder)
+
+
+def test_every_id_is_below_the_size_of_the_vocabulary(
+    tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tokenizer_folder("chatml"), tmp_path / "m")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["zz"] = max(vocabulary.values()) + 100
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert load_tokenizer(folder).vocab_size == vocabulary["zz"] + 1

@@ -53,17 +53,39 @@ def test_a_typed_error_shows_its_traceback_on_request() -> None:
     assert "Traceback" in done.stderr
 
 
-def test_an_interrupted_run_says_how_to_resume(tmp_path: Path) -> None:
-    body = (
-        "import os, signal\n"
-        f"with RunFolder.create({str(tmp_path / 'r')!r}):\n"
-        f"    os.kill(os.getpid(), {int(signal.SIGINT)})\n"
-        "    import time; time.sleep(30)"
-    )
-    done = run(body)
-    assert done.returncode == 130
-    assert f"interrupted; resume with: app resume {tmp_path / 'r'}" in done.stderr
+@pytest.mark.parametrize(
+    ("fault", "code", "said"),
+    [
+        (f"os.kill(os.getpid(), {int(signal.SIGINT)}); time.sleep(30)", 130, "interrupted; resume with: app resume {}"),
+        ("raise PeerFailedError('rollout-0', 'no memory')", 3, "resume with: app resume {}"),
+        ("raise ConfigError('what is wrong')", 2, ""),
+    ],
+)
+def test_a_run_that_ends_early_says_how_to_resume(tmp_path: Path, fault: str, code: int, said: str) -> None:
+    folder = tmp_path / "r"
+    done = run(f"import os, time\nwith RunFolder.create({str(folder)!r}) as run:\n    run.keep()\n    {fault}")
+    assert done.returncode == code
+    assert said.format(folder) in done.stderr
+    assert ("resume" in done.stderr) == bool(said)
     assert "Traceback" not in done.stderr
+    assert folder.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"), [(f"os.kill(os.getpid(), {int(signal.SIGINT)}); time.sleep(30)", 130), ("raise ConfigError", 2)]
+)
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_run_that_is_refused_or_interrupted_before_it_begins_leaves_no_folder(
+    tmp_path: Path, fault: str, code: int, is_there: bool
+) -> None:
+    folder = tmp_path / "r"
+    if is_there:
+        folder.mkdir()
+    body = f"import os, time\nwith RunFolder.create({str(folder)!r}) as run:\n    run.write_text(run.config, '')\n"
+    done = run(f"{body}    run.log('trainer-0').touch()\n    {fault}")
+    assert done.returncode == code
+    assert "resume" not in done.stderr
+    assert list(tmp_path.rglob("*")) == ([folder] if is_there else [])
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:

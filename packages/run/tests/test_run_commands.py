@@ -47,13 +47,18 @@ def call(*words: str) -> list[tuple[str, ...]]:
     def record(name: str) -> Callable[..., int]:
         return lambda sorted_words, *arguments: called.append((name, *arguments)) or 0
 
-    commands = {"go": Command(record("go"), "FILE"), "stop": Command(record("stop"))}
-    assert run_named_command(words, commands, Root, options=("out",)) == 0
+    commands = {
+        "go": Command(record("go"), "FILE", options=("out", "seed"), overrides=True),
+        "show": Command(record("show"), "RUN", options=("serve",)),
+        "stop": Command(record("stop")),
+    }
+    assert run_named_command(words, commands, Root) == 0
     return called
 
 
 def test_a_command_gets_its_argument() -> None:
-    assert call("go", "a.toml", "--out", "x") == [("go", "a.toml")]
+    assert call("go", "a.toml", "--out", "x", "--car.speed=2") == [("go", "a.toml")]
+    assert call("show", "runs/a", "--serve", "8000") == [("show", "runs/a")]
     assert call("stop") == [("stop",)]
 
 
@@ -61,6 +66,21 @@ def test_a_command_gets_its_argument() -> None:
 def test_a_command_that_cannot_be_is_named(words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=r"no such command|takes"):
         call(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("show", "runs/a", "--seed", "3"), "show takes no --seed; it takes --serve"),
+        (("show", "runs/a", "--car.speed=2"), "show takes no settings: got --car.speed=2; it takes --serve"),
+        (("stop", "--serve", "9"), "stop takes no --serve; it takes no option"),
+        (("go", "a.toml", "--serve=9"), "go takes no --serve; it takes --out, --seed, --section.key"),
+    ],
+)
+def test_an_option_that_a_command_would_ignore_is_refused(words: tuple[str, ...], complaint: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        call(*words)
+    assert str(refusal.value) == complaint
 
 
 def test_explain_answers_instead_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,10 +157,15 @@ def test_the_report_is_served_on_loopback_alone(tmp_path: Path) -> None:
         port = probe.getsockname()[1]
     run = RunFolder.open(tmp_path / "run", write=False)
     threading.Thread(target=serve_report, args=(run, port), daemon=True).start()
-    page = fetch(f"http://127.0.0.1:{port}/")
-    assert b"<html" in page
-    with pytest.raises(urllib.error.HTTPError):
+    assert b"<html" in fetch(f"http://127.0.0.1:{port}/")
+    assert b"<html" in fetch(f"http://localhost:{port}/")
+    with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/../config.toml", timeout=10)
+    # A page elsewhere can have its own name lead here (DNS rebinding), and would read what we answer.
+    for host in (f"evil.example:{port}", "127.0.0.1", "", f"127.0.0.1:{port}.evil.example"):
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/", headers={"Host": host})
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(request, timeout=10)
 
 
 def fetch(url: str) -> bytes:

@@ -116,7 +116,8 @@ def test_an_override_inside_a_table_keeps_the_other_entries_of_the_file() -> Non
     [
         ("temperature = 3", "must be a number >= 0 and <= 2, got the number 3.0"),
         ("temperature = true", "must be a number >= 0 and <= 2, got true"),
-        ("temperature = nan", "got the number nan"),
+        ("temperature = nan", "must be a finite number, got the number nan"),
+        ("temperature = inf", "must be a finite number, got the number inf"),
         ("max_running = 0", "must be an integer >= 1, in samples, got the integer 0"),
         ("max_running = 1.0", "must be an integer >= 1, in samples, got the number 1.0"),
         ("max_running = true", "got true"),
@@ -129,6 +130,7 @@ def test_an_override_inside_a_table_keeps_the_other_entries_of_the_file() -> Non
         ("mode = 'medium'", "must be one of fast, slow"),
         ("options = 1", "must be a table, got the integer 1"),
         ("weights = {a = nan}", "got the number nan"),
+        ("weights = {a = -inf}", "got the number -inf"),
         ("weights = {a = 'x'}", 'got the string "x"'),
         ("seed = 'x'", 'must be an integer or "none", got the string "x"'),
     ],

@@ -93,13 +93,19 @@ def test_a_resumed_run_forgets_what_came_after_its_checkpoint(run: RunFolder) ->
     assert [(line.step, line.values["a"]) for line in read_metrics(run.metrics)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
 
 
-def test_truncating_while_open_goes_on_behind_the_step(run: RunFolder) -> None:
-    with MetricsLog(run) as log:
-        for step in range(1, 6):
-            log.write(step, {"a": float(step)})
-        log.truncate_after(2)
-        log.write(3, {"a": 30.0})
-    assert [line.values["a"] for line in read_metrics(run.metrics)] == [1.0, 2.0, 30.0]
+def test_a_curve_of_tensorboard_goes_on_where_a_killed_run_is_resumed(run: RunFolder) -> None:
+    killed = MetricsLog(run)
+    for step in range(1, 6):
+        killed.write(step, {"a": float(step), "h": [step]})
+    (events,) = run.tensorboard.iterdir()
+    assert scalars(run)["a"][-1] == (5, 5.0)  # without a close: each step is there at once
+    events.write_bytes(events.read_bytes()[:-40])  # torn by the kill, and short of a step that metrics.jsonl has
+    with MetricsLog(run, resume_step=3) as log:
+        log.write(4, {"a": 40.0})
+    expected = {"a": [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)], "h": [(1, 1.0), (2, 2.0), (3, 3.0)]}
+    assert scalars(run) == expected
+    MetricsLog(run, resume_step=-1).close()
+    assert scalars(run) == {}
 
 
 def test_tensorboard_gets_scalars_and_histograms_but_nothing_infinite(run: RunFolder) -> None:
@@ -120,6 +126,15 @@ def test_a_missing_file_has_no_metrics(tmp_path: Path) -> None:
 
 def generation(step: int, kind: str = "train", text: str = "4") -> Generation:
     return Generation(step=step, kind=kind, version=step - 1, prompt="2+2?", completion=text, reward=1.0)  # type: ignore[arg-type]
+
+
+def test_half_a_character_in_a_completion_does_not_end_the_run(run: RunFolder) -> None:
+    odd = Generation(step=1, kind="train", version=0, prompt="2+2?", completion="a\ud800b", reward=math.nan)
+    with GenerationsLog(run) as log:
+        log.write([odd, generation(2, "train")])
+    lines = run.generations.joinpath("train.jsonl").read_text().splitlines()
+    assert '"completion":"a?b","reward":null' in lines[0]
+    assert len(lines) == 2
 
 
 def test_generations_come_back_by_kind_and_are_cut_on_resume(run: RunFolder) -> None:

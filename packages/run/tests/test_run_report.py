@@ -190,11 +190,12 @@ def test_a_long_run_stays_a_small_page(tmp_path: Path) -> None:
     assert len(strip["data"][0]["x"]) <= 3000
 
 
-def test_a_killed_run_shows_the_timelines_its_processes_left(tmp_path: Path) -> None:
+def test_a_killed_run_shows_its_timeline(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "run") as run:
         run.write_text(run.config, "")
+        timeline = Timeline(run.timeline)
         for role in ("trainer-0", "rollout-0"):
-            Timeline(run.timeline_part(role)).span(role, "work", 1, 2)
+            timeline.span(role, "work", 1, 2)
         (strip,) = page_of(run).figures
     assert {track for trace in strip["data"] for track in trace["y"]} == {"trainer-0", "rollout-0"}
 

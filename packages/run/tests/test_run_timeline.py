@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat_run import Timeline, clock_s, merge_timelines, read_timeline
+from offbeat_run import Timeline, clock_s, read_timeline
 
 
 def spans(path: Path) -> list[tuple[str, str, float, float]]:
@@ -94,22 +94,6 @@ def test_threads_may_write_at_once(tmp_path: Path) -> None:
     assert len(json.loads(path.read_text())) == 204
     timeline.span("late", "after the end", 1, 2)  # a thread that outlives the run does no harm
     assert len(spans(path)) == 200
-
-
-def test_timelines_of_several_processes_join_in_order_of_time(tmp_path: Path) -> None:
-    parts = [tmp_path / "a.json", tmp_path / "b.json"]
-    for index, part in enumerate(parts):
-        with Timeline(part) as timeline:
-            timeline.span(f"role-{index}", "x", 2.0 - index, 3.0)
-            timeline.span("shared", f"y{index}", 5.0 + index, 6.0)
-            timeline.flow("w", "shared", 5.0, f"role-{index}", 6.0)
-    merge_timelines(parts, tmp_path / "all.json")
-    merged = spans(tmp_path / "all.json")
-    assert [(track, name) for track, name, *_ in merged] == [
-        ("role-1", "x"), ("role-0", "x"), ("shared", "y0"), ("shared", "y1"),
-    ]  # fmt: skip
-    ids = [event["id"] for event in json.loads((tmp_path / "all.json").read_text()) if event["ph"] == "s"]
-    assert len(set(ids)) == 2
 
 
 def test_the_clock_of_every_process_is_the_wall_clock(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_run import LogConfig, MetricsLog, RunFolder, open_trackers
+from offbeat_run import LogConfig, MetricsLog, RunFolder, check_trackers, open_trackers
 from offbeat_types import BackendError
 
 TRACKERS = ("wandb", "trackio", "mlflow")
@@ -19,9 +19,11 @@ def test_a_tracker_that_is_not_installed_names_its_install_line(
     monkeypatch.setitem(__import__("sys").modules, name, None)  # what Python itself does to forbid an import
     with (
         RunFolder.create(tmp_path / "run") as run,
-        pytest.raises(BackendError, match=rf'{name} is not installed .*pip install "offbeat-run\[{name}\]"'),
+        pytest.raises(BackendError, match=rf'{name} is not installed \(.*pip install "offbeat-run\[{name}\]"'),
     ):
         open_trackers(LogConfig(trackers=(name,)), run)
+    with pytest.raises(BackendError, match=rf'{name} is not installed; .*pip install "offbeat-run\[{name}\]"'):
+        check_trackers(LogConfig(trackers=(name,)))
 
 
 def test_a_tracker_that_does_not_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +40,7 @@ def test_a_tracker_that_does_not_start_is_one_line(tmp_path: Path, monkeypatch: 
 
 def test_no_tracker_is_opened_unasked(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "run") as run:
+        check_trackers(LogConfig())
         assert open_trackers(LogConfig(), run) == ()
 
 

@@ -58,7 +58,6 @@ class GrpoBackend:
         self._num_sampled_tokens = 0
         self._trainer_version = policy.version
         self._clock = BusyClock("trainer-0", fleet.rollout_names, clock_s, journal.worked)
-        self.validations: list[Validation] = []
 
     # ── rollouter ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -154,7 +153,15 @@ class GrpoBackend:
         for group_id in group_ids:
             del self._groups[group_id]
         prompts = {group.item: self._prompts[group.item] for group in groups}
-        self._journal.updated(version + 1, groups, prompts, metrics, self._clock.lap(), self._policy.statistics)
+        self._journal.updated(
+            version + 1,
+            groups,
+            prompts,
+            metrics,
+            self._clock.lap(),
+            self._policy.statistics,
+            self._fleet.num_restarts,
+        )
 
     # ── synchroniser ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -180,7 +187,7 @@ class GrpoBackend:
         every = self._config.eval.every_updates
         if not every or not self._held_out:
             return False
-        last = self.validations[-1].version if self.validations else -1
+        last = self._journal.last_validated
         if last < 0:
             return True
         return version // every > last // every or (version > last and self._is_last_sync)
@@ -199,7 +206,6 @@ class GrpoBackend:
         if task.cancelled() or task.exception() is not None:
             return  # `_finish_validation` raises it
         validation = task.result()
-        self.validations.append(validation)
         self._run.checkpoints.set_score(validation.version, validation.reward)
         self._journal.validated(validation)
 

@@ -3,26 +3,27 @@
 from pathlib import Path
 
 from grpo_async_app._config import GrpoConfig
+from grpo_async_app._evaluation import VALIDATED
 from grpo_async_app._plan import describe_plan
 from grpo_async_app._preflight import Preflight, check_run
 from grpo_async_app._quickstart import make_model, quickstart_config, warm_up
-from grpo_async_app._train import Outcome, evaluate, resume, train, with_model
+from grpo_async_app._train import evaluate, resume, train, with_model
+from offbeat_async_policy import LoopSummary
 from offbeat_run import (
     Command,
     CommandWords,
     RunFolder,
+    doctor_command,
     duration_text,
-    examine,
     load_config,
     new_run_folder,
-    print_before_after,
+    print_conclusion,
     print_table,
     report_command,
     run_named_command,
     whole_number,
-    write_report,
 )
-from offbeat_types import ConfigError, RunFolderError
+from offbeat_types import ConfigError
 
 QUICKSTART_BYTES = 2**28
 
@@ -71,9 +72,7 @@ def _resume(words: CommandWords, folder: str) -> int:
 
 def _eval(words: CommandWords, folder: str) -> int:
     with RunFolder.open(folder, write=False) as run:
-        checkpoint = run.checkpoints.best() or run.checkpoints.latest()
-        if checkpoint is None:
-            raise RunFolderError(f"{folder} holds no whole checkpoint to evaluate")
+        checkpoint = run.checkpoints.chosen()
         preflight = check_run(with_model(load_config(run.config, GrpoConfig, words.overrides), checkpoint.path))
         if not preflight.held_out:
             raise ConfigError("eval needs held-out prompts: set data.eval_size or data.eval_path")
@@ -84,11 +83,6 @@ def _eval(words: CommandWords, folder: str) -> int:
     return 0
 
 
-def _doctor(words: CommandWords) -> int:
-    print_table(examine())
-    return 0
-
-
 _COMMANDS: dict[str, Command] = {
     "quickstart": Command(_quickstart),
     "train": Command(_train, "FILE"),
@@ -96,30 +90,23 @@ _COMMANDS: dict[str, Command] = {
     "resume": Command(_resume, "RUN"),
     "eval": Command(_eval, "RUN"),
     "report": Command(report_command, "RUN"),
-    "doctor": Command(_doctor),
+    "doctor": Command(doctor_command),
 }
 
 
 def _show_plan(preflight: Preflight, run: RunFolder) -> None:
     rows = describe_plan(preflight)
-    run.write_text(run.plan, "\n".join(f"{name}: {text}" for name, text in rows) + "\n")
+    run.write_plan(rows)
     print_table(rows, title="plan")
     print(f"run folder: {run.path}")
 
 
-def _conclude(outcome: Outcome, run: RunFolder) -> int:
-    """The table of before and after, and where to look."""
-    if len(outcome.validations) > 1:
-        before, after = outcome.validations[0], outcome.validations[-1]
-        rows = [(name.removeprefix("eval/"), value, after.numbers()[name]) for name, value in before.numbers().items()]
-        print_before_after(rows, title="held-out prompts")
-    summary = outcome.summary
+def _conclude(summary: LoopSummary, run: RunFolder) -> int:
+    """Where the time went, the table of before and after, and where to look."""
     print(
         f"{duration_text(summary.elapsed_s)} of training; trainer idle {summary.trainer_idle_share:.0%}, "
         f"rollout idle {summary.rollouter_idle_share:.0%}, both at work "
         f"{summary.overlap_s / max(summary.elapsed_s, 1e-9):.0%}"
     )
-    if outcome.checkpoint:
-        print(f"checkpoint: {outcome.checkpoint.path}")
-    print(f"report: {write_report(run)}")
+    print_conclusion(run, VALIDATED, title="held-out prompts")
     return 0

@@ -9,6 +9,13 @@ from grpo_async_app._fleet import Fleet
 from offbeat_data import Prompt
 from offbeat_types import Completion, GenerateRequest, SamplingParams
 
+VALIDATED = {
+    "eval/accuracy": "accuracy",
+    "eval/reward": "reward",
+    "eval/response_tokens": "response tokens",
+}
+"""What a validation measures: names by metric."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from grpo_async_app._config import GrpoConfig
@@ -28,6 +29,9 @@ _log = logging.getLogger(__name__)
 SyncOne = Callable[[str], Awaitable[None]]
 """Brings the trainer's weights to the engine of this name, when no update and no other sync runs."""
 
+QUICK_STOP_S = 2.0
+"""Time for all roles to stop when the run has failed or was interrupted: nobody waits for an update to finish then."""
+
 DEATH_SEEN_AFTER_S = 2.0
 """A call that fails and the death that made it fail are seen one after the other; how long to wait for the second."""
 
@@ -44,7 +48,7 @@ class _Rollout:
 
 
 class Fleet:
-    """All role processes of one run.
+    """All role processes of one run. Use it in an `async with` block, which ends with all of them stopped.
 
     Args:
         config: of the run.
@@ -63,6 +67,21 @@ class Fleet:
         self._threads = plan_threads(config)
         self.num_restarts = 0
         self._reward = GuardedReward(config.reward)
+
+    async def __aenter__(self) -> "Fleet":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for restart in self._restarts:
+            restart.cancel()
+        await self._launcher.close(QUICK_STOP_S if error else None)
+        self._reward.close()
+
+    def kill(self) -> None:
+        """End every role now; leaving the block then takes no time."""
+        self._launcher.kill()
 
     @property
     def rollout_names(self) -> list[str]:
@@ -90,13 +109,6 @@ class Fleet:
         handles = await _all_or_first_error([self._launcher.start(spec) for spec in specs])
         for spec, handle in zip(specs, handles, strict=True):
             self._rollouts[spec.name] = _Rollout(spec=spec, handle=handle)
-
-    async def close(self) -> None:
-        """Stop every role."""
-        for restart in self._restarts:
-            restart.cancel()
-        await self._launcher.close()
-        self._reward.close()
 
     # ── sampling and scoring ──────────────────────────────────────────────────────────────────────────────────────
 

@@ -11,16 +11,7 @@ from grpo_async_app._evaluation import Validation
 from grpo_async_app._groups import SampledGroup
 from offbeat_async_policy import Statistics
 from offbeat_data import Prompt
-from offbeat_run import (
-    Generation,
-    GenerationsLog,
-    MetricsLog,
-    Progress,
-    RunFolder,
-    Timeline,
-    clock_s,
-    open_trackers,
-)
+from offbeat_run import Generation, RunFolder, RunLog, clock_s, read_metrics
 from offbeat_types import Metric, Metrics
 
 WAIT_SHOWN_AFTER_S = 120.0
@@ -34,45 +25,34 @@ class Journal:
         config: of the run.
         num_updates: updates of the whole run, for the progress.
         last_step: updates done at the checkpoint this goes on from, -1 for none: what was written after it vanishes.
+
+    Attributes:
+        last_validated: version of the last validation that was written down, by whatever process; -1 for none.
     """
 
     def __init__(self, run: RunFolder, config: GrpoConfig, num_updates: int, last_step: int) -> None:
-        log = config.log
-        self._config = config
-        self._metrics = MetricsLog(
-            run,
-            tensorboard=log.tensorboard,
-            trackers=open_trackers(log, run),
-            resume_step=last_step,
-        )
-        self._generations = GenerationsLog(run, resume_step=last_step)
-        self._timeline = Timeline(run.timeline) if log.timeline else None
-        self._progress = Progress(num_updates, start=max(last_step, 0), every_s=log.progress_every_s)
-        self._pending: Metrics = {}
+        self._run, self._config = run, config
+        self._log = RunLog(run, config.log, num_updates, last_step)
         self._last_wait_s = 0.0
 
     def __enter__(self) -> "Journal":
-        self._progress.__enter__()
+        self._log.__enter__()
+        validated = [line.step for line in read_metrics(self._run.metrics) if "eval/reward" in line.values]
+        self.last_validated = max(validated, default=-1)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.__exit__(kind, error, trace)
-        self._metrics.close()
-        self._generations.close()
-        if self._timeline:
-            self._timeline.close()
+        self._log.__exit__(kind, error, trace)
 
     def worked(self, role: str, start_s: float, end_s: float) -> None:
         """Add a stretch in which a role was busy, in seconds of `clock_s`."""
-        if self._timeline:
-            self._timeline.span(role, "generate" if role.startswith("rollout") else "train", start_s, end_s)
+        self._log.span(role, "generate" if role.startswith("rollout") else "train", start_s, end_s)
 
     def synced(self, version: int, start_s: float, end_s: float) -> None:
         """Note a weight sync."""
-        if self._timeline:
-            self._timeline.span("weight sync", "sync", start_s, end_s, {"version": version})
+        self._log.span("weight sync", "sync", start_s, end_s, {"version": version})
 
     def updated(
         self,
@@ -82,6 +62,7 @@ class Journal:
         trained: Metrics,
         shares: BusyShares,
         statistics: Statistics,
+        num_restarts: int,
     ) -> None:
         """Write down one update.
 
@@ -92,6 +73,7 @@ class Journal:
             trained: metrics of the trainer.
             shares: of the time since the update before.
             statistics: of the policy; its lags do not hold this update yet.
+            num_restarts: times a rollout engine was started again.
         """
         values = {
             **trained,
@@ -106,16 +88,17 @@ class Journal:
             "groups/dropped": Metric(value=float(statistics.dropped), how="last"),
             "groups/reissued": Metric(value=float(statistics.reissued), how="last"),
         }
-        self._metrics.write(version, {**values, "async/lag_histogram": _lag_histogram(groups, version - 1)})
-        self._progress.update(version, values)
+        if num_restarts:  # seldom: not in the line of every run
+            values["engines/restarts"] = Metric(value=float(num_restarts), how="last")
+        self._log.write(version, {**values, "async/lag_histogram": _lag_histogram(groups, version - 1)})
         shown = groups[: self._config.log.train_generations]
-        self._generations.write(_generation(version, group, prompts[group.item]) for group in shown)
+        self._log.write_generations(_generation(version, group, prompts[group.item]) for group in shown)
 
     def validated(self, validation: Validation) -> None:
         """Write down one validation."""
-        self._metrics.write(validation.version, validation.numbers())
-        self._progress.update(validation.version, validation.numbers())
-        self._generations.write(
+        self.last_validated = validation.version
+        self._log.write(validation.version, validation.numbers())
+        self._log.write_generations(
             Generation(
                 step=validation.version,
                 kind="validation",
@@ -134,11 +117,11 @@ class Journal:
         """Say who waits for whom, when nothing has moved for a while; once a minute at most."""
         if idle_s >= WAIT_SHOWN_AFTER_S and clock_s() - self._last_wait_s >= 60:
             self._last_wait_s = clock_s()
-            self._progress.message(f"nothing moved for {idle_s:.0f} s: {wait}")
+            self._log.message(f"nothing moved for {idle_s:.0f} s: {wait}")
 
     def message(self, text: str) -> None:
         """Print a line above the progress."""
-        self._progress.message(text)
+        self._log.message(text)
 
 
 def _group_metrics(groups: list[SampledGroup], version: int) -> Metrics:

@@ -6,7 +6,7 @@ from grpo_async_app._config import GrpoConfig
 from grpo_async_app._evaluation import validation_prompts
 from offbeat_data import Prompt, PromptSet, build_reward, load_prompts, load_tokenizer
 from offbeat_objectives import check_algorithm
-from offbeat_run import ModelFolder, inspect_model
+from offbeat_run import ModelFolder, check_trackers, inspect_model
 from offbeat_types import ConfigError, load_backend
 
 
@@ -46,14 +46,15 @@ class Preflight:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Size of one checkpoint: float32 weights, and two moments of all of them unless LoRA trains a few."""
-        moments = self.config.checkpoint.save_optimizer and not self.config.engine.lora_rank
-        return self.model.num_parameters * 4 * (3 if moments else 1)
+        """Size of one checkpoint."""
+        is_lora = bool(self.config.engine.lora_rank)
+        return self.config.checkpoint.checkpoint_bytes(self.model.num_parameters, is_lora=is_lora)
 
     @property
     def required_bytes(self) -> int:
-        """Room on the disk for all checkpoints kept at once, one in the making, and the best."""
-        return self.checkpoint_bytes * (self.config.checkpoint.keep + 2) + 64 * 2**20
+        """Room on the disk that the run will need."""
+        is_lora = bool(self.config.engine.lora_rank)
+        return self.config.checkpoint.room_bytes(self.model.num_parameters, is_lora=is_lora)
 
 
 def check_run(config: GrpoConfig) -> Preflight:
@@ -67,6 +68,7 @@ def check_run(config: GrpoConfig) -> Preflight:
         samples_per_prompt=config.rollout.samples_per_prompt,
         max_tokens=config.rollout.max_tokens,
     )
+    check_trackers(config.log)
     model = inspect_model(config.model.path)
     _check_lengths(config, model)
     load_backend("offbeat.launcher", config.cluster.launcher)

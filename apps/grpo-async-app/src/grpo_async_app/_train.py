@@ -1,50 +1,29 @@
 """A training run from checked configuration to report: new, resumed, or only evaluated."""
 
-import asyncio
-import os
-import signal
-from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 from grpo_async_app._backend import LOOP_FOLDER, GrpoBackend, read_loop_state
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._evaluation import Validation, validate
 from grpo_async_app._fleet import Fleet
 from grpo_async_app._groups import SampledGroup, load_groups
+from grpo_async_app._interrupt import run_interruptible
 from grpo_async_app._journal import Journal
 from grpo_async_app._preflight import Preflight
 from offbeat_async_policy import AsyncPolicy, LoopSummary, run_loop
 from offbeat_run import Checkpoint, RunFolder
 from offbeat_types import RunFolderError
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a run ended.
-
-    Args:
-        summary: where the time of the loop went.
-        validations: all of this session, in order.
-        checkpoint: the last one.
-    """
-
-    summary: LoopSummary
-    validations: list[Validation]
-    checkpoint: Checkpoint | None
-
-
-def train(preflight: Preflight, run: RunFolder) -> Outcome:
+def train(preflight: Preflight, run: RunFolder) -> LoopSummary:
     """Train from the first policy to the end of the data."""
     policy = AsyncPolicy(preflight.config.async_, preflight.num_groups, preflight.max_updates)
     policy.request_sync()  # the engines prove that they hold the trainer's weights before anything is sampled
     return _run(_Session(preflight, run, policy, {}, None))
 
 
-def resume(preflight: Preflight, run: RunFolder) -> Outcome:
+def resume(preflight: Preflight, run: RunFolder) -> LoopSummary:
     """Go on from the latest whole checkpoint; from the beginning when the run was killed before its first.
 
     Raises:
@@ -56,22 +35,20 @@ def resume(preflight: Preflight, run: RunFolder) -> Outcome:
     if checkpoint is None:
         return train(preflight, run)
     state = read_loop_state(checkpoint.path)
-    policy = AsyncPolicy.restore(preflight.config.async_, state["policy"])
+    policy = AsyncPolicy.restore(preflight.config.async_, state["policy"], preflight.num_groups, preflight.max_updates)
     return _run(_Session(preflight, run, policy, load_groups(checkpoint.path / LOOP_FOLDER), checkpoint))
 
 
 def evaluate(preflight: Preflight, log_folder: Path) -> Validation:
     """Validate the model of the configuration once."""
+    fleet = Fleet(preflight.config, str(preflight.model.path), log_folder)
 
     async def once() -> Validation:
-        fleet = Fleet(preflight.config, str(preflight.model.path), log_folder)
-        try:
+        async with fleet:
             await fleet.start()
             return await validate(fleet, preflight.config, preflight.held_out, 0)
-        finally:
-            await fleet.close()
 
-    return _run_interruptible(once())
+    return run_interruptible(once(), fleet.kill)
 
 
 @dataclass(frozen=True)
@@ -85,18 +62,19 @@ class _Session:
     checkpoint: Checkpoint | None
 
 
-def _run(session: _Session) -> Outcome:
-    return _run_interruptible(_train(session))
+def _run(session: _Session) -> LoopSummary:
+    fleet = Fleet(session.preflight.config, str(session.preflight.model.path), session.run.logs)
+    return run_interruptible(_train(session, fleet), fleet.kill)
 
 
-async def _train(session: _Session) -> Outcome:
+async def _train(session: _Session, fleet: Fleet) -> LoopSummary:
     config, preflight, run = session.preflight.config, session.preflight, session.run
     start = session.checkpoint
-    fleet = Fleet(config, str(preflight.model.path), run.logs)
     with Journal(run, config, preflight.num_updates, start.step if start else -1) as journal:
-        try:
+        async with fleet:
             journal.message("starting trainer and rollout engines ...")
             await fleet.start_training(preflight.num_updates, start.path if start else None)
+            run.keep()
             backend = GrpoBackend(
                 config,
                 fleet,
@@ -113,19 +91,7 @@ async def _train(session: _Session) -> Outcome:
             await backend.finish()
             if not start or start.step < session.policy.version:
                 await backend.checkpoint(session.policy.state())
-        finally:
-            await fleet.close()
-    return Outcome(summary=summary, validations=backend.validations, checkpoint=run.checkpoints.latest())
-
-
-def _run_interruptible(work: Coroutine[Any, Any, T]) -> T:
-    """Run to the end; SIGTERM ends the run as Ctrl-C does, with every process stopped and the folder whole."""
-
-    async def run() -> T:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: os.kill(os.getpid(), signal.SIGINT))
-        return await work
-
-    return asyncio.run(run())
+    return summary
 
 
 def with_model(config: GrpoConfig, path: Path) -> GrpoConfig:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from offbeat_data import ConversationSet, EpochOrder, load_conversations, load_tokenizer
-from offbeat_run import ModelFolder, count_text, inspect_model, size_text
+from offbeat_run import ModelFolder, check_trackers, count_text, inspect_model, size_text
 from offbeat_types import ConfigError, ModelError, TrainSequence, load_backend
 from sft_app._config import SftConfig
 
@@ -48,10 +48,9 @@ class Preflight:
 
     @property
     def required_bytes(self) -> int:
-        """Room on the disk for all checkpoints kept at once, one in the making, and the best."""
-        checkpoint, engine = self.config.checkpoint, self.config.engine
-        moments = checkpoint.save_optimizer and not engine.lora_rank  # those of adapters are small
-        return self.model.num_parameters * 4 * (3 if moments else 1) * (checkpoint.keep + 2) + 2**26
+        """Room on the disk that the run will need."""
+        is_lora = bool(self.config.engine.lora_rank)
+        return self.config.checkpoint.room_bytes(self.model.num_parameters, is_lora=is_lora)
 
     def plan(self) -> list[tuple[str, str]]:
         """Rows of (what, how much)."""
@@ -87,6 +86,7 @@ def check_run(config: SftConfig) -> Preflight:
     Raises:
         UserError: the first thing that is wrong, with what to do.
     """
+    check_trackers(config.log)
     model = inspect_model(config.model.path)
     load_backend("offbeat.engine", config.engine.backend)
     _check_device(config.engine.device)

@@ -3,11 +3,9 @@
 import json
 import math
 import time
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 
 from offbeat_objectives import sft_loss
-from offbeat_run import MetricsLog, Progress, RunFolder, Timeline, open_trackers
+from offbeat_run import RunFolder, RunLog
 from offbeat_types import (
     ConfigError,
     Metric,
@@ -38,7 +36,7 @@ def create_engine(preflight: Preflight) -> TrainEngine:
     return engine
 
 
-def train(preflight: Preflight, run: RunFolder, engine: TrainEngine) -> list[tuple[int, float]]:
+def train(preflight: Preflight, run: RunFolder, engine: TrainEngine) -> None:
     """Train to the end of the data.
 
     Args:
@@ -46,18 +44,13 @@ def train(preflight: Preflight, run: RunFolder, engine: TrainEngine) -> list[tup
         run: new, open for writing.
         engine: of `create_engine`.
 
-    Returns:
-        (update, held-out loss in nats) of each validation.
-
     Raises:
         KeyboardInterrupt: asked to end; the updates done are saved.
     """
-    with _Session(preflight, run, engine) as session:
-        session.run()
-    return session.validations
+    _train(preflight, run, engine, start=0, resume_step=None)
 
 
-def resume(preflight: Preflight, run: RunFolder, engine: TrainEngine) -> list[tuple[int, float]]:
+def resume(preflight: Preflight, run: RunFolder, engine: TrainEngine) -> None:
     """Go on from the latest whole checkpoint, or from the beginning when there is none yet; otherwise as `train`.
 
     Raises:
@@ -65,9 +58,13 @@ def resume(preflight: Preflight, run: RunFolder, engine: TrainEngine) -> list[tu
         ConfigError: the batches would not be those of the run.
     """
     start = _restore(engine, preflight, run)
-    with _Session(preflight, run, engine, start, resumed=True) as session:
-        session.run()
-    return session.validations
+    # Without a checkpoint the run begins anew: not even the line of update 0 stays.
+    _train(preflight, run, engine, start=start, resume_step=start or -1)
+
+
+def _train(preflight: Preflight, run: RunFolder, engine: TrainEngine, *, start: int, resume_step: int | None) -> None:
+    with RunLog(run, preflight.config.log, preflight.num_updates, resume_step) as log:
+        _Session(preflight, run, engine, log, start).run()
 
 
 def _restore(engine: TrainEngine, preflight: Preflight, run: RunFolder) -> int:
@@ -103,31 +100,9 @@ def _loop_state(preflight: Preflight, updates: int) -> dict[str, int]:
 class _Session:
     """One process's part of a run."""
 
-    def __init__(
-        self, preflight: Preflight, run: RunFolder, engine: TrainEngine, start: int = 0, *, resumed: bool = False
-    ) -> None:
-        config = preflight.config
-        # Resumed without a checkpoint, the run begins anew: not even the line of update 0 stays.
-        step = (start or -1) if resumed else None
-        self._preflight, self._config, self._run, self._engine, self._start = preflight, config, run, engine, start
-        self._metrics = MetricsLog(
-            run, tensorboard=config.log.tensorboard, trackers=open_trackers(config.log, run), resume_step=step
-        )
-        self._timeline = Timeline(run.timeline) if config.log.timeline else None
-        self._progress = Progress(preflight.num_updates, start=start, every_s=config.log.progress_every_s)
-        self.validations: list[tuple[int, float]] = []
-
-    def __enter__(self) -> "_Session":
-        self._progress.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.__exit__(kind, error, trace)
-        self._metrics.close()
-        if self._timeline:
-            self._timeline.close()
+    def __init__(self, preflight: Preflight, run: RunFolder, engine: TrainEngine, log: RunLog, start: int) -> None:
+        self._preflight, self._config, self._run = preflight, preflight.config, run
+        self._engine, self._log, self._start = engine, log, start
 
     def run(self) -> None:
         """Train to the end, or until asked to end.
@@ -153,7 +128,7 @@ class _Session:
     def _update(self, update: int, trace: UpdateProfiler) -> None:
         batch = self._preflight.batch(update)
         started_s = time.monotonic()
-        with self._measure("update"), trace(update):
+        with self._log.measure("trainer-0", "update"), trace(update):
             losses = self._engine.forward_backward(batch, sft_loss)
             stepped = self._engine.step()
         seconds = max(time.monotonic() - started_s, 1e-9)
@@ -165,33 +140,27 @@ class _Session:
             "perf/samples_per_s": Metric(value=len(batch) / seconds),
             "data/epoch": Metric(value=self._preflight.epochs_at(update + 1), how="last"),
         }
-        self._metrics.write(update + 1, values)
-        self._progress.update(update + 1, values)
+        self._log.write(update + 1, values)
 
     def _validate(self, done: int) -> None:
         every = self._config.eval.every_updates
         if not every or (done % every and done != self._preflight.num_updates):
             return
-        with self._measure("validate"):
+        with self._log.measure("trainer-0", "validate"):
             loss = held_out_loss(self._engine, self._preflight.held_out)
-        self.validations.append((done, loss))
-        self._metrics.write(done, {"eval/loss": loss})
-        self._progress.update(done, {"eval/loss": loss})
+        self._log.write(done, {"eval/loss": loss})
         if math.isfinite(loss):  # not a number is neither better nor worse than any other: it must not be the best
             self._run.checkpoints.set_score(done, -loss)
 
     def _save(self, done: int) -> None:
         checkpoint = self._config.checkpoint
-        with self._measure("checkpoint"), self._run.checkpoints.write(done) as folder:
+        with self._log.measure("trainer-0", "checkpoint"), self._run.checkpoints.write(done) as folder:
             if checkpoint.save_optimizer:
                 self._engine.save(folder)
             else:
                 self._engine.save_weights(folder)
             (folder / STATE_FILE).write_text(json.dumps(_loop_state(self._preflight, done)))
         self._run.checkpoints.prune(checkpoint.keep, keep_best=checkpoint.keep_best)
-
-    def _measure(self, name: str) -> AbstractContextManager[None]:
-        return self._timeline.measure("trainer-0", name) if self._timeline else nullcontext()
 
 
 def held_out_loss(engine: TrainEngine, sequences: tuple[TrainSequence, ...]) -> float:

@@ -71,13 +71,24 @@ class LocalLauncher:
             raise
         return actor
 
-    async def close(self) -> None:
-        """Stop every role that is still there, all at once. What goes wrong is logged: the run has ended anyway."""
-        actors, self._actors = list(self._actors.values()), {}
-        outcomes = await asyncio.gather(*(actor.stop() for actor in actors), return_exceptions=True)
+    async def close(self, deadline_s: float | None = None) -> None:
+        """Stop every role that is still there, all at once. What goes wrong is logged: the run has ended anyway.
+
+        Args:
+            deadline_s: for all of them together; None: `stop_timeout_s`.
+        """
+        actors = list(self._actors.values())
+        outcomes = await asyncio.gather(*(actor.stop(deadline_s) for actor in actors), return_exceptions=True)
+        self._actors.clear()
         for actor, outcome in zip(actors, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
-                _log.warning("%s did not close well: %s", actor.name, str(outcome) or type(outcome).__name__)
+            if isinstance(outcome, Exception):
+                _log.warning("%s did not close well: %s", actor.name, outcome)
+
+    def kill(self) -> None:
+        """End every role now. A `close` that runs, or comes after it, has nothing left to wait for."""
+        for actor in self._actors.values():
+            if actor.alive:  # the process id of another may belong to somebody else by now
+                actor.kill()
 
     def _check(self, spec: RoleSpec) -> None:
         module, _, name = spec.target.partition(":")

@@ -105,8 +105,16 @@ class Launcher(Protocol):
         """
         ...
 
-    async def close(self) -> None:
-        """Stop every role that is still there, all at once."""
+    async def close(self, deadline_s: float | None = None) -> None:
+        """Stop every role that is still there, all at once: see `ActorHandle.stop`.
+
+        Args:
+            deadline_s: for all of them together; None: `stop_timeout_s`.
+        """
+        ...
+
+    def kill(self) -> None:
+        """End every role now. A `close` that runs, or comes after it, has nothing left to wait for."""
         ...
 
 

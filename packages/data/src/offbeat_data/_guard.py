@@ -42,6 +42,7 @@ class GuardedReward:
         config.check()
         self._config = config
         self._lock = threading.Lock()
+        self._is_closed = False
         self._child = _ScoringChild(config)
         self._child.wait_ready()
 
@@ -49,11 +50,13 @@ class GuardedReward:
         """Score one completion; one that takes too long is worth 0 and has the part `timed_out` 1.
 
         Raises:
-            RewardError: a user's function raised or returned no finite number, or the child died.
+            RewardError: a user's function raised or returned no finite number, the child died, or this is closed.
             DataError: the prompt lacks what a reward compares with.
         """
         request = {"prompt": _prompt_to_plain(prompt), "completion": completion}
         with self._lock:
+            if self._is_closed:
+                raise RewardError("scoring has ended: this reward is closed")
             try:
                 self._child.wait_ready()
                 reply = self._child.ask(request, self._config.timeout_s)
@@ -69,7 +72,9 @@ class GuardedReward:
         return RewardScore(value=reply["value"], parts={**reply["parts"], "timed_out": 0.0})
 
     def close(self) -> None:
-        """End the child."""
+        """End the child. A completion that is being scored raises in its thread: nobody waits for a slow verifier."""
+        self._is_closed = True
+        self._child.kill()
         with self._lock:
             self._child.end()
 
@@ -80,9 +85,10 @@ class GuardedReward:
         self.close()
 
     def _restart(self) -> int:
-        """Replace the child; the new one starts while the caller goes on."""
+        """Replace the child, unless this is closed; the new one starts while the caller goes on."""
         code = self._child.end()
-        self._child = _ScoringChild(self._config)
+        if not self._is_closed:
+            self._child = _ScoringChild(self._config)
         return code
 
 
@@ -93,7 +99,10 @@ class _ScoringChild:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "offbeat_data._scoring_child", str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            # A session of its own: Ctrl-C in the terminal is for the one who started it.
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            )
         self._socket, self._lines, self._is_ready = ours, ours.makefile("rb"), False
         self._send({"config": asdict(config), "path": sys.path}, _START_DEADLINE_S)
 
@@ -128,6 +137,10 @@ class _ScoringChild:
         if "error" in reply:
             raise _ERRORS.get(reply["error"], RewardError)(reply["text"])
         return reply
+
+    def kill(self) -> None:
+        """End the child now, from any thread; whoever waits for its reply sees a closed socket."""
+        self._process.kill()
 
     def end(self) -> int:
         """Kill the child if it still runs, and return its exit code."""

@@ -5,12 +5,14 @@ from offbeat_run._checkpoints import Checkpoint, Checkpoints
 from offbeat_run._command import CommandWords, run_command, split_arguments
 from offbeat_run._command_table import (
     Command,
+    doctor_command,
     new_run_folder,
     print_table,
     report_command,
     run_named_command,
     whole_number,
 )
+from offbeat_run._conclusion import print_conclusion
 from offbeat_run._config_fields import check_limits
 from offbeat_run._config_load import load_config, parse_config, split_overrides
 from offbeat_run._config_text import dump_config, explain
@@ -23,10 +25,11 @@ from offbeat_run._names import METRIC_NAMES, MetricName
 from offbeat_run._progress import Progress, duration_text, print_before_after
 from offbeat_run._quantities import count_text, size_text
 from offbeat_run._report import write_report
+from offbeat_run._run_log import RunLog
 from offbeat_run._serve import serve_report
 from offbeat_run._settings import CheckpointConfig, LogConfig
 from offbeat_run._timeline import Timeline, clock_s, merge_timelines, read_timeline
-from offbeat_run._trackers import open_trackers
+from offbeat_run._trackers import check_trackers, open_trackers
 
 __all__ = [
     "METRIC_NAMES",
@@ -46,13 +49,16 @@ __all__ = [
     "ModelFolder",
     "Progress",
     "RunFolder",
+    "RunLog",
     "Timeline",
     "Tracker",
     "atomic_folder",
     "atomic_write",
     "check_limits",
+    "check_trackers",
     "clock_s",
     "count_text",
+    "doctor_command",
     "dump_config",
     "duration_text",
     "examine",
@@ -64,6 +70,7 @@ __all__ = [
     "open_trackers",
     "parse_config",
     "print_before_after",
+    "print_conclusion",
     "print_table",
     "read_generations",
     "read_metrics",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat_run._atomic import atomic_folder, atomic_write
+from offbeat_types import RunFolderError
 
 _MANIFEST = "checkpoint.json"
 _SCORES = "scores.json"
@@ -78,6 +79,17 @@ class Checkpoints:
         """The one with the highest score, the earlier of equals; None when none has a score."""
         scored = [(each.score, -each.step, each) for each in self.all() if each.score is not None]
         return max(scored, key=lambda item: item[:2])[2] if scored else None
+
+    def chosen(self) -> Checkpoint:
+        """The best one, or the latest where none has a score: what a run gives to the world.
+
+        Raises:
+            RunFolderError: there is none.
+        """
+        found = self.best() or self.latest()
+        if found is None:
+            raise RunFolderError(f"{self.path.parent} holds no whole checkpoint to evaluate; resume the run to get one")
+        return found
 
     def prune(self, keep: int, *, keep_best: bool = True) -> list[Checkpoint]:
         """Remove all but the last `keep` and the best. The latest stays whatever `keep` is.

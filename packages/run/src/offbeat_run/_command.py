@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from offbeat_run._lock import last_locked
-from offbeat_types import ConfigError, OffbeatError
+from offbeat_types import ConfigError, OffbeatError, UserError
 
 INTERRUPTED = 130
 CLOSED_PIPE = 141
@@ -95,7 +95,8 @@ def run_command(main: Callable[[], int | None], *, program: str | None = None) -
     """Run a command and leave the process with its exit code.
 
     0 or what `main` returns; an `OffbeatError`'s own code (2, 3 or 4) after one message on stderr; 130 when
-    interrupted, with the line that resumes the run; 1 with a traceback for anything else, which is our bug.
+    interrupted; 1 with a traceback for anything else, which is our bug. A run that failed (3, 4) or was interrupted
+    says how it is resumed.
 
     Args:
         main: the command.
@@ -112,11 +113,11 @@ def _exit_code(main: Callable[[], int | None], program: str) -> int:
         if os.environ.get(TRACEBACK_VARIABLE):
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
+        if not isinstance(error, UserError) and (advice := _advice(program)):
+            print(advice, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        folder = last_locked()
-        advice = f"; resume with: {program} resume {folder}" if folder else ""
-        print(f"\ninterrupted{advice}", file=sys.stderr)
+        print("\n" + "; ".join(filter(None, ("interrupted", _advice(program)))), file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # Who read our output has left, as in `plan my.toml | head`. Python would complain once more at exit.
@@ -127,3 +128,9 @@ def _exit_code(main: Callable[[], int | None], program: str) -> int:
         print(f"error: unexpected, as above; this is a bug in {program} or in code it was given", file=sys.stderr)
         return 1
     return code
+
+
+def _advice(program: str) -> str:
+    """How to go on with the run folder this process wrote to, if it did."""
+    folder = last_locked()
+    return f"resume with: {program} resume {folder}" if folder else ""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from offbeat_run._command import CommandWords, split_arguments
 from offbeat_run._config_text import explain
+from offbeat_run._doctor import examine
 from offbeat_run._folder import RunFolder
 from offbeat_run._report import write_report
 from offbeat_run._serve import serve_report
@@ -79,6 +80,12 @@ def report_command(words: CommandWords, folder: str) -> int:
             serve_report(run, whole_number(words, "serve"))
         else:
             print(f"report: {write_report(run)}")
+    return 0
+
+
+def doctor_command(_: CommandWords) -> int:
+    """`doctor`: versions, devices, and why a backend is not there."""
+    print_table(examine())
     return 0
 
 

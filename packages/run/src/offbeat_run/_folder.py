@@ -1,6 +1,7 @@
 """The run folder: where everything a run writes has its name."""
 
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -10,11 +11,13 @@ from offbeat_run._atomic import atomic_write, remove_leftovers
 from offbeat_run._checkpoints import Checkpoints
 from offbeat_run._config_text import dump_config
 from offbeat_run._lock import LOCK_NAME, FolderLock
-from offbeat_types import RunFolderError
+from offbeat_types import RunFolderError, UserError
 
 
 class RunFolder:
     """A folder that holds one run. Make one with `create` or `open`; close it, or use it in a `with` block.
+
+    A new run that is refused or interrupted in its block before `keep` leaves no folder: its name is free again.
 
     Args:
         path: the folder.
@@ -23,6 +26,7 @@ class RunFolder:
 
     def __init__(self, path: Path, lock: FolderLock | None) -> None:
         self.path, self._lock = path, lock
+        self._stays, self._was_there = True, True
         self.config = path / "config.toml"
         self.plan = path / "plan.txt"
         self.metrics = path / "metrics.jsonl"
@@ -46,6 +50,7 @@ class RunFolder:
         """
         path = Path(path).expanduser().absolute()
         _refuse_contents(path)
+        was_there = path.exists()
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = FolderLock(path)
@@ -57,6 +62,7 @@ class RunFolder:
             _refuse_contents(path)  # again: another process may have been faster to the lock, and be gone by now
             _require_space(path, required_bytes)
             run = cls(path, lock)
+            run._stays, run._was_there = False, was_there
             run._make_folders()
         except BaseException:
             lock.release()
@@ -92,6 +98,10 @@ class RunFolder:
         """Write the resolved configuration to config.toml."""
         self.write_text(self.config, dump_config(config))
 
+    def write_plan(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Write rows of (what, how much) to plan.txt."""
+        self.write_text(self.plan, "".join(f"{name}: {text}\n" for name, text in rows))
+
     def write_text(self, path: Path, text: str) -> None:
         """Write a text file of the run in one piece."""
         with atomic_write(path) as file:
@@ -105,6 +115,18 @@ class RunFolder:
         """The timeline a role's own process writes; `merge_timelines` joins them."""
         return self.logs / f"{role}.timeline.json"
 
+    def keep(self) -> None:
+        """Say that the run has begun: from here on the folder stays, however the run ends."""
+        self._stays = True
+
+    def _remove(self) -> None:
+        assert self._lock is not None
+        self._lock.forget()
+        for entry in self.path.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        if not self._was_there:
+            self.path.rmdir()
+
     def close(self) -> None:
         """Release the lock."""
         if self._lock:
@@ -116,6 +138,8 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._stays and isinstance(error, UserError | KeyboardInterrupt):
+            self._remove()
         self.close()
 
 

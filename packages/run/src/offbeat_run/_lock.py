@@ -38,6 +38,10 @@ class FolderLock:
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
         _last_locked[:] = [folder]
 
+    def forget(self) -> None:
+        """Make `last_locked` forget this folder: there is nothing in it to resume."""
+        _last_locked.clear()
+
     def release(self) -> None:
         """Let go; a second call does nothing. The lock file stays, since removing it would race."""
         if self._descriptor is not None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from offbeat_run._event_file import EventFile
 from offbeat_run._folder import RunFolder
 from offbeat_run._jsonl import JsonlFile, cut_lines, read_lines
 from offbeat_types import Metric
@@ -48,9 +49,9 @@ class MetricsLog:
 
     Args:
         run: where; lines after a kill in the middle of one are mended.
-        tensorboard: write event files too.
+        tensorboard: write an event file too.
         trackers: others to tell, see `open_trackers`.
-        resume_step: on resume, the step of the checkpoint: lines and events after it vanish.
+        resume_step: on resume, the step of the checkpoint: what was written after it vanishes.
     """
 
     def __init__(
@@ -65,14 +66,10 @@ class MetricsLog:
             _cut_after(run.metrics, resume_step)
         self._file = JsonlFile(run.metrics)
         self._trackers = tuple(trackers)
-        self._folder, self._purge = run.tensorboard, resume_step
-        self._board = self._open_board() if tensorboard else None
-
-    def _open_board(self) -> Any:
-        from tensorboardX import SummaryWriter  # imported late: a report or a plan writes no events
-
-        purge_step = None if self._purge is None else self._purge + 1
-        return SummaryWriter(str(self._folder), purge_step=purge_step, flush_secs=10)
+        self._events = EventFile(run.tensorboard) if tensorboard else None
+        if self._events:
+            for before in _lines(run.metrics):
+                self._events.write(before.step, before.time_s, before.values)
 
     def write(self, step: int, metrics: Mapping[str, MetricValue], *, time_s: float | None = None) -> None:
         """Add what was measured at `step`; a number that is not finite is kept as such.
@@ -89,26 +86,15 @@ class MetricsLog:
         numbers = {name: value for name, value in values.items() if isinstance(value, float)}
         for tracker in self._trackers:
             tracker.write(step, numbers)
-        if self._board is not None:
-            for name, value in values.items():
-                _add_to_board(self._board, name, value, step, now_s)
-
-    def truncate_after(self, step: int) -> None:
-        """Forget every line after `step`: what a resumed run will measure again. TensorBoard is told likewise."""
-        self._file.close()
-        _cut_after(self._file.path, step)
-        self._file = JsonlFile(self._file.path)
-        if self._board is not None:
-            self._board.close()
-            self._purge = step
-            self._board = self._open_board()
+        if self._events:
+            self._events.write(step, now_s, values)
 
     def close(self) -> None:
         """Flush and close everything; a second call does nothing."""
         self._file.close()
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        if self._events:
+            self._events.close()
+            self._events = None
         for tracker in self._trackers:
             tracker.close()
         self._trackers = ()
@@ -156,24 +142,3 @@ def _jsonable(value: float | list[float]) -> Any:
 
 def _from_json(value: Any) -> float | list[float]:
     return [float(item) for item in value] if isinstance(value, list) else float(value)
-
-
-def _add_to_board(board: Any, name: str, value: float | list[float], step: int, time_s: float) -> None:
-    if isinstance(value, float):
-        if math.isfinite(value):  # TensorBoard draws no others, and tensorboardX complains of each
-            board.add_scalar(name, value, step, walltime=time_s)
-        return
-    count = sum(value)
-    if count > 0:
-        board.add_histogram_raw(
-            name,
-            min=0.0,
-            max=float(len(value) - 1),
-            num=count,
-            sum=sum(i * n for i, n in enumerate(value)),
-            sum_squares=sum(i * i * n for i, n in enumerate(value)),
-            bucket_limits=[i + 0.5 for i in range(len(value))],
-            bucket_counts=value,
-            global_step=step,
-            walltime=time_s,
-        )

@@ -44,6 +44,7 @@ METRIC_NAMES: Final = {
         MetricName("eval/loss", "Mean loss on held-out sequences.", "nats"),
         MetricName("groups/filtered", "Groups left out because all their rewards are equal.", "groups"),
         MetricName("groups/dropped", "Groups left out because their lag was too large.", "groups"),
+        MetricName("engines/restarts", "Times a rollout engine died and was started again.", "restarts"),
         MetricName("engine/grad_norm", "Norm of the gradient before clipping."),
         MetricName("engine/learning_rate", "Learning rate of the last optimizer step."),
         MetricName("engine/steps_refused", "Optimizer steps refused because the gradient was not finite.", "steps"),

@@ -24,6 +24,7 @@ _SHOWN = {
     "async/rollout_idle_share": ("rollout idle", "{:.0%}"),
     "perf/tokens_per_s": ("tokens/s", "{:,.0f}"),
     "train/response_tokens": ("response tokens", "{:.0f}"),
+    "engines/restarts": ("engine restarts", "{:.0f}"),
 }
 _RATE_WINDOW = 50
 

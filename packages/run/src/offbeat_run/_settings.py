@@ -14,6 +14,15 @@ class CheckpointConfig:
     keep_best: bool = setting(True, "Keep the checkpoint with the best validation score, however old.")
     save_optimizer: bool = setting(True, "Write optimizer, schedule and RNG too; without them no exact resume.")
 
+    def room_bytes(self, num_parameters: int, *, is_lora: bool) -> int:
+        """Room on the disk for all checkpoints kept at once, one in the making, the best, and the rest of the run."""
+        return self.checkpoint_bytes(num_parameters, is_lora=is_lora) * (self.keep + 2) + 2**26
+
+    def checkpoint_bytes(self, num_parameters: int, *, is_lora: bool) -> int:
+        """Size of one checkpoint: float32 weights, and two moments of all of them unless LoRA trains a few."""
+        has_moments = self.save_optimizer and not is_lora
+        return num_parameters * 4 * (3 if has_moments else 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:

@@ -1,6 +1,7 @@
 """Trackers of experiments that get the metrics too. Each is imported only when the configuration asks for it."""
 
 import importlib
+import importlib.util
 import math
 import uuid
 from collections.abc import Callable, Mapping
@@ -10,6 +11,17 @@ from offbeat_run._folder import RunFolder
 from offbeat_run._metrics import Tracker
 from offbeat_run._settings import LogConfig
 from offbeat_types import BackendError
+
+
+def check_trackers(log: LogConfig) -> None:
+    """See whether the packages of `log.trackers` are there, without importing them.
+
+    Raises:
+        BackendError: one is not, with the line that installs it.
+    """
+    for name in log.trackers:
+        if importlib.util.find_spec(name) is None:
+            raise _missing(name)
 
 
 def open_trackers(log: LogConfig, run: RunFolder) -> tuple[Tracker, ...]:
@@ -36,9 +48,14 @@ def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise BackendError(
-            f'log.trackers: {name} is not installed ({error}); install it with: pip install "offbeat-run[{name}]"'
-        ) from error
+        raise _missing(name, f" ({error})") from error
+
+
+def _missing(name: str, why: str = "") -> BackendError:
+    return BackendError(
+        f"log.trackers: {name} is not installed{why}; leave it out, or install it with: "
+        f'pip install "offbeat-run[{name}]"'
+    )
 
 
 class _CallTracker:

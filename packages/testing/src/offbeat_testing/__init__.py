@@ -1,15 +1,31 @@
-"""Conformance suites, fakes and tiny models for whoever writes an offbeat engine."""
+"""Conformance suites, fakes and tiny models for whoever writes an offbeat engine; tests on several processes.
 
-from offbeat_testing._fakes import FakeRolloutEngine, FakeWeightStream, Script
-from offbeat_testing._reference import changed_weights, reference_logprobs, reference_model
-from offbeat_testing._rollout_conformance import RolloutConformance
-from offbeat_testing._tiny_models import TinyFamily, tiny_model, tiny_tokenizer
-from offbeat_testing._train_conformance import TrainEngineConformance
+Names are imported when asked for: the plugin lives in this package, and every pytest session loads it.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offbeat_testing._command_conformance import CommandConformance
+    from offbeat_testing._command_line import CommandEnded, CommandLine
+    from offbeat_testing._fakes import FakeRolloutEngine, FakeWeightStream, Script
+    from offbeat_testing._ranks._child import Ranks
+    from offbeat_testing._reference import changed_weights, reference_logprobs, reference_model
+    from offbeat_testing._rollout_conformance import RolloutConformance
+    from offbeat_testing._running_command import RunningCommand, wait_until_gone
+    from offbeat_testing._tiny_models import TinyFamily, tiny_model, tiny_tokenizer
+    from offbeat_testing._train_conformance import TrainEngineConformance
 
 __all__ = [
+    "CommandConformance",
+    "CommandEnded",
+    "CommandLine",
     "FakeRolloutEngine",
     "FakeWeightStream",
+    "Ranks",
     "RolloutConformance",
+    "RunningCommand",
     "Script",
     "TinyFamily",
     "TrainEngineConformance",
@@ -18,4 +34,35 @@ __all__ = [
     "reference_model",
     "tiny_model",
     "tiny_tokenizer",
+    "wait_until_gone",
 ]
+
+_MODULES = {
+    "CommandConformance": "_command_conformance",
+    "CommandEnded": "_command_line",
+    "CommandLine": "_command_line",
+    "FakeRolloutEngine": "_fakes",
+    "FakeWeightStream": "_fakes",
+    "Ranks": "_ranks._child",
+    "RolloutConformance": "_rollout_conformance",
+    "RunningCommand": "_running_command",
+    "Script": "_fakes",
+    "TinyFamily": "_tiny_models",
+    "TrainEngineConformance": "_train_conformance",
+    "changed_weights": "_reference",
+    "reference_logprobs": "_reference",
+    "reference_model": "_reference",
+    "tiny_model": "_tiny_models",
+    "tiny_tokenizer": "_tiny_models",
+    "wait_until_gone": "_running_command",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -28,7 +28,7 @@ def _sequences(num: int = 6, *, seed: int = 0) -> list[TrainSequence]:
 
 def _nll(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
     loss = -tokens.logprobs_N.sum() / tokens.total_tokens
-    return loss, {"nll": Metric(value=float(loss), how="sum")}
+    return loss, {"nll": Metric(value=float(loss.detach()), how="sum")}
 
 
 def _weighted(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
@@ -181,7 +181,7 @@ class TrainEngineConformance:
 
 
 def _copy(engine: TrainEngine) -> dict[str, Any]:
-    return {name: np.array(tensor.detach()) for name, tensor in engine.weights()}
+    return {name: tensor.detach().numpy().copy() for name, tensor in engine.weights()}
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:

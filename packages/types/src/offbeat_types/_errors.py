@@ -84,3 +84,55 @@ class PeerFailedError(OffbeatError):
 
 class WeightSyncError(OffbeatError):
     """Weights did not arrive as sent: a bucket, name, shape, version or checksum differs, or a side died."""
+
+
+class GuardError(OffbeatError):
+    """A collective stands under a guard that not all members of its group pass, so it would wait for ever.
+
+    Raised before anything is sent, on every rank that comes to the call.
+
+    Args:
+        call: what was called, such as "all_reduce".
+        group: the group, such as "dp×cp of ranks 0, 1".
+        guard: the guard, such as "where(cp=0)".
+        shared_axes: axes of the guard along which the group's members differ.
+        outside: global ranks of members that do not pass the guard.
+    """
+
+    def __init__(
+        self, call: str, group: str, guard: str, shared_axes: tuple[str, ...], outside: tuple[int, ...]
+    ) -> None:
+        super().__init__(call, group, guard, shared_axes, outside)
+        self.call, self.group, self.guard = call, group, guard
+        self.shared_axes, self.outside = shared_axes, outside
+
+    def __str__(self) -> str:
+        ranks = ", ".join(str(rank) for rank in self.outside)
+        axes = ", ".join(self.shared_axes)
+        reason = f"the group and the guard share {axes}: " if axes else ""
+        return (
+            f"{self.call} over {self.group} stands under {self.guard}, which rank {ranks} of that group does not pass, "
+            f"so it would wait for ever; {reason}call it outside the guard and keep only the reporting inside"
+        )
+
+
+class GroupError(OffbeatError):
+    """A group was used in a way it cannot serve, such as from a second thread, or with a value that cannot travel."""
+
+
+class MismatchError(OffbeatError):
+    """The members of a group differ where they must agree.
+
+    Args:
+        what: the thing that differs, such as "number of micro-batches".
+        group: the group, such as "dp of ranks 0, 1".
+        values: who has what: for each value, as text, the global ranks that have it.
+    """
+
+    def __init__(self, what: str, group: str, values: dict[str, tuple[int, ...]]) -> None:
+        super().__init__(what, group, values)
+        self.what, self.group, self.values = what, group, values
+
+    def __str__(self) -> str:
+        held = "; ".join(f"rank {', '.join(map(str, ranks))}: {value}" for value, ranks in self.values.items())
+        return f"{self.what} must be the same on all members of {self.group}, but differs: {held}"

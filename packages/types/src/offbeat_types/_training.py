@@ -113,10 +113,19 @@ LossFunction = Callable[[LossTokens[Any]], tuple[Any, Metrics]]
 
 
 class TrainEngine(Protocol):
-    """Holds a model and its optimizer. One update is any number of `forward_backward`, then one `step`."""
+    """Holds a model and its optimizer. One update is any number of `forward_backward`, then one `step`.
+
+    On several ranks every rank holds an engine and calls the same methods in the same order with the same arguments:
+    the sequences of the whole update, not a share of them. The engine divides the work, and every rank is given the
+    same answer, with metrics over all ranks. The loss function is called for the sequences of its own rank only, and
+    must not wait for other ranks.
+    """
 
     def forward_backward(self, sequences: Sequence[TrainSequence], loss: LossFunction) -> Metrics:
-        """Split into micro-batches by the token budget, and add up gradients of the summed loss."""
+        """Split into micro-batches by the token budget, and add up gradients of the summed loss.
+
+        An error that the loss raises on one rank is raised on all.
+        """
         ...
 
     def step(self) -> Metrics:
@@ -132,7 +141,10 @@ class TrainEngine(Protocol):
         ...
 
     def weights(self) -> Any:
-        """Iterate (Hugging Face name, tensor) in one fixed order; LoRA is merged."""
+        """Iterate (Hugging Face name, tensor) in one fixed order; LoRA is merged.
+
+        On several ranks each step gathers a whole tensor, so every rank iterates to the end, whoever needs them.
+        """
         ...
 
     def save_weights(self, folder: Path) -> None:
@@ -140,11 +152,14 @@ class TrainEngine(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write what `save_weights` writes, and optimizer, schedule and RNG beside it."""
+        """Write what `save_weights` writes, and optimizer, schedule and RNG beside it, into a folder all ranks see.
+
+        Everything is on disk when it returns on any rank; publishing it by a rename is the caller's.
+        """
         ...
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote."""
+        """Read what `save` wrote, on whatever number of ranks."""
         ...
 
     def close(self) -> None:

@@ -1,17 +1,15 @@
-"""The recipes of grpo-async-app are configurations it takes."""
+"""The recipes are configurations that the application takes."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from grpo_async_app._config import GrpoConfig
 from offbeat_run import load_config
-from offbeat_testing import tiny_model
+from offbeat_testing import CommandLine, tiny_model
 
-RECIPES = sorted((Path(__file__).parents[2] / "apps" / "grpo-async-app" / "recipes").glob("*.toml"))
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
 
 
 def test_there_are_recipes() -> None:
@@ -31,15 +29,15 @@ def test_a_recipe_parses_and_takes_its_model_from_the_environment(
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_can_be_planned(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_can_be_planned(
+    command: CommandLine, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OFFBEAT_MODELS", str(tmp_path))
     monkeypatch.setenv("OFFBEAT_DATA", str(tmp_path))
     tiny_model(tmp_path / "SmolLM2-135M-Instruct")
     rows = [{"prompt": f"{n} + 1 = ?", "answer": str(n + 1)} for n in range(80)]
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     # The tiny model's tokenizer needs more tokens for the same text.
-    longer = ["--data.max_prompt_tokens", "192", "--rollout.max_model_len", "256"]
-    command = [sys.executable, "-m", "grpo_async_app", "plan", str(recipe), *longer]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
-    assert done.returncode == 0, done.stderr
-    assert "64 samples" in " ".join(done.stdout.split())
+    ended = command("plan", recipe, "--data.max_prompt_tokens", "192", "--rollout.max_model_len", "256")
+    assert ended.code == 0, ended.err
+    assert "64 samples" in " ".join(ended.out.split())

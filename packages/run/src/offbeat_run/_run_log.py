@@ -1,0 +1,76 @@
+"""Everything a run writes down while it goes on: metrics, generations, timeline, progress, opened and closed as one."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
+
+from offbeat_run._folder import RunFolder
+from offbeat_run._generations import Generation, GenerationsLog
+from offbeat_run._metrics import MetricsLog, MetricValue
+from offbeat_run._progress import Progress
+from offbeat_run._settings import LogConfig
+from offbeat_run._timeline import Timeline, clock_s
+from offbeat_run._trackers import open_trackers
+
+
+class RunLog:
+    """Writes to the run folder and to the terminal, as the section `log` says. Use it in a `with` block.
+
+    Args:
+        run: open for writing.
+        log: the settings.
+        num_updates: of the whole run, for the progress.
+        resume_step: updates done at the checkpoint this goes on from: what was written after it vanishes. -1 begins
+            anew; None is a new run.
+    """
+
+    def __init__(self, run: RunFolder, log: LogConfig, num_updates: int, resume_step: int | None) -> None:
+        self._run, self._log, self._num_updates, self._resume_step = run, log, num_updates, resume_step
+        self._timeline: Timeline | None = None
+
+    def __enter__(self) -> "RunLog":
+        run, log, resume_step = self._run, self._log, self._resume_step
+        with ExitStack() as opened:
+            trackers = open_trackers(log, run)
+            metrics = MetricsLog(run, tensorboard=log.tensorboard, trackers=trackers, resume_step=resume_step)
+            self._metrics = opened.enter_context(metrics)
+            self._generations = opened.enter_context(GenerationsLog(run, resume_step=resume_step))
+            if log.timeline:
+                self._timeline = opened.enter_context(Timeline(run.timeline))
+            progress = Progress(self._num_updates, start=max(resume_step or 0, 0), every_s=log.progress_every_s)
+            self._progress = opened.enter_context(progress)
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.__exit__(kind, error, trace)
+
+    def write(self, step: int, values: Mapping[str, MetricValue]) -> None:
+        """Add what was measured at a step to the metrics, and show it."""
+        self._metrics.write(step, values)
+        self._progress.update(step, values)
+
+    def write_generations(self, generations: Iterable[Generation]) -> None:
+        """Add completions."""
+        self._generations.write(generations)
+
+    def span(self, track: str, name: str, start_s: float, end_s: float, args: Mapping[str, Any] | None = None) -> None:
+        """Add a stretch of work to the timeline: see `Timeline.span`."""
+        if self._timeline:
+            self._timeline.span(track, name, start_s, end_s, args)
+
+    @contextmanager
+    def measure(self, track: str, name: str) -> Iterator[None]:
+        """Add a block to the timeline, also when it raises."""
+        start_s = clock_s()
+        try:
+            yield
+        finally:
+            self.span(track, name, start_s, clock_s())
+
+    def message(self, text: str) -> None:
+        """Print a line above the progress."""
+        self._progress.message(text)

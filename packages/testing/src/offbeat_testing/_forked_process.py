@@ -1,0 +1,59 @@
+"""A fork of this process that runs one function: it needs no imports, where a new Python takes seconds for torch."""
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+
+class ForkedProcess:
+    """Calls a function in a child process, in a session of its own, with the signal handlers of a new process.
+
+    Args:
+        main: called in the child, which ends with it; a SystemExit gives the exit code.
+        words: what the child finds in `sys.argv` behind the program's name.
+        output: file descriptor for what it prints, to either stream.
+    """
+
+    def __init__(self, main: Callable[[], object], words: Sequence[str] = (), output: int = 2) -> None:
+        self._code: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            _become(main, words, output)
+
+    def poll(self) -> int | None:
+        """The exit code, minus the signal for a killed process; None while it runs."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def _become(main: Callable[[], object], words: Sequence[str], output: int) -> None:
+    """The child's life."""
+    code = 1
+    try:
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for descriptor in (1, 2):
+            os.dup2(output, descriptor)
+        sys.stdout, sys.stderr = (os.fdopen(each, "w", buffering=1, closefd=False) for each in (1, 2))
+        sys.argv[1:] = words
+        main()
+        code = 0
+    except SystemExit as left:
+        code = int(left.code or 0)
+    except BaseException:  # noqa: BLE001  the boundary of the process
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,361 @@
+"""The plugin as a user has it: whole test files, run by a pytest of their own."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+# What the sessions inside this one would otherwise import anew each time: pytester restores sys.modules.
+import offbeat_testing._ranks._launch  # noqa: F401
+
+pytest_plugins = ["pytester"]
+
+HEAD = """
+    import os, signal, time
+    import pytest
+    import torch
+    import torch.distributed as dist
+"""
+
+
+@pytest.fixture
+def run(pytester):
+    """Runs a test file in a pytest inside this process; its ranks are real processes all the same."""
+
+    def run_file(source, *options):
+        pytester.makepyfile(HEAD + source)
+        others = ("cacheprovider", "asyncio", "hypothesispytest", "xdist", "timeout")
+        return pytester.runpytest_inprocess(*[f"-pno:{name}" for name in others], *options)
+
+    return run_file
+
+
+@pytest.mark.ranks(2, 4)
+def test_ranks_meet_in_one_world(rank, ranks):
+    total = torch.tensor([rank])
+    dist.all_reduce(total)
+    assert total.item() == sum(range(ranks.size))
+    assert (ranks.rank, dist.get_world_size(), torch.get_num_threads()) == (rank, ranks.size, 1)
+
+
+@pytest.mark.ranks(2)
+def test_gradients_are_computed_in_ranks(rank):
+    weight = torch.ones(3, requires_grad=True)
+    (weight * (rank + 1)).sum().backward()
+    dist.all_reduce(weight.grad)
+    assert weight.grad.tolist() == [3, 3, 3]
+
+
+@pytest.mark.ranks(2, join=False)
+def test_without_joining_there_is_torchruns_environment(rank):
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo")
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, 2) == (int(os.environ["RANK"]), 2)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("value", [{"any": "thing"}, [1]])
+@pytest.mark.ranks(2)
+def test_fixtures_and_parameters_reach_every_rank(value, rank, tmp_path, monkeypatch):
+    monkeypatch.setenv("OWN_OF_RANK", str(rank))
+    (tmp_path / str(rank)).write_text(str(value))
+    dist.barrier()
+    assert {path.read_text() for path in tmp_path.iterdir()} == {str(value)}
+    assert os.environ["OWN_OF_RANK"] == str(rank)
+
+
+@pytest.mark.mesh(dp=2, tp=2)
+@pytest.mark.mesh(tp=2)
+def test_a_mesh_is_made_over_the_ranks(mesh, ranks):
+    assert mesh.size == ranks.size == mesh.axes["dp"] * 2
+    assert mesh.group("tp").size == 2
+    total = mesh.group("dp", "tp").all_reduce(torch.ones(1))
+    assert total.item() == mesh.size
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"cp": 2, "ep": 2}], indirect=True)
+def test_meshes_may_be_parameters(mesh):
+    assert mesh.size == 2
+    assert mesh.axes["ep"] == (2 if mesh.axes["cp"] == 2 else 1)
+
+
+def test_backward_in_the_tests_process_does_not_spoil_the_ranks(run):
+    done = run("""
+    def test_before():
+        torch.ones(3, requires_grad=True).sum().backward()
+
+    @pytest.mark.ranks(2)
+    def test_ranks():
+        torch.ones(3, requires_grad=True).sum().backward()
+    """)
+    done.assert_outcomes(passed=2)
+
+
+def test_the_rank_that_failed_first_comes_first_with_its_output(run):
+    done = run("""
+    @pytest.mark.ranks(3)
+    def test_it(rank):
+        print(f"I am {rank}")
+        expected = 5
+        if rank == 1:
+            assert rank + 3 == expected
+        dist.barrier()
+    """)
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines(
+        [
+            "rank 1 of 3 failed first",
+            "*: in test_it",
+            "    assert rank + 3 == expected",
+            "E   assert (1 + 3) == 5",
+            "first difference of the collectives: number 1 of group '0' (ranks [[]0, 1, 2])",
+            "  rank 0: barrier() at *:12 in test_it",
+            "  rank 1: never came to it",
+            "after that, rank * lost its connection to a peer, at *:12: in test_it",
+            "*Captured rank 1 stdout*",
+            "I am 1",
+        ]
+    )
+
+
+def test_a_rank_that_waits_for_one_that_has_finished_fails_long_before_the_deadline(run):
+    done = run("""
+    @pytest.mark.ranks(2, deadline_s=50)
+    def test_it(rank):
+        for step in range(2 + rank):
+            dist.all_reduce(torch.ones(4))
+    """)
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines(
+        [
+            "rank 1 waits for ranks [[]0], which came to the end of the test without all_reduce",
+            "first difference of the collectives: number 3 of group '0' (ranks [[]0, 1])",
+            "  rank 0: never came to it",
+            "  rank 1: all_reduce(float32[[]4]) at *:9 in test_it",
+            "rank 1 was still running and was killed; it was here:",
+            '  File "*", line 9, in test_it',
+        ]
+    )
+
+
+def test_the_deadline_ends_a_hang_and_tells_where_each_rank_stands(run):
+    done = run("""
+    @pytest.mark.ranks(2, deadline_s=1)
+    def test_it(rank):
+        if rank == 0:
+            dist.recv(torch.ones(1), src=1)
+        else:
+            time.sleep(1000)
+    """)
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines(
+        [
+            "ranks [[]0, 1] were not through after 1 s",
+            "rank 0 was still running and was killed; it was here:",
+            "    dist.recv(torch.ones(1), src=1)",
+            "rank 1 was still running and was killed; it was here:",
+            "    time.sleep(1000)",
+        ]
+    )
+
+
+def test_the_verdict_of_the_liveness_monitor_is_part_of_the_text(run):
+    done = run("""
+    from offbeat_dist import liveness
+
+    @pytest.mark.ranks(2, deadline_s=3)
+    def test_it(rank):
+        if rank == 0:
+            with liveness.waiting("samples.get", on="rank 1", deadline_s=60):
+                time.sleep(1000)
+        dist.barrier()
+    """)
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines(
+        [
+            "ranks [[]0, 1] were not through after 3 s",
+            "offbeat liveness: wait-cycle:*",
+            "  rank 0 waits for rank 1: samples.get*",
+        ]
+    )
+
+
+def test_the_deadline_may_come_from_the_settings(run, pytester):
+    pytester.makeini("[pytest]\nranks_deadline_s = 0.5")
+    done = run("""
+    @pytest.mark.ranks(1)
+    def test_it():
+        time.sleep(1000)
+    """)
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines(["*not through after 0.5 s"])
+
+
+ENDS = {
+    "os.kill(os.getpid(), signal.SIGKILL)": "its process was killed by SIGKILL",
+    "os.kill(os.getpid(), signal.SIGSEGV)": "its process was killed by SIGSEGV",
+    "os._exit(7)": "its process left with exit code 7 before the end of the test",
+    "raise SystemExit(3)": "E   SystemExit: 3",
+}
+
+
+def test_a_rank_that_dies_is_named_with_how(run):
+    bodies = [
+        f"""
+    @pytest.mark.ranks(2)
+    def test_{number}(rank):
+        if rank == 1:
+            {end}
+        dist.barrier()
+    """
+        for number, end in enumerate(ENDS)
+    ]
+    done = run("".join(bodies))
+    done.assert_outcomes(failed=len(ENDS))
+    done.stdout.fnmatch_lines([line for told in ENDS.values() for line in ("rank 1 of 2 failed first", told)])
+
+
+def test_a_stopped_rank_is_named(run):
+    done = run("""
+    @pytest.mark.ranks(2, deadline_s=1)
+    def test_it(rank):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
+    """)
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines(["rank 1 was still running*", "it is stopped (SIGSTOP)*"])
+
+
+def test_a_different_order_is_shown_though_every_rank_came_to_the_end(run):
+    done = run("""
+    @pytest.mark.ranks(2)
+    def test_it(rank):
+        for op in [dist.ReduceOp.SUM] * 2:
+            dist.all_reduce(torch.ones(4), op=op)
+        shape = (2, 2) if rank else (4,)
+        dist.all_reduce(torch.ones(shape))
+    """)
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines(
+        [
+            "every rank passed, but they did not call the same collectives",
+            "first difference of the collectives: number 3 of group '0' (ranks [[]0, 1])",
+            "  rank 0: all_reduce(float32[[]4]) at *:11 in test_it",
+            "  rank 1: all_reduce(float32[[]2, 2]) at *:11 in test_it",
+        ]
+    )
+
+
+def test_the_comparison_can_be_left_out(run):
+    done = run("""
+    @pytest.mark.ranks(2, compare=False)
+    def test_it(rank):
+        dist.all_reduce(torch.ones((2, 2) if rank else (4,)))
+    """)
+    done.assert_outcomes(passed=1)
+
+
+@pytest.mark.ranks(3)
+def test_members_may_hold_different_shapes_where_the_op_allows_it(rank):
+    parts = [torch.ones(2) for _ in range(3)] if rank == 1 else None
+    dist.gather(torch.ones(2), parts, dst=1)
+    dist.scatter(torch.ones(2), parts, src=1)
+    ours, theirs = [[1, 2, 3], [2, 3, 1], [3, 1, 2]][rank], [[1, 2, 3], [2, 3, 1], [3, 1, 2]][rank]
+    dist.all_to_all_single(torch.zeros(sum(theirs)), torch.ones(sum(ours)), theirs, ours)
+    pair = dist.new_group([0, 2])
+    if rank != 1:
+        dist.all_reduce(torch.ones(5), group=pair)
+
+
+def test_skips_and_expected_failures_keep_their_meaning(run):
+    done = run("""
+    @pytest.mark.ranks(2)
+    def test_skips():
+        pytest.skip("not here")
+
+    @pytest.mark.xfail(raises=ZeroDivisionError, strict=True)
+    @pytest.mark.ranks(2)
+    def test_expected():
+        1 / 0
+
+    @pytest.mark.xfail(raises=KeyError, strict=True)
+    @pytest.mark.ranks(2)
+    def test_unexpected():
+        1 / 0
+
+    @pytest.mark.xfail(strict=True)
+    @pytest.mark.ranks(2)
+    def test_passes_though_expected_to_fail():
+        pass
+
+    @pytest.mark.skip
+    @pytest.mark.ranks(2)
+    def test_never_starts():
+        1 / 0
+
+    @pytest.mark.ranks(2)
+    def test_raises():
+        with pytest.raises(ZeroDivisionError):
+            1 / 0
+    """)
+    done.assert_outcomes(passed=1, skipped=2, xfailed=1, failed=2)
+
+
+def test_a_skip_on_one_rank_only_is_a_failure(run):
+    done = run("""
+    @pytest.mark.ranks(2)
+    def test_it(rank):
+        if rank == 1:
+            pytest.skip("only I")
+    """)
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines(["ranks [[]1] skipped the test and the others ran it*"])
+
+
+def test_wrong_use_is_told(run):
+    done = run("""
+    def test_without_a_mark(rank):
+        pass
+
+    @pytest.mark.ranks(2)
+    async def test_coroutine():
+        pass
+
+    @pytest.mark.ranks("two")
+    def test_size():
+        pass
+
+    @pytest.mark.ranks(2)
+    def test_mesh(mesh):
+        pass
+
+    @pytest.mark.ranks(2, dedline_s=3)
+    def test_option():
+        pass
+    """)
+    done.assert_outcomes(errors=1, failed=4)
+    done.stdout.fnmatch_lines(
+        [
+            "*'rank' needs @pytest.mark.ranks*",
+            "*asyncio.run*",
+            "*takes a number of processes*",
+            "*'mesh' needs @pytest.mark.mesh*",
+            "*takes a number of processes*dedline_s*",
+        ]
+    )
+
+
+def test_a_fixture_cannot_use_the_rank_by_mistake(run):
+    done = run("""
+    @pytest.fixture
+    def source(rank):
+        return 5 if rank == 0 else None
+
+    @pytest.mark.ranks(2)
+    def test_it(source):
+        pass
+    """)
+    done.assert_outcomes(errors=1)
+    done.stdout.fnmatch_lines(["*the fixture 'rank' has its value in the test's body only*"])
