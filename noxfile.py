@@ -14,6 +14,7 @@ import nox
 ROOT: Final = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))
 
+from find_chromium import find_if_required  # noqa: E402
 from find_links import find_links  # noqa: E402
 from hardware import HardwareTests, hardware_tests, num_passed, why_absent  # noqa: E402
 from workspace import Package, packages  # noqa: E402
@@ -154,10 +155,12 @@ def test(session: nox.Session, package: Package) -> None:
     pytest(session, package.key, folder, *others, **extra)
 
 
-def chromium(session: nox.Session) -> str:
-    """A browser for the tests that look at a report; installed by CI where it may."""
-    found = session.run(sys.executable, "tools/find_chromium.py", external=True, silent=True, stderr=None)
-    return str(found).strip().splitlines()[-1]
+def chromium(session: nox.Session) -> str | None:
+    """A browser for the tests that look at a report; installed by CI where it may, and done without elsewhere."""
+    try:
+        return find_if_required()
+    except FileNotFoundError as error:
+        session.error(str(error))
 
 
 @nox.session(tags=["cpu"])

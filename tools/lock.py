@@ -18,7 +18,7 @@ import sys
 import tempfile
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -49,6 +49,9 @@ EXPORT: Final = (
     *("uv", "export", "--quiet", "--frozen", "--all-packages", "--all-extras", "--all-groups"),
     *("--no-emit-workspace", "--no-header", "--no-annotate"),
 )
+
+
+UV_TIMEOUT_S: Final = 600.0
 
 
 class LockError(Exception):
@@ -95,7 +98,7 @@ def resolve(pins: Sequence[str], root: Path = ROOT) -> str:
     """Lock the workspace as a fresh clone would, under `pins`, and return the export.
 
     Raises:
-        LockError: uv finds no solution; the text is uv's own.
+        LockError: uv finds no solution, in its own words, or does not answer.
     """
     environment = {name: value for name, value in os.environ.items() if name not in MACHINE_SETTINGS}
     with tempfile.TemporaryDirectory(prefix="offbeat-lock-") as folder:
@@ -106,12 +109,22 @@ def resolve(pins: Sequence[str], root: Path = ROOT) -> str:
             target.mkdir(parents=True)
             shutil.copy(package.folder / "pyproject.toml", target)
         for command in (("uv", "lock", "--quiet"), EXPORT):
-            done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, check=False)
+            done = _run_uv(command, clone, environment)
             if done.returncode:
                 raise LockError(f"uv finds no versions that fit together:\n{done.stderr.strip()}")
     if "://" in done.stdout:
         raise LockError("uv export wrote an address; remove index settings from the workspace's pyproject.toml")
     return done.stdout
+
+
+def _run_uv(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=UV_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        asked = " ".join(command[:2])
+        raise LockError(f"{asked} gave no answer for {UV_TIMEOUT_S:g} s; is the registry reachable?") from error
 
 
 def write(lock: str, root: Path = ROOT) -> None:

@@ -13,6 +13,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import select
 import statistics
 import subprocess
 import sys
@@ -26,6 +27,8 @@ import numpy as np
 
 PROMPT_TOKENS = 48
 WARM_UP_TOKENS = 4
+ANSWER_DEADLINE_S = 600.0
+"""Of one answer, the first of which also loads the model."""
 
 Prompts = np.ndarray[Any, np.dtype[np.int32]]
 Generate = Callable[[Prompts, int], int]
@@ -106,8 +109,11 @@ class Side:
     def __init__(self, python: str, side: str, folder: Path, threads: int) -> None:
         command = [python, __file__, str(folder), "--serve", side, "--threads", str(threads)]
         env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+        self._name = side
+        # Not a pipe: nobody would read it while the process works.
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=env
         )
 
     def tokens_per_s(self, batch: int, num_new: int) -> float:
@@ -116,16 +122,24 @@ class Side:
         assert self._process.stdout is not None
         self._process.stdin.write(f"{batch} {num_new}\n")
         self._process.stdin.flush()
+        # One line answers one line, so that nothing can be left in the reader's buffer when this looks at the pipe.
+        ready, _, _ = select.select([self._process.stdout], [], [], ANSWER_DEADLINE_S)
+        if not ready:
+            raise SystemExit(f"{self._name} gave no answer for {ANSWER_DEADLINE_S:g} s:\n{self._last_errors()}")
         answer = self._process.stdout.readline()
         if not answer:
-            assert self._process.stderr is not None
-            raise SystemExit(f"a side died:\n{self._process.stderr.read()[-2000:]}")
+            raise SystemExit(f"{self._name} died:\n{self._last_errors()}")
         return float(json.loads(answer))
+
+    def _last_errors(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read().decode(errors="replace")[-2000:]
 
     def close(self) -> None:
         """End the process."""
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()
+        self._errors.close()
 
 
 def peer_python(temporary: Path) -> str:

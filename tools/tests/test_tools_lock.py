@@ -98,3 +98,17 @@ def test_a_file_that_is_gone_is_found_and_a_new_one_is_fine(
 def test_a_pyproject_without_the_block_is_refused() -> None:
     with pytest.raises(lock.LockError, match="put them back"):
         lock.with_pins("[tool.uv]\n", PINS)
+
+
+@pytest.mark.timeout(30)
+def test_a_uv_that_does_not_answer_is_given_up(
+    workspace_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uv = tmp_path / "bin" / "uv"
+    uv.parent.mkdir()
+    uv.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    uv.chmod(0o755)
+    monkeypatch.setenv("PATH", str(uv.parent))
+    monkeypatch.setattr(lock, "UV_TIMEOUT_S", 0.2)
+    with pytest.raises(lock.LockError, match=r"uv lock.*gave no answer for 0\.2 s"):
+        lock.resolve(PINS, workspace_folder)

@@ -48,6 +48,26 @@ def test_nothing_is_installed_on_a_machine_that_is_not_thrown_away(
     assert not (bare_machine / "calls").exists()
 
 
+def test_only_ci_cannot_do_without_a_browser(
+    bare_machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert find_chromium.find_if_required() is None
+    assert "apt-get install chromium" in capsys.readouterr().err
+    browser = executable(bare_machine / "chromium")
+    assert find_chromium.find_if_required() == str(browser)
+    browser.unlink()
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(FileNotFoundError, match="no Chromium"):
+        find_chromium.find_if_required()
+
+
+def test_a_browser_that_is_named_must_be_there(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executable(bare_machine / "chromium")
+    monkeypatch.setenv("OFFBEAT_CHROMIUM", str(bare_machine / "gone"))
+    with pytest.raises(FileNotFoundError, match="no Chromium"):
+        find_chromium.find_if_required()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root installs")
 def test_ci_installs_debians_package(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")

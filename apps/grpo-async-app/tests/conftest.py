@@ -74,7 +74,6 @@ trainer_threads = 1
 rollout_threads = 1
 [log]
 train_generations = 100
-progress_every_s = 0.5
 """)
     return path
 

@@ -12,6 +12,7 @@ class TestBadInput(CommandConformance):
         "unknown key of the rollout": (["--rollout.temprature", "1"], "temperature"),
         "out of range in the rollout": (["--rollout.temperature", "-1"], "rollout.temperature"),
         "one sample with group advantages": (["--rollout.samples_per_prompt", "1"], "samples"),
+        "option of another command": (["--seed", "3"], "takes no --seed"),
         "correction without effect": (["--algorithm.tis_cap", "3"], "tis_cap"),
         "missing column": (["--data.answer_column", "solution"], "solution"),
         "every prompt too long": (["--data.max_prompt_tokens", "2"], "too long"),

@@ -9,12 +9,12 @@ import pytest
 from grpo_async_app._busy import BusyClock
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._groups import SampledGroup, load_groups, save_groups
-from grpo_async_app._preflight import check_run
+from grpo_async_app._preflight import check_run, check_same_data
 from grpo_async_app._roles.batches import build_batch, split_batch
 from offbeat_objectives import AlgorithmConfig
 from offbeat_run import check_limits, dump_config, load_config, parse_config
 from offbeat_testing import CommandLine
-from offbeat_types import Completion, TrainSequence, VersionSegment
+from offbeat_types import Completion, ConfigError, TrainSequence, VersionSegment
 
 
 def group(group_id: int, lengths: list[int], rewards: list[float]) -> SampledGroup:
@@ -133,6 +133,13 @@ def test_the_run_ends_with_its_data_or_its_updates(config: Path) -> None:
     assert updates("--data.epochs=3") == -(-3 * num_prompts // 4)
     assert updates("--data.epochs=0", "--engine.max_updates=7") == 7
     assert updates("--data.epochs=1", "--engine.max_updates=1") == 1
+
+
+def test_a_run_goes_on_with_its_own_prompts_only(config: Path) -> None:
+    begun = load_config(config, GrpoConfig, [])
+    check_same_data(begun, load_config(config, GrpoConfig, ["--data.epochs=9", "--engine.max_updates=3"]))
+    with pytest.raises(ConfigError, match=r"data\.seed was 0 when the run began and would be 5"):
+        check_same_data(begun, load_config(config, GrpoConfig, ["--data.seed=5"]))
 
 
 def test_plan_starts_nothing_and_shows_the_arithmetic(command: CommandLine, config: Path) -> None:

@@ -1,12 +1,14 @@
 """The engine's own promises, beyond the contract's."""
 
 import asyncio
+import queue
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from offbeat_rollout_torch import TorchRolloutEngine
+from offbeat_rollout_torch import TorchRolloutEngine, _worker
 from offbeat_testing import FakeWeightStream, changed_weights, reference_logprobs, reference_model, tiny_model
 from offbeat_types import (
     ConfigError,
@@ -25,13 +27,16 @@ def folder(tmp_path_factory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("m"))
 
 
-def run(folder, check, *, options=None, **settings):
+def config_of(folder, *, options=None, **settings):
+    return RolloutEngineConfig(
+        model_path=str(folder), device="cpu", **{"max_model_len": 512, **settings}, options=options or {}
+    )
+
+
+def run(folder, check, **settings):
     async def main():
-        config = RolloutEngineConfig(
-            model_path=str(folder), device="cpu", **{"max_model_len": 512, **settings}, options=options or {}
-        )
         async with asyncio.timeout(60):
-            engine = await TorchRolloutEngine.create(config)
+            engine = await TorchRolloutEngine.create(config_of(folder, **settings))
             try:
                 return await check(engine)
             finally:
@@ -275,3 +280,32 @@ def test_prompts_of_another_vocabulary_and_double_ids_are_refused(folder):
         await task
 
     run(folder, check)
+
+
+def test_whoever_asks_while_the_engine_closes_is_answered(folder, monkeypatch):
+    """Even when the thread had every chance to end between the look at `is_closed` and the put."""
+    the_end = threading.Event()
+
+    class Hesitant(queue.SimpleQueue):
+        def put(self, job):
+            if threading.current_thread().name == "late":
+                the_end.set()
+                engine._worker.join(timeout_s=0.5)
+            super().put(job)
+
+    def ask():
+        answers.append(engine._worker.call(lambda: "done"))
+
+    def close_once_asked():
+        the_end.wait(30)
+        engine._worker.close()
+
+    monkeypatch.setattr(_worker.queue, "SimpleQueue", Hesitant)
+    engine, answers = asyncio.run(TorchRolloutEngine.create(config_of(folder))), []
+    engine._worker.call(close_once_asked)
+    late = threading.Thread(target=ask, name="late", daemon=True)
+    late.start()
+    late.join(30)
+    with pytest.raises(OffbeatError, match="closed"):
+        answers[0].result(timeout=10)
+    assert engine._worker.join(timeout_s=30)

@@ -60,9 +60,22 @@ def test_cuts_are_those_of_the_definition(params, seed, spread):
 @given(st.lists(st.integers(-(2**70), 2**70), min_size=1, max_size=5), st.integers(0, 10**6))
 def test_uniforms_are_in_range_and_depend_only_on_seed_and_count(seeds, count):
     together = uniforms(seeds, [count] * len(seeds))
-    assert ((together >= 0) & (together < 1)).all()
+    assert ((together > 0) & (together < 1)).all()
     for seed, number in zip(seeds, together, strict=True):
         assert uniforms([seed], [count])[0] == number
+
+
+def test_the_smallest_uniform_does_not_draw_a_token_that_is_as_good_as_impossible():
+    """Such as token 0, which comes first in the running sum."""
+    # SplitMix64 maps the negative of its increment to 0, and the count is free to make that of any seed.
+    count = int(_sampling._mix(np.asarray([7], np.uint64))[0]) ^ (-0x9E3779B97F4A7C15 % 2**64)
+    smallest = uniforms([7], [count])
+    assert 0 < smallest[0] <= 2.0**-22
+    logits = torch.zeros(1, 8)
+    logits[0, 0] = -40.0
+    drawn = draw(logits, [SamplingParams()], smallest)
+    assert drawn.ids == [1]
+    assert drawn.logprobs[0] == pytest.approx(-np.log(7), abs=1e-5)
 
 
 def test_uniforms_are_uniform_and_neighbours_are_not_related():

@@ -108,20 +108,19 @@ def test_a_process_killed_while_writing_leaves_the_checkpoint_before(tmp_path: P
 @given(
     steps=st.sets(st.integers(0, 99), max_size=6),
     keep=st.integers(0, 4),
-    keep_best=st.booleans(),
     data=st.data(),
 )
 def test_pruning_keeps_the_last_and_the_best_and_never_removes_the_only_one(
-    tmp_path_factory: pytest.TempPathFactory, steps: set[int], keep: int, keep_best: bool, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, steps: set[int], keep: int, data: st.DataObject
 ) -> None:
     scores = {f"s{step}": data.draw(st.floats(0, 1)) for step in steps}
     held = checkpoints(tmp_path_factory.mktemp("run"), *steps, **scores)
     best, latest = held.best(), held.latest()
-    removed = held.prune(keep, keep_best=keep_best)
+    removed = held.prune(keep)
     left = [each.step for each in held.all()]
     assert {*left, *(each.step for each in removed)} == steps
     assert left[-max(keep, 1) :] == sorted(steps)[-max(keep, 1) :]
-    assert len(left) <= max(keep, 1) + keep_best
+    assert len(left) <= max(keep, 1) + 1
     if latest is not None and best is not None:
         assert latest.step in left
-        assert best.step in left or not keep_best
+        assert best.step in left

@@ -116,8 +116,8 @@ def test_an_override_inside_a_table_keeps_the_other_entries_of_the_file() -> Non
     [
         ("temperature = 3", "must be a number >= 0 and <= 2, got the number 3.0"),
         ("temperature = true", "must be a number >= 0 and <= 2, got true"),
-        ("temperature = nan", "must be a finite number, got the number nan"),
-        ("temperature = inf", "must be a finite number, got the number inf"),
+        ("temperature = nan", "got the number nan, which is not finite"),
+        ("temperature = inf", "must be a number >= 0 and <= 2, got the number inf, which is not finite"),
         ("max_running = 0", "must be an integer >= 1, in samples, got the integer 0"),
         ("max_running = 1.0", "must be an integer >= 1, in samples, got the number 1.0"),
         ("max_running = true", "got true"),
@@ -139,6 +139,11 @@ def test_a_wrong_value_is_refused_with_key_requirement_and_line(line: str, said:
     message = refused(WELL + line)
     assert message.startswith(f"my.toml:3: rollout.{line.split(' ')[0]}: ")
     assert said in message
+
+
+@pytest.mark.parametrize("text", ["inf", "-inf", "1e999", "1" + 400 * "0"])
+def test_a_setting_without_an_upper_bound_is_still_finite(text: str) -> None:
+    assert "not finite" in refused(WELL, f"--async.staleness_threshold={text}")
 
 
 def test_a_wrong_override_is_named_as_the_place() -> None:

@@ -14,7 +14,9 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampl
     ["~/x", "$~/x", "${A}", "$${A}", "$$${A:-b}", "~", "$~", "$$", "a\nb\r\n", "\x7f\x00", '"""', "'", "~\n", "${"]
 )
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
-PLAIN = TEXT | st.floats(allow_nan=False) | st.integers(-(2**63), 2**63 - 1) | st.booleans() | st.dates() | st.datetimes()
+PLAIN = (
+    TEXT | st.floats(allow_nan=False) | st.integers(-(2**63), 2**63 - 1) | st.booleans() | st.dates() | st.datetimes()
+)
 TABLES = st.dictionaries(
     TEXT,
     st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3)),

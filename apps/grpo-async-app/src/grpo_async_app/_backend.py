@@ -239,7 +239,7 @@ class GrpoBackend:
                 save_groups(folder / LOOP_FOLDER, groups)
                 loop = {"policy": dict(state), "sampled_tokens": self._num_sampled_tokens}
                 (folder / LOOP_FOLDER / "state.json").write_text(json.dumps(loop))
-        self._run.checkpoints.prune(self._config.checkpoint.keep, keep_best=self._config.checkpoint.keep_best)
+        self._run.checkpoints.prune(self._config.checkpoint.keep)
 
     # ── watching ──────────────────────────────────────────────────────────────────────────────────────────────────
 

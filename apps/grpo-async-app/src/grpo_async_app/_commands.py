@@ -5,7 +5,7 @@ from pathlib import Path
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._evaluation import VALIDATED
 from grpo_async_app._plan import describe_plan
-from grpo_async_app._preflight import Preflight, check_run
+from grpo_async_app._preflight import Preflight, check_run, check_same_data
 from grpo_async_app._quickstart import make_model, quickstart_config, warm_up
 from grpo_async_app._train import evaluate, resume, train, with_model
 from offbeat_async_policy import LoopSummary
@@ -34,7 +34,7 @@ def dispatch(words: list[str]) -> int:
     Raises:
         OffbeatError: whatever it raises.
     """
-    return run_named_command(words, _COMMANDS, GrpoConfig, options=("out", "serve", "seed"))
+    return run_named_command(words, _COMMANDS, GrpoConfig)
 
 
 def _train(words: CommandWords, file: str) -> int:
@@ -66,7 +66,9 @@ def _plan(words: CommandWords, file: str) -> int:
 
 def _resume(words: CommandWords, folder: str) -> int:
     with RunFolder.open(folder) as run:
-        preflight = check_run(load_config(run.config, GrpoConfig, words.overrides))
+        config = load_config(run.config, GrpoConfig, words.overrides)
+        check_same_data(load_config(run.config, GrpoConfig, ()), config)
+        preflight = check_run(config)
         return _conclude(resume(preflight, run), run)
 
 
@@ -84,12 +86,12 @@ def _eval(words: CommandWords, folder: str) -> int:
 
 
 _COMMANDS: dict[str, Command] = {
-    "quickstart": Command(_quickstart),
-    "train": Command(_train, "FILE"),
-    "plan": Command(_plan, "FILE"),
-    "resume": Command(_resume, "RUN"),
-    "eval": Command(_eval, "RUN"),
-    "report": Command(report_command, "RUN"),
+    "quickstart": Command(_quickstart, options=("out", "seed"), overrides=True),
+    "train": Command(_train, "FILE", options=("out",), overrides=True),
+    "plan": Command(_plan, "FILE", overrides=True),
+    "resume": Command(_resume, "RUN", overrides=True),
+    "eval": Command(_eval, "RUN", overrides=True),
+    "report": Command(report_command, "RUN", options=("serve",)),
     "doctor": Command(doctor_command),
 }
 

@@ -7,7 +7,7 @@ from offbeat_async_policy import AsyncConfig
 from offbeat_cluster import ClusterConfig
 from offbeat_data import DataConfig, RewardConfig
 from offbeat_objectives import AlgorithmConfig
-from offbeat_run import CheckpointConfig, LogConfig
+from offbeat_run import CheckpointConfig, LivenessConfig, LogConfig
 from offbeat_types import (
     REQUIRED,
     RolloutEngineConfig,
@@ -61,6 +61,7 @@ class EngineConfig(TrainEngineSettings):
     """Section `engine`: the trainer."""
 
     backend: str = setting("torch", "Training engine: torch, or another that is installed.")
+    num_ranks: int = setting(1, "Processes that train together, each on a device of its own.", "ranks", ge=1)
     max_updates: int = setting(0, "End the run after so many updates; 0: when the data ends.", "updates", ge=0)
 
 
@@ -87,6 +88,7 @@ class GrpoConfig:
     async_: AsyncConfig = field(default_factory=AsyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 

@@ -7,9 +7,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from grpo_async_app._config import GrpoConfig
+from grpo_async_app._gathering import all_or_first_error
+from grpo_async_app._trainers import DEATH_SEEN_AFTER_S, Trainers, start_trainers
 from offbeat_cluster import ActorHandle, Launcher, RoleSpec, available_cpus, split_threads
 from offbeat_data import GuardedReward, Prompt, RewardScore
 from offbeat_types import (
@@ -32,9 +33,6 @@ SyncOne = Callable[[str], Awaitable[None]]
 QUICK_STOP_S = 2.0
 """Time for all roles to stop when the run has failed or was interrupted: nobody waits for an update to finish then."""
 
-DEATH_SEEN_AFTER_S = 2.0
-"""A call that fails and the death that made it fail are seen one after the other; how long to wait for the second."""
-
 
 @dataclass
 class _Rollout:
@@ -56,7 +54,7 @@ class Fleet:
         log_folder: takes one log file per role.
     """
 
-    trainer: ActorHandle
+    trainer: Trainers
 
     def __init__(self, config: GrpoConfig, model_path: str, log_folder: Path) -> None:
         self._config, self._model_path, self._log_folder = config, model_path, log_folder
@@ -66,7 +64,7 @@ class Fleet:
         self._restarts: set[asyncio.Task[None]] = set()
         self._threads = plan_threads(config)
         self.num_restarts = 0
-        self._reward = GuardedReward(config.reward)
+        self._reward = GuardedReward(config.reward, start_timeout_s=config.cluster.start_timeout_s)
 
     async def __aenter__(self) -> "Fleet":
         return self
@@ -95,8 +93,9 @@ class Fleet:
             num_updates: of the whole run, for the learning rate's schedule.
             checkpoint: folder the trainer goes on from.
         """
-        spec = self._trainer_spec(num_updates, checkpoint)
-        self.trainer, *_ = await _all_or_first_error([self._launcher.start(spec), self._start_serving()])
+        cluster, spec = self._config.cluster, self._trainer_spec(num_updates, checkpoint)
+        trainers = start_trainers(self._launcher, spec, self._config.engine.num_ranks, cluster.start_timeout_s)
+        self.trainer, *_ = await all_or_first_error([trainers, self._start_serving()])
 
     async def start(self) -> None:
         """Start the rollout engines alone: they serve the model folder as it is."""
@@ -106,7 +105,7 @@ class Fleet:
 
     async def _start_serving(self) -> None:
         specs = self._rollout_specs()
-        handles = await _all_or_first_error([self._launcher.start(spec) for spec in specs])
+        handles = await all_or_first_error([self._launcher.start(spec) for spec in specs])
         for spec, handle in zip(specs, handles, strict=True):
             self._rollouts[spec.name] = _Rollout(spec=spec, handle=handle)
 
@@ -172,7 +171,7 @@ class Fleet:
             returns=WeightProof,
             deadline_s=deadline_s + 5,
         )
-        await _all_or_first_error([send, take])
+        await all_or_first_error([send, take])
         await rollout.handle.call("resume", deadline_s=deadline_s)
         rollout.ready.set()
 
@@ -212,8 +211,7 @@ class Fleet:
         for restart in self._restarts:
             if restart.done() and not restart.cancelled() and (error := restart.exception()):
                 raise error
-        if not self.trainer.alive:
-            raise PeerFailedError("trainer-0", "its process is gone; resume the run from its last checkpoint")
+        self.trainer.raise_if_dead()
 
     # ── what is started ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -235,6 +233,7 @@ class Fleet:
                 "rollout_dtype": config.rollout.dtype,
                 "bucket_bytes": config.rollout.sync_bucket_bytes,
                 "checkpoint": str(checkpoint or ""),
+                "stall_after_s": config.liveness.stall_after_s,
             },
             num_threads=self._threads["trainer"],
             log_path=self._log_folder / "trainer-0.log",
@@ -257,22 +256,11 @@ class Fleet:
 
 
 def plan_threads(config: GrpoConfig) -> dict[str, int]:
-    """CPU threads of one trainer and of one rollout engine."""
-    weights = {"trainer": 1.0, **{f"rollout-{number}": 1.0 for number in range(config.rollout.num_engines)}}
-    shares = split_threads(available_cpus(), weights)
+    """CPU threads of one trainer rank and of one rollout engine."""
+    trainers = [f"trainer-{rank}" for rank in range(config.engine.num_ranks)]
+    rollouts = [f"rollout-{number}" for number in range(config.rollout.num_engines)]
+    shares = split_threads(available_cpus(), dict.fromkeys([*trainers, *rollouts], 1.0))
     return {
-        "trainer": config.cluster.trainer_threads or shares["trainer"],
+        "trainer": config.cluster.trainer_threads or shares["trainer-0"],
         "rollout": config.cluster.rollout_threads or shares["rollout-0"],
     }
-
-
-async def _all_or_first_error(calls: list[Any]) -> list[Any]:
-    """Await all; on the first error cancel the rest and raise it as it is."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

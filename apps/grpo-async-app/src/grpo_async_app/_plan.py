@@ -54,14 +54,18 @@ def _describe_data(preflight: Preflight) -> str:
 def _describe_processes(preflight: Preflight, threads: dict[str, int]) -> str:
     config = preflight.config
     return (
-        f"trainer-0 ({config.engine.backend}, {config.engine.device}, {threads['trainer']} threads), "
+        f"{config.engine.num_ranks} x trainer ({config.engine.backend}, {config.engine.device}, "
+        f"{threads['trainer']} threads), "
         f"{config.rollout.num_engines} x rollout ({config.rollout.backend}, {config.rollout.device}, "
         f"{threads['rollout']} threads); launcher {config.cluster.launcher}"
     )
 
 
 def _thread_notice(preflight: Preflight, threads: dict[str, int]) -> list[str]:
-    wanted = threads["trainer"] + threads["rollout"] * preflight.config.rollout.num_engines
+    wanted = (
+        threads["trainer"] * preflight.config.engine.num_ranks
+        + threads["rollout"] * preflight.config.rollout.num_engines
+    )
     if wanted <= available_cpus():
         return []
     return [
@@ -71,11 +75,12 @@ def _thread_notice(preflight: Preflight, threads: dict[str, int]) -> list[str]:
 
 def _describe_memory(preflight: Preflight) -> str:
     config, count = preflight.config, preflight.model.num_parameters
-    trainer = count * 4 * (1 if config.engine.lora_rank else 4)  # float32 weights; gradients and two moments of all
+    moments = 1 if config.engine.lora_rank else 4  # float32 weights; gradients and two moments of all
+    trainer = count * 4 * moments // config.engine.num_ranks
     rollout = count * _BYTES[config.rollout.dtype]
     buckets = 2 * config.rollout.sync_bucket_bytes
     return (
-        f"trainer {size_text(trainer)} (weights, and what is trained of gradients and moments) + activations of "
+        f"each trainer {size_text(trainer)} (weights, and what is trained of gradients and moments) + activations of "
         f"{config.engine.max_tokens_per_microbatch} tokens; each rollout {size_text(rollout)} + KV cache; "
         f"weight sync up to {size_text(buckets)}"
     )

@@ -1,6 +1,7 @@
 """Everything that can be wrong with a run, found before anything starts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from inspect import signature
 
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._evaluation import validation_prompts
@@ -75,6 +76,7 @@ def check_run(config: GrpoConfig) -> Preflight:
     load_backend("offbeat.engine", config.engine.backend)
     load_backend("offbeat.rollout", config.rollout.backend)
     _check_devices(config)
+    _check_ranks(config)
     build_reward(config.reward)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
     prompts = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer)
@@ -85,6 +87,21 @@ def check_run(config: GrpoConfig) -> Preflight:
             "eval.every_updates needs held-out prompts: set data.eval_size or data.eval_path, or set it to 0"
         )
     return Preflight(config=config, model=model, prompts=prompts, held_out=held_out, notices=notices)
+
+
+def check_same_data(begun: GrpoConfig, now: GrpoConfig) -> None:
+    """Refuse to go on with other prompts than a run was begun with; more or fewer epochs are welcome.
+
+    Raises:
+        ConfigError: with the key that differs.
+    """
+    for each in fields(begun.data):
+        before, after = getattr(begun.data, each.name), getattr(now.data, each.name)
+        if before != after and each.name != "epochs":
+            raise ConfigError(
+                f"data.{each.name} was {before!r} when the run began and would be {after!r}: some prompts would be "
+                "trained twice and others never; resume with the data it was begun with, or start a new run"
+            )
 
 
 def _check_lengths(config: GrpoConfig, model: ModelFolder) -> None:
@@ -98,6 +115,27 @@ def _check_lengths(config: GrpoConfig, model: ModelFolder) -> None:
         raise ConfigError(
             f"rollout.max_model_len = {config.rollout.max_model_len} is more than the {model.max_positions} positions "
             f"of {model.path}: lower it"
+        )
+
+
+def _check_ranks(config: GrpoConfig) -> None:
+    num_ranks, device = config.engine.num_ranks, config.engine.device
+    if num_ranks == 1:
+        return
+    if "mesh" not in signature(load_backend("offbeat.engine", config.engine.backend).create).parameters:
+        raise ConfigError(f"engine.backend = {config.engine.backend!r} trains in one process: set engine.num_ranks = 1")
+    if ":" in device:
+        raise ConfigError(
+            f"engine.num_ranks = {num_ranks} takes a device for each rank: set engine.device to a kind such as "
+            f"{device.partition(':')[0]!r} instead of {device!r}"
+        )
+    from offbeat_dist import available_devices  # imports torch: only several ranks need it
+
+    here = available_devices()
+    kind = next(iter(here), "cpu") if device == "auto" else device
+    if kind != "cpu" and here.get(kind, 0) < num_ranks:
+        raise ConfigError(
+            f"engine.num_ranks = {num_ranks} needs as many devices of kind {kind}: this machine has {here.get(kind, 0)}"
         )
 
 

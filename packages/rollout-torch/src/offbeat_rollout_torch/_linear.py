@@ -63,11 +63,6 @@ class Linear:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self._plain, PACK_FOR_ROWS)
             self._plain = self._plain if self._shared else None
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether it is held packed now."""
-        return self._packed is not None
-
     def __call__(self, x: Tensor) -> Tensor:
         """[M, in] to [M, out]."""
         if self._packed is None:

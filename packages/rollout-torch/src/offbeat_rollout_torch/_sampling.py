@@ -23,16 +23,18 @@ FIRST_CANDIDATES: Final = 256
 
 
 def uniforms(seeds: Sequence[int], counts: Sequence[int]) -> Tensor:
-    """[B] float32 in [0, 1): a hash of (seed, count).
+    """[B] float32 in (0, 1): a hash of (seed, count).
 
-    23 bits, so that the number times a total is below the total in float32 too.
+    22 bits and half a step: never 0, which would draw the first token that is not quite impossible, and never so near
+    to 1 that the number times a total is the total in float32.
 
     Source: SplitMix64, Steele, Lea and Flood, OOPSLA 2014.
     """
     with np.errstate(over="ignore"):
         state = _mix(np.asarray([seed & 0xFFFF_FFFF_FFFF_FFFF for seed in seeds], np.uint64))
         bits = _mix(state ^ np.asarray(counts, np.uint64))
-    return torch.from_numpy((bits >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23))
+    steps = (bits >> np.uint64(42)).astype(np.float32) + np.float32(0.5)
+    return torch.from_numpy(steps * np.float32(2.0**-22))
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -57,7 +59,7 @@ def draw(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor
     Args:
         logits_BV: [B, V] float32; overwritten.
         params: of each row.
-        uniforms_B: [B] float32 in [0, 1).
+        uniforms_B: [B] float32 in (0, 1).
     """
     greedy = [p.temperature == 0 for p in params]
     temperatures = [p.temperature or 1.0 for p in params]

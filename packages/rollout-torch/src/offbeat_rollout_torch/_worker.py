@@ -35,6 +35,7 @@ class Worker:
         self._asleep: set[str] = set()
         self._unusable = ""
         self._closed = False
+        self._door = threading.Lock()  # a job passes before `_closed` is set, and is answered, or not at all
         self._started_s = time.monotonic()
         self._ready = new_future()
         self._thread = threading.Thread(target=self._run, name="offbeat-rollout-torch", daemon=True)
@@ -49,10 +50,11 @@ class Worker:
     def call(self, function: Callable[[], Any]) -> "Future[Any]":
         """Run `function` in the thread, between two steps."""
         future = new_future()
-        if self._closed:
-            future.set_exception(OffbeatError("the rollout engine is closed; make a new one"))
-        else:
-            self._jobs.put((function, future))
+        with self._door:
+            if not self._closed:
+                self._jobs.put((function, future))
+                return future
+        future.set_exception(OffbeatError("the rollout engine is closed; make a new one"))
         return future
 
     @property
@@ -86,7 +88,7 @@ class Worker:
                     torch.set_num_threads(self._num_threads)
                 self._stepper = self._build()
             except BaseException as error:  # noqa: BLE001 - handed to whoever made the engine
-                self._closed = True
+                self._refuse_jobs()
                 self._ready.set_exception(error)
                 return
             self._ready.set_result(None)
@@ -94,6 +96,11 @@ class Worker:
                 self._do_jobs()
                 if self._can_step():
                     self._step()
+        self._refuse_jobs()
+
+    def _refuse_jobs(self) -> None:
+        with self._door:
+            self._closed = True
         while not self._jobs.empty():
             _, future = self._jobs.get()
             future.set_exception(OffbeatError("the rollout engine was closed"))

@@ -27,8 +27,8 @@ from offbeat_run._quantities import count_text, size_text
 from offbeat_run._report import write_report
 from offbeat_run._run_log import RunLog
 from offbeat_run._serve import serve_report
-from offbeat_run._settings import CheckpointConfig, LogConfig
-from offbeat_run._timeline import Timeline, clock_s, merge_timelines, read_timeline
+from offbeat_run._settings import CheckpointConfig, LivenessConfig, LogConfig
+from offbeat_run._timeline import Timeline, clock_s, read_timeline
 from offbeat_run._trackers import check_trackers, open_trackers
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "Generation",
     "GenerationKind",
     "GenerationsLog",
+    "LivenessConfig",
     "LogConfig",
     "MetricName",
     "MetricValue",
@@ -65,7 +66,6 @@ __all__ = [
     "explain",
     "inspect_model",
     "load_config",
-    "merge_timelines",
     "new_run_folder",
     "open_trackers",
     "parse_config",

@@ -91,14 +91,14 @@ class Checkpoints:
             raise RunFolderError(f"{self.path.parent} holds no whole checkpoint to evaluate; resume the run to get one")
         return found
 
-    def prune(self, keep: int, *, keep_best: bool = True) -> list[Checkpoint]:
+    def prune(self, keep: int) -> list[Checkpoint]:
         """Remove all but the last `keep` and the best. The latest stays whatever `keep` is.
 
         Returns:
             What was removed.
         """
         found = self.all()
-        best = self.best() if keep_best else None
+        best = self.best()
         kept = {each.step for each in found[-max(keep, 1) :]} | ({best.step} if best else set())
         removed = [each for each in found if each.step not in kept]
         for each in removed:

@@ -1,7 +1,7 @@
 """Commands of an application by name, and what all applications do alike: new folders, tables, the report."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,27 +21,29 @@ class Command:
     Args:
         run: called with the sorted words, and with the argument if it takes one; returns the exit code.
         argument: what it takes, such as "FILE"; empty for nothing.
+        options: names of the options it reads, each with a value, such as "out".
+        overrides: whether it reads settings, as `--section.key VALUE`.
     """
 
     run: Callable[..., int]
     argument: str = ""
+    options: tuple[str, ...] = ()
+    overrides: bool = False
 
 
-def run_named_command(
-    words: Sequence[str], commands: Mapping[str, Command], config_type: type, *, options: Collection[str] = ()
-) -> int:
+def run_named_command(words: Sequence[str], commands: Mapping[str, Command], config_type: type) -> int:
     """Run the command that the words name, or answer `--explain`.
 
     Args:
         words: without the program's name.
         commands: by name.
         config_type: root of the configuration, for `--explain`.
-        options: the application's own options that take a value.
 
     Raises:
-        ConfigError: no such command, or the wrong number of arguments.
+        ConfigError: no such command, the wrong number of arguments, or an option that the command does not read.
         OffbeatError: whatever the command raises.
     """
+    options = {option for command in commands.values() for option in command.options}
     sorted_words = split_arguments(words, options=options)
     if sorted_words.explain:
         print(explain(config_type, sorted_words.explain))
@@ -53,7 +55,17 @@ def run_named_command(
     if len(arguments) != bool(command.argument):
         wanted = f"one {command.argument}" if command.argument else "no argument"
         raise ConfigError(f"{name} takes {wanted}: got {' '.join(arguments) or 'none'}")
+    _refuse_unread(name, command, sorted_words)
     return command.run(sorted_words, *arguments)
+
+
+def _refuse_unread(name: str, command: Command, words: CommandWords) -> None:
+    known = [f"--{option}" for option in command.options] + ["--section.key"] * command.overrides
+    advice = f"it takes {', '.join(known) or 'no option'}"
+    if unread := [f"--{option}" for option in words.options if option not in command.options]:
+        raise ConfigError(f"{name} takes no {', '.join(unread)}; {advice}")
+    if words.overrides and not command.overrides:
+        raise ConfigError(f"{name} takes no settings: got {words.overrides[0]}; {advice}")
 
 
 def new_run_folder(words: CommandWords, name: str) -> Path:

@@ -132,9 +132,9 @@ def _number(value: int | float) -> float:
     try:
         number = float(value)
     except OverflowError:
-        number = math.nan
-    if math.isnan(number):
-        raise ValueProblemError(type_words(float), show(value))
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueProblemError(type_words(float), f"{show(value)}, which is not finite")
     return number
 
 

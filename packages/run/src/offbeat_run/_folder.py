@@ -111,10 +111,6 @@ class RunFolder:
         """The log file of a role, such as "rollout-0"."""
         return self.logs / f"{role}.log"
 
-    def timeline_part(self, role: str) -> Path:
-        """The timeline a role's own process writes; `merge_timelines` joins them."""
-        return self.logs / f"{role}.timeline.json"
-
     def keep(self) -> None:
         """Say that the run has begun: from here on the folder stays, however the run ends."""
         self._stays = True

@@ -20,7 +20,7 @@ class JsonlFile:
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append one line."""
-        self._file.write(msgspec.json.encode(line) + b"\n")
+        self._file.write(_encode(line) + b"\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -40,6 +40,21 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         for number, raw in enumerate(file, 1):
             if raw.endswith(b"\n") and raw.strip():
                 yield _decode(raw, f"{path}:{number}")
+
+
+def _encode(line: Mapping[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(line)
+    except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 does not hold: no reason to end a run
+        return msgspec.json.encode(_encodable(line))
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, Mapping):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    return [_encodable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _decode(raw: bytes, where: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from offbeat_run._names import METRIC_NAMES
 from offbeat_run._progress import duration_text, number_text
 from offbeat_run._report_figures import Series, metric_figures, number_series
 from offbeat_run._report_timeline import timeline_figure
-from offbeat_run._timeline import joined_events, read_timeline
+from offbeat_run._timeline import read_timeline
 
 _SAMPLES = 8
 _FIGURES_ABOVE_TIMELINE = 6
@@ -93,7 +93,7 @@ def _page(run: RunFolder) -> str:
     lines = read_metrics(run.metrics)
     series = number_series(lines)
     figures = metric_figures(lines)
-    strip = timeline_figure(_events(run))
+    strip = timeline_figure(read_timeline(run.timeline))
     if strip:
         figures.insert(min(_FIGURES_ABOVE_TIMELINE, len(figures)), strip)
     environment = Environment(loader=PackageLoader("offbeat_run", "_report"), autoescape=True, trim_blocks=True)
@@ -120,13 +120,6 @@ def _asset(name: str) -> str:
 def _script_json(value: Any) -> str:
     """JSON that may stand inside a script element: no text in it can end the element."""
     return json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _events(run: RunFolder) -> list[dict[str, Any]]:
-    """The timeline of the run, or, when it was killed before they were merged, the parts its processes wrote."""
-    if run.timeline.is_file():
-        return read_timeline(run.timeline)
-    return joined_events(sorted(run.logs.glob("*.timeline.json")))
 
 
 def _tiles(lines: Sequence[MetricsLine], series: dict[str, Series]) -> list[tuple[str, str]]:

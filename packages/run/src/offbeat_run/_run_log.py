@@ -38,7 +38,7 @@ class RunLog:
             self._generations = opened.enter_context(GenerationsLog(run, resume_step=resume_step))
             if log.timeline:
                 self._timeline = opened.enter_context(Timeline(run.timeline))
-            progress = Progress(self._num_updates, start=max(resume_step or 0, 0), every_s=log.progress_every_s)
+            progress = Progress(self._num_updates, start=max(resume_step or 0, 0))
             self._progress = opened.enter_context(progress)
             self._opened = opened.pop_all()
         return self

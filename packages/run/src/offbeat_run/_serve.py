@@ -1,5 +1,6 @@
 """The report over HTTP, made anew at every look: `report RUN --serve PORT`, for a run that is still going."""
 
+import http.client
 import http.server
 from http import HTTPStatus
 
@@ -24,8 +25,14 @@ def serve_report(run: RunFolder, port: int) -> None:
     if not 0 < port < 65536:
         raise ConfigError(f"--serve needs a port from 1 to 65535: got {port}")
 
+    # Another site may have its own name lead here (DNS rebinding), and a browser would then let it read the report.
+    names = {f"{HOST}:{port}", f"localhost:{port}"} | ({HOST, "localhost"} if port == http.client.HTTP_PORT else set())
+
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if self.headers["Host"] not in names:
+                self.send_error(HTTPStatus.FORBIDDEN)
+                return
             if self.path != "/":
                 self.send_error(HTTPStatus.NOT_FOUND)
                 return

@@ -1,4 +1,4 @@
-"""The two sections every offbeat application has: `checkpoint` and `log`."""
+"""The sections every offbeat application has: `checkpoint`, `log` and `liveness`."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,6 @@ class CheckpointConfig:
 
     every: int = setting(50, "Write a checkpoint after this many updates; 0: only at the end.", "updates", ge=0)
     keep: int = setting(2, "Checkpoints to keep, the latest ones; the best one stays besides.", "checkpoints", ge=1)
-    keep_best: bool = setting(True, "Keep the checkpoint with the best validation score, however old.")
     save_optimizer: bool = setting(True, "Write optimizer, schedule and RNG too; without them no exact resume.")
 
     def room_bytes(self, num_parameters: int, *, is_lora: bool) -> int:
@@ -32,10 +31,16 @@ class LogConfig:
     train_generations: int = setting(4, "Completions written down per update trained on.", "completions", ge=0)
     tensorboard: bool = setting(True, "Write TensorBoard files as well as metrics.jsonl.")
     timeline: bool = setting(True, "Write timeline.json: who worked and who waited; opens in Perfetto.")
-    progress_every_s: float = setting(5.0, "Time between lines of progress where there is no terminal.", "s", gt=0)
     trackers: tuple[str, ...] = setting(
         (),
         "Trackers that get the metrics too; each needs its package, and the error without it says which.",
         choices=("wandb", "trackio", "mlflow"),
     )
     project: str = setting("offbeat", "Project (wandb, trackio) or experiment (mlflow) the run is listed under.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LivenessConfig:
+    """Section `liveness`: the monitor that names who waits for whom when ranks that train together stand still."""
+
+    stall_after_s: float = setting(60.0, "A wait this long is looked into; a run that is stuck ends.", "s", gt=0)

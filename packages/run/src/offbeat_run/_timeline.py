@@ -6,7 +6,7 @@ was killed still has a timeline that loads.
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -138,29 +138,6 @@ def read_timeline(path: Path | str) -> list[dict[str, Any]]:
             except msgspec.DecodeError:
                 break  # only the last line can be torn
     return events
-
-
-def merge_timelines(parts: Iterable[Path | str], path: Path | str) -> None:
-    """Join timelines of several processes in one file: tracks keep their names, events are put in order of time."""
-    with atomic_write(path, "wb") as file:
-        file.write(_array(joined_events(parts)) + b"\n]\n")
-
-
-def joined_events(parts: Iterable[Path | str]) -> list[dict[str, Any]]:
-    """Read timelines of several processes as one."""
-    tracks: dict[str, int] = {}
-    joined: list[dict[str, Any]] = []
-    for index, part in enumerate(parts):
-        events = read_timeline(part)
-        names = {event["tid"]: str(event["args"]["name"]) for event in events if _names_track(event)}
-        for event in events:
-            if _names_track(event) or event["tid"] not in names:
-                continue
-            tid = tracks.setdefault(names[event["tid"]], len(tracks) + 1)
-            flow = {"id": f"{index}.{event['id']}"} if "id" in event else {}
-            joined.append({**event, "tid": tid, **flow})
-    joined.sort(key=lambda event: float(event["ts"]))
-    return [_track_name(name, tid) for name, tid in tracks.items()] + joined
 
 
 def _array(events: list[dict[str, Any]]) -> bytes:

@@ -1,10 +1,12 @@
 """The trainer role: the training engine in a process of its own."""
 
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
 from grpo_async_app._groups import SampledGroup
 from grpo_async_app._roles.batches import TrainBatch, build_batch, split_batch
+from grpo_async_app._roles.team import TeamPlace, leave
 from offbeat_objectives import AlgorithmConfig, build_loss
 from offbeat_types import (
     Metric,
@@ -16,6 +18,8 @@ from offbeat_types import (
     merge_metrics,
 )
 from offbeat_weightsync import BucketPlan, SharedMemorySender, describe_tensors
+
+ALONE = TeamPlace()
 
 
 class TrainerRole:
@@ -29,6 +33,8 @@ class TrainerRole:
         rollout_dtype: format the weights travel in.
         bucket_bytes: size of a weight bucket.
         checkpoint: folder to go on from, or empty.
+        team: this process among the ranks of the trainer. All ranks are called alike; rank 0 sends weights.
+        stall_after_s: a rank waits longer than this for another: all end, and the log says why.
     """
 
     def __init__(
@@ -41,13 +47,17 @@ class TrainerRole:
         rollout_dtype: str,
         bucket_bytes: int,
         checkpoint: str = "",
+        team: TeamPlace = ALONE,
+        stall_after_s: float = 60.0,
     ) -> None:
-        self._engine: TrainEngine = load_backend("offbeat.engine", backend).create(config)
+        create = load_backend("offbeat.engine", backend).create
+        mesh = team.join(config.device, stall_after_s)
+        self._engine: TrainEngine = create(config, mesh) if mesh else create(config)
         if checkpoint:
             self._engine.load(Path(checkpoint))
         self._algorithm, self._loss = algorithm, build_loss(algorithm)
         plan = BucketPlan.build(describe_tensors(self._engine.weights(), rollout_dtype), bucket_bytes)
-        self._sender = SharedMemorySender(socket_path, plan)
+        self._sender = SharedMemorySender(socket_path, plan) if team.rank == 0 else None
 
     def update(self, groups: list[SampledGroup], num_batches: int) -> Metrics:
         """Train on groups: one optimizer step for each of `num_batches` mini batches.
@@ -64,8 +74,12 @@ class TrainerRole:
         return {**losses, **{f"engine/{name}": metric for name, metric in self._engine.step().items()}}
 
     def send_weights(self, version: int, deadline_s: float) -> list[WeightProof]:
-        """Give the weights to one rollout engine that asks for `version`."""
-        return self._sender.send(self._engine.weights(), version, 1, deadline_s=deadline_s)
+        """Give the weights to one rollout engine that asks for `version`; the other ranks hand over their parts."""
+        weights = iter(self._engine.weights())
+        try:
+            return self._sender.send(weights, version, 1, deadline_s=deadline_s) if self._sender else []
+        finally:
+            deque(weights, maxlen=0)  # all ranks gather every tensor, also when the receiver has failed
 
     def save(self, folder: str, with_optimizer: bool) -> None:
         """Write a checkpoint in Hugging Face format; with the optimizer it can be resumed exactly."""
@@ -76,8 +90,10 @@ class TrainerRole:
 
     def close(self) -> None:
         """Stop listening, and free the engine."""
-        self._sender.close()
+        if self._sender is not None:
+            self._sender.close()
         self._engine.close()
+        leave()
 
 
 _NAMES = {

@@ -1,0 +1,86 @@
+"""A trainer of two ranks: the same run as with one, and an end with a name when a rank dies."""
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from offbeat_run import RunFolder, read_metrics
+from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
+
+Main = Callable[[], object]
+# On policy and greedy enough to be the same run each time: the groups of an update are those of its prompts.
+SYNCHRONOUS = ("--async.staleness_threshold=0", "--async.partial_rollout=false", "--rollout.seed=7")
+
+
+def trained_prompts(run: Path) -> Counter[str]:
+    lines = (run / "generations" / "train.jsonl").read_text().splitlines()
+    return Counter(json.loads(line)["prompt"] for line in lines)
+
+
+def last_weights(run: Path) -> dict[str, torch.Tensor]:
+    latest = RunFolder.open(run, write=False).checkpoints.latest()
+    assert latest is not None
+    return load_file(latest.path / "model.safetensors")
+
+
+def test_two_ranks_train_as_one_process_does(forked_main: Main, config: Path, tmp_path: Path) -> None:
+    for num_ranks in (1, 2):
+        words = [*SYNCHRONOUS, f"--engine.num_ranks={num_ranks}", "--algorithm.kl_coefficient=0.1"]
+        with RunningCommand(forked_main, "train", config, "--out", tmp_path / str(num_ranks), *words) as process:
+            assert process.wait() == 0, process.output
+    one, two = last_weights(tmp_path / "1"), last_weights(tmp_path / "2")
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-5, msg=name)
+    assert set(trained_prompts(tmp_path / "2").values()) == {1}
+
+
+def test_a_rank_that_dies_ends_the_run_by_name_and_the_run_resumes_with_one(
+    forked_main: Main, config: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = ["train", config, "--out", run, "--engine.num_ranks=2", "--checkpoint.every=1", "--eval.every_updates=0"]
+    with RunningCommand("grpo_async_app", *words, "--data.epochs=4") as process:
+        metrics = run / "metrics.jsonl"
+        process.wait_until(
+            lambda: metrics.exists() and any("train/reward" in line.values for line in read_metrics(metrics)),
+            "an update",
+        )
+        [rank] = [pid for pid in process.descendants() if "trainer-1" in command_of(pid)]
+        os.kill(rank, signal.SIGKILL)
+        started = process.descendants()
+        assert process.wait() == 3, process.output
+        assert "trainer-1" in process.output, process.output
+    wait_until_gone(started, deadline_s=20)
+    with RunningCommand(forked_main, "resume", run, "--engine.num_ranks=1") as process:
+        assert process.wait() == 0, process.output
+    assert set(trained_prompts(run).values()) == {4}
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--engine.num_ranks=2", "--engine.device=cpu:0"], "set engine.device to a kind such as 'cpu'"),
+        (["--engine.num_ranks=0"], "engine.num_ranks"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused(command: CommandLine, config: Path, words: list[str], text: str) -> None:
+    ended = command("plan", config, *words)
+    assert ended.code == 2
+    assert text in ended.err
+
+
+def test_the_plan_shows_the_ranks(command: CommandLine, config: Path) -> None:
+    ended = command("plan", config, "--engine.num_ranks=2")
+    assert "2 x trainer" in ended.out

@@ -1,0 +1,236 @@
+"""Runs small distributed programs, many at a time, forked from a process that has imported torch already.
+
+Each run is an agent, as torchrun has one: it forks the ranks, hosts their store, and ends them. So a test of forty
+programs on 2, 4 and 8 ranks imports torch once.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, Literal
+
+PR_SET_PDEATHSIG: Final = 1
+# How long the last rank may stay behind the others.
+LAST_RANK_S: Final = 3.0
+# What the programs use; imported once, not by each rank.
+PRELOADED: Final = ("torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultRun:
+    """One program on so many ranks.
+
+    Args:
+        script: the program.
+        size: how many ranks.
+        stall_after_s: of the liveness monitor; None runs plain torch.
+        policy: of the liveness monitor.
+        gloo_timeout_s: default timeout of torch's groups, instead of torch's 30 minutes; None leaves it.
+        limit_s: when every rank is killed.
+        environment: variables set for the program.
+    """
+
+    script: Path
+    size: int
+    stall_after_s: float | None = None
+    policy: Literal["report", "abort"] = "abort"
+    gloo_timeout_s: float | None = None
+    limit_s: float = 20.0
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What became of a run.
+
+    Args:
+        exit_codes: of each rank; negative for a signal, None for a rank that was there until the limit.
+        left_s: when each rank left, in seconds from the start.
+        outputs: stdout and stderr of each rank.
+        verdict: the first that liveness wrote, as plain data.
+        verdict_s: when it was found, in seconds from the start.
+        seconds: how long the run took.
+    """
+
+    exit_codes: dict[int, int | None] = field(default_factory=dict)
+    left_s: dict[int, float] = field(default_factory=dict)
+    outputs: dict[int, str] = field(default_factory=dict)
+    verdict: dict[str, Any] | None = None
+    verdict_s: float | None = None
+    seconds: float = 0.0
+
+
+def run_faults(runs: Iterable[FaultRun], *, num_ranks_at_once: int = 8) -> Iterator[tuple[FaultRun, Observation]]:
+    """Run them all, as many at once as keeps the number of ranks in bounds; yields each when it has ended."""
+    waiting = sorted(runs, key=lambda run: run.size)
+    for module in (*PRELOADED, *(["offbeat_dist.liveness"] if any(run.stall_after_s for run in waiting) else [])):
+        importlib.import_module(module)
+    running: dict[int, tuple[FaultRun, tempfile.TemporaryDirectory[str], float]] = {}
+    try:
+        while waiting or running:
+            load = sum(run.size for run, _, _ in running.values())
+            while waiting and (load == 0 or load + waiting[-1].size <= num_ranks_at_once):
+                run = waiting.pop()
+                folder = tempfile.TemporaryDirectory(prefix="fault-")
+                running[_fork_agent(run, Path(folder.name))] = (run, folder, time.time())
+                load += run.size
+            ended = [process for process in running if os.waitpid(process, os.WNOHANG)[0]]
+            for process in ended:
+                run, folder, start_s = running.pop(process)
+                with folder:
+                    yield run, _observation(run, Path(folder.name), start_s)
+            if not ended:
+                time.sleep(0.02)
+    finally:
+        for process in running:
+            os.kill(process, signal.SIGTERM)
+            os.waitpid(process, 0)
+
+
+def _observation(run: FaultRun, folder: Path, start_s: float) -> Observation:
+    ends = json.loads((folder / "ends.json").read_text())
+    verdicts = sorted(
+        (json.loads(path.read_text()) for path in (folder / "liveness").glob("verdict*.json")),
+        key=lambda verdict: float(verdict["time_s"]),
+    )
+    verdict = verdicts[0] if verdicts else None
+    return Observation(
+        exit_codes={rank: ends[str(rank)]["code"] for rank in range(run.size)},
+        left_s={rank: ends[str(rank)]["at_s"] - start_s for rank in range(run.size)},
+        outputs={rank: (folder / f"{rank}.log").read_text(errors="replace") for rank in range(run.size)},
+        verdict=verdict,
+        verdict_s=verdict["time_s"] - start_s if verdict else None,
+        seconds=time.time() - start_s,
+    )
+
+
+def _fork_agent(run: FaultRun, folder: Path) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    process = os.fork()
+    if process == 0:
+        code = 1
+        try:
+            _follow_parent()
+            # A TCPStore asks for the name of each address that connects. Nothing here needs the DNS, and where it is
+            # slow to answer, 5 s are gone.
+            os.environ["RES_OPTIONS"] = "attempts:0"
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+            _agent(run, folder)
+            code = 0
+        finally:
+            os._exit(code)
+    return process
+
+
+def _agent(run: FaultRun, folder: Path) -> None:
+    """Fork the ranks, host their store, wait for them; nobody is left behind."""
+    from torch._C._distributed_c10d import TCPStore
+
+    read_end, write_end = os.pipe()
+    ranks = {_fork_rank(run, rank, folder, read_end, write_end): rank for rank in range(run.size)}
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=run.limit_s))
+    os.write(write_end, f"{store.port:5d}".encode() * run.size)
+    ends: dict[int, dict[str, Any]] = {}
+    until_s = time.monotonic() + run.limit_s
+    try:
+        while len(ends) < run.size and time.monotonic() < until_s:
+            process, status = os.waitpid(-1, os.WNOHANG)
+            if process in ranks:
+                ends[ranks[process]] = {"code": os.waitstatus_to_exitcode(status), "at_s": time.time()}
+                if len(ends) == run.size - 1:  # a rank alone cannot go on
+                    until_s = min(until_s, time.monotonic() + LAST_RANK_S)
+            else:
+                time.sleep(0.01)
+    finally:
+        for process, rank in ranks.items():
+            if rank not in ends:
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+                ends[rank] = {"code": None, "at_s": time.time()}
+    (folder / "ends.json").write_text(json.dumps(ends))
+
+
+def _fork_rank(run: FaultRun, rank: int, folder: Path, read_end: int, write_end: int) -> int:
+    process = os.fork()
+    if process == 0:
+        try:
+            _follow_parent()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.close(write_end)
+            _redirect(folder / f"{rank}.log")
+            _take_seat(run, rank, int(os.read(read_end, 5)))
+            code = _run_as_main(run, folder)
+        except BaseException as error:  # noqa: BLE001 - the last frame of this process
+            print(repr(error), file=sys.stderr)
+            code = 1
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return process
+
+
+def _take_seat(run: FaultRun, rank: int, port: int) -> None:
+    """What torchrun would have set."""
+    import torch
+    from torch.distributed import distributed_c10d
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(run.size), LOCAL_WORLD_SIZE=str(run.size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(run.environment)
+    if run.gloo_timeout_s is not None:
+        distributed_c10d.default_pg_timeout = timedelta(seconds=run.gloo_timeout_s)
+
+
+def _run_as_main(run: FaultRun, folder: Path) -> int:
+    """Run the program as the interpreter would: hooks for an uncaught exception, then exit handlers of this process."""
+    atexit._clear()
+    faulthandler.disable()  # pytest's, which writes where pytest does
+    if run.stall_after_s is not None:
+        from offbeat_dist import liveness
+
+        liveness.watch(stall_after_s=run.stall_after_s, policy=run.policy, directory=folder / "liveness")
+    code = 0
+    try:
+        runpy.run_path(str(run.script), run_name="__main__")
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException:  # noqa: BLE001 - as the interpreter does
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    with contextlib.suppress(AttributeError):
+        threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    return code
+
+
+def _follow_parent() -> None:
+    """End with the parent, however it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _redirect(path: Path) -> None:
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(target, descriptor)
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
