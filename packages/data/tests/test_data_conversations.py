@@ -254,14 +254,11 @@ def test_held_out_questions_are_not_trained_on_whatever_was_answered(
         assert loaded.train_counts.read == len(train)
         return len(loaded.train)
 
-    assert kept(
-        "chats",
-        [{"messages": asked("What is the sum?", "12")}, {"messages": asked("And the product?", "35")}],
-        [{"messages": asked("What is the sum?", "Twelve.")}],
-    ) == 1
-    assert kept(
-        "pairs",
-        [{"prompt": "What is the sum?", "completion": "12"}, {"prompt": "And the product?", "completion": "35"}],
-        [{"prompt": "What is the sum?", "completion": "Twelve."}],
-    ) == 1
-    assert kept("texts", [{"text": "What is the sum?"}, {"text": "And the product?"}], [{"text": "What is the sum?"}]) == 1
+    chats: list[dict[str, object]] = [{"messages": asked(*each)} for each in (("Sum?", "12"), ("Product?", "35"))]
+    assert kept("chats", chats, [{"messages": asked("Sum?", "Twelve.")}]) == 1
+    pairs: list[dict[str, object]] = [
+        {"prompt": "Sum?", "completion": "12"},
+        {"prompt": "Product?", "completion": "35"},
+    ]
+    assert kept("pairs", pairs, [{"prompt": "Sum?", "completion": "Twelve."}]) == 1
+    assert kept("texts", [{"text": "A sum."}, {"text": "A product."}], [{"text": "A sum."}]) == 1

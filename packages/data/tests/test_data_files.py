@@ -180,6 +180,8 @@ def test_splits_of_a_name_of_their_own_are_not_mixed(load: Callable[..., PromptS
     with pytest.raises(DataError, match=r"no split 'train': .*one of test_sft, train_sft"):
         load(folder)
     assert _answers(load(folder, split="train_sft", eval_split="test_sft")) == EXPECTED[:18]
+    held_out = _write(tmp_path / "held_out.jsonl", ROWS[18:])  # has no splits, whatever that of the training data is
+    assert len(load(folder, split="train_sft", eval_path=str(held_out)).eval) == 12
 
 
 def test_a_folder_of_shards_with_another_name_is_training_data(load: Callable[..., PromptSet], tmp_path: Path) -> None:
@@ -226,10 +228,10 @@ def test_held_out_prompts_of_another_file_are_not_trained_on(load: Callable[...,
         load(test, eval_path=str(_write(tmp_path / "all.jsonl", ROWS)))
 
 
-@pytest.mark.parametrize("line", [rb'{"prompt": "1\ud83d", "answer": "2"}', b'{"prompt": "1", "answer": "\xed\xa0\xbd"}'])
-def test_half_a_character_is_named_with_its_line(
-    line: bytes, load: Callable[..., PromptSet], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "line", [rb'{"prompt": "1\ud83d", "answer": "2"}', b'{"prompt": "1", "answer": "\xed\xa0\xbd"}']
+)
+def test_half_a_character_is_named_with_its_line(line: bytes, load: Callable[..., PromptSet], tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(b'{"prompt": "1", "answer": "2"}\n' + line + b"\n")
     with pytest.raises(DataError, match=r"d.jsonl, line 2: .*surrogate"):
         load(tmp_path / "d.jsonl")

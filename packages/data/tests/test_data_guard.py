@@ -162,9 +162,9 @@ def test_a_child_that_takes_its_time_to_die_shows_its_own_code(
         "    atexit.register(time.sleep, 1)\n"  # as much as a traceback and torch's goodbye take on a busy machine
         "    raise SystemExit(7)\n"
     )
-    with GuardedReward(RewardConfig(name=name, timeout_s=60.0)) as guarded:
-        with pytest.raises(RewardError, match="ended with code 7 on prompt 3"):
-            guarded.score(prompt, "fine")
+    guarded = GuardedReward(RewardConfig(name=name, timeout_s=60.0))
+    with guarded, pytest.raises(RewardError, match="ended with code 7 on prompt 3"):
+        guarded.score(prompt, "fine")
 
 
 def test_a_child_that_dies_while_it_starts_is_named(config: RewardConfig, tmp_path: Path) -> None:
@@ -177,3 +177,21 @@ def test_how_long_the_child_may_take_to_start_is_the_callers_choice(config: Rewa
     (tmp_path / "rewards_slow.py").write_text("import time\ntime.sleep(600)\n")
     with pytest.raises(DeadlineError, match=r"waited 1.5 s for the process that scores.*start_timeout_s"):
         GuardedReward(RewardConfig(name="rewards_slow:judge"), start_timeout_s=1.5)
+
+
+def test_a_guard_whose_child_did_not_start_again_goes_on_with_the_next(
+    config: RewardConfig, prompt: Prompt, tmp_path: Path
+) -> None:
+    module = tmp_path / "rewards_guarded.py"
+    module.write_text(
+        "from pathlib import Path\n"
+        "starts = Path('starts')\n"
+        "starts.write_text(starts.read_text() + 'x' if starts.exists() else 'x')\n"
+        "if len(starts.read_text()) == 2:\n    raise SystemExit(7)\n" + module.read_text()
+    )
+    with GuardedReward(config) as guarded:
+        with pytest.raises(RewardError, match="ended with code 9 on prompt 3"):
+            guarded.score(prompt, "die")
+        with pytest.raises(RewardError, match="ended with code 7 before it was ready"):
+            guarded.score(prompt, "fine")
+        assert guarded.score(prompt, "fine").value == 1.0

@@ -88,6 +88,7 @@ def test_other_prompts_are_refused() -> None:
     ("missing", "work", "line"),
     [
         ("reasoning_gym", "load_prompts(DataConfig(path='reasoning-gym:chain_sum'), tokenizer)", "reasoning-gym"),
+        # Imported when the reward is built, and so never within the deadline of the first completion.
         ("reasoning_gym", "build_reward(RewardConfig(name='reasoning_gym'))", "reasoning-gym"),
         ("math_verify", "build_reward(RewardConfig(name='math_verify'))", "math"),
     ],
@@ -103,17 +104,8 @@ def test_a_missing_extra_names_its_install_line(missing: str, work: str, line: s
     assert f'pip install "offbeat-data[{line}]"' in done.stdout, done.stderr
 
 
-def test_the_package_is_loaded_before_the_first_completion_has_its_deadline() -> None:
-    script = (
-        "import sys\nfrom offbeat_data import *\n"
-        "build_reward(RewardConfig(name='reasoning_gym'))\nprint('reasoning_gym.factory' in sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout == "True\n", done.stderr
-
-
 # What the judges of these tasks raise on: int("no idea") and a JSON text where an object is expected.
-@pytest.mark.parametrize(("task", "answer"), [("prime_factorization", "no idea"), ("boxnet", '[1, 2]')])
+@pytest.mark.parametrize(("task", "answer"), [("prime_factorization", "no idea"), ("boxnet", "[1, 2]")])
 def test_an_answer_that_the_judge_stumbles_over_is_worth_nothing_and_counted(
     task: str, answer: str, make_tokenizer: Callable[..., Tokenizer]
 ) -> None:

@@ -162,13 +162,17 @@ def test_a_template_cannot_reach_python(tokenizer_folder: Callable[[str | None],
         load_tokenizer(folder).require_template().render(MESSAGES, add_generation_prompt=True, options={})
 
 
-@pytest.mark.parametrize("found", [5, {"default": "x"}, [{"name": "default"}], [{"name": "default", "template": 5}], ["x"]])
+@pytest.mark.parametrize(
+    "found", [5, {"default": "x"}, [{"name": "default"}], [{"name": "default", "template": 5}], ["x"]]
+)
 def test_a_template_that_is_no_text_is_named(
     found: object, tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": found}))
-    with pytest.raises(ModelError, match=r"m: chat_template must be a text, or a list of objects with name and template"):
+    with pytest.raises(
+        ModelError, match=r"m: chat_template must be a text, or a list of objects with name and template"
+    ):
         load_tokenizer(folder)
 
 
@@ -181,9 +185,7 @@ def test_a_template_file_that_cannot_be_read_is_named(
         load_tokenizer(folder)
 
 
-def test_a_template_nested_too_deeply_is_named(
-    tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
-) -> None:
+def test_a_template_nested_too_deeply_is_named(tokenizer_folder: Callable[[str | None], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
     (folder / "chat_template.jinja").write_text("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}")
     with pytest.raises(ModelError, match=r"chat template is not valid Jinja"):

@@ -14,9 +14,14 @@ _NUMBER: Final = re.compile(
 _ARITHMETIC: Final = Context(prec=60, traps=[])
 
 
+def plain_minus(text: str) -> str:
+    """The text with the minus sign of typeset mathematics (U+2212) as the one of the keyboard."""
+    return text.replace("\u2212", "-")
+
+
 def last_number(text: str) -> Decimal | None:
     """The last number in a text: 12, -3.5, 1,234, 6e23, 3/4; None when there is none."""
-    found = _NUMBER.findall(text)
+    found = _NUMBER.findall(plain_minus(text))
     return to_number(found[-1]) if found else None
 
 

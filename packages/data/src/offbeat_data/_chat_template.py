@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 import jinja2
 import jinja2.ext
@@ -23,6 +23,17 @@ Span = tuple[int, int]
 
 # Unicode noncharacters, which no text holds: they enclose generation blocks while rendering and are then removed.
 _START, _END = "\ufdd0", "\ufdd1"
+
+# A template is a program: what it computes from messages of another shape raises what Python raises.
+_RAISED_BY_TEMPLATES: Final = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -68,7 +79,7 @@ class ChatTemplate:
         self.marks_assistant = bool(re.search(r"\{%-?\s*generation\s*-?%\}", source))
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise ModelError(
                 f"the chat template is not valid Jinja: {error}; correct it in the model folder"
             ) from error
@@ -90,7 +101,7 @@ class ChatTemplate:
         variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         try:
             marked = self._template.render(variables)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except _RAISED_BY_TEMPLATES as error:
             roles = [message.get("role") for message in messages]
             raise DataError(f"the chat template refuses a conversation with the roles {roles}: {error}") from error
         return _split_markers(marked)

@@ -37,9 +37,9 @@ def load_conversations(config: ConversationConfig, tokenizer: Tokenizer) -> Conv
         DataError: no such file, empty, broken, a column missing, turns that cannot be found, or every row too long.
         ModelError: a chat template is needed and there is none.
     """
-    rows = read_sources(config)
+    rows = read_sources(config, lambda row: _question(config, row))
     builder = _SequenceBuilder(config, tokenizer)
-    train, train_counts = builder.build(rows.train, config.path)
+    train, train_counts = builder.build(rows.train, config.path, rows.num_shared)
     held_out, eval_counts = builder.build(rows.held_out, config.eval_path or config.path)
     return ConversationSet(train=train, eval=held_out, train_counts=train_counts, eval_counts=eval_counts)
 
@@ -49,7 +49,7 @@ class _SequenceBuilder:
     config: ConversationConfig
     tokenizer: Tokenizer
 
-    def build(self, rows: list[Row], source: str) -> tuple[tuple[TrainSequence, ...], RowCounts]:
+    def build(self, rows: list[Row], source: str, num_shared: int = 0) -> tuple[tuple[TrainSequence, ...], RowCounts]:
         limit, cuts = self.config.max_sequence_tokens, self.config.too_long == "truncate"
         kept: list[TrainSequence] = []
         longest = too_long = truncated = 0
@@ -66,7 +66,14 @@ class _SequenceBuilder:
                 f"{source}: every row is too long: the longest has {longest} tokens and data.max_sequence_tokens is "
                 f"{limit}; raise it, or set data.too_long to truncate"
             )
-        counts = RowCounts(read=len(rows), too_long=too_long, truncated=truncated, kept=len(kept), longest=longest)
+        counts = RowCounts(
+            read=len(rows) + num_shared,
+            held_out=num_shared,
+            too_long=too_long,
+            truncated=truncated,
+            kept=len(kept),
+            longest=longest,
+        )
         return tuple(kept), counts
 
     def _sequences(self, row: Row, number: int, source: str) -> Iterator[TrainSequence]:
@@ -134,6 +141,17 @@ class _SequenceBuilder:
         if eos is None or (len(ids) and ids[-1] == eos):
             return ids
         return np.append(ids, np.int32(eos))
+
+
+def _question(config: ConversationConfig, row: Row) -> Any:
+    """What the assistant was asked: all of a row that it did not write, so that another answer is no other question."""
+    if config.messages_column not in row:
+        return row.get(config.prompt_column if config.completion_column in row else config.text_column)
+    messages = row[config.messages_column]
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return None  # `as_messages` says what is wrong with it
+    asked = [(each.get("role"), each.get("content")) for each in messages if each.get("role") != "assistant"]
+    return asked if any(role != "system" for role, _ in asked) else messages
 
 
 def _fit(sequence: TrainSequence, limit: int, cuts: bool) -> TrainSequence | None:

@@ -19,7 +19,8 @@ from offbeat_data._reward import RewardError, RewardScore
 from offbeat_data._reward_config import RewardConfig
 from offbeat_types import BackendError, ConfigError, DataError, DeadlineError, OffbeatError
 
-_START_DEADLINE_S = 60.0
+# A child whose socket is closed leaves by itself unless it is busy. One that died may still be writing its traceback.
+_LEAVE_DEADLINE_S, _DIE_DEADLINE_S = 0.2, 5.0
 _ERRORS: dict[str, type[OffbeatError]] = {
     error.__name__: error for error in (RewardError, DataError, ConfigError, BackendError)
 }
@@ -32,18 +33,20 @@ class GuardedReward:
 
     Args:
         config: the `reward` section; the child builds the reward from it.
+        start_timeout_s: longest wait for the child, which imports what the reward needs.
 
     Raises:
         ConfigError, BackendError: as `build_reward`.
-        DeadlineError: the child did not start within a minute.
+        RewardError: the child died while it started.
+        DeadlineError: the child did not start in time.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, *, start_timeout_s: float = 60.0) -> None:
         config.check()
-        self._config = config
+        self._config, self._start_timeout_s = config, start_timeout_s
         self._lock = threading.Lock()
         self._is_closed = False
-        self._child = _ScoringChild(config)
+        self._child = _ScoringChild(config, start_timeout_s)
         self._child.wait_ready()
 
     def score(self, prompt: Prompt, completion: str) -> RewardScore:
@@ -57,15 +60,15 @@ class GuardedReward:
         with self._lock:
             if self._is_closed:
                 raise RewardError("scoring has ended: this reward is closed")
+            self._wait_ready()
             try:
-                self._child.wait_ready()
                 reply = self._child.ask(request, self._config.timeout_s)
             except TimeoutError:
                 self._restart()
                 parts = dict.fromkeys(self._config.all_weights, 0.0)
                 return RewardScore(value=0.0, parts={**parts, "timed_out": 1.0})
             except OSError as error:
-                code = self._restart()
+                code = self._restart(_DIE_DEADLINE_S)
                 raise RewardError(
                     f"the process that scores ended with code {code} on prompt {prompt.index}; see its log above"
                 ) from error
@@ -84,18 +87,25 @@ class GuardedReward:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _restart(self) -> int:
+    def _wait_ready(self) -> None:
+        try:
+            self._child.wait_ready()
+        except OffbeatError:
+            self._restart()
+            raise
+
+    def _restart(self, leave_deadline_s: float = _LEAVE_DEADLINE_S) -> int:
         """Replace the child, unless this is closed; the new one starts while the caller goes on."""
-        code = self._child.end()
+        code = self._child.end(leave_deadline_s)
         if not self._is_closed:
-            self._child = _ScoringChild(self._config)
+            self._child = _ScoringChild(self._config, self._start_timeout_s)
         return code
 
 
 class _ScoringChild:
     """`python -m offbeat_data._scoring_child`, and a socket on which JSON lines go to and fro."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, start_timeout_s: float) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "offbeat_data._scoring_child", str(theirs.fileno())]
@@ -104,7 +114,8 @@ class _ScoringChild:
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             )
         self._socket, self._lines, self._is_ready = ours, ours.makefile("rb"), False
-        self._send({"config": asdict(config), "path": sys.path}, _START_DEADLINE_S)
+        self._start_timeout_s = start_timeout_s
+        self._send({"config": asdict(config), "path": sys.path}, start_timeout_s)
 
     def wait_ready(self) -> None:
         """Wait until the child has built its reward; at once when it has."""
@@ -114,7 +125,13 @@ class _ScoringChild:
             self._receive()
         except TimeoutError as error:
             self.end()
-            raise DeadlineError("reward.start", "the process that scores", _START_DEADLINE_S) from error
+            advice = "see its log above, or raise start_timeout_s"
+            raise DeadlineError("reward.start", "the process that scores", self._start_timeout_s, advice) from error
+        except OSError as error:
+            code = self.end(_DIE_DEADLINE_S)
+            raise RewardError(
+                f"the process that scores ended with code {code} before it was ready; see its log above"
+            ) from error
         except BaseException:
             self.end()
             raise
@@ -142,13 +159,12 @@ class _ScoringChild:
         """End the child now, from any thread; whoever waits for its reply sees a closed socket."""
         self._process.kill()
 
-    def end(self) -> int:
-        """Kill the child if it still runs, and return its exit code."""
+    def end(self, leave_deadline_s: float = _LEAVE_DEADLINE_S) -> int:
+        """Kill the child if it still runs after so long, and return its exit code, which shows how one died."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        # A child whose socket is closed leaves by itself unless it is busy; one that died has its own code to show.
         try:
-            code = self._process.wait(timeout=0.2)
+            code = self._process.wait(timeout=leave_deadline_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offbeat_data._columns import as_messages, as_text, require_column, with_system
-from offbeat_data._config import DataConfig
+from offbeat_data._config import DataConfig, SourceConfig
 from offbeat_data._files import Row
 from offbeat_data._plain import to_plain
 from offbeat_data._sources import read_sources
@@ -38,6 +38,7 @@ class RowCounts:
 
     Args:
         read: rows read or drawn.
+        held_out: of these, left out of the training set because what they ask is held out.
         too_long: of these, left out because they were too long.
         truncated: of these, cut off at the end (SFT only).
         kept: items made of them; SFT may make several of one row.
@@ -45,6 +46,7 @@ class RowCounts:
     """
 
     read: int = 0
+    held_out: int = 0
     too_long: int = 0
     truncated: int = 0
     kept: int = 0
@@ -75,9 +77,9 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, *, needs_answer: bool
         ModelError: a chat template is needed and there is none.
         BackendError: a reader is not installed.
     """
-    rows = read_sources(config)
+    rows = read_sources(config, lambda row: row.get(config.prompt_column))
     builder = _PromptBuilder(config, tokenizer, needs_answer)
-    train, train_counts = builder.build(rows.train, config.path)
+    train, train_counts = builder.build(rows.train, config.path, rows.num_shared)
     held_out, eval_counts = builder.build(rows.held_out, config.eval_path or config.path)
     return PromptSet(train=train, eval=held_out, train_counts=train_counts, eval_counts=eval_counts)
 
@@ -88,7 +90,7 @@ class _PromptBuilder:
     tokenizer: Tokenizer
     needs_answer: bool
 
-    def build(self, rows: list[Row], source: str) -> tuple[tuple[Prompt, ...], RowCounts]:
+    def build(self, rows: list[Row], source: str, num_shared: int = 0) -> tuple[tuple[Prompt, ...], RowCounts]:
         rendered = [self._render(row, number, source) for number, row in enumerate(rows, 1)]
         encoded = self._encode(rendered)
         lengths = [len(ids) for ids in encoded]
@@ -100,7 +102,11 @@ class _PromptBuilder:
             )
         kept = tuple(self._prompts(rows, rendered, encoded, source))
         counts = RowCounts(
-            read=len(rows), too_long=len(rows) - len(kept), kept=len(kept), longest=max(lengths, default=0)
+            read=len(rows) + num_shared,
+            held_out=num_shared,
+            too_long=len(rows) - len(kept),
+            kept=len(kept),
+            longest=max(lengths, default=0),
         )
         return kept, counts
 
@@ -130,7 +136,10 @@ class _PromptBuilder:
             )
         messages = with_system(as_messages(value, number, source), self.config.system_prompt)
         template = self.tokenizer.require_template()
-        chat = template.render(messages, add_generation_prompt=True, options=self.config.template_options)
+        try:
+            chat = template.render(messages, add_generation_prompt=True, options=self.config.template_options)
+        except DataError as error:
+            raise DataError(f"{source}, row {number}: {error}") from error
         return chat.text, True
 
     def _encode(self, rendered: list[tuple[str, bool]]) -> list[Ids]:
@@ -149,7 +158,7 @@ class _PromptBuilder:
         return None if value is None else as_text(value)
 
 
-def uses_template(config: DataConfig, tokenizer: Tokenizer) -> bool:
+def uses_template(config: SourceConfig, tokenizer: Tokenizer) -> bool:
     """Whether plain texts go through the chat template.
 
     Raises:

@@ -34,8 +34,8 @@ def _row(task: str, options_json: str, entry: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": entry["question"], "answer": entry["answer"], ENTRY_FIELD: kept}
 
 
-def score_entry(answer: str, fields: Mapping[str, Any]) -> float:
-    """The task's own score, in [0, 1], of an answer to the entry in a prompt's fields.
+def score_entry(answer: str, fields: Mapping[str, Any]) -> float | None:
+    """The task's own score, in [0, 1], of an answer to the entry in a prompt's fields; None when it cannot read it.
 
     Raises:
         DataError: the prompt was not drawn from reasoning-gym.
@@ -43,12 +43,21 @@ def score_entry(answer: str, fields: Mapping[str, Any]) -> float:
     kept = fields.get(ENTRY_FIELD)
     if kept is None:
         raise DataError("the reward reasoning_gym judges its own tasks: set data.path to reasoning-gym:TASK")
-    dataset = _make_dataset(kept["task"], 1, 0, kept["options"])
-    return float(dataset.score_answer(answer=answer, entry=unpack(kept["entry"])))
+    dataset, entry = _make_dataset(kept["task"], 1, 0, kept["options"]), unpack(kept["entry"])
+    try:
+        return float(dataset.score_answer(answer=answer, entry=entry))
+    except Exception:  # noqa: BLE001
+        # Some judges take for granted that an answer has the right form: prime_factorization calls int() on whatever
+        # the model wrote. What they raise says something about the answer and nothing about the run.
+        return None
 
 
-@lru_cache(maxsize=8)
-def _make_dataset(task: str, size: int, seed: int, options_json: str) -> Any:
+def import_reasoning_gym() -> tuple[Any, Mapping[str, Any]]:
+    """The package, which takes seconds to import, and its tasks by name.
+
+    Raises:
+        BackendError: it is not installed.
+    """
     try:
         with warnings.catch_warnings():  # a dependency of it has `is "text"` in its code
             warnings.simplefilter("ignore", SyntaxWarning)
@@ -56,9 +65,15 @@ def _make_dataset(task: str, size: int, seed: int, options_json: str) -> Any:
             from reasoning_gym.factory import DATASETS
     except ImportError as error:
         line = 'pip install "offbeat-data[reasoning-gym]"'
-        raise BackendError(f"reasoning-gym:{task} needs reasoning-gym; install it with: {line}") from error
-    if task not in DATASETS:
-        near = ", ".join(difflib.get_close_matches(task, DATASETS)) or "chain_sum, basic_arithmetic, countdown"
+        raise BackendError(f"tasks of reasoning-gym need that package; install it with: {line}") from error
+    return reasoning_gym, DATASETS
+
+
+@lru_cache(maxsize=8)
+def _make_dataset(task: str, size: int, seed: int, options_json: str) -> Any:
+    reasoning_gym, tasks = import_reasoning_gym()
+    if task not in tasks:
+        near = ", ".join(difflib.get_close_matches(task, tasks)) or "chain_sum, basic_arithmetic, countdown"
         raise ConfigError(f"data.path: reasoning-gym has no task {task!r}; nearest: {near}")
     try:
         return reasoning_gym.create_dataset(task, size=size, seed=seed, **json.loads(options_json))

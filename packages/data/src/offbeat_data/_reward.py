@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from offbeat_data._answers import last_boxed, last_in_tag, last_match, last_number, numbers_match
+from offbeat_data._answers import last_boxed, last_in_tag, last_match, last_number, numbers_match, plain_minus
 from offbeat_data._prompts import Prompt
-from offbeat_data._reasoning_gym import score_entry
+from offbeat_data._reasoning_gym import import_reasoning_gym, score_entry
 from offbeat_data._reward_config import RewardConfig
 from offbeat_types import BackendError, ConfigError, DataError, OffbeatError
 
-Scorer = Callable[[Prompt, str], float]
+Scorer = Callable[[Prompt, str], float | None]
+"""What a completion is worth; None when its judge raised on what the model wrote."""
 
 
 class RewardError(OffbeatError):
@@ -29,7 +30,8 @@ class RewardScore:
 
     Args:
         value: the weighted sum.
-        parts: each reward by name, before its weight. `GuardedReward` adds `timed_out`, 0 or 1.
+        parts: each reward by name, before its weight. `reasoning_gym` adds `unreadable`, 1 when its judge raised on
+            the answer, else 0; `GuardedReward` adds `timed_out`, 0 or 1.
     """
 
     value: float
@@ -49,8 +51,12 @@ class Reward:
             RewardError: a user's function raised or returned no finite number.
             DataError: the prompt lacks what a reward compares with.
         """
-        parts = {name: scorer(prompt, completion) for name, scorer in self._scorers.items()}
-        return RewardScore(value=sum(self._weights[name] * part for name, part in parts.items()), parts=parts)
+        found = {name: scorer(prompt, completion) for name, scorer in self._scorers.items()}
+        parts = {name: part or 0.0 for name, part in found.items()}
+        value = sum(self._weights[name] * part for name, part in parts.items())
+        if "reasoning_gym" in found:
+            parts["unreadable"] = float(found["reasoning_gym"] is None)
+        return RewardScore(value=value, parts=parts)
 
 
 def build_reward(config: RewardConfig) -> Reward:
@@ -138,7 +144,7 @@ def _math_verify(config: RewardConfig) -> Scorer:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def parse(text: str) -> Any:
-        return math_verify.parse(text, parsing_timeout=None)
+        return math_verify.parse(plain_minus(text), parsing_timeout=None)
 
     def score(prompt: Prompt, completion: str) -> float:
         answer, reference = _answer_of(completion, config), _reference_of(prompt, config, "math_verify")
@@ -155,7 +161,9 @@ def _math_verify(config: RewardConfig) -> Scorer:
 
 
 def _reasoning_gym(config: RewardConfig) -> Scorer:
-    def score(prompt: Prompt, completion: str) -> float:
+    import_reasoning_gym()  # here, and not within the deadline of the first completion
+
+    def score(prompt: Prompt, completion: str) -> float | None:
         answer = _answer_of(completion, config)
         return 0.0 if answer is None else score_entry(answer, prompt.fields)
 

@@ -1,11 +1,14 @@
 """Training rows and held-out rows of whatever `data.path` names."""
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from offbeat_data._arithmetic import draw_additions
-from offbeat_data._config import DataConfig
-from offbeat_data._files import Row, read_rows
+from offbeat_data._config import SourceConfig
+from offbeat_data._files import Row, read_rows, refuse_split
 from offbeat_data._order import permutation
 from offbeat_data._reasoning_gym import draw_entries
 from offbeat_types import ConfigError, DataError
@@ -15,74 +18,94 @@ _DEFAULT_DRAWS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class RowSets:
-    """Rows to train on and rows held out, none in both."""
+    """Rows to train on and rows held out; no question is in both.
+
+    Args:
+        train: at least one.
+        held_out: may be empty.
+        num_shared: training rows left out because their question is held out.
+    """
 
     train: list[Row]
     held_out: list[Row]
+    num_shared: int
 
 
-def read_sources(config: DataConfig) -> RowSets:
+def read_sources(config: SourceConfig, question: Callable[[Row], Any]) -> RowSets:
     """Read what the configuration names; equal configurations give equal rows in equal order.
+
+    Args:
+        config: the `data` section.
+        question: what a row asks, as JSON data; None when it cannot be told.
 
     Raises:
         DataError, ConfigError, BackendError: see `read_rows`, `draw_entries`, `draw_additions`.
     """
     if not config.path:
         raise ConfigError("data.path is empty: name a file, a folder, reasoning-gym:TASK or arithmetic:DIGITS")
-    if config.eval_path or config.eval_split:
-        path, split = config.eval_path or config.path, config.eval_split or config.split
-        if (path, split) == (config.path, config.split):
-            raise ConfigError("data.eval_path names the training data: set data.eval_size to hold out some of it")
-        train = _read_one(config, config.path, config.split, config.num_items, config.seed)
-        return RowSets(train=train, held_out=_read_one(config, path, split, config.eval_size, config.seed + 1))
-    return _draw_both(config) or _hold_out(config, read_rows(_as_path(config.path), config.split, config.num_items))
+    train, held_out = _read_apart(config) if config.eval_path or config.eval_split else _read_once(config)
 
+    def key(row: Row) -> str:
+        return json.dumps(question(row), sort_keys=True, default=str)
 
-def _draw_both(config: DataConfig) -> RowSets | None:
-    """Training and held-out rows of one generator; None when path is no generator."""
-    scheme, name = _scheme(config.path)
-    if scheme == "arithmetic":
-        train, held_out = draw_additions(
-            config.num_items or _DEFAULT_DRAWS, config.eval_size, seed=config.seed, digits=_digits(name)
+    # Files repeat questions, and small tasks draw them twice: what is held out must not be trained on.
+    hidden = {key(row) for row in held_out if question(row) is not None}
+    kept = [row for row in train if key(row) not in hidden] if hidden else train
+    if not kept:
+        raise DataError(
+            f"{config.path}: every row is held out as well, which leaves nothing to train on; "
+            f"lower data.eval_size, or hold out other data"
         )
-        return RowSets(train=list(train), held_out=list(held_out))
-    if scheme == "reasoning-gym":
-        num_train = config.num_items or _DEFAULT_DRAWS
-        rows = draw_entries(name, num_items=num_train + config.eval_size, seed=config.seed, options=config.task_options)
-        held_out = rows[num_train:]
-        # Small tasks draw the same question twice: what is held out must not be trained on.
-        hidden = {row["prompt"] for row in held_out}
-        train = [row for row in rows[:num_train] if row["prompt"] not in hidden]
-        if not train:
-            raise DataError(f"{config.path}: every question drawn is also held out; lower data.eval_size")
-        return RowSets(train=train, held_out=held_out)
-    return None
+    return RowSets(train=kept, held_out=held_out, num_shared=len(train) - len(kept))
 
 
-def _read_one(config: DataConfig, path: str, split: str, limit: int, seed: int) -> list[Row]:
-    scheme, name = _scheme(path)
+def _read_apart(config: SourceConfig) -> tuple[list[Row], list[Row]]:
+    """Training rows, and held-out rows from a path or split of their own."""
+    path = config.eval_path or config.path
+    split = config.eval_split or ("train" if path != config.path else config.split)
+    if (path, split) == (config.path, config.split):
+        raise ConfigError("data.eval_path names the training data: set data.eval_size to hold out some of it")
+    train = _read_one(config, config.path, config.split, config.num_items, config.seed)
+    return train, _read_one(config, path, split, config.eval_size, config.seed + 1)
+
+
+def _read_once(config: SourceConfig) -> tuple[list[Row], list[Row]]:
+    """Training rows, and as many held-out rows of the same source as the configuration wants."""
+    drawn = _draw(config, config.path, config.split, config.num_items, config.eval_size, config.seed)
+    return drawn or _hold_out(config, read_rows(_as_path(config.path), config.split, config.num_items))
+
+
+def _read_one(config: SourceConfig, path: str, split: str, limit: int, seed: int) -> list[Row]:
+    drawn = _draw(config, path, split, limit, 0, seed)
+    return drawn[0] if drawn else read_rows(_as_path(path), split, limit)
+
+
+def _draw(
+    config: SourceConfig, path: str, split: str, num_train: int, num_held_out: int, seed: int
+) -> tuple[list[Row], list[Row]] | None:
+    """Training and held-out rows of a generator; None when path is none."""
+    scheme, colon, name = path.partition(":")
+    if not colon or scheme not in ("arithmetic", "reasoning-gym"):
+        return None
+    refuse_split(path, split)
+    num_train = num_train or _DEFAULT_DRAWS
     if scheme == "arithmetic":
-        return list(draw_additions(limit or _DEFAULT_DRAWS, 0, seed=seed, digits=_digits(name))[0])
-    if scheme == "reasoning-gym":
-        return draw_entries(name, num_items=limit or _DEFAULT_DRAWS, seed=seed, options=config.task_options)
-    return read_rows(_as_path(path), split, limit)
+        train, held_out = draw_additions(num_train, num_held_out, seed=seed, digits=_digits(name))
+        return list(train), list(held_out)
+    rows = draw_entries(name, num_items=num_train + num_held_out, seed=seed, options=config.task_options)
+    return rows[:num_train], rows[num_train:]
 
 
-def _hold_out(config: DataConfig, rows: list[Row]) -> RowSets:
+def _hold_out(config: SourceConfig, rows: list[Row]) -> tuple[list[Row], list[Row]]:
     if config.eval_size >= len(rows):
         raise DataError(
             f"data.eval_size = {config.eval_size} leaves nothing to train on: {config.path} has {len(rows)} rows"
         )
     if not config.eval_size:
-        return RowSets(train=rows, held_out=[])
+        return rows, []
     chosen = {int(at) for at in permutation(len(rows), config.seed)[: config.eval_size]}
     held_out = [row for at, row in enumerate(rows) if at in chosen]
-    return RowSets(train=[row for at, row in enumerate(rows) if at not in chosen], held_out=held_out)
-
-
-def _scheme(path: str) -> tuple[str, str]:
-    scheme, colon, name = path.partition(":")
-    return (scheme, name) if colon else ("", path)
+    return [row for at, row in enumerate(rows) if at not in chosen], held_out
 
 
 def _digits(name: str) -> int:

@@ -41,12 +41,8 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
-        return int(self._backend.get_vocab_size(with_added_tokens=True))
-
-    @property
-    def bos_id(self) -> int | None:
-        """Id of the token that opens a text, if there is one."""
-        return self._special_id("bos_token")
+        # Not their number: ids may have gaps, where tokens were taken out or added beyond a padded table.
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
     def eos_id(self) -> int | None:
@@ -113,7 +109,7 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Token
     imports torch where torch is installed; only there does `trust_remote_code` matter.
 
     Raises:
-        ModelError: no such folder, no tokenizer in it, or a corrupt one.
+        ModelError: no such folder, no tokenizer in it, or a corrupt one; a chat template that is no text or no Jinja.
         BackendError: an older format, and transformers is not installed.
     """
     folder = Path(folder).expanduser()
@@ -166,23 +162,41 @@ def _read_chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     """The default template: a file of its own, or an entry of tokenizer_config.json (a text, or several by name)."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return _read_text(path)
     found = settings.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found}.get("default")
-    return found
+    template = _default_template(found) if isinstance(found, list) else found
+    if template is None or isinstance(template, str):
+        return template
+    raise ModelError(
+        f"{folder}: chat_template must be a text, or a list of objects with name and template; got {found!r:.80}"
+    )
+
+
+def _default_template(entries: list[Any]) -> Any:
+    """The template named default; None without one, and the entries themselves when they are of another form."""
+    try:
+        return {entry["name"]: entry["template"] for entry in entries}.get("default")
+    except (KeyError, TypeError):
+        return entries
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is corrupt: {error}; copy it again from the model it belongs to") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} is corrupt: it needs a JSON object and holds a {type(content).__name__}")
     return content
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}; copy it again from the model it belongs to") from error
 
 
 def _token_text(value: Any) -> str | None:
