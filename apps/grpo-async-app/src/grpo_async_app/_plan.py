@@ -48,6 +48,8 @@ def _describe_data(preflight: Preflight) -> str:
     text = f"{counts.kept} training prompts from {preflight.config.data.path}"
     if counts.too_long:
         text += f" ({counts.too_long} of {counts.read} left out: too long)"
+    if counts.held_out:
+        text += f" ({counts.held_out} left out: they ask a held-out question)"
     return f"{text}, {len(preflight.prompts.eval)} held out"
 
 
