@@ -1,6 +1,62 @@
-"""Where a process computes (the device seam) and which groups it belongs to (the mesh)."""
+"""Where a process computes (the device seam), which groups it belongs to (the mesh), and what they say to each other.
 
-from offbeat_dist._device import Device, DeviceMemory, available_devices, open_device
-from offbeat_dist._mesh import AXES, Group, Mesh
+Names are loaded when they are asked for, so that `import offbeat_dist` does not import torch: the liveness wrapper
+must not do so before the script it watches.
+"""
 
-__all__ = ["AXES", "Device", "DeviceMemory", "Group", "Mesh", "available_devices", "open_device"]
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offbeat_dist._device import Device, DeviceMemory, available_devices, open_device
+    from offbeat_dist._group import Group
+    from offbeat_dist._guard import Guard
+    from offbeat_dist._join import join_world
+    from offbeat_dist._layout import AXES, Layout
+    from offbeat_dist._mesh import Mesh
+    from offbeat_dist._tensors import ReduceOp
+    from offbeat_dist._world import World, current_world
+
+_HOMES = {
+    "AXES": "_layout",
+    "Device": "_device",
+    "DeviceMemory": "_device",
+    "Group": "_group",
+    "Guard": "_guard",
+    "Layout": "_layout",
+    "Mesh": "_mesh",
+    "ReduceOp": "_tensors",
+    "World": "_world",
+    "available_devices": "_device",
+    "current_world": "_world",
+    "join_world": "_join",
+    "open_device": "_device",
+}
+
+__all__ = [
+    "AXES",
+    "Device",
+    "DeviceMemory",
+    "Group",
+    "Guard",
+    "Layout",
+    "Mesh",
+    "ReduceOp",
+    "World",
+    "available_devices",
+    "current_world",
+    "join_world",
+    "open_device",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

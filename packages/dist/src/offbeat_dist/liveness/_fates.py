@@ -1,0 +1,75 @@
+"""What has become of a process that gives no answer."""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Final, Literal
+
+PidState = Literal["runs", "stopped", "gone", "unknown"]
+STOPPED: Final = frozenset("Tt")
+DEAD: Final = frozenset("ZX")
+
+
+def pid_state(pid: int, born: int = 0) -> PidState:
+    """State of a process of this machine.
+
+    Args:
+        pid: its number; numbers are used again, so a young process may bear that of a dead one.
+        born: what `birth` said of it, 0 if that is not known.
+
+    Source: proc(5), /proc/pid/stat: state is field 3, the first after the name in parentheses; starttime is field 22.
+    """
+    try:
+        fields = _stat_fields(pid)
+    except FileNotFoundError:
+        return "gone" if Path("/proc/self").exists() else _ask_kernel(pid)
+    except OSError:
+        return "unknown"
+    if fields[0] in DEAD or (born and int(fields[19]) != born):
+        return "gone"
+    return "stopped" if fields[0] in STOPPED else "runs"
+
+
+def cpu_s(pid: int) -> dict[int, float]:
+    """Seconds that each thread of a process has run or been ready to run; empty where the platform does not tell.
+
+    Waiting for a core counts: on a crowded machine a thread that computes may get little of one.
+
+    Source: kernel documentation, scheduler/sched-stats.rst: /proc/pid/task/tid/schedstat holds nanoseconds run,
+    nanoseconds waited on a run queue, and time slices.
+    """
+    with contextlib.suppress(OSError):
+        return {int(name): thread_cpu_s(pid, int(name)) for name in os.listdir(f"/proc/{pid}/task")}
+    return {}
+
+
+def thread_cpu_s(pid: int, thread: int) -> float:
+    """The same of one thread; 0 where the platform does not tell."""
+    with contextlib.suppress(OSError, ValueError):
+        ran_ns, waited_ns, _ = Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()
+        return (int(ran_ns) + int(waited_ns)) / 1e9
+    return 0.0
+
+
+def birth(pid: int) -> int:
+    """When a process started, in the kernel's clock ticks; 0 where the platform does not tell."""
+    try:
+        return int(_stat_fields(pid)[19])
+    except OSError:
+        return 0
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """From the state on; the name before it may hold anything."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _ask_kernel(pid: int) -> PidState:
+    """Where there is no /proc: whether a signal could be sent."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return "gone"
+    except PermissionError:
+        return "runs"
+    return "runs"

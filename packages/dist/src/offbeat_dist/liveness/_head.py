@@ -1,0 +1,213 @@
+"""The state of one process as it travels: plain data, the same in a message and in a dump."""
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, cast
+
+T = TypeVar("T")
+
+WaitKind = Literal["collective", "p2p", "barrier", "rendezvous", "store", "declared"]
+State = Literal["running", "finished", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallSite:
+    """One line of Python on a thread's stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective that this process has entered.
+
+    Args:
+        group: torch's name of the process group.
+        seq: its number among the collectives of that group, from 1; equal on all members when they are in step.
+        op: such as "all_reduce".
+        inputs, outputs: each tensor as "Float[3, 5]".
+        done: it has finished, or failed.
+        created_ns: when it was issued, nanoseconds since the epoch.
+        thread: ident of the thread that issued it.
+        backend: "gloo", "nccl".
+        started: a device has begun it; always true for gloo, which has no queue of its own.
+        call_site: where it was called, if that was asked for.
+    """
+
+    group: str
+    seq: int
+    op: str
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    done: bool = False
+    created_ns: int = 0
+    thread: int = 0
+    backend: str = ""
+    started: bool = True
+    call_site: CallSite | None = None
+
+    def __str__(self) -> str:
+        tensors = ", ".join(self.inputs or self.outputs)
+        return f"{self.op} {tensors}".rstrip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupHead:
+    """How far this process has come in one group.
+
+    Args:
+        name: torch's name of the group.
+        ranks: global ranks of the members.
+        axes: mesh axes, if `name_group` told them.
+        backend: such as "gloo".
+        entered: number of the last collective entered; 0 before the first.
+        recent: the last collectives, oldest first.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    axes: tuple[str, ...] = ()
+    backend: str = ""
+    entered: int = 0
+    recent: tuple[Collective, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        """What tells two groups of a world apart, on any rank."""
+        return self.name, self.ranks
+
+    def at(self, seq: int) -> Collective | None:
+        """The collective of that number, if it is still remembered."""
+        return next((each for each in reversed(self.recent) if each.seq == seq), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """One thing this process waits in.
+
+    Args:
+        kind: what sort of call.
+        what: its name: "all_reduce", "recv", "sample_queue.get".
+        age_s: how long nothing has moved in it.
+        thread: name of the thread that stands in it.
+        group: torch's name of the group, for collectives, barriers and p2p.
+        seq: number in the group; collectives only.
+        peers: global ranks it needs, where the call itself says so (p2p).
+        root: global rank of the root or source of a collective, if the stack tells it.
+        on: name of the producer of a declared wait, or the key of a store wait.
+        deadline_s: of a declared wait.
+        stack: where the thread stands, innermost first; without torch's own frames.
+    """
+
+    kind: WaitKind
+    what: str
+    age_s: float
+    thread: str = "MainThread"
+    group: str = ""
+    seq: int = 0
+    peers: tuple[int, ...] = ()
+    root: int | None = None
+    on: str = ""
+    deadline_s: float | None = None
+    stack: tuple[CallSite, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadHead:
+    """Where one thread stands, innermost frame first."""
+
+    name: str
+    still_s: float = 0.0
+    stack: tuple[CallSite, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """What one process does now.
+
+    Args:
+        key: host and pid; unique in a run.
+        name: "rank 3", or what `watch(name=)` said.
+        rank: global rank, None outside of torch.distributed.
+        world: token of the world the rank counts in.
+        world_size: processes in that world.
+        pid, host: where it runs.
+        time_s: when this was read, seconds since the epoch.
+        state: running, finished (left without an error), failed (an exception ended its main thread).
+        error: the exception of a failed process, one line.
+        error_stack: where it was raised, innermost first.
+        still_s: how long its ledger has not moved and no new line was seen in its main thread.
+        busy: share of a core its main thread used while it was still.
+        waits: what it stands in, oldest first.
+        groups: its process groups.
+        threads: its main thread, and the threads that wait.
+        notes: what the monitor could not see, said once.
+        left: last heads of processes that said goodbye to this one.
+    """
+
+    key: str
+    name: str
+    rank: int | None = None
+    world: str = ""
+    world_size: int = 0
+    pid: int = 0
+    host: str = ""
+    time_s: float = 0.0
+    state: State = "running"
+    error: str = ""
+    error_stack: tuple[CallSite, ...] = ()
+    still_s: float = 0.0
+    busy: float = 0.0
+    waits: tuple[Wait, ...] = ()
+    groups: tuple[GroupHead, ...] = ()
+    threads: tuple[ThreadHead, ...] = ()
+    notes: tuple[str, ...] = ()
+    left: tuple["Head", ...] = field(default=(), repr=False)
+
+    def group(self, key: tuple[str, tuple[int, ...]]) -> GroupHead | None:
+        """Its view of a group, None if it has never made it."""
+        return next((each for each in self.groups if each.key == key), None)
+
+
+def to_data(value: Any) -> dict[str, Any]:
+    """A dataclass of this module as dicts, lists and scalars."""
+    return dataclasses.asdict(value)
+
+
+def from_data(kind: type[T], data: dict[str, Any]) -> T:
+    """The other way round; keys that are not known here are left out, so that versions may differ a little."""
+    readers = _readers(cast("Hashable", kind))
+    return kind(**{name: readers[name](value) for name, value in data.items() if name in readers})
+
+
+@functools.cache
+def _readers(kind: Any) -> dict[str, Callable[[Any], Any]]:
+    """How each field of a dataclass is read; found out once, since a leader reads thousands of heads."""
+    hints = typing.get_type_hints(kind)
+    return {each.name: _reader(hints[each.name]) for each in dataclasses.fields(kind)}
+
+
+def _reader(hint: Any) -> Callable[[Any], Any]:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        inner = _reader(next(each for each in arguments if each is not type(None)))
+        return lambda value: None if value is None else inner(value)
+    if origin is tuple:
+        item = _reader(arguments[0])
+        return tuple if item is _as_it_is else lambda value: tuple([item(each) for each in value])
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return lambda value: from_data(hint, value)
+    return _as_it_is
+
+
+def _as_it_is(value: Any) -> Any:
+    return value

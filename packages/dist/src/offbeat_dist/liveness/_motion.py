@@ -1,0 +1,121 @@
+"""Whether this process moves: new collectives, new lines of Python, or work on a CPU."""
+
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Final
+
+from offbeat_dist.liveness import _flight_recorder
+from offbeat_dist.liveness._fates import thread_cpu_s
+from offbeat_dist.liveness._stacks import main_thread_ident, thread_frames
+
+DEPTH: Final = 4
+Position = tuple[tuple[int, int], ...]
+
+
+@dataclass
+class ThreadMotion:
+    """Where one thread has been since the last collective was issued or ended.
+
+    A loop that polls stands still: it shows no line that was not seen before.
+    """
+
+    last: Position = ()
+    since_s: float = 0.0
+    cpu_s: float = 0.0
+    seen: set[Position] = field(default_factory=set)
+
+
+class Motion:
+    """Looks at the process once a tick, for about 50 µs; remembers since when nothing new has happened.
+
+    Args:
+        longest_gap_s: between two looks; beyond that the process counts as having been suspended.
+
+    Attributes:
+        status: the recorder's, as a text.
+        status_since_s: when it last changed, monotonic seconds.
+        watched_since_s: since when there were no gaps between the looks.
+    """
+
+    def __init__(self, longest_gap_s: float) -> None:
+        self.status = ""
+        self.status_since_s = self.watched_since_s = self._looked_s = time.monotonic()
+        self._longest_gap_s = longest_gap_s
+        self._threads: dict[int, ThreadMotion] = {}
+
+    def look(self) -> None:
+        """Take one sample of the recorder's status and of all threads."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > self._longest_gap_s:
+            self._begin_anew(now_s)
+        self._looked_s = now_s
+        status = _flight_recorder.status_text() if _flight_recorder.is_loaded() else ""
+        advanced = status != self.status
+        if advanced:
+            self.status, self.status_since_s = status, now_s
+        frames = thread_frames()
+        for ident, frame in frames.items():
+            self._look_at(ident, frame, now_s, forget=advanced)
+        for ident in self._threads.keys() - frames.keys():
+            del self._threads[ident]
+
+    def _begin_anew(self, now_s: float) -> None:
+        """After a suspension of the process or the machine: what lies before says nothing about now."""
+        self.status_since_s = self.watched_since_s = now_s
+        self._threads.clear()
+
+    def has_pending(self) -> bool:
+        """Whether a collective was issued that is not over."""
+        return bool(self.status) and _flight_recorder.has_pending(self.status)
+
+    def thread_still_s(self, ident: int) -> float:
+        """Seconds since a thread was last seen on a new line; that of the main thread for threads without Python."""
+        motion = self._threads.get(ident) or self._threads.get(main_thread_ident())
+        return time.monotonic() - motion.since_s if motion else 0.0
+
+    def still_s(self) -> float:
+        """Seconds since the process last moved."""
+        return min(time.monotonic() - self.status_since_s, self.thread_still_s(main_thread_ident()))
+
+    def busy(self) -> float:
+        """Share of a core that the main thread has used, or waited for, since it last was on a new line."""
+        motion = self._threads.get(main_thread_ident())
+        if motion is None:
+            return 0.0
+        passed_s = time.monotonic() - motion.since_s
+        return (_main_thread_cpu_s() - motion.cpu_s) / passed_s if passed_s > 0 else 0.0
+
+    def _look_at(self, ident: int, frame: FrameType, now_s: float, *, forget: bool) -> None:
+        motion = self._threads.get(ident)
+        position = _position(frame)
+        if motion is None:
+            motion = self._threads[ident] = ThreadMotion(since_s=now_s)
+        elif position == motion.last:
+            if forget:
+                motion.seen = {position}
+            return
+        elif forget:
+            motion.seen.clear()
+        motion.last = position
+        if position not in motion.seen:
+            motion.seen.add(position)
+            motion.since_s = now_s
+            if ident == main_thread_ident():
+                motion.cpu_s = _main_thread_cpu_s()
+
+
+def _position(frame: FrameType | None) -> Position:
+    places: list[tuple[int, int]] = []
+    while frame is not None and len(places) < DEPTH:
+        places.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return tuple(places)
+
+
+def _main_thread_cpu_s() -> float:
+    """CPU that the main thread has used or waited for; of the whole process where the platform cannot tell."""
+    main = threading.main_thread()
+    return thread_cpu_s(os.getpid(), main.native_id or 0) or time.process_time()

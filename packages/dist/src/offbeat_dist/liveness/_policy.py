@@ -1,0 +1,41 @@
+"""What is done about a verdict: say it once, write it down, and under `abort` end the process."""
+
+import contextlib
+import os
+import sys
+import threading
+from typing import Final
+
+from offbeat_dist.liveness._verdict import Verdict
+from offbeat_types import DeadlineError
+
+EXIT_CODE: Final = DeadlineError.exit_code
+STDERR: Final = 2
+FLUSH_S: Final = 0.3
+
+
+def say(text: str) -> None:
+    """Write to the process's stderr, past Python's buffers and locks, which a stuck thread may hold."""
+    data = (text + "\n").encode(errors="replace")
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(STDERR, data) :]
+
+
+def pointer(verdict: Verdict, name: str, leader: str) -> str:
+    """One line for the processes that do not print the verdict."""
+    return f"offbeat liveness: {name}: {verdict.kind}, told in full by {leader}"
+
+
+def leave() -> None:
+    """End this process with exit code 4, whatever its threads stand in; flush what was printed if that is possible."""
+    flushing = threading.Thread(target=_flush, name="offbeat-liveness-flush", daemon=True)
+    flushing.start()
+    flushing.join(FLUSH_S)
+    os._exit(EXIT_CODE)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()

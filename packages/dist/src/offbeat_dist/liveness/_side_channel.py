@@ -1,0 +1,155 @@
+"""Messages between monitors: one JSON line each way over TCP, answered by a thread that nothing else uses."""
+
+import contextlib
+import hmac
+import json
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+Message = dict[str, Any]
+Answer = Callable[[Message], Message]
+
+MAX_MESSAGE_BYTES: Final = 16 << 20
+READ_BYTES: Final = 1 << 16
+LOOPBACK: Final = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where the monitor of one process listens, and whose it is; `born` tells it from a later bearer of its pid."""
+
+    host: str
+    port: int
+    machine: str
+    pid: int
+    born: int
+    name: str
+    rank: int | None = None
+    world: str = ""
+
+    @property
+    def order(self) -> tuple[bool, int, str]:
+        """The lowest leads: ranks before other roles."""
+        return self.rank is None, self.rank or 0, self.name
+
+
+class Listener:
+    """Answers the other monitors, from a thread of its own that sleeps in accept().
+
+    Args:
+        host: address to bind; the port is chosen by the system.
+        secret: what a message must hold to be answered.
+        answer: makes the reply.
+    """
+
+    def __init__(self, host: str, secret: Callable[[], str], answer: Answer) -> None:
+        self._secret, self._answer = secret, answer
+        self._socket = socket.create_server((host, 0), backlog=256)
+        self.host, self.port = self._socket.getsockname()[:2]
+        threading.Thread(target=self._serve, name="offbeat-liveness-listen", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def forget(self) -> None:
+        """In a forked child: close the copy without disturbing the parent."""
+        self._socket.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            # A thread each: an answer may take a while (an investigation), and others must not wait for it.
+            threading.Thread(
+                target=self._reply, args=(connection,), name="offbeat-liveness-answer", daemon=True
+            ).start()
+
+    def _reply(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, ValueError):
+            connection.settimeout(5.0)
+            message = json.loads(_read_line(connection))
+            if isinstance(message, dict) and hmac.compare_digest(str(message.pop("secret", "")), self._secret()):
+                connection.sendall(_line(self._answer(message)))
+
+
+def ask(address: Address, message: Message, secret: str, timeout_s: float) -> Message | None:
+    """One question, one answer; None if none comes in time."""
+    return ask_all({0: address}, message, secret, timeout_s).get(0)
+
+
+def ask_all(addresses: Mapping[Any, Address], message: Message, secret: str, timeout_s: float) -> dict[Any, Message]:
+    """One question to many at once.
+
+    Returns:
+        Replies by the keys of `addresses`; without those who refused, failed or were late.
+    """
+    end_s = time.monotonic() + timeout_s
+    line = _line({**message, "secret": secret})
+    replies: dict[Any, Message] = {}
+    with selectors.DefaultSelector() as selector:
+        for key, address in addresses.items():
+            connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            connection.setblocking(False)
+            connection.connect_ex((address.host, address.port))
+            selector.register(connection, selectors.EVENT_WRITE, _Exchange(key, bytearray(line), bytearray()))
+        while selector.get_map() and (left_s := end_s - time.monotonic()) > 0:
+            for chosen, _ in selector.select(left_s):
+                _go_on(selector, chosen, replies)
+        for chosen in list(selector.get_map().values()):
+            chosen.fileobj.close()  # type: ignore[union-attr]
+    return replies
+
+
+@dataclass
+class _Exchange:
+    key: Any
+    to_send: bytearray
+    received: bytearray
+
+
+def _go_on(selector: selectors.BaseSelector, chosen: selectors.SelectorKey, replies: dict[Any, Message]) -> None:
+    """One step of one exchange: send the rest, or read some."""
+    connection, exchange = chosen.fileobj, chosen.data
+    assert isinstance(connection, socket.socket)
+    try:
+        if exchange.to_send:
+            del exchange.to_send[: connection.send(exchange.to_send)]
+            if not exchange.to_send:
+                selector.modify(connection, selectors.EVENT_READ, exchange)
+            return
+        part = connection.recv(READ_BYTES)
+        exchange.received += part
+        if part and not part.endswith(b"\n"):
+            return
+        if exchange.received:
+            replies[exchange.key] = json.loads(exchange.received)
+    except BlockingIOError:
+        return
+    except (OSError, ValueError):
+        pass  # refused, reset or garbled: no answer, which the caller sees by its absence
+    selector.unregister(connection)
+    connection.close()
+
+
+def _line(message: Message) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    data = bytearray()
+    while not data.endswith(b"\n") and len(data) < MAX_MESSAGE_BYTES:
+        part = connection.recv(READ_BYTES)
+        if not part:
+            break
+        data += part
+    return bytes(data)

@@ -1,0 +1,469 @@
+"""Real processes that get stuck in each way: the verdict names them, in time, and the policy is carried out."""
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from offbeat_dist import liveness
+from offbeat_dist.liveness._dumps import read_heads, read_verdicts
+from offbeat_dist.liveness._verdict import Verdict
+
+STALL_S = 1.0
+LIMIT_S = 20.0
+ABORTED = 4
+
+Body = Callable[[int], None]
+
+
+@dataclass
+class Outcome:
+    """What was left of a run."""
+
+    exit_codes: list[int | None]
+    outputs: list[str]
+    verdicts: list[Verdict]
+    directory: Path
+
+    @property
+    def only(self) -> Verdict:
+        """The one verdict that was told."""
+        assert len(self.verdicts) == 1, [each.headline for each in self.verdicts]
+        return self.verdicts[0]
+
+
+def rank_main(body: Body, rank: int, size: int, port: Connection, directory: Path, settings: dict[str, Any]) -> None:
+    """One rank: its output goes to a file, its world is a store in the parent, as with torchrun's agent."""
+    with (directory / f"out-{rank}.txt").open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    faulthandler.disable()  # pytest's own, which came with the fork
+    liveness.watch(directory=directory / "dumps", **settings)
+    store = dist.TCPStore("127.0.0.1", port.recv(), is_master=False, timeout=timedelta(seconds=LIMIT_S))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT_S))
+    for _ in range(2):
+        dist.all_reduce(torch.ones(1))
+    time.sleep(0.3)  # a run that has lasted a moment: the monitors have met
+    body(rank)
+
+
+def launch(body: Body, size: int, directory: Path, *, limit_s: float = LIMIT_S, **settings: Any) -> Outcome:
+    """Run a body on forked ranks until all have ended or the limit is over, then kill what is left."""
+    settings = {"stall_after_s": STALL_S, "policy": "abort", **settings}
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(size)]
+    processes = [
+        context.Process(target=rank_main, args=(body, rank, size, pipes[rank][0], directory, settings), daemon=True)
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    # Only now: a fork while its thread holds a lock would leave the child waiting for ever.
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for _, sender in pipes:
+        sender.send(server.port)
+    end_s = time.monotonic() + limit_s
+    try:
+        while time.monotonic() < end_s and any(is_running(process.pid) for process in processes):
+            time.sleep(0.02)
+        for process in processes:
+            if not is_stopped(process.pid):
+                process.join(1.0)  # its threads may take a moment longer than its state says
+    finally:
+        exit_codes = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+            process.join()
+    outputs = [(directory / f"out-{rank}.txt").read_text(errors="replace") for rank in range(size)]
+    dumps = directory / "dumps"
+    return Outcome(exit_codes, outputs, read_verdicts(dumps) if dumps.exists() else [], directory)
+
+
+def is_running(pid: int | None) -> bool:
+    """Whether a child has neither ended nor been stopped."""
+    return state_of(pid) not in ("Z", "X", "T", "")
+
+
+def is_stopped(pid: int | None) -> bool:
+    return state_of(pid) == "T"
+
+
+def state_of(pid: int | None) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def step() -> None:
+    dist.all_reduce(torch.ones(4))
+
+
+def rank_1_sleeps(rank: int) -> None:
+    if rank == 1:
+        time.sleep(100)
+    step()
+
+
+def test_a_missing_member_is_named_with_its_line_and_everybody_leaves_with_4(tmp_path: Path) -> None:
+    outcome = launch(rank_1_sleeps, 3, tmp_path)
+    verdict = outcome.only
+    assert (verdict.kind, verdict.missing, verdict.arrived) == ("missing-member", ("rank 1",), ("rank 0", "rank 2"))
+    assert outcome.exit_codes == [ABORTED] * 3
+    assert "in rank_1_sleeps" in verdict.text
+    assert "in step" in verdict.text
+    assert verdict.stalled_s <= STALL_S + 2
+    told = [text.count("offbeat liveness: missing-member") for text in outcome.outputs]
+    assert told == [1, 0, 0]
+    assert "rank 2: missing-member, told in full by rank 0" in outcome.outputs[2]
+    assert {head.name for head in read_heads(tmp_path / "dumps")} == {"rank 0", "rank 1", "rank 2"}
+
+
+def rank_0_sleeps_in_a_barrier_of_others(rank: int) -> None:
+    if rank == 0:
+        dist.barrier()
+    step()
+
+
+def test_different_operations_at_one_place(tmp_path: Path) -> None:
+    verdict = launch(rank_0_sleeps_in_a_barrier_of_others, 2, tmp_path).only
+    assert verdict.kind == "different-op"
+    assert "barrier" in verdict.headline
+    assert "all_reduce Float[4]" in verdict.headline
+
+
+def groups_in_another_order(rank: int) -> None:
+    dp, cp = dist.new_group([0, 1]), dist.new_group([0, 1])
+    liveness.name_group(dp, ("dp",))
+    liveness.name_group(cp, ("cp",))
+    for group in (dp, cp) if rank else (cp, dp):
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+def test_two_groups_in_another_order_are_named_by_their_axes(tmp_path: Path) -> None:
+    verdict = launch(groups_in_another_order, 2, tmp_path).only
+    assert verdict.kind == "different-order"
+    assert {link.axes for link in verdict.links} == {("dp",), ("cp",)}
+
+
+def both_receive(rank: int) -> None:
+    if rank:
+        dist.irecv(torch.ones(1), src=0).wait()
+    else:
+        dist.recv(torch.ones(1), src=1)
+
+
+def test_two_that_receive_from_each_other(tmp_path: Path) -> None:
+    verdict = launch(both_receive, 2, tmp_path).only
+    assert verdict.kind == "wait-cycle"
+    assert "recv from rank 0" in verdict.text
+    assert "recv from rank 1" in verdict.text
+
+
+def queue_against_collective(rank: int) -> None:
+    if rank == 0:
+        with liveness.waiting("sample_queue.get", on="rank 1"):
+            threading.Event().wait(100)
+    step()
+
+
+def test_a_circle_over_a_queue_and_a_collective(tmp_path: Path) -> None:
+    verdict = launch(queue_against_collective, 2, tmp_path).only
+    assert verdict.kind == "wait-cycle"
+    assert {(link.waiter, link.on) for link in verdict.links} == {("rank 0", "rank 1"), ("rank 1", "rank 0")}
+
+
+def queue_never_filled(rank: int) -> None:
+    if rank == 0:
+        with liveness.waiting("sample_queue.get", on="rank 1"):
+            threading.Event().wait(100)
+    time.sleep(100)
+
+
+def test_a_queue_that_nobody_fills(tmp_path: Path) -> None:
+    verdict = launch(queue_never_filled, 2, tmp_path).only
+    assert (verdict.kind, verdict.missing) == ("starved", ("rank 1",))
+    assert "in queue_never_filled" in verdict.text
+
+
+def rank_0_is_stopped(rank: int) -> None:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    step()
+
+
+def test_the_others_lead_when_rank_0_is_stopped(tmp_path: Path) -> None:
+    outcome = launch(rank_0_is_stopped, 3, tmp_path)
+    assert (outcome.only.kind, outcome.only.missing) == ("dead-peer", ("rank 0",))
+    assert "SIGSTOP" in outcome.only.headline
+    assert outcome.exit_codes[1:] == [ABORTED] * 2
+    assert "offbeat liveness: dead-peer" in outcome.outputs[1]
+
+
+def rank_0_is_killed_while_others_compute(rank: int) -> None:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.2)
+    with contextlib.suppress(RuntimeError):  # gloo's own error, swallowed as some loops do
+        step()
+    with liveness.waiting("weights.get", on="rank 0"):
+        time.sleep(100)
+
+
+def test_the_others_lead_when_rank_0_is_killed(tmp_path: Path) -> None:
+    outcome = launch(rank_0_is_killed_while_others_compute, 3, tmp_path)
+    assert (outcome.only.kind, outcome.only.missing) == ("dead-peer", ("rank 0",))
+    assert outcome.exit_codes == [-signal.SIGKILL, ABORTED, ABORTED]
+
+
+def rank_1_is_killed(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    step()
+
+
+def rank_1_leaves(rank: int) -> None:
+    if rank != 1:
+        step()
+
+
+def rank_1_raises(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("batch 7 is empty")
+    step()
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (rank_1_is_killed, "SIGKILL"),
+        (rank_1_leaves, "left without an error"),
+        (rank_1_raises, "rank 1 raised ValueError: batch 7 is empty"),
+    ],
+)
+def test_a_peer_that_is_gone_is_told_from_the_errors_it_causes(body: Body, words: str, tmp_path: Path) -> None:
+    """gloo fails at once on the others, so there is no stall to wait for."""
+    verdict = launch(body, 3, tmp_path, stall_after_s=15.0).only
+    assert (verdict.kind, verdict.missing) == ("dead-peer", ("rank 1",))
+    assert words in verdict.text
+    if body is rank_1_raises:
+        assert "in rank_1_raises" in verdict.text
+
+
+def rank_1_gathers_less(rank: int) -> None:
+    length = 1000 if rank else 4000
+    dist.all_gather([torch.zeros(length) for _ in range(2)], torch.ones(length))
+    dist.barrier()
+
+
+def test_a_process_that_gloo_aborts_leaves_its_line(tmp_path: Path) -> None:
+    verdict = launch(rank_1_gathers_less, 2, tmp_path, stall_after_s=15.0).only
+    assert (verdict.kind, verdict.missing) == ("dead-peer", ("rank 1",))
+    assert "in rank_1_gathers_less" in verdict.text
+    assert "compare sizes and dtypes" in verdict.advice
+
+
+def reduce_of_other_shape(rank: int) -> None:
+    dist.all_reduce(torch.ones(5 if rank else 4))
+    dist.barrier()
+
+
+def test_a_reduction_of_other_shapes(tmp_path: Path) -> None:
+    verdict = launch(reduce_of_other_shape, 2, tmp_path).only
+    assert verdict.kind in ("shape-mismatch", "dead-peer")  # gloo ends the receiver of more bytes, by chance of timing
+    assert "Float[4]" in verdict.text or "Float[5]" in verdict.text
+
+
+def rank_1_holds_the_gil(rank: int) -> None:
+    if rank == 1:
+        ctypes.PyDLL(None).sleep(30)
+    step()
+
+
+def test_a_process_that_holds_the_gil_is_silent(tmp_path: Path) -> None:
+    outcome = launch(rank_1_holds_the_gil, 2, tmp_path, limit_s=5.0)
+    verdict = outcome.verdicts[-1]  # on a crowded machine its threads may at first seem to compute
+    assert (verdict.kind, verdict.missing) == ("dead-peer", ("rank 1",))
+    assert "GIL" in verdict.text
+    assert outcome.exit_codes[0] == ABORTED
+
+
+def slow_but_moving(rank: int) -> None:
+    if rank == 1:
+        spin_until_s = time.monotonic() + 2.2
+        while time.monotonic() < spin_until_s:
+            sum(range(1000))
+    step()
+    time.sleep(1.2)  # for the word that it moves again
+
+
+def test_a_slow_one_is_told_and_never_killed_and_the_end_of_it_too(tmp_path: Path) -> None:
+    outcome = launch(slow_but_moving, 2, tmp_path)
+    assert outcome.only.kind == "straggler"
+    assert outcome.exit_codes == [0, 0]
+    assert "the run moves again" in outcome.outputs[0]
+
+
+def slower_by_less_than_half(rank: int) -> None:
+    for number in range(6):
+        time.sleep(0.45 * STALL_S * ((number + rank) % 2))
+        step()
+
+
+def test_a_healthy_run_with_uneven_ranks_is_left_in_peace(tmp_path: Path) -> None:
+    outcome = launch(slower_by_less_than_half, 2, tmp_path)
+    assert outcome.verdicts == []
+    assert outcome.exit_codes == [0, 0]
+    assert outcome.outputs == ["", ""]
+
+
+def stuck_then_free(rank: int) -> None:
+    if rank == 1:
+        time.sleep(2.5)
+    step()
+    time.sleep(1.2)  # for the word that it moves again
+
+
+def test_report_tells_once_and_lets_the_run_go_on(tmp_path: Path) -> None:
+    outcome = launch(stuck_then_free, 2, tmp_path, policy="report")
+    assert outcome.only.kind == "missing-member"
+    assert outcome.exit_codes == [0, 0]
+    assert outcome.outputs[0].count("offbeat liveness: missing-member") == 1
+    assert "the run moves again" in outcome.outputs[0]
+
+
+def barrier_without_rank_1(rank: int) -> None:
+    if rank == 1:
+        time.sleep(100)
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
+
+
+def new_group_without_rank_1(rank: int) -> None:
+    if rank == 1:
+        time.sleep(100)
+    dist.new_group([0, 1])
+
+
+def store_key_of_nobody(rank: int) -> None:
+    dist.distributed_c10d._get_default_store().wait(["ready"], timedelta(seconds=60))
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "words"),
+    [
+        (barrier_without_rank_1, "missing-member", "monitored_barrier"),
+        (new_group_without_rank_1, "missing-member", "new_group"),
+        (store_key_of_nobody, "starved", "'ready'"),
+    ],
+)
+def test_calls_that_the_recorder_does_not_see(body: Body, kind: str, words: str, tmp_path: Path) -> None:
+    verdict = launch(body, 2, tmp_path).only
+    assert verdict.kind == kind
+    assert words in verdict.headline
+
+
+def reduce_in_a_thread(rank: int) -> None:
+    if rank == 0:
+        thread = threading.Thread(target=step, name="gradients")
+        thread.start()
+        thread.join()
+    time.sleep(100)
+
+
+def test_a_thread_that_waits_is_told_with_its_own_line(tmp_path: Path) -> None:
+    verdict = launch(reduce_in_a_thread, 2, tmp_path).only
+    assert (verdict.kind, verdict.missing) == ("missing-member", ("rank 1",))
+    assert "in step" in verdict.text
+
+
+def child_process_of_a_rank(rank: int) -> None:
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(1.5 * STALL_S)  # a data loader's worker: in no world, though torch's tables came with the fork
+        os._exit(0)
+    for _ in range(8):
+        time.sleep(0.25 * STALL_S)
+        step()
+    os.waitpid(pid, 0)
+
+
+def test_forked_children_do_not_pass_for_ranks(tmp_path: Path) -> None:
+    outcome = launch(child_process_of_a_rank, 2, tmp_path)
+    assert outcome.exit_codes == [0, 0]
+    assert outcome.verdicts == []
+
+
+def test_with_the_recorder_off_numbers_and_stacks_must_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+    verdict = launch(rank_1_sleeps, 2, tmp_path).only
+    assert (verdict.kind, verdict.missing, verdict.op) == ("missing-member", ("rank 1",), "all_reduce")
+    assert sum("flight recorder is off" in note for note in verdict.notes) == 1
+
+
+def test_the_verdict_and_the_heads_follow_their_schemas(tmp_path: Path) -> None:
+    outcome = launch(rank_1_sleeps, 2, tmp_path)
+    folder = Path(liveness.__file__).parent
+    check(json.loads((tmp_path / "dumps" / "verdict.json").read_text()), folder / "verdict.schema.json")
+    heads = list((tmp_path / "dumps").glob("head-*.json"))
+    assert len(heads) == len(outcome.exit_codes)
+    for path in heads:
+        check(json.loads(path.read_text()), folder / "head.schema.json")
+
+
+def check(data: Any, schema_path: Path) -> None:
+    schema = json.loads(schema_path.read_text())
+    problems = list(differences(data, schema, schema["$defs"], schema_path.name))
+    assert problems == []
+
+
+TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "array": (list,),
+    "object": (dict,),
+}
+
+
+def differences(data: Any, schema: dict[str, Any], defs: dict[str, Any], at: str) -> list[str]:
+    """Where data does not follow a schema: the few keywords of JSON Schema that ours use."""
+    if "$ref" in schema:
+        return differences(data, defs[schema["$ref"].rpartition("/")[2]], defs, at)
+    if "anyOf" in schema:
+        return [] if any(not differences(data, each, defs, at) for each in schema["anyOf"]) else [f"{at}: none fits"]
+    if "enum" in schema or "const" in schema:
+        return [] if data in schema.get("enum", [schema.get("const")]) else [f"{at}: {data!r}"]
+    if not isinstance(data, TYPES[schema["type"]]):
+        return [f"{at}: {data!r} is no {schema['type']}"]
+    found = []
+    if schema["type"] == "array":
+        found += [p for i, each in enumerate(data) for p in differences(each, schema["items"], defs, f"{at}[{i}]")]
+    if schema["type"] == "object":
+        found += [f"{at}: {name} is missing" for name in schema["required"] if name not in data]
+        found += [f"{at}: {name} is unknown" for name in data if name not in schema["properties"]]
+        known = [(name, each) for name, each in schema["properties"].items() if name in data]
+        found += [p for name, each in known for p in differences(data[name], each, defs, f"{at}.{name}")]
+    return found
+
+
+def test_the_schema_check_can_fail() -> None:
+    path = Path(liveness.__file__).parent / "verdict.schema.json"
+    schema = json.loads(path.read_text())
+    assert differences({"format": 2}, schema, schema["$defs"], "v")

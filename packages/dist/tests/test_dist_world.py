@@ -1,0 +1,189 @@
+"""Joining and leaving the world: who is missing, who is there twice, and over whose process group."""
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from offbeat_dist import Mesh, current_world, join_world
+from offbeat_types import ConfigError, DeadlineError
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def test_a_world_of_one_needs_nobody(run_ranks):
+    def body(rank, num_ranks, store):
+        with join_world(device="cpu") as world:
+            mesh = Mesh()
+            assert (world.rank, world.size, current_world()) == (0, 1, world)
+            assert mesh.device_mesh.mesh_dim_names == ("pp", "dp", "cp", "tp")
+            assert mesh.group("dp").device_mesh.size() == 1
+            assert dist.get_world_size() == 1
+        assert current_world() is None
+        return dist.is_initialized()
+
+    assert run_ranks(1, body)[0].value is False
+
+
+def test_an_address_is_opened_by_rank_0(run_ranks):
+    port = free_port()
+
+    def body(rank, num_ranks, store):
+        address = f"127.0.0.1:{port}"
+        with join_world(rank=rank, size=num_ranks, address=address, device="cpu", deadline_s=30) as world:
+            return int(Mesh(dp=world.size).group("dp").all_reduce(torch.ones(1)))
+
+    assert [one.value for one in run_ranks(3, body)] == [3, 3, 3]
+
+
+def test_a_world_can_be_joined_again_after_it_was_left(run_ranks):
+    def body(rank, num_ranks, store):
+        totals = []
+        for turn in range(3):
+            turn_store = dist.PrefixStore(str(turn), store)
+            with join_world(rank=rank, size=num_ranks, store=turn_store, device="cpu", deadline_s=30):
+                totals.append(int(Mesh(tp=num_ranks).group("tp").all_reduce(torch.ones(1))))
+        return totals
+
+    assert [one.value for one in run_ranks(2, body)] == [[2, 2, 2]] * 2
+
+
+def test_ranks_that_do_not_come_are_named(run_ranks):
+    def body(rank, num_ranks, store):
+        if rank in (0, 2):
+            join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=1.0)
+
+    ended = run_ranks(4, body)
+    for rank in (0, 2):
+        assert ended[rank].error == "DeadlineError"
+        assert "join_world: waited 1 s for rank 1, 3 of 4, which did not come" in ended[rank].text
+
+
+def test_nobody_at_the_address_is_said(run_ranks):
+    port = free_port()
+
+    def body(rank, num_ranks, store):
+        join_world(rank=1, size=2, address=f"127.0.0.1:{port}", device="cpu", deadline_s=1.0)
+
+    ended = run_ranks(1, body)[0]
+    assert ended.error == "DeadlineError"
+    assert f"waited 1 s for rank 0 at 127.0.0.1:{port}, which did not come; has it started?" in ended.text
+
+
+def test_an_address_in_use_is_said(run_ranks):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+
+        def body(rank, num_ranks, store):
+            join_world(rank=0, size=2, address=address, device="cpu", deadline_s=2.0)
+
+        ended = run_ranks(1, body)[0]
+    assert ended.error == "ConfigError"
+    assert f"rank 0 cannot open {address}" in ended.text
+
+
+def test_a_rank_that_comes_twice_is_refused(run_ranks):
+    def body(rank, num_ranks, store):
+        if rank == 0:
+            with contextlib.suppress(DeadlineError):
+                store.set("first", "")
+                join_world(rank=0, size=2, store=store, device="cpu", deadline_s=2.0)
+            return ""
+        store.get("first")
+        time.sleep(0.5)
+        with pytest.raises(ConfigError) as caught:
+            join_world(rank=0, size=2, store=store, device="cpu")
+        return str(caught.value)
+
+    assert "two processes joined as rank 0 of 2" in run_ranks(2, body)[1].value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"rank": 0}, "needs rank, size, and one of address and store"),
+        ({"rank": 0, "size": 2}, "address=None, store=None"),
+        ({"address": "127.0.0.1:1"}, "rank=None"),
+        ({"rank": 2, "size": 2, "address": "127.0.0.1:1"}, "0 to size - 1: got rank 2 of 2"),
+        ({"rank": 0, "size": 2, "address": "localhost"}, re.escape('must read "host:port"')),
+    ],
+)
+def test_arguments_that_do_not_belong_together_are_refused(arguments, text):
+    with pytest.raises(ConfigError, match=text):
+        join_world(device="cpu", **arguments)
+    assert current_world() is None
+
+
+@pytest.mark.ranks(2)
+def test_the_world_over_somebody_else_s_group_stays_theirs(rank):
+    with pytest.raises(ConfigError, match="without rank, size, address and store"):
+        join_world(rank=0, size=2, device="cpu")
+    with join_world(device="cpu") as world:
+        assert (world.rank, world.size) == (rank, 2)
+        with pytest.raises(ConfigError, match=f"rank {rank} of a world already"):
+            join_world(device="cpu")
+        assert Mesh(dp=2).group("dp").all_gather_data(rank) == [0, 1]
+    assert dist.is_initialized()
+    with join_world(device="cpu"):
+        assert Mesh(tp=2).group("tp").all_gather_data(rank) == [0, 1]
+
+
+@pytest.mark.ranks(2)
+def test_a_mesh_joins_the_world_itself(rank):
+    mesh = Mesh(dp=2)
+    assert current_world() is not None
+    assert (mesh.rank, mesh.size, mesh.coordinates["dp"]) == (rank, 2, rank)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+
+import torch
+from offbeat_dist import Mesh, join_world
+
+with join_world(device="cpu", deadline_s=40) as world:
+    total = Mesh(dp=world.size).group("dp").all_reduce(torch.ones(1) * (world.rank + 1))
+    Path(sys.argv[1], f"rank {world.rank} of {world.size}").write_text(str(int(total)))
+"""
+
+
+def test_torchrun_says_who_is_who(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--standalone",
+        str(script),
+        str(tmp_path),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = {path.name: path.read_text() for path in tmp_path.glob("rank*")}
+    assert said == {"rank 0 of 2": "3", "rank 1 of 2": "3"}
+
+
+def test_importing_the_package_does_not_import_torch():
+    code = "import offbeat_dist, sys; dir(offbeat_dist); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
