@@ -52,6 +52,7 @@ def rank_main(body: Body, rank: int, size: int, port: Connection, directory: Pat
     with (directory / f"out-{rank}.txt").open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    os.environ["RES_OPTIONS"] = "attempts:0"  # torch's TCPStore looks up names of loopback peers: up to 5 s
     faulthandler.disable()  # pytest's own, which came with the fork
     liveness.watch(directory=directory / "dumps", **settings)
     store = dist.TCPStore("127.0.0.1", port.recv(), is_master=False, timeout=timedelta(seconds=LIMIT_S))

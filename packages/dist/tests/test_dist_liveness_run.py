@@ -50,6 +50,7 @@ def environment(directory: Path) -> dict[str, str]:
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
+        "RES_OPTIONS": "attempts:0",  # torch's TCPStore looks up names of loopback peers: up to 5 s
         "OFFBEAT_STALL_AFTER_S": "2",
         "OFFBEAT_LIVENESS_DIR": str(directory / "dumps"),
     }

@@ -231,7 +231,7 @@ class Monitor:
                 self._announce_movement()
 
     def _find_twice(self) -> Verdict | None:
-        """A verdict that two looks agree on: heads are not read at one instant, and a run that moves may look stuck once."""
+        """A verdict that two looks agree on: heads are not read at one instant, so a run that moves may look stuck."""
         first = find_verdict(self._look_around(self.settings.stall_after_s))
         if first is None or not first.is_fatal or (self.verdict is not None and first.key == self.verdict.key):
             return first
