@@ -2,8 +2,8 @@
 
 import os
 import socket
+from collections import Counter
 from datetime import timedelta
-from itertools import count
 from typing import Final
 
 import torch
@@ -18,7 +18,7 @@ from offbeat_types import ConfigError, DeadlineError
 DEADLINE_S: Final = 300.0
 """For joining, and for each call of a group unless it, its mesh or its world says otherwise."""
 
-_joins = count()  # ranks join equally often, so this tells one join's keys in a shared store from the next
+_joins: Final[Counter[str]] = Counter()  # by store: tells the keys of one join from those of the next
 
 
 def join_world(
@@ -57,7 +57,7 @@ def join_world(
     else:
         rank, size, store = _rendezvous(rank, size, address, store, deadline_s)
     store.set_timeout(timedelta(seconds=deadline_s))
-    prefix = f"offbeat/world/{next(_joins)}"
+    prefix = f"offbeat/world/{_count_join(store)}"
     _meet(store, prefix, rank, size, deadline_s)
     if not adopted:
         _open_default_group(store, rank, size, opened, deadline_s)
@@ -66,6 +66,20 @@ def join_world(
     if size > 1:
         world.open_board(f"{prefix}/hub", _own_host(store))
     return world
+
+
+def _count_join(store: Store) -> int:
+    """How often this process has joined over the store before; ranks do so equally often."""
+    inner = _innermost(store)
+    place = f"{inner.host}:{inner.port}" if isinstance(inner, TCPStore) else str(getattr(inner, "path", ""))
+    _joins[place] += 1
+    return _joins[place]
+
+
+def _innermost(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def backends(device: Device) -> str:
@@ -165,8 +179,7 @@ def _open_default_group(store: Store, rank: int, size: int, device: Device, dead
 
 def _own_host(store: Store) -> str:
     """The address of this host that the other ranks reach: the one that leads to the store; else loopback."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
+    store = _innermost(store)
     if not isinstance(store, TCPStore):
         return "127.0.0.1"
     family, kind, _, _, target = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]

@@ -1,6 +1,6 @@
 """Reads torch's flight recorder, which has written down each collective of this process already.
 
-What it gives in torch 2.13 (measured on gloo, read in torch's source for nccl):
+What it gives in torch 2.13 (measured on gloo; for nccl as torch documents it):
 
 - It is on by default (2000 entries for all groups together; `TORCH_FR_BUFFER_SIZE=0` turns it off) for gloo and nccl,
   and it sees
@@ -21,7 +21,7 @@ What it gives in torch 2.13 (measured on gloo, read in torch's source for nccl):
 - Call sites: the first dump with stacks imports torch._inductor (800 modules, 3 to 7 s here) unless it is kept from
   that (`_without_inductor`); then it costs milliseconds.
 
-Source: torch/csrc/distributed/c10d/FlightRecorder.hpp and FlightRecorderDetail.hpp, torch 2.13.
+
 """
 
 import contextlib
