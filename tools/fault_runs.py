@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 PR_SET_PDEATHSIG: Final = 1
+# What torch says of the missing DNS, see `_fork_agent`.
+NO_NAME: Final = "[c10d] The hostname of the client socket cannot be retrieved"
 # How long the last rank may stay behind the others.
 LAST_RANK_S: Final = 3.0
 # What the programs use; imported once, not by each rank.
@@ -102,6 +105,8 @@ def run_faults(runs: Iterable[FaultRun], *, num_ranks_at_once: int = 8) -> Itera
 
 
 def _observation(run: FaultRun, folder: Path, start_s: float) -> Observation:
+    if not (folder / "ends.json").is_file():
+        raise RuntimeError(f"the agent of {run} failed\n{_output(folder / 'agent.log')}")
     ends = json.loads((folder / "ends.json").read_text())
     verdicts = sorted(
         (json.loads(path.read_text()) for path in (folder / "liveness").glob("verdict*.json")),
@@ -111,11 +116,16 @@ def _observation(run: FaultRun, folder: Path, start_s: float) -> Observation:
     return Observation(
         exit_codes={rank: ends[str(rank)]["code"] for rank in range(run.size)},
         left_s={rank: ends[str(rank)]["at_s"] - start_s for rank in range(run.size)},
-        outputs={rank: (folder / f"{rank}.log").read_text(errors="replace") for rank in range(run.size)},
+        outputs={rank: _output(folder / f"{rank}.log") for rank in range(run.size)},
         verdict=verdict,
         verdict_s=verdict["time_s"] - start_s if verdict else None,
         seconds=time.time() - start_s,
     )
+
+
+def _output(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines(keepends=True)
+    return "".join(line for line in lines if NO_NAME not in line)
 
 
 def _fork_agent(run: FaultRun, folder: Path) -> int:
@@ -129,10 +139,14 @@ def _fork_agent(run: FaultRun, folder: Path) -> int:
             # A TCPStore asks for the name of each address that connects. Nothing here needs the DNS, and where it is
             # slow to answer, 5 s are gone.
             os.environ["RES_OPTIONS"] = "attempts:0"
+            _redirect(folder / "agent.log")
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
             _agent(run, folder)
             code = 0
+        except BaseException:  # noqa: BLE001 - the last frame of this process
+            traceback.print_exc()
         finally:
+            sys.stderr.flush()
             os._exit(code)
     return process
 

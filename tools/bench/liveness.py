@@ -29,7 +29,7 @@ ROUNDS: Final = "BENCH_ROUNDS"
 MODEL: Final = "BENCH_MODEL"
 SIZES_BYTES: Final = {4: 200, 64 * 1024: 100, 16 * 2**20: 4}
 SETTLE_S: Final = 0.3
-SLEEP_S: Final = 10.0
+SLEEP_S: Final = 1.0
 LIMIT_S: Final = 900.0
 
 
@@ -134,10 +134,10 @@ def time_monitor(rounds: int) -> list[dict[str, float]]:
             monitor = liveness.watch(stall_after_s=stall_after_s) if watched else None
             time.sleep(SETTLE_S)
             start = time.process_time()
-            for _ in range(10):  # in step with each other, so that nobody looks stuck
+            for _ in range(rounds):  # in step with each other, so that nobody looks stuck
                 dist.barrier()
-                time.sleep(SLEEP_S / 10)
-            shares[watched] = (time.process_time() - start) / SLEEP_S
+                time.sleep(SLEEP_S)
+            shares[watched] = (time.process_time() - start) / (rounds * SLEEP_S)
             if monitor:
                 monitor.close()
         rows.append({"stall_after_s": stall_after_s, "share": shares[True] - shares[False]})
@@ -185,12 +185,12 @@ def report(results: dict[str, Any]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--step", action="store_true", help="measure a training step too")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    results: dict[str, Any] = {"all_reduce": [], "monitor": measure("monitor", 2, 1)}
+    results: dict[str, Any] = {"all_reduce": [], "monitor": measure("monitor", 2, min(options.rounds, 10))}
     for size in options.ranks:
         results["all_reduce"] += [{"ranks": size, **row} for row in measure("all_reduce", size, options.rounds)]
     if options.step:

@@ -6,7 +6,8 @@ The trainer's tensors are bfloat16; the engine loads each into its own, proves a
 of the whole sync, from the call to the last proof; trainer and engine are two processes. Floors:
 
     memcpy     one copy of as many bytes in one thread: nothing that fills another process's own memory does less
-    two-copy   two processes copy as many bytes each, at the same time: into shared memory, and out of it
+    two-copy   two processes copy as many bytes each, at the same time and without a word: one into shared memory of two
+               buckets, the other out of it. Between processes that keep their own tensors nothing does less
     loopback   a plain TCP connection on 127.0.0.1, one process sends and another receives as many bytes
     write      a plain file of as many bytes, written and fsynced, on the same disk
     read       the same file, read after its pages were dropped from the cache
@@ -26,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +35,7 @@ import torch
 
 from offbeat_dist import Mesh, join_world
 from offbeat_weightsync import (
+    DEFAULT_BUCKET_BYTES,
     ArrivingStream,
     BucketPlan,
     SharedMemorySender,
@@ -135,7 +138,8 @@ class Weights:
         shapes = llama_shapes(SIZES[size])
         self.tensors = {name: torch.full(shape, 0.5, dtype=torch.bfloat16) for name, shape in shapes}
         self.plan = BucketPlan.build(describe_tensors(self.tensors.items()))
-        self._source = np.ones(min(self.plan.num_bytes, 1 << 28), dtype=np.uint8)
+        whole_chunks = -(-self.plan.num_bytes // CHUNK_BYTES) * CHUNK_BYTES
+        self._source = np.ones(min(whole_chunks, 1 << 28), dtype=np.uint8)
         self._target = np.zeros_like(self._source)
 
     def copy(self) -> None:
@@ -145,6 +149,24 @@ class Weights:
             length = min(left, len(self._source))
             np.copyto(self._target[:length], self._source[:length])
             left -= length
+
+    def copy_in(self, shared: memoryview) -> None:
+        """As many bytes as the tensors have, into two buckets of shared memory, over and over."""
+        for start, length in self._parts(len(shared)):
+            first = start % len(shared)
+            own = start % len(self._source)
+            np.copyto(np.frombuffer(shared[first : first + length], np.uint8), self._source[own : own + length])
+
+    def copy_out(self, shared: memoryview) -> None:
+        """As many bytes out of it, into memory of our own."""
+        for start, length in self._parts(len(shared)):
+            first, own = start % len(shared), start % len(self._target)
+            np.copyto(self._target[own : own + length], np.frombuffer(shared[first : first + length], np.uint8))
+
+    def _parts(self, shared_bytes: int) -> Iterator[tuple[int, int]]:
+        assert len(self._target) % CHUNK_BYTES == shared_bytes % CHUNK_BYTES == 0
+        for start in range(0, self.plan.num_bytes, CHUNK_BYTES):
+            yield start, min(CHUNK_BYTES, self.plan.num_bytes - start)
 
     def chunks(self) -> Iterator[memoryview]:
         """As many bytes as the tensors have, in pieces."""
@@ -164,22 +186,24 @@ def time_shared_memory(size: str, repeats: int) -> Times:
     times = Times(weights.plan.num_bytes)
     with (
         SharedMemorySender(new_socket_path(), weights.plan, deadline_s=DEADLINE_S) as sender,
-        Peer(be_shared_memory_engine, sender.socket_path, size, repeats) as peer,
+        SharedBuckets() as shared,
+        Peer(be_shared_memory_engine, sender.socket_path, shared.name, size, repeats) as peer,
     ):
         for version in range(repeats):
             times.measure("memcpy", weights.copy)
-            times.measure("two-copy", lambda: peer.do_with(weights.copy))
+            times.measure("two-copy", lambda: peer.do_with(lambda: weights.copy_in(shared.buf)))
             times.measure("sync", lambda v=version: sender.send(weights.tensors.items(), v, 1))
     return times
 
 
-def be_shared_memory_engine(commands: Connection, socket_path: str, size: str, repeats: int) -> None:
+def be_shared_memory_engine(commands: Connection, socket_path: str, shared_name: str, size: str, repeats: int) -> None:
     """The other process: copy when told to, then take a version."""
     weights = Weights(size)
+    shared = SharedMemory(shared_name)
     commands.send("ready")
     for version in range(repeats):
         commands.recv()
-        weights.copy()
+        weights.copy_out(shared.buf)
         commands.send("copied")
         with receive(socket_path, version, DEADLINE_S) as stream:
             weights.take(stream)
@@ -233,6 +257,21 @@ def receive_all(plain: socket.socket, weights: Weights) -> None:
         done = 0
         while done < len(chunk):
             done += plain.recv_into(chunk[done:])
+
+
+class SharedBuckets(SharedMemory):
+    """Memory of two buckets for a floor."""
+
+    def __init__(self) -> None:
+        super().__init__(create=True, size=2 * DEFAULT_BUCKET_BYTES)
+        self.buf[:] = bytes(len(self.buf))  # so that its pages are there
+
+    def __enter__(self) -> "SharedBuckets":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        self.unlink()
 
 
 class FreePort:

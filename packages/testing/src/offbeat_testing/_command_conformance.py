@@ -89,10 +89,13 @@ class CommandConformance:
         plain = shutil.copytree(model, tmp_path / "plain", ignore=shutil.ignore_patterns("chat_template*"))
         settings = plain / "tokenizer_config.json"
         settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": None}))
-        asked = {"role": "user", "content": "what is one and one?"}
-        told = {"role": "assistant", "content": "two"}
-        row = {"prompt": [asked], "answer": "2", "messages": [asked, told]}  # as either application reads it
-        (tmp_path / "chat.jsonl").write_text(f"{json.dumps(row)}\n" * 24)
+        rows = []
+        for number in range(24):  # all of them different: a repeated question would be held out of training
+            asked = {"role": "user", "content": f"what is {number} and one?"}
+            told = {"role": "assistant", "content": str(number + 1)}
+            # As either application reads it.
+            rows.append({"prompt": [asked], "answer": told["content"], "messages": [asked, told]})
+        (tmp_path / "chat.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         words = ["--model.path", plain, "--data.path", tmp_path / "chat.jsonl"]
         assert_refused(command("plan", config, *words), "chat template")
 

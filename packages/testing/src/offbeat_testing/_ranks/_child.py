@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import FileStore
 
 from offbeat_testing._ranks._collectives import group_members, recorded_collectives
 from offbeat_testing._ranks._plugin import PerRank
@@ -167,18 +167,19 @@ class Rank:
         return liveness.watch(stall_after_s=max(1.0, self._request.deadline_s), policy="report")
 
     def _join(self) -> None:
-        """Become a rank as one of torchrun's: its environment, and a world where the test wants one."""
+        """Become a rank as one of torchrun's: its environment, and a world unless the body wants to join by itself."""
         port = int(_read_line(self._seat.orders))
         rank, size = str(self._seat.rank), str(self._request.size)
         os.environ.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if not self._request.join:
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
             return
         # Longer than the test's own deadline, which tells more.
         timeout = timedelta(seconds=self._request.deadline_s + 60)
-        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+        store = FileStore(str(self._seat.folder / "store"), self._request.size)
+        store.set_timeout(timeout)
         dist.init_process_group(
             "gloo", store=store, rank=self._seat.rank, world_size=self._request.size, timeout=timeout
         )

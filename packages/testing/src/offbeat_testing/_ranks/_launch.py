@@ -86,20 +86,21 @@ class Crew:
         self.why_ended = ""
 
     def start(self) -> None:
-        """Fork every rank, then open the store they meet at: its thread must not be there when they fork."""
+        """Fork every rank; then open the store that ranks meet at which join by themselves.
+
+        Its thread must not be there when they fork. Ranks that are joined for the test meet at a file: a TCPStore asks
+        the DNS for the name of each address that connects, and 5 s are gone when an answer is lost.
+        """
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         for rank in range(self._request.size):
             self._fork(rank)
-        store = TCPStore(
-            "127.0.0.1",
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=self._request.deadline_s),
-        )
-        self._store = store
-        self._order(f"{store.port}\n".encode())
+        port = 0
+        if not self._request.join:
+            timeout = timedelta(seconds=self._request.deadline_s)
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+            self._store, port = store, store.port
+        self._order(f"{port}\n".encode())
 
     def _fork(self, rank: int) -> None:
         orders_read, orders_write = os.pipe()

@@ -1,0 +1,17 @@
+"""A trainer takes samples that nobody puts: the rollouter sleeps."""
+
+import queue
+import time
+
+import torch.distributed as dist
+
+from offbeat_dist import liveness
+
+dist.init_process_group("gloo")
+samples: queue.Queue[int] = queue.Queue()
+if dist.get_rank() == 0:
+    time.sleep(3600)  # missing
+elif dist.get_rank() == 1:
+    with liveness.waiting("sample_queue.get", on="rank 0", deadline_s=3600):
+        samples.get()  # waits
+dist.barrier()  # waits

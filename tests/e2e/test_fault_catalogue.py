@@ -1,0 +1,85 @@
+"""Each known kind of hang, as a program in plain torch, is named rightly by the monitor: on 2, 4 and 8 real ranks."""
+
+import pytest
+from fault_catalogue import CATALOGUE, CYCLES, Fault, named_axes, named_ranks, ranks_at
+from fault_runs import FaultRun, Observation, run_faults
+
+STALL_AFTER_S = 1.5
+# What a verdict may take on a machine that does many other things; docs/liveness.md has what it takes.
+PATIENCE_S = 10.0
+ABORTED = 4
+DEFAULT_GROUP = "0"
+pytestmark = pytest.mark.timeout(240)
+every_fault = pytest.mark.parametrize(
+    ("fault", "size"),
+    [
+        pytest.param(fault, size, id=f"{fault.name}-{size}")
+        for size in (8, 4, 2)
+        for fault in reversed(CATALOGUE)
+        if size in fault.sizes
+    ],
+)
+
+
+def run_of(fault: Fault, size: int) -> FaultRun:
+    return FaultRun(script=fault.script, size=size, stall_after_s=STALL_AFTER_S)
+
+
+class Results:
+    """Runs what was collected, many at a time, and hands out each result when a test asks for it."""
+
+    def __init__(self, wanted: list[FaultRun]) -> None:
+        self._ended: dict[FaultRun, Observation] = {}
+        self._runs = run_faults(wanted, num_ranks_at_once=16)
+
+    def of(self, run: FaultRun) -> Observation:
+        while run not in self._ended:
+            ended, observation = next(self._runs)
+            self._ended[ended] = observation
+        return self._ended[run]
+
+    def close(self) -> None:
+        self._runs.close()
+
+
+@pytest.fixture(scope="module")
+def results(request):
+    params = [item.callspec.params for item in request.session.items if item.path == request.node.path]
+    started = Results([run_of(given["fault"], given["size"]) for given in params])
+    yield started
+    started.close()
+
+
+@every_fault
+def test_the_verdict_names_the_fault(results, fault, size):
+    seen = results.of(run_of(fault, size))
+    told = "\n".join(f"--- rank {rank}\n{output}" for rank, output in seen.outputs.items())
+    verdict = seen.verdict
+    assert verdict is not None, f"nothing was said; exit codes {seen.exit_codes}\n{told}"
+    text = verdict["text"]
+    assert verdict["kind"] in fault.kinds, text
+    assert seen.verdict_s < STALL_AFTER_S + PATIENCE_S, text
+    if verdict["group"] != DEFAULT_GROUP:
+        assert set(fault.axes) <= named_axes(verdict), text
+
+    guilty = fault.guilty(size)
+    at_fault, waiting = ranks_at(verdict, fault, "missing"), ranks_at(verdict, fault, "waits")
+    assert at_fault <= guilty, text
+    assert waiting, f"the verdict does not show where the others wait\n{text}"
+    assert not at_fault & waiting, text
+    if verdict["kind"] in CYCLES:
+        assert named_ranks(verdict) <= guilty | waiting, text
+    else:
+        assert named_ranks(verdict) <= guilty, text
+        if fault.lines("missing"):
+            assert at_fault | named_ranks(verdict), f"the verdict shows nobody to look at\n{text}"
+
+    codes = set(seen.exit_codes.values())
+    if verdict["kind"] == "straggler":
+        assert codes == {0}, f"a rank that moves was ended\n{told}"
+    elif verdict["kind"] == "dead-peer":
+        # Whoever is set free by the end of a peer may leave by the error that torch raises.
+        still_there = {rank for rank, code in seen.exit_codes.items() if code is None}
+        assert still_there <= named_ranks(verdict), f"exit codes {seen.exit_codes}\n{told}"
+    else:
+        assert codes == {ABORTED}, f"exit codes {seen.exit_codes}\n{told}"
