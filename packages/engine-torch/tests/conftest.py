@@ -30,12 +30,12 @@ def weighted(tokens):
     return -(tokens.logprobs_N * tokens.extras["advantage"]).sum() / tokens.total_tokens, {}
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_groups():
     return groups
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def weighted_loss():
     return weighted
 

@@ -1,8 +1,10 @@
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offbeat_engine_torch import TorchTrainEngine
@@ -91,7 +93,9 @@ def test_peft_reads_the_adapters(model_folder, tmp_path, make_groups, weighted_l
         np.testing.assert_allclose(found[sequence.loss_mask], wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("broken", ["trainer/engine.json", "trainer/optimizer.safetensors", "model.safetensors"])
+@pytest.mark.parametrize(
+    "broken", ["trainer/engine.json", "trainer/optimizer-00001-of-00001.safetensors", "model.safetensors"]
+)
 @pytest.mark.parametrize("how", ["missing", "truncated"])
 def test_a_broken_checkpoint_is_refused(model_folder, tmp_path, broken, how):
     engine = TorchTrainEngine.create(config(model_folder))
@@ -118,3 +122,45 @@ def test_a_checkpoint_of_another_shape_or_kind_is_refused(model_folder, tmp_path
     other = tiny_model(tmp_path / "other", "qwen3", hidden_size=64)
     with pytest.raises(ModelError, match="another model"):
         TorchTrainEngine.create(config(other)).load(tmp_path / "full")
+
+
+def test_a_checkpoint_of_format_1_is_still_read(model_folder, tmp_path, make_groups, weighted_loss):
+    engine = TorchTrainEngine.create(config(model_folder))
+    train(engine, make_groups, weighted_loss, range(3))
+    engine.save(tmp_path)
+    trainer = tmp_path / "trainer"
+    tensors = load_file(trainer / "optimizer-00001-of-00001.safetensors")
+    state = json.loads((trainer / "engine.json").read_text())
+    steps = {name: part["step"] for parts in state.pop("parts").values() for name, part in parts.items()}
+    old = {name if name.startswith("rng.") else f"adam.{name}": tensor for name, tensor in tensors.items()}
+    old |= {f"adam.step.{name}": torch.tensor(step) for name, step in steps.items()}
+    save_file(old, trainer / "optimizer.safetensors")
+    (trainer / "engine.json").write_text(json.dumps(state | {"format": 1}))
+    (trainer / "optimizer-00001-of-00001.safetensors").unlink()
+    resumed = TorchTrainEngine.create(config(model_folder))
+    resumed.load(tmp_path)
+    undisturbed = train(engine, make_groups, weighted_loss, range(3, 6))
+    assert train(resumed, make_groups, weighted_loss, range(3, 6)) == undisturbed
+
+
+def test_a_checkpoint_of_a_later_format_is_refused(model_folder, tmp_path):
+    engine = TorchTrainEngine.create(config(model_folder))
+    engine.save(tmp_path)
+    file = tmp_path / "trainer" / "engine.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 3}))
+    with pytest.raises(ModelError, match="got 3"):
+        engine.load(tmp_path)
+
+
+def test_large_models_are_written_in_several_files(model_folder, tmp_path, make_groups, weighted_loss, monkeypatch):
+    monkeypatch.setattr("offbeat_engine_torch._tensor_files.MAX_FILE_BYTES", 30_000)
+    engine = TorchTrainEngine.create(config(model_folder))
+    train(engine, make_groups, weighted_loss, range(1))
+    engine.save(tmp_path)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
+    other = TorchTrainEngine.create(config(model_folder))
+    other.load(tmp_path)
+    for (name, tensor), (_, read) in zip(engine.weights(), other.weights(), strict=True):
+        assert torch.equal(loaded[name], tensor)
+        assert torch.equal(read, tensor)

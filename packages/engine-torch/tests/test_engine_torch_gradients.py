@@ -19,7 +19,7 @@ def double_engine(folder, **changes):
     options = changes.pop("options", {})
     config = TrainEngineConfig(model_path=str(folder), device="cpu", options=options, **changes)
     engine = TorchTrainEngine.create(config)
-    engine._model.whole.double()
+    engine._policy.model.whole.double()
     return engine
 
 
@@ -63,7 +63,7 @@ def folder(request, tmp_path_factory):
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "unshared"])
 def test_gradients_are_those_of_single_sequences(folder, kernel, share, make_groups, weighted_loss):
     engine = double_engine(folder, options={"share_prompts": share}, max_tokens_per_microbatch=64)
-    engine._kernel = kernel
+    engine._policy.kernel = kernel
     sequences = make_groups()
     assert_same(engine_gradients(engine, sequences, weighted_loss), reference_gradients(folder, sequences))
 

@@ -13,6 +13,12 @@ def config(folder="unused", **changes):
     return TrainEngineConfig(model_path=str(folder), device="cpu", learning_rate=1e-3, **changes)
 
 
+def copy_moments(engine):
+    optimizer = engine._optimizer
+    states = {name: optimizer.state_of(name) for name in optimizer.parameters}
+    return {(name, key): tensor.clone() for name, state in states.items() for key, tensor in state.items()}
+
+
 def test_schedules_pass_through_known_values():
     linear = config(schedule="linear", warmup_steps=4, total_steps=14, min_learning_rate_ratio=0.1)
     rates = [learning_rate_at(step, linear) / 1e-3 for step in (0, 3, 4, 9, 14, 20)]
@@ -60,7 +66,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_named(model_folder, make_g
     engine.forward_backward(make_groups(), weighted_loss)
     engine.step()
     before = {name: tensor.clone() for name, tensor in engine.weights()}
-    moments = {name: tensor.clone() for name, tensor in engine._optimizer.state().items()}
+    moments = copy_moments(engine)
 
     def poison(tokens):  # finite loss, infinite slope
         return torch.sqrt(tokens.logprobs_N * 0.0).sum(), {}
@@ -75,7 +81,8 @@ def test_a_gradient_that_is_not_finite_is_refused_and_named(model_folder, make_g
     assert "model.embed_tokens.weight" in engine.last_refusal
     assert engine.last_refusal in caplog.text
     assert all(torch.equal(before[name], tensor) for name, tensor in engine.weights())
-    assert all(torch.equal(moments[name], tensor) for name, tensor in engine._optimizer.state().items())
+    assert moments
+    assert all(torch.equal(moments[name], tensor) for name, tensor in copy_moments(engine).items())
     engine.forward_backward(make_groups(), weighted_loss)
     assert engine.step()["steps_refused"].value == 0
 

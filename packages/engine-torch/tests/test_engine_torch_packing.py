@@ -3,6 +3,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat_engine_torch._packing import lay_out, plan_packs
+from offbeat_engine_torch._pieces import cut_box, num_elements, overlap, slices
+from offbeat_engine_torch._shares import members_in_order, plan_shares
 from offbeat_types import TrainSequence
 
 PROMPTS = [[5], [5, 6], [7, 8, 9], [5, 6, 7, 8, 9, 10]]
@@ -70,3 +72,50 @@ def test_sharing_lays_a_prompt_out_once(make_groups):
 def test_a_sequence_above_the_budget_goes_alone(make_groups):
     sequences = make_groups(num_prompts=3, samples=2, prompt=(30, 31), completion=(5, 6))
     assert [len(f) for f in plan_packs(sequences, budget=16, share_prompts=True)] == [1] * 5
+
+
+@settings(max_examples=100, deadline=None)
+@given(sequences=sequence_lists(), budget=st.integers(2, 40), share=st.booleans(), num_shares=st.integers(1, 5))
+def test_shares_meet_in_every_micro_batch_and_leave_nothing_out(sequences, budget, share, num_shares):
+    shares = plan_shares(sequences, budget=budget, share_prompts=share, num_shares=num_shares)
+    assert shares == plan_shares(list(sequences), budget=budget, share_prompts=share, num_shares=num_shares)
+    assert len({len(batches) for batches in shares}) == 1
+    for families in (families for batches in shares for families in batches if families):
+        pack = lay_out(sequences, families)
+        assert len(pack.ids_T) <= budget or len(pack.members) == 1
+    members = sorted(member for share in members_in_order(shares) for member in share)
+    assert members == [i for i, s in enumerate(sequences) if s.loss_mask.any()]
+
+
+def test_shares_are_alike(make_groups):
+    sequences = make_groups(num_prompts=5, samples=8, prompt=(20, 40), completion=(5, 30))
+    for num_shares in (2, 4):
+        shares = plan_shares(sequences, budget=200, share_prompts=True, num_shares=num_shares)
+        for batches in zip(*shares, strict=True):
+            loads = [sum(family.num_tokens for family in batch) for batch in batches]
+            assert max(loads) <= 1.4 * min(loads)
+
+
+def test_one_prompt_gives_work_to_all(make_groups):
+    sequences = make_groups(num_prompts=2, samples=8, prompt=(20, 21), completion=(6, 7))[1:]
+    shares = plan_shares(sequences, budget=4096, share_prompts=True, num_shares=4)
+    assert all(any(batches) for batches in shares)
+
+
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    dp=st.integers(1, 5),
+    tp=st.sampled_from([(1, None), (2, None), (2, 0), (2, 1)]),
+)
+def test_boxes_of_all_places_cover_a_tensor_once(shape, dp, tp):
+    tp_size, tp_dim = tp
+    if tp_dim is not None:
+        tp_dim = min(tp_dim, len(shape) - 1)
+        shape[tp_dim] *= tp_size
+    seen = np.zeros(shape, int)
+    places = [(i, j) for i in range(dp) for j in range(tp_size if tp_dim is not None else 1)]
+    boxes = [cut_box(tuple(shape), tp_dim, dp=(i, dp), tp=(j, tp_size)) for i, j in places]
+    for box in boxes:
+        seen[slices(box)] += 1
+    assert np.all(seen == 1)
+    assert sum(num_elements(overlap(boxes[0], box)) for box in boxes[1:]) == 0

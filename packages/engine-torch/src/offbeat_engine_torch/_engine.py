@@ -8,30 +8,30 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from offbeat_dist import Device, open_device
+from offbeat_dist import Device, Mesh, open_device
 from offbeat_engine_torch._checkpoint import export_weights, load_state, save_state
-from offbeat_engine_torch._logprobs import token_logprobs
-from offbeat_engine_torch._lora import add_lora, without_lora
-from offbeat_engine_torch._model import CausalModel, load_model, plain_name
+from offbeat_engine_torch._load import make_policy
+from offbeat_engine_torch._loss_tokens import ask_loss_tokens, count_pack
 from offbeat_engine_torch._optimizer import ClippedAdamW, check_schedule
 from offbeat_engine_torch._options import TorchEngineOptions, read_options
-from offbeat_engine_torch._packing import Pack, lay_out, plan_packs
-from offbeat_engine_torch._rows import AttentionPlan
+from offbeat_engine_torch._packing import idle_pack, lay_out
+from offbeat_engine_torch._pieces import collect_gradients, trained_parameters
+from offbeat_engine_torch._policy import Policy
+from offbeat_engine_torch._ranks import Alone, Ranks, Team
+from offbeat_engine_torch._sharding import partial_gradients
+from offbeat_engine_torch._shares import MicroBatch, count_tokens, members_in_order, plan_shares, spread_values
+from offbeat_engine_torch._weights import iterate_weights
 from offbeat_types import (
     ConfigError,
     Floats,
     LossFunction,
-    LossTokens,
     Metric,
     Metrics,
-    ModelError,
     ShapeError,
     TrainEngineConfig,
     TrainSequence,
@@ -44,10 +44,13 @@ _FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class TorchTrainEngine:
-    """A causal language model and its optimizer in one process: implements `offbeat_types.TrainEngine`.
+    """A causal language model and its optimizer: implements `offbeat_types.TrainEngine`, on one rank or many.
 
     Weights, gradients and moments are float32; with dtype bfloat16 the matrix products of the blocks run in bfloat16
     under autocast. Make one with `create`.
+
+    On a mesh every rank calls every method, in the same order and with the same arguments: the sequences of the whole
+    update. The engine takes its share, and each rank returns what one process would.
 
     Attributes:
         config: as given to `create`.
@@ -56,21 +59,26 @@ class TorchTrainEngine:
     """
 
     def __init__(
-        self, config: TrainEngineConfig, options: TorchEngineOptions, device: Device, model: CausalModel
+        self, config: TrainEngineConfig, options: TorchEngineOptions, device: Device, policy: Policy, ranks: Ranks
     ) -> None:
         self.config = config
         self.temperature = options.temperature
         self.last_refusal = ""
-        self._options, self._device, self._model = options, device, model
-        self._kernel: str = getattr(device, "packed_attention", "rows")
-        self._optimizer = ClippedAdamW(_trained(model), config)
-        self._reference: CausalModel | None = None
+        self._options, self._device, self._policy, self._ranks = options, device, policy, ranks
+        self._optimizer = ClippedAdamW(trained_parameters(policy.pieces), config)
+        self._partial = partial_gradients(policy.model)
+        self._mesh: Mesh | None = None
+        self._reference: Policy | None = None
         self._steps_refused = 0
         self._bad_loss = False
 
     @classmethod
-    def create(cls, config: TrainEngineConfig) -> "TorchTrainEngine":
+    def create(cls, config: TrainEngineConfig, mesh: Mesh | None = None) -> "TorchTrainEngine":
         """Load the model and make the optimizer.
+
+        Args:
+            config: of the engine, the same on all ranks.
+            mesh: of the ranks that train together, along dp and tp; None, or a mesh of one, for one process.
 
         Raises:
             ConfigError: the device is not here, or a setting or option is out of range.
@@ -78,23 +86,23 @@ class TorchTrainEngine:
         """
         options = read_options(config.options)
         check_schedule(config)
-        device = open_device(config.device)
+        device = _open_device(config, mesh)
+        mesh = None if mesh is not None and mesh.size == 1 else mesh
         if config.dtype != "float32" and _FORMATS[config.dtype] not in device.autocast_dtypes:
             raise ConfigError(f"device {device.torch_device} does not compute in {config.dtype}; use float32")
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         torch.manual_seed(config.seed)
-        model = load_model(config.model_path, device=device.torch_device, trust_remote_code=config.trust_remote_code)
-        if config.lora_rank:
-            model.whole.requires_grad_(False)
-            alpha = config.lora_alpha or 2.0 * config.lora_rank
-            add_lora(model.backbone, rank=config.lora_rank, alpha=alpha, seed=config.seed)
+        ranks = Alone() if mesh is None else Team(mesh, device.torch_device)
+        policy = make_policy(config, options, device, ranks, mesh)
         if config.activation_checkpointing:
-            whole = model.whole  # transformers renamed the method in 5.2x
+            whole = policy.model.whole  # transformers renamed the method in 5.2x
             enable = getattr(whole, "activation_checkpointing_enable", None) or whole.gradient_checkpointing_enable
             enable({"use_reentrant": False})
             whole.train()  # dropout is zero already: training mode only turns checkpointing on
-        return cls(config, options, device, model)
+        engine = cls(config, options, device, policy, ranks)
+        engine._mesh = mesh
+        return engine
 
     def forward_backward(self, sequences: Sequence[TrainSequence], loss: LossFunction) -> Metrics:
         """Add up gradients of the summed loss, one micro-batch at a time.
@@ -113,13 +121,29 @@ class TorchTrainEngine:
         if len({frozenset(sequence.extras) for sequence in with_loss}) > 1:
             raise ShapeError("all sequences of an update need the same extras; give each the arrays the loss reads")
         totals = sum(int(sequence.loss_mask.sum()) for sequence in with_loss), len(with_loss)
-        results = []
-        for pack in self._packs(with_loss):
-            tokens = self._loss_tokens(with_loss, pack, totals)
-            value, metrics = loss(tokens)
-            self._backward(value)
-            results.append({**metrics, **_counts(with_loss, pack, float(value.detach()))})
-        return merge_metrics(results)
+        results: list[Metrics] = []
+        failure: Exception | None = None
+        for batch in self._plan("forward_backward", with_loss, self._policy)[self._ranks.share]:
+            pack = lay_out(with_loss, batch) if batch and failure is None else None
+            if pack is None:
+                self._keep_company(self._policy.ask(idle_pack())[0])
+                continue
+            tokens = ask_loss_tokens(self._policy, with_loss, pack, totals)
+            try:
+                value, metrics = loss(tokens)
+            except Exception as error:  # the other ranks wait in this pass: finish it, then tell them
+                if self._ranks.size == 1:
+                    raise
+                failure = error
+                self._keep_company(tokens.logprobs_N)
+            else:
+                self._backward(value, tokens.logprobs_N)
+                results.append({**metrics, **count_pack(with_loss, pack, float(value.detach()))})
+        try:
+            return self._ranks.merge(merge_metrics(results), failure)
+        except Exception:
+            self._clear_gradients()  # of the ranks that did not fail
+            raise
 
     def step(self) -> Metrics:
         """Clip, update the weights, clear gradients.
@@ -131,14 +155,13 @@ class TorchTrainEngine:
             `grad_norm` (before clipping; weight 0 when refused), `learning_rate`, `steps_refused` (0 or 1).
         """
         optimizer, rate = self._optimizer, self._optimizer.learning_rate
-        norm = math.nan if self._bad_loss else optimizer.grad_norm()
+        norm = self._grad_norm()
         refused = not math.isfinite(norm)
         if refused:
             self._refuse()
         else:
             optimizer.step(norm)
-        optimizer.clear()
-        self._bad_loss = False
+        self._clear_gradients()
         return {
             "grad_norm": Metric(value=0.0 if refused else norm, weight=0.0 if refused else 1.0),
             "learning_rate": Metric(value=rate, how="last"),
@@ -157,53 +180,73 @@ class TorchTrainEngine:
         Returns:
             [T] float32 nats per sequence; 0 where loss_mask is False.
         """
-        model, scope = self._policy(reference=reference)
-        found = [np.zeros(len(sequence.ids), np.float32) for sequence in sequences]
+        policy, scope = self._asked_policy(reference=reference)
+        shares = self._plan("logprobs of the first policy" if reference else "logprobs", sequences, policy)
+        values = [np.zeros(0, np.float32)]
         with scope:
-            for pack in self._packs(sequences):
-                values = self._head(model, pack)[0].float().cpu().numpy()
-                bounds = np.searchsorted(pack.sequence_N, np.arange(len(pack.members) + 1))
-                for place, member in enumerate(pack.members):
-                    here = slice(bounds[place], bounds[place + 1])
-                    found[member][pack.token_N[here]] = values[here]
-        return found
+            for batch in shares[self._ranks.share]:
+                answer = policy.ask(lay_out(sequences, batch) if batch else idle_pack())[0]
+                if batch:
+                    values.append(answer.float().cpu().numpy())
+        policy.settle()
+        members = members_in_order(shares)
+        found = self._ranks.gather_shares(np.concatenate(values), count_tokens(sequences, members))
+        return spread_values(sequences, members, found)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate (Hugging Face name, float32 tensor) in the model's order; a tied head once, LoRA merged.
 
-        A tensor is the trainer's own: read it before the next step, and do not write to it.
+        On a mesh each step gathers one whole tensor on every rank, so every rank iterates to the end. In one process
+        a tensor is the trainer's own: read it before the next step, and do not write to it.
         """
-        return self._model.weights()
+        return iterate_weights(self._policy.model, self._policy.pieces, self._ranks)
 
     def save_weights(self, folder: Path) -> None:
         """Write a folder that plain transformers loads: weights with LoRA merged, config, tokenizer."""
-        export_weights(self._model, folder, tokenizer_from=Path(self.config.model_path).expanduser())
+        with self._ranks.together("save_weights"):
+            self._export(folder)
 
     def save(self, folder: Path) -> None:
-        """Write weights as `save_weights`, and optimizer, schedule and random state beside them, synced to disk."""
-        self.save_weights(folder)
-        save_state(folder, self._model, self._optimizer, self._device, {"steps_refused": self._steps_refused})
+        """Write weights as `save_weights`, and optimizer, schedule and random state beside them, synced to disk.
+
+        On a mesh the leader writes the weights and each rank its own moments, into one folder that all of them see;
+        everything is on disk when it returns on any rank.
+        """
+        counts = {"steps_refused": self._steps_refused}
+        with self._ranks.together("save"):
+            self._export(folder)
+            save_state(folder, self._policy, self._optimizer, self._device, self._ranks, counts)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote; the next step is the one an undisturbed run would take.
+        """Read what `save` wrote, on however many ranks; the next step is the one an undisturbed run would take.
 
         Raises:
             ModelError: the folder is not a whole checkpoint of this model.
         """
-        counts = load_state(folder, self._model, self._optimizer, self._device)
+        with self._ranks.together("load"):
+            counts = load_state(folder, self._policy, self._optimizer, self._device, self._ranks, self.config)
         self._steps_refused = counts["steps_refused"]
-        self._optimizer.clear()
-        self._bad_loss = False
+        self._clear_gradients()
 
     def close(self) -> None:
         """Free weights, gradients and moments. The engine cannot be used afterwards."""
-        for name in ("_model", "_optimizer", "_reference"):
+        for name in ("_policy", "_optimizer", "_reference"):
             self.__dict__.pop(name, None)
 
     @property
     def vocabulary_size(self) -> int:
         """Rows of the vocabulary head: token ids are below it."""
-        return self._model.head.out_features
+        return self._policy.vocabulary_size
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that train together."""
+        return self._ranks.size
+
+    @property
+    def leader(self) -> bool:
+        """Whether this rank is the one to report, send and write what only one should."""
+        return self._ranks.leader
 
     @property
     def steps_taken(self) -> int:
@@ -215,101 +258,75 @@ class TorchTrainEngine:
         """Updates refused since the run began."""
         return self._steps_refused
 
-    def _packs(self, sequences: Sequence[TrainSequence]) -> Iterator[Pack]:
-        budget, share = self.config.max_tokens_per_microbatch, self._options.share_prompts
-        for families in plan_packs(sequences, budget=budget, share_prompts=share):
-            pack = lay_out(sequences, families)
-            self._check_ids(pack)
-            yield pack
-
-    def _check_ids(self, pack: Pack) -> None:
-        ids = np.concatenate([pack.ids_T, pack.target_N])
-        if ids.min() < 0 or ids.max() >= self.vocabulary_size:
-            raise ModelError(
-                f"token ids must be in [0, {self.vocabulary_size}): got {ids.min()} to {ids.max()}; "
-                "use the tokenizer of this model"
-            )
-
-    def _loss_tokens(
-        self, sequences: Sequence[TrainSequence], pack: Pack, totals: tuple[int, int]
-    ) -> LossTokens[Tensor]:
-        logprobs, entropy = self._head(self._model, pack)
-        names = sorted(sequences[pack.members[0]].extras)
-        return LossTokens(
-            logprobs_N=logprobs,
-            entropy_N=entropy,
-            sequence_N=self._tensor(pack.sequence_N),
-            num_sequences=len(pack.members),
-            extras={name: self._tensor(_extra(sequences, pack, name)) for name in names},
-            total_tokens=totals[0],
-            total_sequences=totals[1],
+    def _plan(self, what: str, sequences: Sequence[TrainSequence], policy: Policy) -> list[list[MicroBatch]]:
+        """Micro-batches of every share, after making sure that all ranks were asked for the same."""
+        policy.check_ids(sequences)
+        self._ranks.check_same(what, sequences)
+        return plan_shares(
+            sequences,
+            budget=self.config.max_tokens_per_microbatch,
+            share_prompts=self._options.share_prompts,
+            num_shares=self._ranks.num_shares,
         )
 
-    def _head(self, model: CausalModel, pack: Pack) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [N] and entropies [N] of a pack's loss tokens."""
-        plan = AttentionPlan(pack.segments, self._device.torch_device)
-        with self._autocast():
-            hidden_TE = model.hidden(self._tensor(pack.ids_T), self._tensor(pack.positions_T), plan, self._kernel)
-        matmul = model.head.weight.dtype if self._options.head_dtype == "float32" else torch.bfloat16
-        return token_logprobs(
-            hidden_TE.index_select(0, self._tensor(pack.predictor_N)),
-            model.head.weight,
-            model.head.bias,
-            self._tensor(pack.target_N),
-            scale=model.logit_scale / self.temperature,
-            matmul_dtype=matmul,
-            entropy_gradient=self._options.entropy_gradient,
-        )
-
-    def _backward(self, value: Tensor) -> None:
+    def _backward(self, value: Tensor, logprobs: Tensor) -> None:
         if not torch.isfinite(value.detach()):
             self._bad_loss = True  # the step will be refused: its gradients need not be computed
         elif value.requires_grad:
             value.backward()  # type: ignore[no-untyped-call]
+            return
+        self._keep_company(logprobs)
+
+    def _keep_company(self, logprobs: Tensor) -> None:
+        """Run a backward pass without gradient, because the other ranks run one and meet this rank in every layer."""
+        if self._ranks.size > 1:
+            logprobs.backward(torch.zeros_like(logprobs))  # type: ignore[no-untyped-call]
+
+    def _grad_norm(self) -> float:
+        """L2 norm over the gradients of all ranks; NaN when a loss was not finite on one of them."""
+        collect_gradients(self._policy.pieces, self._optimizer.parameters)
+        grads = {name: p.grad for name, p in self._optimizer.parameters.items() if p.grad is not None}
+        self._ranks.add_partial([grad for name, grad in grads.items() if name in self._partial])
+        owned = {piece.name for piece in self._policy.pieces if piece.owned}
+        found = self._ranks.exchange([self._bad_loss, 0.0 if self._bad_loss else self._optimizer.grad_norm(owned)])
+        self._bad_loss = any(bad for bad, _ in found)
+        return math.nan if self._bad_loss else math.hypot(*(norm for _, norm in found))
 
     def _refuse(self) -> None:
         self._steps_refused += 1
-        name = self._optimizer.first_not_finite()
+        found = set(self._ranks.exchange(self._optimizer.first_not_finite()))
+        name = next((piece.name for piece in self._policy.pieces if piece.name in found), "")
         where = f"the gradient of {name} is" if name else "the loss is" if self._bad_loss else "the gradient norm is"
         self.last_refusal = f"update {self.steps_taken}: {where} not finite; the weights were left as they were"
         log.warning("step refused (%d so far): %s", self._steps_refused, self.last_refusal)
 
-    def _policy(self, *, reference: bool) -> tuple[CausalModel, AbstractContextManager[None]]:
-        """The model to ask, and the state to ask it in."""
+    def _clear_gradients(self) -> None:
+        self._optimizer.clear()
+        for piece in self._policy.pieces:
+            piece.parameter.grad = None
+        self._bad_loss = False
+
+    def _export(self, folder: Path) -> None:
+        tokenizer = Path(self.config.model_path).expanduser()
+        export_weights(self._policy, self._ranks, folder, tokenizer)
+
+    def _asked_policy(self, *, reference: bool) -> tuple[Policy, AbstractContextManager[None]]:
+        """The policy to ask, and the state to ask it in."""
         if not reference:
-            return self._model, nullcontext()
+            return self._policy, nullcontext()
         if self.config.lora_rank:
-            return self._model, without_lora(self._model.whole)
+            return self._policy, self._policy.without_adapters()
         if self._reference is None:
-            config, device = self.config, self._device.torch_device
-            self._reference = load_model(config.model_path, device=device, trust_remote_code=config.trust_remote_code)
-            self._reference.whole.requires_grad_(False)
+            self._reference = make_policy(self.config, self._options, self._device, self._ranks, self._mesh)
+            self._reference.model.requires_grad_(requires_grad=False)
         return self._reference, nullcontext()
 
-    def _autocast(self) -> AbstractContextManager[object]:
-        if self.config.dtype == "float32":
-            return nullcontext()
-        return torch.autocast(self._device.torch_device.type, dtype=_FORMATS[self.config.dtype])
 
-    def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device.torch_device)
-
-
-def _trained(model: CausalModel) -> dict[str, nn.Parameter]:
-    return {plain_name(name): p for name, p in model.whole.named_parameters() if p.requires_grad}
-
-
-def _extra(sequences: Sequence[TrainSequence], pack: Pack, name: str) -> Floats:
-    """[N] float32: one extra of every sequence at its loss tokens."""
-    parts = [sequences[member].extras[name][sequences[member].loss_mask] for member in pack.members]
-    return np.concatenate(parts).astype(np.float32)
-
-
-def _counts(sequences: Sequence[TrainSequence], pack: Pack, loss: float) -> Metrics:
-    counts = {
-        "loss": loss,
-        "num_microbatches": 1.0,
-        "packed_tokens": float(len(pack.ids_T)),
-        "sequence_tokens": float(sum(len(sequences[member].ids) for member in pack.members)),
-    }
-    return {name: Metric(value=value, how="sum") for name, value in counts.items()}
+def _open_device(config: TrainEngineConfig, mesh: Mesh | None) -> Device:
+    """The device of `config`; on a mesh each rank has its own already, of which the config may say the kind."""
+    if mesh is None:
+        return open_device(config.device)
+    kind = config.device.partition(":")[0]
+    if kind not in ("auto", mesh.device.kind):
+        raise ConfigError(f"the mesh computes on {mesh.device.kind}, the engine is set to {config.device}; use auto")
+    return mesh.device

@@ -2,18 +2,35 @@
 
 The vocabulary head runs over a few hundred tokens at a time; the backward pass computes each chunk's logits again
 (unless there was one chunk only), so memory is bounded by the chunk whatever the batch and the vocabulary.
-Source: the idea of Cut Cross-Entropy (arXiv:2411.09009) and Liger's fused linear cross-entropy, for any loss.
+Source: the idea of Cut Cross-Entropy (arXiv:2411.09009) and Liger's fused linear cross-entropy, for any loss; the
+vocabulary cut over ranks is that of Megatron-LM (arXiv:1909.08053).
 
-Shapes: N loss tokens, C of them in a chunk, E hidden size, V vocabulary.
+Shapes: N loss tokens, C of them in a chunk, E hidden size, V vocabulary (of this rank, where it is cut).
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from offbeat_engine_torch._tensor_parallel import TensorParallel
+
 CHUNK_BYTES = 64 * 2**20
 MIN_CHUNK_TOKENS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyPart:
+    """The rows of the head that this rank holds, when ranks share the vocabulary in equal parts.
+
+    Args:
+        first: id of the first row.
+        tp: the ranks that share it, all with the same hidden states and targets.
+    """
+
+    first: int
+    tp: TensorParallel
 
 
 def token_logprobs(
@@ -25,6 +42,7 @@ def token_logprobs(
     scale: float = 1.0,
     matmul_dtype: torch.dtype = torch.float32,
     entropy_gradient: bool = False,
+    part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target under softmax(scale * (hidden @ weight.T + bias)), and that softmax's entropy.
 
@@ -36,12 +54,13 @@ def token_logprobs(
         scale: factor on the logits: 1 / temperature, times any scale of the model's own.
         matmul_dtype: format of the matrix products; everything after them is float32 (float64 for float64).
         entropy_gradient: let gradient flow through the entropy too.
+        part: which rows of the head `weight_VE` and `bias_V` are; None for all.
 
     Returns:
         [N] log-probabilities and [N] entropies, nats, float32 (float64 when `matmul_dtype` is).
     """
     logprobs, entropy = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NE, weight_VE, bias_V, target_N, scale, matmul_dtype
+        hidden_NE, weight_VE, bias_V, target_N, scale, matmul_dtype, part
     )
     return logprobs, entropy if entropy_gradient else entropy.detach()
 
@@ -51,33 +70,48 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: float, matmul: torch.dtype
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        scale: float,
+        matmul: torch.dtype,
+        part: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor]:
         floats = torch.float64 if matmul == torch.float64 else torch.float32
         chosen, lse, mean = (hidden.new_empty(len(hidden), dtype=floats) for _ in range(3))
         chunks, kept = _chunks(len(hidden), len(weight)), None
+        column, here_N = _columns(target, len(weight), part)
         with _without_autocast(hidden):
             cast = weight.to(matmul)
             for here in chunks:
                 logits_CV = _logits(hidden[here], cast, bias, scale, floats)
-                chosen[here] = logits_CV.gather(1, target[here, None])[:, 0]
+                chosen_C = logits_CV.gather(1, column[here, None])[:, 0]
                 top_C1 = logits_CV.amax(1, keepdim=True)
+                if part is not None:
+                    part.tp.largest(top_C1)
                 logits_CV -= top_C1
                 odds_CV = logits_CV.exp()
-                total_C = odds_CV.sum(1)
+                total_C, weighted_C = odds_CV.sum(1), torch.linalg.vecdot(odds_CV, logits_CV)
+                if part is not None and here_N is not None:
+                    sums = torch.stack([total_C, weighted_C, chosen_C * here_N[here]])
+                    total_C, weighted_C, chosen_C = part.tp.add(sums)
+                chosen[here] = chosen_C
                 lse[here] = total_C.log() + top_C1[:, 0]
-                mean[here] = torch.linalg.vecdot(odds_CV, logits_CV) / total_C + top_C1[:, 0]
+                mean[here] = weighted_C / total_C + top_C1[:, 0]
                 if len(chunks) == 1:  # small enough to keep: the backward pass need not compute it again
                     kept = logits_CV.sub_(total_C.log()[:, None])
         entropy = lse - mean
         ctx.save_for_backward(hidden, weight, bias, target, lse, entropy, kept)
-        ctx.scale, ctx.matmul = scale, matmul
+        ctx.scale, ctx.matmul, ctx.part = scale, matmul, part
         ctx.set_materialize_grads(False)
         return chosen - lse, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, lse, entropy, kept = ctx.saved_tensors
+        column, here_N = _columns(target, len(weight), ctx.part)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight) if wants_weight else None
@@ -90,7 +124,8 @@ class _HeadLogprobs(torch.autograd.Function):
                 else:
                     logp_CV = kept.clone()
                 pieces = [None if grad is None else grad[here] for grad in grads]
-                grad_CV = _grad_logits(logp_CV, target[here], entropy[here], *pieces)
+                found = None if here_N is None else here_N[here]
+                grad_CV = _grad_logits(logp_CV, column[here], found, entropy[here], *pieces)
                 grad_CV = grad_CV.mul_(ctx.scale).to(ctx.matmul)
                 if grad_hidden is not None:
                     grad_hidden[here] = grad_CV @ cast
@@ -98,7 +133,18 @@ class _HeadLogprobs(torch.autograd.Function):
                     _add_product(grad_weight, grad_CV.T, hidden[here].to(ctx.matmul))
                 if grad_bias is not None:
                     grad_bias += grad_CV.sum(0)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+            if ctx.part is not None and grad_hidden is not None:
+                ctx.part.tp.add(grad_hidden)  # each rank has it through its own rows
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _columns(target_N: Tensor, num_rows: int, part: VocabularyPart | None) -> tuple[Tensor, Tensor | None]:
+    """Column of each target among this rank's logits, and which targets are there at all (None: all)."""
+    if part is None:
+        return target_N, None
+    column_N = target_N - part.first
+    here_N = (column_N >= 0) & (column_N < num_rows)
+    return column_N.where(here_N, 0), here_N
 
 
 def _without_autocast(like: Tensor) -> Any:
@@ -119,7 +165,12 @@ def _logits(hidden_CE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, scale: 
 
 
 def _grad_logits(
-    logp_CV: Tensor, target_C: Tensor, entropy_C: Tensor, grad_logp_C: Tensor | None, grad_entropy_C: Tensor | None
+    logp_CV: Tensor,
+    column_C: Tensor,
+    here_C: Tensor | None,
+    entropy_C: Tensor,
+    grad_logp_C: Tensor | None,
+    grad_entropy_C: Tensor | None,
 ) -> Tensor:
     """Gradient of the scaled logits, from log-probabilities (overwritten).
 
@@ -132,7 +183,8 @@ def _grad_logits(
         shift_C1 = (minus - grad_entropy_C * entropy_C)[:, None]
         grad_CV = logp_CV.exp().mul_(logp_CV.mul_(-grad_entropy_C[:, None]).add_(shift_C1))
     if grad_logp_C is not None:
-        grad_CV.scatter_add_(1, target_C[:, None], grad_logp_C[:, None])
+        chosen_C = grad_logp_C if here_C is None else grad_logp_C * here_C
+        grad_CV.scatter_add_(1, column_C[:, None], chosen_C[:, None])
     return grad_CV
 
 

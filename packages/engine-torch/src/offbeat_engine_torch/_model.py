@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as hf_logging
 
 from offbeat_engine_torch._attention import ATTENTION_NAME, register_attention
-from offbeat_engine_torch._lora import LoraLinear
+from offbeat_engine_torch._logprobs import VocabularyPart, token_logprobs
 from offbeat_engine_torch._packing import Segment
 from offbeat_engine_torch._rows import AttentionPlan
+from offbeat_engine_torch._tensor_parallel import here
 from offbeat_types import ModelError
 
 # transformers has no error of its own for a folder it cannot read
@@ -25,45 +26,99 @@ KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class CausalModel:
-    """A causal language model taken apart into what the engine calls.
+class Asked:
+    """Which loss tokens of a pack the vocabulary head is asked for, and how it computes them.
+
+    Args:
+        predictor_N: packed index of the token whose hidden state predicts each loss token.
+        target_N: id of each loss token.
+        temperature: the sampler's.
+        coarse: compute the head's matrix products in bfloat16.
+        entropy_gradient: let gradient flow through the entropy.
+    """
+
+    predictor_N: Tensor
+    target_N: Tensor
+    temperature: float = 1.0
+    coarse: bool = False
+    entropy_gradient: bool = False
+
+
+class CausalModel(nn.Module):
+    """A transformers model and what the engine asks of it, in one module: its forward never makes all logits.
+
+    Head and backbone are called from one forward pass, so that sharding the whole (FSDP2) finds every parameter in
+    place there.
 
     Args:
         whole: the transformers model.
-        backbone: ids to hidden states, within `whole`.
-        head: hidden states to logits, within `whole`.
         logit_scale: factor the model puts on its logits.
+
+    Attributes:
+        part: which rows of the head are here; None for all.
     """
 
-    whole: Any
-    backbone: nn.Module
-    head: nn.Linear
-    logit_scale: float
+    def __init__(self, whole: Any, logit_scale: float) -> None:
+        super().__init__()
+        self.part: VocabularyPart | None = None
+        self.whole: Any = whole
+        self.logit_scale = logit_scale
 
-    def hidden(self, ids_T: Tensor, positions_T: Tensor, plan: AttentionPlan, kernel: str) -> Tensor:
-        """[T, E] last hidden states of one pack."""
-        out = self.backbone(
-            input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False, plan=plan, kernel=kernel
+    @property
+    def backbone(self) -> nn.Module:
+        """Ids to hidden states, within `whole`."""
+        backbone: nn.Module = getattr(self.whole, self.whole.base_model_prefix)
+        return backbone
+
+    @property
+    def head(self) -> nn.Linear:
+        """Hidden states to logits, within `whole`."""
+        head: nn.Linear = self.whole.get_output_embeddings()
+        return head
+
+    def forward(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        plan: AttentionPlan,
+        kernel: str,
+        asked: Asked | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> Any:
+        """[N] log-probabilities and [N] entropies of the loss tokens asked for; [T, E] hidden states for None.
+
+        Args:
+            ids_T: token ids of one pack.
+            positions_T: position of each in its own sequence.
+            plan: who attends to whom.
+            kernel: of the packed attention.
+            asked: what the head computes.
+            autocast: format of the backbone's matrix products; None for that of the weights.
+        """
+        with torch.autocast(ids_T.device.type, dtype=autocast) if autocast else nullcontext():
+            out = self.backbone(
+                input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False, plan=plan, kernel=kernel
+            )
+        hidden_TE: Tensor = out.last_hidden_state[0]
+        if asked is None:
+            return hidden_TE
+        weight_VE, bias_V = here(self.head.weight), here(self.head.bias)
+        return token_logprobs(
+            hidden_TE.index_select(0, asked.predictor_N),
+            weight_VE,
+            bias_V,
+            asked.target_N,
+            scale=self.logit_scale / asked.temperature,
+            matmul_dtype=torch.bfloat16 if asked.coarse else weight_VE.dtype,
+            entropy_gradient=asked.entropy_gradient,
+            part=self.part,
         )
-        hidden: Tensor = out.last_hidden_state[0]
-        return hidden
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) in the model's own order; a tied head once, adapters merged."""
-        merged: dict[str, LoraLinear] = {}
-        for name, module in self.whole.named_modules():
-            if isinstance(module, LoraLinear):
-                merged[f"{name}.lora_base.weight"] = module
-        for name, parameter in self.whole.named_parameters():
-            if name.rpartition(".")[2] in ("lora_A", "lora_B"):
-                continue
-            tensor = merged[name].merged_weight() if name in merged else parameter.detach()
-            yield plain_name(name), tensor
 
 
 def plain_name(name: str) -> str:
-    """Hugging Face name of a parameter, whether or not its layer carries an adapter."""
-    return name.replace(".lora_base.", ".")
+    """Hugging Face name of a parameter, whether or not its layer carries an adapter; `<layer>.lora_A` of an adapter."""
+    side = name.removesuffix(".weight")
+    return side if side.endswith((".lora_A", ".lora_B")) else name.replace(".lora_base.", ".")
 
 
 def load_model(path: str, *, device: torch.device, trust_remote_code: bool = False) -> CausalModel:
@@ -79,29 +134,61 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
     """
     folder = Path(path).expanduser()
     _check_folder(folder)
-    register_attention()
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-        _check_config(config, folder)
-        with _without_progress_bars():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,
-                dtype=torch.float32,
-                attn_implementation=ATTENTION_NAME,
-                trust_remote_code=trust_remote_code,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-    except UNREADABLE as error:
-        raise ModelError(f"{folder}: transformers cannot load a causal language model from it: {error}") from error
+    config = _read_config(folder, trust_remote_code)
+    with _readable(folder), _without_progress_bars():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION_NAME,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+        )
     whole, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
             f"{folder}: the weights lack {len(missing)} tensors, first {missing[0]}; fetch the folder anew"
         )
-    return _take_apart(whole.to(device).eval(), folder)
+    model = _take_apart(whole.to(device).eval(), folder)
+    check_isolation(model, folder)
+    return model
+
+
+def outline_model(path: str, *, trust_remote_code: bool = False) -> CausalModel:
+    """Build a folder's model without memory for its weights (on torch's meta device).
+
+    Raises:
+        ModelError: as `load_model`, except for what only the weights show.
+    """
+    folder = Path(path).expanduser()
+    _check_folder(folder)
+    config = _read_config(folder, trust_remote_code)
+    with _readable(folder), torch.device("meta"):
+        whole: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=torch.float32, attn_implementation=ATTENTION_NAME, trust_remote_code=trust_remote_code
+        )
+    if (folder / "generation_config.json").is_file():
+        whole.generation_config = GenerationConfig.from_pretrained(folder)
+    return _take_apart(whole.eval(), folder)
+
+
+def _read_config(folder: Path, trust_remote_code: bool) -> Any:
+    register_attention()
+    with _readable(folder):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    _check_config(config, folder)
+    return config
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Name the folder in what transformers raises about it."""
+    try:
+        yield
+    except UNREADABLE as error:
+        raise ModelError(f"{folder}: transformers cannot load a causal language model from it: {error}") from error
 
 
 @contextmanager
@@ -156,24 +243,26 @@ def _take_apart(whole: Any, folder: Path) -> CausalModel:
             module.p = 0.0  # the policy that is trained must be the policy that was sampled
     divisor, factor = getattr(whole.config, "logits_scaling", None), getattr(whole.config, "logit_scale", None)
     scale = (1.0 / divisor if divisor else 1.0) * (factor or 1.0)
-    model = CausalModel(whole=whole, backbone=backbone, head=head, logit_scale=scale)
-    _check_isolation(model, folder)
-    return model
+    return CausalModel(whole, scale)
 
 
 @torch.no_grad()
-def _check_isolation(model: CausalModel, folder: Path) -> None:
-    """Run two sequences packed and alone: a family that lets packed sequences see each other must not be trained."""
+def check_isolation(model: CausalModel, folder: Path) -> None:
+    """Run two sequences packed and alone: a family that lets packed sequences see each other must not be trained.
+
+    Raises:
+        ModelError: the results differ.
+    """
     device = model.head.weight.device
     ids = torch.tensor([1, 2, 3, 2, 1], device=device) % model.head.out_features
     positions = torch.tensor([0, 1, 2, 2, 0], device=device)
     segments = (Segment(start=0, length=2), Segment(start=2, length=1, parent=0), Segment(start=3, length=1, parent=0))
     together = (*segments, Segment(start=4, length=1))
-    packed = model.hidden(ids, positions, AttentionPlan(together, device), "rows")
+    packed = model(ids, positions, AttentionPlan(together, device), "rows")
     for real in ([0, 1, 2], [0, 1, 3], [4]):
         index = torch.tensor(real, device=device)
         plan = AttentionPlan((Segment(start=0, length=len(real)),), device)
-        alone = model.hidden(ids[index], positions[index], plan, "rows")
+        alone = model(ids[index], positions[index], plan, "rows")
         if not torch.allclose(packed[index], alone, rtol=1e-2, atol=1e-2 * float(alone.abs().max())):
             name = type(model.whole).__name__
             raise ModelError(f"{folder}: {name} gives other results for packed sequences: family not supported")

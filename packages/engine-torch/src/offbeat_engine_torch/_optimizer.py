@@ -1,13 +1,13 @@
 """AdamW with a schedule, clipping, and the right to refuse a step."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offbeat_types import ConfigError, ModelError, TrainEngineConfig
+from offbeat_types import ConfigError, TrainEngineConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -72,9 +72,13 @@ class ClippedAdamW:
         """Of the next update."""
         return learning_rate_at(self.steps_taken, self.config)
 
-    def grad_norm(self) -> float:
-        """L2 norm over all gradients; may be infinite or NaN. 0 when there is none."""
-        grads = self._grads()
+    def grad_norm(self, names: Collection[str] | None = None) -> float:
+        """L2 norm over the gradients of `names`, or all; may be infinite or NaN. 0 when there is none."""
+        grads = [
+            parameter.grad
+            for name, parameter in self.parameters.items()
+            if parameter.grad is not None and (names is None or name in names)
+        ]
         return float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
 
     def first_not_finite(self) -> str:
@@ -98,37 +102,18 @@ class ClippedAdamW:
         """Drop all gradients."""
         self._adam.zero_grad(set_to_none=True)
 
-    def state(self) -> dict[str, Tensor]:
-        """Moments by `<moment>.<parameter>`; a parameter that never had a gradient has none."""
-        return {
-            f"{moment}.{name}": self._adam.state[parameter][moment]
-            for name, parameter in self.parameters.items()
-            for moment in MOMENTS
-            if parameter in self._adam.state
-        } | {
-            f"step.{name}": self._adam.state[parameter]["step"]
-            for name, parameter in self.parameters.items()
-            if parameter in self._adam.state
-        }
+    def state_of(self, name: str) -> dict[str, Tensor]:
+        """`step` and moments of one parameter; empty when it is not trained or never had a gradient."""
+        parameter = self.parameters.get(name)
+        return dict(self._adam.state[parameter]) if parameter is not None and parameter in self._adam.state else {}
 
-    def load_state(self, state: Mapping[str, Tensor], steps_taken: int) -> None:
-        """Take what `state` gave.
-
-        Raises:
-            ModelError: the moments are not those of these parameters.
-        """
+    def load_state(self, states: Mapping[str, Mapping[str, Tensor]], steps_taken: int) -> None:
+        """Take what `state_of` gave of each parameter, on the parameter's device."""
         self.steps_taken = steps_taken
         self._adam.state.clear()
-        unknown = {key.partition(".")[2] for key in state} - set(self.parameters)
-        if unknown:
-            raise ModelError(f"optimizer state is of another model: it knows {sorted(unknown)[0]}, the model does not")
         for name, parameter in self.parameters.items():
-            if f"step.{name}" not in state:
-                continue
-            moments = {moment: state[f"{moment}.{name}"].to(parameter.device, copy=True) for moment in MOMENTS}
-            if any(moment.shape != parameter.shape for moment in moments.values()):
-                raise ModelError(f"optimizer state of {name} has another shape than the parameter")
-            self._adam.state[parameter] = {"step": state[f"step.{name}"].clone(), **moments}
+            if states.get(name):
+                self._adam.state[parameter] = dict(states[name])
 
     def _grads(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]

@@ -78,7 +78,7 @@ def plan_packs(sequences: Sequence[TrainSequence], *, budget: int, share_prompts
     Returns:
         Families of each micro-batch.
     """
-    families = _families(sequences, budget, share_prompts)
+    families = find_families(sequences, budget, share_prompts)
     families.sort(key=lambda family: (-family.num_tokens, family.members))
     packs: list[list[Family]] = []
     room: list[int] = []
@@ -93,8 +93,13 @@ def plan_packs(sequences: Sequence[TrainSequence], *, budget: int, share_prompts
     return packs
 
 
-def _families(sequences: Sequence[TrainSequence], budget: int, share_prompts: bool) -> list[Family]:
-    """Group by prompt, the ids before the first loss token; a group above the budget is cut into several."""
+def find_families(
+    sequences: Sequence[TrainSequence], budget: int, share_prompts: bool, *, fair: int | None = None
+) -> list[Family]:
+    """Group by prompt, the ids before the first loss token; a group above the budget is cut into several.
+
+    With `fair`, a group is also cut where it holds the tokens of several fair shares.
+    """
     groups: dict[tuple[int, bytes], list[int]] = {}
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -107,7 +112,11 @@ def _families(sequences: Sequence[TrainSequence], budget: int, share_prompts: bo
         groups.setdefault((0 if share_prompts else index, prompt), []).append(index)
     families = []
     for members in groups.values():
-        families.extend(_cut(members, first[members[0]], last, budget))
+        prefix, limit = first[members[0]], budget
+        if fair is not None:
+            own = sum(last[member] - prefix for member in members)
+            limit = min(budget, prefix + -(-own // max(1, round((prefix + own) / fair))))
+        families.extend(_cut(members, prefix, last, limit))
     return families
 
 
@@ -136,6 +145,13 @@ def lay_out(sequences: Sequence[TrainSequence], families: Sequence[Family]) -> P
     for family in families:
         layout.add(sequences, family)
     return layout.pack()
+
+
+def idle_pack() -> Pack:
+    """One token of one sequence: for a rank that has nothing to compute, but must meet the others in every layer."""
+    zero = np.zeros(1, np.int64)
+    names = ("ids_T", "positions_T", "predictor_N", "target_N", "sequence_N", "token_N")
+    return Pack(segments=(Segment(start=0, length=1),), members=(), **dict.fromkeys(names, zero))
 
 
 class _Layout:

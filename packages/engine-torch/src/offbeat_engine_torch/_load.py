@@ -1,0 +1,105 @@
+"""Makes the model of an engine: plain in one process, or cut over the mesh with each rank reading its own part."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offbeat_dist import Device, Mesh
+from offbeat_engine_torch._lora import add_lora, initial_adapters
+from offbeat_engine_torch._model import CausalModel, check_isolation, load_model, outline_model
+from offbeat_engine_torch._options import TorchEngineOptions
+from offbeat_engine_torch._pieces import Piece, find_pieces, slices
+from offbeat_engine_torch._policy import Policy
+from offbeat_engine_torch._ranks import Ranks
+from offbeat_engine_torch._sharding import free_gathered, shard_model
+from offbeat_engine_torch._tensor_files import TensorReader
+from offbeat_types import ModelError, TrainEngineConfig
+
+
+def make_policy(
+    config: TrainEngineConfig, options: TorchEngineOptions, device: Device, ranks: Ranks, mesh: Mesh | None
+) -> Policy:
+    """Load the model of `config`, with new adapters where `lora_rank` asks for them.
+
+    Args:
+        config: names the folder.
+        options: how the policy is asked.
+        device: of this rank.
+        ranks: who shares it.
+        mesh: to cut it over; None for the whole of it.
+    """
+    with ranks.together("load model"):
+        if mesh is None:
+            model, pieces = _load_whole(config, device.torch_device)
+        else:
+            model, pieces = _load_parts(config, device.torch_device, mesh)
+    return Policy(model, pieces, device, config, options)
+
+
+def _load_whole(config: TrainEngineConfig, device: torch.device) -> tuple[CausalModel, list[Piece]]:
+    model = load_model(config.model_path, device=device, trust_remote_code=config.trust_remote_code)
+    _add_adapters(model, config)
+    pieces = find_pieces(model)
+    _copy(dict(initial_adapters(model.whole, config.seed)), pieces)
+    return model, pieces
+
+
+def _load_parts(config: TrainEngineConfig, device: torch.device, mesh: Mesh) -> tuple[CausalModel, list[Piece]]:
+    """Cut the model over the mesh; each rank only ever holds its own part and one layer."""
+    model = outline_model(config.model_path, trust_remote_code=config.trust_remote_code)
+    _add_adapters(model, config)
+    shard_model(model, mesh, device)
+    dp, tp = mesh.group("dp"), mesh.group("tp")
+    pieces = find_pieces(model, dp=(dp.rank, dp.size), tp=(tp.rank, tp.size))
+    folder = Path(config.model_path).expanduser()
+    with torch.no_grad():
+        _copy(dict(initial_adapters(model.whole, config.seed)), pieces)
+        read_weights(folder, [piece for piece in pieces if not _is_adapter(piece)], config)
+        check_isolation(model, folder)
+    free_gathered(model)
+    return model, pieces
+
+
+@torch.no_grad()
+def read_weights(folder: Path, pieces: Iterable[Piece], config: TrainEngineConfig) -> None:
+    """Fill pieces from a model folder, each rank its own boxes.
+
+    A folder whose tensors have other names than the model's parameters is read by transformers, which knows how to
+    convert it, into a second copy of the model for a while.
+
+    Raises:
+        ModelError: the folder is broken, or its weights are those of another model.
+    """
+    wanted = {piece.name: piece for piece in pieces}
+    with TensorReader(folder) as reader:
+        if set(wanted) <= reader.names and all(reader.shape(name) == piece.shape for name, piece in wanted.items()):
+            for name, piece in wanted.items():
+                piece.local.copy_(reader.read(name, piece.box))
+            return
+    cpu = torch.device("cpu")
+    saved = find_pieces(load_model(str(folder), device=cpu, trust_remote_code=config.trust_remote_code))
+    found = {piece.name: piece.local for piece in saved}
+    wrong = sorted(set(found) ^ set(wanted)) or [n for n, p in wanted.items() if tuple(found[n].shape) != p.shape]
+    if wrong:
+        raise ModelError(f"{folder} is a checkpoint of another model: they differ first at {wrong[0]}")
+    _copy(found, list(wanted.values()))
+
+
+def _add_adapters(model: CausalModel, config: TrainEngineConfig) -> None:
+    if config.lora_rank:
+        model.whole.requires_grad_(False)
+        add_lora(model.backbone, rank=config.lora_rank, alpha=config.lora_alpha or 2.0 * config.lora_rank)
+
+
+def _is_adapter(piece: Piece) -> bool:
+    return piece.name.endswith((".lora_A", ".lora_B"))
+
+
+@torch.no_grad()
+def _copy(whole: Mapping[str, Tensor], pieces: list[Piece]) -> None:
+    """Copy each piece's box out of whole tensors; pieces without one stay."""
+    for piece in pieces:
+        if piece.name in whole:
+            piece.local.copy_(whole[piece.name][slices(piece.box)])

@@ -1,0 +1,51 @@
+"""What the loss function reads of one micro-batch, and what is counted of it."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from offbeat_engine_torch._packing import Pack
+from offbeat_engine_torch._policy import Policy
+from offbeat_types import Floats, LossTokens, Metric, Metrics, TrainSequence
+
+
+def ask_loss_tokens(
+    policy: Policy, sequences: Sequence[TrainSequence], pack: Pack, totals: tuple[int, int]
+) -> LossTokens[Tensor]:
+    """Run the policy over a pack.
+
+    Args:
+        policy: carries the gradient.
+        sequences: of the whole update.
+        pack: some of them.
+        totals: loss tokens and sequences of the whole update.
+    """
+    logprobs, entropy = policy.ask(pack)
+    names = sorted(sequences[pack.members[0]].extras)
+    return LossTokens(
+        logprobs_N=logprobs,
+        entropy_N=entropy,
+        sequence_N=policy.tensor(pack.sequence_N),
+        num_sequences=len(pack.members),
+        extras={name: policy.tensor(_extra(sequences, pack, name)) for name in names},
+        total_tokens=totals[0],
+        total_sequences=totals[1],
+    )
+
+
+def count_pack(sequences: Sequence[TrainSequence], pack: Pack, loss: float) -> Metrics:
+    """What every update reports beside the metrics of the loss function."""
+    counts = {
+        "loss": loss,
+        "num_microbatches": 1.0,
+        "packed_tokens": float(len(pack.ids_T)),
+        "sequence_tokens": float(sum(len(sequences[member].ids) for member in pack.members)),
+    }
+    return {name: Metric(value=value, how="sum") for name, value in counts.items()}
+
+
+def _extra(sequences: Sequence[TrainSequence], pack: Pack, name: str) -> Floats:
+    """[N] float32: one extra of every sequence at its loss tokens."""
+    parts = [sequences[member].extras[name][sequences[member].loss_mask] for member in pack.members]
+    return np.concatenate(parts).astype(np.float32)

@@ -1,0 +1,97 @@
+"""A model and how it is asked: turns packs into log-probabilities and entropies."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from offbeat_dist import Device
+from offbeat_engine_torch._lora import without_lora
+from offbeat_engine_torch._model import Asked, CausalModel
+from offbeat_engine_torch._options import TorchEngineOptions
+from offbeat_engine_torch._packing import Pack
+from offbeat_engine_torch._pieces import Piece
+from offbeat_engine_torch._rows import AttentionPlan
+from offbeat_engine_torch._sharding import free_gathered
+from offbeat_types import ModelError, TrainEngineConfig, TrainSequence
+
+_FORMATS = {"float32": None, "bfloat16": torch.bfloat16}
+
+
+class Policy:
+    """One set of weights on one device, or this rank's part of it.
+
+    Args:
+        model: whole, or cut over a mesh.
+        pieces: what of it this rank holds.
+        device: where it computes.
+        config: number format.
+        options: temperature, head and entropy.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        pieces: Sequence[Piece],
+        device: Device,
+        config: TrainEngineConfig,
+        options: TorchEngineOptions,
+    ) -> None:
+        self.model, self.pieces = model, pieces
+        self.kernel: str = getattr(device, "packed_attention", "rows")
+        self._device, self._options = device.torch_device, options
+        self._autocast = _FORMATS[config.dtype]
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Rows of the vocabulary head: token ids are below it."""
+        return self.model.head.out_features
+
+    def ask(self, pack: Pack) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [N] and entropies [N] of a pack's loss tokens."""
+        asked = Asked(
+            predictor_N=self.tensor(pack.predictor_N),
+            target_N=self.tensor(pack.target_N),
+            temperature=self._options.temperature,
+            coarse=self._options.head_dtype == "bfloat16",
+            entropy_gradient=self._options.entropy_gradient,
+        )
+        ids, positions = self.tensor(pack.ids_T), self.tensor(pack.positions_T)
+        plan = AttentionPlan(pack.segments, self._device)
+        answer: tuple[Tensor, Tensor] = self.model(ids, positions, plan, self.kernel, asked, self._autocast)
+        return answer
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Ask the base model."""
+        return without_lora(self.model)
+
+    def as_it_is(self) -> AbstractContextManager[None]:
+        """Ask the model with all it has."""
+        return nullcontext()
+
+    def settle(self) -> None:
+        """Drop what asking without a backward pass has left."""
+        free_gathered(self.model)
+
+    def check_ids(self, sequences: Sequence[TrainSequence]) -> None:
+        """Refuse token ids that the model does not have.
+
+        Raises:
+            ModelError: with the range found.
+        """
+        found = [sequence.ids for sequence in sequences if len(sequence.ids)]
+        low = min((int(ids.min()) for ids in found), default=0)
+        high = max((int(ids.max()) for ids in found), default=0)
+        if low < 0 or high >= self.vocabulary_size:
+            raise ModelError(
+                f"token ids must be in [0, {self.vocabulary_size}): got {low} to {high}; "
+                "use the tokenizer of this model"
+            )
+
+    def tensor(self, array: npt.NDArray[Any]) -> Tensor:
+        """Put an array onto the device."""
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

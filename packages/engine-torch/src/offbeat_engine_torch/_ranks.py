@@ -1,0 +1,219 @@
+"""What the ranks of a trainer do together: agree, exchange, add up. `Alone` is the trainer of one process.
+
+All ranks call the same methods with the same arguments in the same order; each method returns the same on all ranks.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offbeat_dist import Group, Mesh
+from offbeat_engine_torch._pieces import Box, Piece, cut_box, num_elements, slices
+from offbeat_types import ConfigError, Floats, Metric, Metrics, PeerFailedError, TrainSequence, merge_metrics
+
+Value = TypeVar("Value")
+
+GATHER_BYTES = 8 * 2**20
+"""What one call gathers of a parameter from all ranks: a small multiple of it is used beyond the tensor itself."""
+
+
+class Ranks(Protocol):
+    """How many share the work, and what they do together.
+
+    Attributes:
+        share: this rank's part of every update, in [0, num_shares).
+        num_shares: parts that an update is cut into.
+        leader: this rank writes what is written once.
+        place: this rank among all of them, in [0, size).
+        size: how many ranks there are.
+    """
+
+    share: int
+    num_shares: int
+    leader: bool
+    place: int
+    size: int
+
+    def together(self, what: str) -> AbstractContextManager[Any]:
+        """Work that all do: an error of one is raised on all, and its end waits for all."""
+        ...
+
+    def check_same(self, what: str, sequences: Sequence[TrainSequence]) -> None:
+        """Raise on all ranks when one was called with other arguments."""
+        ...
+
+    def exchange(self, value: Value) -> list[Value]:
+        """Plain data of every rank, in the order of ranks."""
+        ...
+
+    def merge(self, results: Metrics, failure: Exception | None) -> Metrics:
+        """Metrics over all shares; raises everywhere when one rank failed."""
+        ...
+
+    def gather(self, piece: Piece) -> Tensor:
+        """The whole of a parameter."""
+        ...
+
+    def gather_shares(self, values: Floats, counts: Sequence[int]) -> list[Floats]:
+        """Values of every share; `counts` says how many each has."""
+        ...
+
+    def add_partial(self, gradients: Sequence[Tensor]) -> None:
+        """Add up, in place, gradients that each tp rank has for its own heads only."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        ...
+
+
+class Alone:
+    """One process: nothing to exchange."""
+
+    share, num_shares, place, size, leader = 0, 1, 0, 1, True
+
+    def together(self, what: str) -> AbstractContextManager[Any]:
+        """No one else."""
+        return nullcontext()
+
+    def check_same(self, what: str, sequences: Sequence[TrainSequence]) -> None:
+        """No one to differ from."""
+
+    def exchange(self, value: Value) -> list[Value]:
+        """Its own."""
+        return [value]
+
+    def merge(self, results: Metrics, failure: Exception | None) -> Metrics:
+        """Its own."""
+        if failure is not None:
+            raise failure
+        return results
+
+    def gather(self, piece: Piece) -> Tensor:
+        """It holds all."""
+        return piece.local
+
+    def gather_shares(self, values: Floats, counts: Sequence[int]) -> list[Floats]:
+        """Its own."""
+        return [values]
+
+    def add_partial(self, gradients: Sequence[Tensor]) -> None:
+        """Nothing is partial."""
+
+    def barrier(self) -> None:
+        """No one to wait for."""
+
+
+class Team:
+    """Several ranks on a mesh of the axes dp and tp.
+
+    Args:
+        mesh: of all ranks of the trainer.
+        device: of this rank.
+
+    Raises:
+        ConfigError: another axis is larger than 1.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        others = {axis: mesh.axes[axis] for axis in ("cp", "pp", "ep") if mesh.axes[axis] > 1}
+        if others:
+            raise ConfigError(f"the torch engine cuts its work along dp and tp: got {others}; set them to 1")
+        self._all: Group = mesh.group("dp", "tp")
+        self._dp: Group = mesh.group("dp")
+        self._tp: Group = mesh.group("tp")
+        self._device, self._layout = device, mesh.layout
+        self.share, self.num_shares = self._dp.rank, self._dp.size
+        self.place, self.size = self._all.rank, self._all.size
+        self.leader = self.place == 0
+
+    def together(self, what: str) -> AbstractContextManager[Any]:
+        """An error of one is raised on all; the end waits for all."""
+        return self._all.together(what)
+
+    def check_same(self, what: str, sequences: Sequence[TrainSequence]) -> None:
+        """Compare a digest of the arguments."""
+        self._all.check_equal(f"{what} of {len(sequences)} sequences {_digest(sequences)}", what=f"arguments of {what}")
+
+    def exchange(self, value: Value) -> list[Value]:
+        """Gather plain data."""
+        values: list[Value] = self._all.all_gather_data(value)
+        return values
+
+    def merge(self, results: Metrics, failure: Exception | None) -> Metrics:
+        """Gather from all, and merge one rank of every share, in the order of shares."""
+        plain = {name: [metric.value, metric.weight, metric.how] for name, metric in results.items()}
+        reason = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        found = self.exchange((reason, self.share, self._tp.rank, plain))
+        if failure is not None:
+            raise failure
+        for rank, (their_reason, *_) in enumerate(found):
+            if their_reason:
+                raise PeerFailedError(f"trainer rank {rank}", their_reason)
+        by_share = {share: metrics for _, share, tp_rank, metrics in found if tp_rank == 0}
+        return merge_metrics([_metrics(by_share[share]) for share in range(self.num_shares)])
+
+    def gather(self, piece: Piece) -> Tensor:
+        """Gather a few rows of every part at a time, so that the transport's own buffers stay small."""
+        group = self._dp if piece.tp_dim is None else self._all
+        if group.size == 1:
+            return piece.local
+        whole = piece.local.new_empty(piece.shape)
+        boxes = [self._box_of(piece, rank) for rank in group.ranks]
+        num_rows = boxes[0][0][1] - boxes[0][0][0]  # nobody has more than the first
+        step = max(1, GATHER_BYTES * num_rows // max(1, num_elements(boxes[0]) * whole.itemsize * group.size))
+        for start in range(0, num_rows, step):
+            length = min(step, num_rows - start)
+            rows = piece.local[start : start + length]
+            if len(rows) < length:
+                rows = torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])
+            for box, found in zip(boxes, group.all_gather(rows), strict=True):
+                (first, stop), *others = box
+                here = (min(first + start, stop), min(first + start + length, stop))
+                whole[slices((here, *others))] = found[: here[1] - here[0]]
+        return whole
+
+    def _box_of(self, piece: Piece, rank: int) -> Box:
+        """What another rank holds of a parameter."""
+        place = self._layout.coordinates(rank)
+        dp, tp = ((place[axis], self._layout.axes[axis]) for axis in ("dp", "tp"))
+        return cut_box(piece.shape, piece.tp_dim, dp=dp, tp=tp)
+
+    def gather_shares(self, values: Floats, counts: Sequence[int]) -> list[Floats]:
+        """Gather over dp, padded to the longest share."""
+        padded = np.zeros(max(counts), np.float32)
+        padded[: len(values)] = values
+        found = self._dp.all_gather(torch.from_numpy(padded).to(self._device)).cpu().numpy()
+        return [row[:count] for row, count in zip(found, counts, strict=True)]
+
+    def add_partial(self, gradients: Sequence[Tensor]) -> None:
+        """Add over tp in one call."""
+        if self._tp.size > 1 and gradients:
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            self._tp.all_reduce(flat)
+            parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        self._all.barrier()
+
+
+def _metrics(plain: Mapping[str, Sequence[Any]]) -> Metrics:
+    return {name: Metric(value=value, weight=weight, how=how) for name, (value, weight, how) in plain.items()}
+
+
+def _digest(sequences: Sequence[TrainSequence]) -> str:
+    """Of everything that the plan and the loss read."""
+    digest = hashlib.blake2b(digest_size=16)
+    for sequence in sequences:
+        for name, array in (("", sequence.ids), ("", sequence.loss_mask), *sorted(sequence.extras.items())):
+            digest.update(f"{name} {array.dtype} {array.shape}".encode())
+            digest.update(array.tobytes())
+    return digest.hexdigest()

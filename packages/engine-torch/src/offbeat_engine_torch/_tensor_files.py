@@ -1,0 +1,142 @@
+"""Safetensors read by slices and written as a stream: neither side ever holds a whole model for a file's sake.
+
+Source: the safetensors format, github.com/huggingface/safetensors (8 bytes of header length, JSON header, data).
+"""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from offbeat_engine_torch._pieces import Box, num_elements, slices
+from offbeat_types import ModelError
+
+MAX_FILE_BYTES = 4 * 10**9
+INDEX_FILE = "model.safetensors.index.json"
+FORMATS = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What a file says of a tensor before the tensor comes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TensorReader:
+    """The *.safetensors of a folder, read by boxes. A context manager.
+
+    Args:
+        folder: with one file, or several with or without an index.
+
+    Raises:
+        ModelError: a file is missing or cut short.
+    """
+
+    def __init__(self, folder: Path, pattern: str = "*.safetensors") -> None:
+        self._stack = ExitStack()
+        self._where: dict[str, Any] = {}
+        for path in sorted(folder.glob(pattern)):
+            try:
+                file = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path} is missing or cut short ({error}); fetch the folder anew") from error
+            self._where |= dict.fromkeys(file.keys(), file)
+
+    @property
+    def names(self) -> set[str]:
+        """Of all tensors."""
+        return set(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return tuple(self._where[name].get_slice(name).get_shape())
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Read one part of a tensor."""
+        if not box:
+            tensor: Tensor = self._where[name].get_tensor(name)
+        elif not num_elements(box):
+            tensor = torch.empty([stop - start for start, stop in box])
+        else:
+            tensor = self._where[name].get_slice(name)[slices(box)]
+        return tensor
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+
+def write_tensors(
+    path: Path, entries: Sequence[Entry], tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str]
+) -> None:
+    """Write one file, holding one tensor at a time, and force it onto the disk.
+
+    Args:
+        path: made or replaced.
+        entries: of all tensors, in the order in which they come.
+        tensors: (name, values), each as its entry says.
+        metadata: strings for the header.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for entry in entries:
+        start, end = end, end + entry.num_bytes
+        header[entry.name] = {"dtype": FORMATS[entry.dtype], "shape": entry.shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for entry, (name, tensor) in zip(entries, tensors, strict=True):
+            assert (name, tuple(tensor.shape), tensor.dtype) == (entry.name, entry.shape, entry.dtype), name
+            if tensor.numel():
+                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_model(folder: Path, entries: Sequence[Entry], tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Write model.safetensors, or numbered files and their index when one file would grow too large."""
+    files = _split(entries, MAX_FILE_BYTES)
+    names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    if len(files) == 1:
+        names = ["model.safetensors"]
+    for name, part in zip(names, files, strict=True):
+        write_tensors(folder / name, part, (next(tensors) for _ in part), {"format": "pt"})
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(entry.num_bytes for entry in entries)},
+            "weight_map": {entry.name: name for name, part in zip(names, files, strict=True) for entry in part},
+        }
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _split(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
+    """Cut the list where a file would pass `max_bytes`."""
+    files: list[list[Entry]] = [[]]
+    for entry in entries:
+        if files[-1] and sum(each.num_bytes for each in files[-1]) + entry.num_bytes > max_bytes:
+            files.append([])
+        files[-1].append(entry)
+    return files
