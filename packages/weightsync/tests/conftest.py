@@ -14,6 +14,7 @@ from offbeat_weightsync import new_socket_path
 sys.path.insert(0, str(Path(__file__).parent))  # for the processes of weightsync_peers
 
 from weightsync_peers import be_engine, be_trainer_that_dies
+from weightsync_ranks import RankTeam, RunRanks
 
 # Processes are forked from a fresh one that has imported torch once, and nothing else has happened in.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -104,3 +105,11 @@ def start_trainer_that_dies(address: str, peers: list[Peer]) -> Callable[[], Pee
         return peers[-1]
 
     return start
+
+
+@pytest.fixture
+def run_ranks() -> Iterator[RunRanks]:
+    """Run a body on several ranks: `run_ranks(3, body)`, with `body(group)`; says how each rank ended."""
+    team = RankTeam()
+    yield team.run
+    team.kill()

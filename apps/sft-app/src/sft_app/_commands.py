@@ -27,7 +27,7 @@ def dispatch(words: list[str]) -> int:
     Raises:
         OffbeatError: whatever it raises.
     """
-    return run_named_command(words, _COMMANDS, SftConfig, options=("out", "serve"))
+    return run_named_command(words, _COMMANDS, SftConfig)
 
 
 def _train(words: CommandWords, file: str) -> int:
@@ -37,7 +37,7 @@ def _train(words: CommandWords, file: str) -> int:
     with RunFolder.create(new_run_folder(words, Path(file).stem), required_bytes=preflight.required_bytes) as run:
         run.write_config(preflight.config)
         run.write_plan(rows)
-        with closing(create_engine(preflight)) as engine:
+        with closing(create_engine(preflight, run.logs)) as engine:
             run.keep()
             print(f"run folder: {run.path}", flush=True)
             train(preflight, run, engine)
@@ -52,7 +52,7 @@ def _plan(words: CommandWords, file: str) -> int:
 def _resume(words: CommandWords, folder: str) -> int:
     with RunFolder.open(folder) as run:
         preflight = check_run(load_config(run.config, SftConfig, words.overrides))
-        with closing(create_engine(preflight)) as engine:
+        with closing(create_engine(preflight, run.logs)) as engine:
             resume(preflight, run, engine)
             return _conclude(run)
 
@@ -76,10 +76,10 @@ def _conclude(run: RunFolder) -> int:
 
 
 _COMMANDS: dict[str, Command] = {
-    "train": Command(_train, "FILE"),
-    "plan": Command(_plan, "FILE"),
-    "resume": Command(_resume, "RUN"),
-    "eval": Command(_eval, "RUN"),
-    "report": Command(report_command, "RUN"),
+    "train": Command(_train, "FILE", options=("out",), overrides=True),
+    "plan": Command(_plan, "FILE", overrides=True),
+    "resume": Command(_resume, "RUN", overrides=True),
+    "eval": Command(_eval, "RUN", overrides=True),
+    "report": Command(report_command, "RUN", options=("serve",)),
     "doctor": Command(doctor_command),
 }

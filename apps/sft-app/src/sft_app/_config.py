@@ -3,8 +3,9 @@
 import re
 from dataclasses import dataclass, field, fields
 
+from offbeat_cluster import available_cpus
 from offbeat_data import ConversationConfig
-from offbeat_run import CheckpointConfig, LogConfig
+from offbeat_run import CheckpointConfig, LivenessConfig, LogConfig
 from offbeat_types import REQUIRED, ConfigError, TrainEngineConfig, TrainEngineSettings, setting
 
 
@@ -21,8 +22,14 @@ class EngineConfig(TrainEngineSettings):
     """Section `engine`: the trainer. `lora_rank` above 0 trains adapters instead of all weights."""
 
     backend: str = setting("torch", "Training engine: torch, or another that is installed.")
+    num_ranks: int = setting(1, "Processes that train together, each with a device or a share of the CPUs.", ge=1)
     batch_size: int = setting(32, "Sequences in one optimizer step.", "sequences", ge=1)
     max_updates: int = setting(0, "End the run after so many steps; 0: when the data ends.", "updates", ge=0)
+
+    @property
+    def threads_per_rank(self) -> int:
+        """CPU threads of each rank: a share of all CPUs."""
+        return max(1, available_cpus() // self.num_ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +69,17 @@ class SftConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def train_engine(self, num_updates: int) -> TrainEngineConfig:
         """What the training backend is given."""
         values = {each.name: getattr(self.engine, each.name) for each in fields(TrainEngineSettings)}
+        is_alone = self.engine.num_ranks == 1
         return TrainEngineConfig(
             **values,
             model_path=self.model.path,
             trust_remote_code=self.model.trust_remote_code,
             total_steps=num_updates,
+            num_threads=0 if is_alone else self.engine.threads_per_rank,
         )

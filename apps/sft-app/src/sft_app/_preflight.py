@@ -1,11 +1,12 @@
 """Everything that can be wrong with a run, found before anything starts; and the plan in words."""
 
 from dataclasses import dataclass
+from inspect import signature
 
 from offbeat_data import ConversationSet, EpochOrder, load_conversations, load_tokenizer
 from offbeat_run import ModelFolder, check_trackers, count_text, inspect_model, size_text
 from offbeat_types import ConfigError, ModelError, TrainSequence, load_backend
-from sft_app._config import SftConfig
+from sft_app._config import EngineConfig, SftConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,7 @@ class Preflight:
         learned = sum(int(sequence.loss_mask.sum()) for sequence in self.conversations.train)
         trained = f"LoRA of rank {config.engine.lora_rank}" if config.engine.lora_rank else "all weights"
         left_out = f", {counts.too_long} left out: too long" if counts.too_long else ""
+        left_out += f", {counts.held_out} left out: they ask a held-out question" if counts.held_out else ""
         cut = f", {counts.truncated} cut off at {config.data.max_sequence_tokens} tokens" if counts.truncated else ""
         every = config.eval.every_updates
         return [
@@ -67,17 +69,24 @@ class Preflight:
             ("data", f"{counts.kept} sequences of {counts.read} rows from {config.data.path}{left_out}{cut}"),
             ("tokens", f"{count_text(tokens)} an epoch, {count_text(learned)} of them learned"),
             ("validation", f"{len(self.held_out)} sequences every {every} updates" if every else "none"),
+            *([("ranks", self._ranks_text())] if config.engine.num_ranks > 1 else []),
             ("length", f"{self.num_updates} updates of {config.engine.batch_size} sequences"),
             ("memory", self._memory_text()),
             ("disk", f"{size_text(self.required_bytes)} for checkpoints"),
         ]
 
+    def _ranks_text(self) -> str:
+        engine = self.config.engine
+        threads = engine.threads_per_rank
+        return f"{engine.num_ranks} that train together, {threads} CPU thread{'s' * (threads > 1)} each"
+
     def _memory_text(self) -> str:
         engine = self.config.engine
-        # float32: with LoRA the weights; else gradients and two moments as well
-        held = size_text(self.model.num_parameters * (4 if engine.lora_rank else 16))
+        # float32: with LoRA the weights; else gradients and two moments as well; cut over the ranks
+        held = size_text(self.model.num_parameters * (4 if engine.lora_rank else 16) // engine.num_ranks)
         what = "weights" if engine.lora_rank else "weights, gradients and moments"
-        return f"{held} for {what} + activations of {engine.max_tokens_per_microbatch} tokens"
+        each = ", on each rank" if engine.num_ranks > 1 else ""
+        return f"{held} for {what} + activations of {engine.max_tokens_per_microbatch} tokens{each}"
 
 
 def check_run(config: SftConfig) -> Preflight:
@@ -88,8 +97,7 @@ def check_run(config: SftConfig) -> Preflight:
     """
     check_trackers(config.log)
     model = inspect_model(config.model.path)
-    load_backend("offbeat.engine", config.engine.backend)
-    _check_device(config.engine.device)
+    _check_engine(config.engine)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
     conversations = load_conversations(config.data, tokenizer)
     _check_sequences(model, (*conversations.train, *conversations.eval))
@@ -125,10 +133,16 @@ def batch_positions(update: int, batch_size: int, num_positions: int) -> range:
     return range(first, min(end, num_positions) if num_positions else end)
 
 
-def _check_device(name: str) -> None:
-    from offbeat_dist import open_device  # imports torch: late, after the cheap mistakes
+def _check_engine(engine: EngineConfig) -> None:
+    create = load_backend("offbeat.engine", engine.backend).create
+    if engine.num_ranks > 1 and "mesh" not in signature(create).parameters:
+        raise ConfigError(
+            f"engine.num_ranks = {engine.num_ranks}: the {engine.backend} engine trains in one process; "
+            "set engine.num_ranks to 1, or choose another engine.backend"
+        )
+    from sft_app._ranks import rank_device  # imports torch: late, after the cheap mistakes
 
-    open_device(name)
+    rank_device(engine.device, 0, engine.num_ranks)
 
 
 def _check_sequences(model: ModelFolder, sequences: tuple[TrainSequence, ...]) -> None:

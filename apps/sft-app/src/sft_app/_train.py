@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from pathlib import Path
 
 from offbeat_objectives import sft_loss
 from offbeat_run import RunFolder, RunLog
@@ -18,21 +19,29 @@ from offbeat_types import (
 from sft_app._interrupt import deferred_interrupts
 from sft_app._preflight import Preflight
 from sft_app._profile import PROFILE_FILE, UpdateProfiler, open_profiler
+from sft_app._team import TeamEngine
 
 STATE_FILE = "loop.json"
 
 
-def create_engine(preflight: Preflight) -> TrainEngine:
-    """Load the model into the trainer.
+def create_engine(preflight: Preflight, logs: Path | None = None) -> TrainEngine:
+    """Load the model into the trainer, on as many ranks as the configuration says.
+
+    Args:
+        preflight: checked.
+        logs: folder for the logs of the other ranks.
 
     Raises:
         ConfigError: a setting the backend cannot follow.
         ModelError: a model it cannot train.
+        PeerFailedError: a rank did not start.
     """
-    config = preflight.config
-    engine: TrainEngine = load_backend("offbeat.engine", config.engine.backend).create(
-        config.train_engine(preflight.num_updates)
-    )
+    config, settings = preflight.config, preflight.config.train_engine(preflight.num_updates)
+    backend, num_ranks = config.engine.backend, config.engine.num_ranks
+    if num_ranks > 1:
+        stall_after_s = config.liveness.stall_after_s
+        return TeamEngine(settings, backend=backend, num_ranks=num_ranks, stall_after_s=stall_after_s, logs=logs)
+    engine: TrainEngine = load_backend("offbeat.engine", backend).create(settings)
     return engine
 
 
@@ -160,7 +169,7 @@ class _Session:
             else:
                 self._engine.save_weights(folder)
             (folder / STATE_FILE).write_text(json.dumps(_loop_state(self._preflight, done)))
-        self._run.checkpoints.prune(checkpoint.keep, keep_best=checkpoint.keep_best)
+        self._run.checkpoints.prune(checkpoint.keep)
 
 
 def held_out_loss(engine: TrainEngine, sequences: tuple[TrainSequence, ...]) -> float:

@@ -1,21 +1,64 @@
 """Moves weights from a trainer to rollout engines, and proves that they arrived: bucket plan and transports."""
 
+from offbeat_weightsync._adapters import merge_adapter, select_adapter
 from offbeat_weightsync._addresses import new_socket_path
+from offbeat_weightsync._arrivals import ArrivingStream
+from offbeat_weightsync._broadcast import BroadcastStream, broadcast_weights, receive_broadcast
+from offbeat_weightsync._changes import tensor_checksums
+from offbeat_weightsync._disk_reader import DiskStream, read_weights, wait_for_proofs
+from offbeat_weightsync._disk_writer import remove_partial_versions, write_weights
+from offbeat_weightsync._folders import list_versions, remove_old_versions
+from offbeat_weightsync._fp8 import (
+    dequantize_blocks,
+    fp8_error_bound,
+    fp8_specs,
+    is_fp8_weight,
+    quantize_blocks,
+    quantize_tensors,
+)
 from offbeat_weightsync._in_process import InProcessStream
-from offbeat_weightsync._plan import Bucket, BucketPlan, Piece, TensorSpec
+from offbeat_weightsync._names import EXPERTS, GATE_UP, QKV, Fusion, NameMap, Place
+from offbeat_weightsync._plan import DEFAULT_BUCKET_BYTES, Bucket, BucketPlan, Piece, TensorSpec
 from offbeat_weightsync._receiver import SharedMemoryStream, receive
 from offbeat_weightsync._sender import SharedMemorySender
 from offbeat_weightsync._tensors import describe_tensors
 
 __all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "EXPERTS",
+    "GATE_UP",
+    "QKV",
+    "ArrivingStream",
+    "BroadcastStream",
     "Bucket",
     "BucketPlan",
+    "DiskStream",
+    "Fusion",
     "InProcessStream",
+    "NameMap",
     "Piece",
+    "Place",
     "SharedMemorySender",
     "SharedMemoryStream",
     "TensorSpec",
+    "broadcast_weights",
+    "dequantize_blocks",
     "describe_tensors",
+    "fp8_error_bound",
+    "fp8_specs",
+    "is_fp8_weight",
+    "list_versions",
+    "merge_adapter",
     "new_socket_path",
+    "quantize_blocks",
+    "quantize_tensors",
+    "read_weights",
     "receive",
+    "receive_broadcast",
+    "remove_old_versions",
+    "remove_partial_versions",
+    "select_adapter",
+    "tensor_checksums",
+    "wait_for_proofs",
+    "write_weights",
 ]

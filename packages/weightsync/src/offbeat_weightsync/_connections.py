@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from offbeat_dist.liveness import waiting
 from offbeat_types import DeadlineError, WeightSyncError
 from offbeat_weightsync._messages import Failure, Message
 
@@ -35,6 +36,10 @@ class Deadline:
     def left_s(self) -> float:
         """Seconds left, at least 0."""
         return max(0.0, self._end - time.monotonic())
+
+    def declared(self, on: str) -> waiting:
+        """Let the liveness monitor see a wait for `on`, for a verdict to name it."""
+        return waiting(self.waiting, on=on, deadline_s=self.seconds)
 
     def missed(self, on: str) -> DeadlineError:
         """The error to raise when it has passed while waiting for `on`."""
@@ -85,7 +90,8 @@ class Connection:
             WeightSyncError: the other side failed, with its reason, or is gone.
             DeadlineError: nothing came.
         """
-        message = self._receive_any(what)
+        with self.deadline.declared(self.peer):
+            message = self._receive_any(what)
         if isinstance(message, Failure):
             raise WeightSyncError(f"{self.peer} gave up: {message.text}")
         if not isinstance(message, kind):

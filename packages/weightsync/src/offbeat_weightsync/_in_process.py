@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from offbeat_types import WeightProof
+from offbeat_weightsync._arrivals import find_target
 from offbeat_weightsync._plan import DEFAULT_BUCKET_BYTES, BucketPlan
 from offbeat_weightsync._proofs import compare_proofs, prove_tensors
 from offbeat_weightsync._tensors import describe_tensors, torch_dtype
@@ -36,11 +37,18 @@ class InProcessStream:
         self.version = version
         self.plan = BucketPlan.build(describe_tensors(pairs, dtype), bucket_bytes)
         self._tensors = dict(pairs)
+        self._specs = {spec.name: spec for spec in self.plan.specs}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) in order."""
         for spec in self.plan.specs:
             yield spec.name, self._read(spec.name, torch_dtype(spec.dtype))
+
+    def load(self, target: Callable[[str], Tensor]) -> None:
+        """Write every tensor straight into the engine's own; see `ArrivingStream.load`."""
+        for name, tensor in self:
+            place = find_target(target, self._specs[name])
+            place.copy_(tensor.reshape(place.shape))
 
     def prove(self, read: Callable[[str], Any]) -> WeightProof:
         """Read every tensor back and compare it with what was handed out.

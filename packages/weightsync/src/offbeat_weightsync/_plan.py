@@ -12,7 +12,8 @@ from offbeat_types import WeightSyncError
 ALIGNMENT: Final = 64
 """Every piece starts at a multiple of this, so that any dtype can be viewed in place."""
 
-DEFAULT_BUCKET_BYTES: Final = 64 << 20
+DEFAULT_BUCKET_BYTES: Final = 32 << 20
+"""Short enough for the cache between the copy in and the copy out, long enough that both sides seldom wait."""
 
 ITEM_BYTES: Final = {
     "float64": 8,

@@ -1,32 +1,27 @@
 """Proofs: checksums of what a side holds, bucket by bucket, and their comparison."""
 
-from collections.abc import Callable
-from typing import Any
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final
 
 import xxhash
 
 from offbeat_types import WeightProof, WeightSyncError
-from offbeat_weightsync._plan import Bucket, BucketPlan
+from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._tensors import Bytes, check_tensor, tensor_bytes
 
-
-def bucket_checksum(bucket: Bucket, memory: Bytes) -> str:
-    """Checksum of a filled bucket: 64-bit xxh3 over its pieces in order; gaps do not count.
-
-    Args:
-        bucket: its layout.
-        memory: [bytes] uint8, at least `bucket.num_bytes` long.
-    """
-    hasher = xxhash.xxh3_64()
-    for piece in bucket.pieces:
-        hasher.update(memory[piece.bucket_offset : piece.bucket_offset + piece.num_bytes].data)
-    return hasher.hexdigest()
+MAX_HASHERS: Final = 4
+"""Threads that hash: memory feeds no more."""
 
 
 def prove_tensors(
     plan: BucketPlan, version: int, read: Callable[[str], Any], holder: str = "the engine"
 ) -> WeightProof:
-    """Read every tensor back and say what is there, in the form that `bucket_checksum` gives for the buckets sent.
+    """Read every tensor back and say what is there, in the form that `PlannedTensors.fill` gives for the buckets sent.
+
+    It looks at all of it, after all of it was loaded: a tensor that a later one has overwritten shows.
 
     Args:
         plan: names, shapes, dtypes and layout.
@@ -37,15 +32,15 @@ def prove_tensors(
     Raises:
         WeightSyncError: a tensor is missing, or has another shape or dtype.
     """
-    checksums = []
-    held: tuple[int, Bytes] | None = None
-    for bucket in plan.buckets:
-        hasher = xxhash.xxh3_64()
-        for piece in bucket.pieces:
-            if held is None or held[0] != piece.tensor:  # the pieces of one tensor follow each other
-                held = piece.tensor, _read_bytes(plan, piece.tensor, read, holder)
-            hasher.update(held[1][piece.tensor_offset : piece.tensor_offset + piece.num_bytes].data)
-        checksums.append(hasher.hexdigest())
+    num_hashers = min(MAX_HASHERS, os.cpu_count() or 1, len(plan.buckets))
+    with ThreadPoolExecutor(num_hashers, "offbeat-weight-proof") as hashers:
+        pending: deque[Future[str]] = deque()
+        checksums = []
+        for parts in _read_buckets(plan, read, holder):
+            if len(pending) > num_hashers:  # an engine may have to unpack what it reads: hold little of that at once
+                checksums.append(pending.popleft().result())
+            pending.append(hashers.submit(_checksum, parts))
+        checksums += [each.result() for each in pending]
     return WeightProof(version=version, num_tensors=len(plan.specs), checksums=tuple(checksums))
 
 
@@ -65,6 +60,44 @@ def compare_proofs(plan: BucketPlan, sent: WeightProof, held: WeightProof, holde
                 f"{holder} holds other bytes than were sent, in bucket {index} of {len(plan.buckets)} "
                 f"({first} to {last}): checksum {ours} was sent, it has {theirs}"
             )
+
+
+def proof_to_data(proof: WeightProof) -> dict[str, Any]:
+    """The proof as plain data, for a wire or a file."""
+    return {"version": proof.version, "num_tensors": proof.num_tensors, "checksums": list(proof.checksums)}
+
+
+def proof_from_data(data: Any) -> WeightProof:
+    """The proof that `proof_to_data` wrote.
+
+    Raises:
+        WeightSyncError: it is no such data.
+    """
+    try:
+        version, num_tensors, checksums = int(data["version"]), int(data["num_tensors"]), data["checksums"]
+        return WeightProof(version=version, num_tensors=num_tensors, checksums=tuple(map(str, checksums)))
+    except (KeyError, TypeError, ValueError) as error:
+        raise WeightSyncError(f"a proof needs version, num_tensors and checksums: got {data!r:.80}") from error
+
+
+def _checksum(parts: list[Bytes]) -> str:
+    """64-bit xxh3 over the parts in order. Hashing releases the interpreter's lock."""
+    hasher = xxhash.xxh3_64()
+    for part in parts:
+        hasher.update(part.data)
+    return hasher.hexdigest()
+
+
+def _read_buckets(plan: BucketPlan, read: Callable[[str], Any], holder: str) -> Iterator[list[Bytes]]:
+    """What the holder has of each bucket: the bytes of its pieces."""
+    held: tuple[int, Bytes] | None = None
+    for bucket in plan.buckets:
+        parts = []
+        for piece in bucket.pieces:
+            if held is None or held[0] != piece.tensor:  # the pieces of one tensor follow each other
+                held = piece.tensor, _read_bytes(plan, piece.tensor, read, holder)
+            parts.append(held[1][piece.tensor_offset : piece.tensor_offset + piece.num_bytes])
+        yield parts
 
 
 def _read_bytes(plan: BucketPlan, index: int, read: Callable[[str], Any], holder: str) -> Bytes:

@@ -2,27 +2,31 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from offbeat_types import OffbeatError, WeightProof, WeightSyncError
 from offbeat_weightsync._addresses import kernel_address
+from offbeat_weightsync._arrivals import ArrivingStream
+from offbeat_weightsync._changes import kept_digest
 from offbeat_weightsync._connections import Connection, Deadline
-from offbeat_weightsync._messages import Accepted, End, Filled, Hello, Join, Loaded, Proof, Ready
-from offbeat_weightsync._plan import BucketPlan, Piece, TensorSpec
-from offbeat_weightsync._proofs import compare_proofs, prove_tensors
-from offbeat_weightsync._slots import Slots
-from offbeat_weightsync._tensors import torch_dtype
+from offbeat_weightsync._cuda_ipc import OpenedCudaSlots
+from offbeat_weightsync._messages import Accepted, End, Filled, Hello, Join, Loaded, Proof, Ready, Welcome
+from offbeat_weightsync._plan import BucketPlan, TensorSpec
+from offbeat_weightsync._slots import OpenedSlots
 
 
 @contextmanager
 def receive(
-    socket_path: str | Path, version: int, deadline_s: float, *, name: str = "rollout-0"
+    socket_path: str | Path,
+    version: int,
+    deadline_s: float,
+    *,
+    name: str = "rollout-0",
+    held: Mapping[str, str] | None = None,
 ) -> Iterator["SharedMemoryStream"]:
     """Connect to a `SharedMemorySender` and yield the stream of one version. Blocking: use a thread.
 
@@ -37,6 +41,8 @@ def receive(
         version: policy version wanted.
         deadline_s: time allowed from here to the end of `confirm`.
         name: this side, for the sender's errors.
+        held: checksum of each tensor the engine holds, from `tensor_checksums`, to be sent changes alone; the stream's
+            plan then has only those. None: everything.
 
     Raises:
         WeightSyncError: the sender is not there, failed or died, sends another version, or the bytes differ.
@@ -44,8 +50,8 @@ def receive(
     """
     connection = _connect(socket_path, Deadline(f"weight sync of version {version} at {name}", deadline_s))
     try:
-        connection.send(Join(name, version))
-        stream = _open_stream(connection, version)
+        connection.send(Join(name, version, None if held is None else dict(held)))
+        stream = _open_stream(connection, version, held)
         yield stream
         stream.check_confirmed(name)
     except BaseException as error:
@@ -55,7 +61,7 @@ def receive(
         connection.close()
 
 
-class SharedMemoryStream:
+class SharedMemoryStream(ArrivingStream):
     """A `WeightStream` from another process. Made by `receive`.
 
     Args:
@@ -65,42 +71,12 @@ class SharedMemoryStream:
         version: policy version.
     """
 
-    def __init__(self, connection: Connection, plan: BucketPlan, slots: Slots, version: int) -> None:
-        self.version, self.plan = version, plan
+    def __init__(
+        self, connection: Connection, plan: BucketPlan, slots: OpenedSlots | OpenedCudaSlots, version: int
+    ) -> None:
+        super().__init__(plan, version)
         self._connection, self._slots = connection, slots
-        self._next_bucket = 0
-        self._sent: WeightProof | None = None
         self._confirmed = False
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) in order, once. A tensor is valid until the next one is asked for: copy it."""
-        if self._next_bucket:
-            raise WeightSyncError("a weight stream can be read once")
-        assembly = _Assembly()
-        for index, bucket in enumerate(self.plan.buckets):
-            self._next_bucket = index + 1
-            self._wait_filled(index)
-            slot = self._slots.of_bucket(index)
-            for piece in bucket.pieces:
-                spec = self.plan.specs[piece.tensor]
-                part = slot[piece.bucket_offset : piece.bucket_offset + piece.num_bytes]
-                elements = assembly.add(spec, piece, part)
-                if elements is not None:
-                    yield spec.name, elements.view(torch_dtype(spec.dtype)).view(spec.shape)
-            self._connection.send(Loaded(index))
-        self._sent = self._connection.receive(End, "the end of the weights").sent
-
-    def prove(self, read: Callable[[str], Any]) -> WeightProof:
-        """Read every tensor back with `read(name)`, compare with what was sent, and return what is held.
-
-        Raises:
-            WeightSyncError: a tensor is missing or differs. The engine must not serve these weights.
-        """
-        if self._sent is None:
-            raise WeightSyncError("read the whole weight stream before you prove what you hold")
-        held = prove_tensors(self.plan, self.version, read)
-        compare_proofs(self.plan, self._sent, held, "the engine")
-        return held
 
     def confirm(self, proof: WeightProof) -> None:
         """Send the engine's proof to the sender, and return when every receiver has proved the same.
@@ -118,28 +94,21 @@ class SharedMemoryStream:
         if not self._confirmed:
             raise WeightSyncError(f"{name} took the weights of version {self.version} but did not confirm them")
 
-    def _wait_filled(self, index: int) -> None:
-        what = f"bucket {index} of {len(self.plan.buckets)}"
-        filled = self._connection.receive(Filled, what)
-        if filled.bucket != index:
-            raise WeightSyncError(f"{self._connection.peer} sent bucket {filled.bucket} where {what} was due")
+    def _arrivals(self) -> Iterator[tuple[Tensor, int]]:
+        for index, bucket in enumerate(self.plan.buckets):
+            what = f"bucket {index} of {len(self.plan.buckets)}"
+            num_bytes = 0
+            while num_bytes < bucket.num_bytes:
+                filled = self._connection.receive(Filled, what)
+                if filled.bucket != index:
+                    raise WeightSyncError(f"{self._connection.peer} sent bucket {filled.bucket} where {what} was due")
+                num_bytes = filled.num_bytes
+                yield self._slots.of_bucket(index), num_bytes
+            self._slots.flush()
+            self._connection.send(Loaded(index))
 
-
-class _Assembly:
-    """Puts split tensors together in memory of its own; whole ones pass through without a copy."""
-
-    def __init__(self) -> None:
-        self._buffer: Tensor | None = None
-
-    def add(self, spec: TensorSpec, piece: Piece, part: Tensor) -> Tensor | None:
-        """Take one piece; return all bytes of the tensor when it was the last."""
-        if piece.num_bytes == spec.num_bytes:
-            return part
-        if self._buffer is None or self._buffer.numel() < spec.num_bytes:
-            self._buffer = torch.empty(spec.num_bytes, dtype=torch.uint8)
-        end = piece.tensor_offset + piece.num_bytes
-        self._buffer[piece.tensor_offset : end].copy_(part)
-        return self._buffer[: spec.num_bytes] if end == spec.num_bytes else None
+    def _end(self) -> WeightProof:
+        return self._connection.receive(End, "the end of the weights").sent
 
 
 def _connect(socket_path: str | Path, deadline: Deadline) -> Connection:
@@ -156,16 +125,28 @@ def _connect(socket_path: str | Path, deadline: Deadline) -> Connection:
     return Connection(sock, "the sender", deadline)
 
 
-def _open_stream(connection: Connection, version: int) -> SharedMemoryStream:
+def _open_stream(connection: Connection, version: int, held: Mapping[str, str] | None) -> SharedMemoryStream:
+    connection.peer = connection.receive(Welcome, "its plan").name
     hello = connection.receive(Hello, "its plan")
-    connection.peer = hello.name
-    fd = connection.receive_descriptor()
-    try:
-        slots = Slots(fd, hello.slot_bytes, writable=False)
-    finally:
-        os.close(fd)
+    slots = _open_slots(connection, hello)
     plan = BucketPlan.build([TensorSpec(*spec) for spec in hello.specs], hello.bucket_bytes)
     if plan.digest != hello.digest or plan.longest_bucket_bytes > hello.slot_bytes:
-        raise WeightSyncError(f"the plans differ: {hello.digest} at {hello.name}, {plan.digest} here; same version?")
+        raise WeightSyncError(
+            f"the plans differ: {hello.digest} at {connection.peer}, {plan.digest} here; same version?"
+        )
+    if hello.kept and (held is None or kept_digest(held, {spec.name for spec in plan.specs}) != hello.kept):
+        raise WeightSyncError(
+            f"{connection.peer} sends changes to other weights than are held here; ask for everything"
+        )
     connection.send(Ready(plan.digest))
     return SharedMemoryStream(connection, plan, slots, version)
+
+
+def _open_slots(connection: Connection, hello: Hello) -> OpenedSlots | OpenedCudaSlots:
+    if hello.cuda is not None:
+        return OpenedCudaSlots(hello.cuda, hello.slot_bytes)
+    fd = connection.receive_descriptor()
+    try:
+        return OpenedSlots(fd, hello.slot_bytes, writable=False)
+    finally:
+        os.close(fd)

@@ -1,21 +1,20 @@
 """The trainer's side of the shared-memory transport."""
 
-import os
-import selectors
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
 
 from offbeat_types import OffbeatError, WeightProof, WeightSyncError
 from offbeat_weightsync._addresses import kernel_address, remove_socket
-from offbeat_weightsync._connections import Connection, Deadline, M, same_user
-from offbeat_weightsync._messages import Accepted, End, Filled, Hello, Join, Loaded, Proof, Ready
-from offbeat_weightsync._plan import Bucket, BucketPlan, TensorSpec
-from offbeat_weightsync._proofs import bucket_checksum, compare_proofs
-from offbeat_weightsync._slots import NUM_SLOTS, Slots, create_memory, slot_size
-from offbeat_weightsync._tensors import check_tensor, torch_dtype
+from offbeat_weightsync._changes import kept_digest, plan_changes, planned_checksums
+from offbeat_weightsync._connections import Connection, Deadline, same_user
+from offbeat_weightsync._messages import Join, Welcome
+from offbeat_weightsync._plan import BucketPlan
+from offbeat_weightsync._rounds import Round
+from offbeat_weightsync._slots import open_slots, slot_size
 
 
 class SharedMemorySender:
@@ -28,24 +27,30 @@ class SharedMemorySender:
         plan: the tensors, in the order in which they will be given, and the dtypes in which they travel.
         deadline_s: time allowed for each sync, from `send` to the last proof.
         name: this side, for the receivers' errors.
+        device: a CUDA device to hold the buckets, such as "cuda:0", which the receivers open by CUDA IPC; None: they
+            lie in host memory.
 
     Raises:
-        WeightSyncError: the address is taken or too long, or there is not enough memory.
+        WeightSyncError: there is no such device, the address is taken or too long, or there is not enough memory.
     """
 
     def __init__(
-        self, socket_path: str | Path, plan: BucketPlan, *, deadline_s: float = 300.0, name: str = "trainer-0"
+        self,
+        socket_path: str | Path,
+        plan: BucketPlan,
+        *,
+        deadline_s: float = 300.0,
+        name: str = "trainer-0",
+        device: str | None = None,
     ) -> None:
         self.socket_path, self.plan = str(socket_path), plan
         self._deadline_s, self._name = deadline_s, name
-        self._slot_bytes = slot_size(plan.longest_bucket_bytes)
         self._listener = _listen(socket_path)
         try:
-            self._memory_fd = create_memory(self._slot_bytes)
+            self._slots = open_slots(device, slot_size(plan))
         except BaseException:
             self.close()
             raise
-        self._slots = Slots(self._memory_fd, self._slot_bytes, writable=True)
 
     def __enter__(self) -> "SharedMemorySender":
         return self
@@ -73,22 +78,39 @@ class SharedMemorySender:
             WeightSyncError: tensors differ from the plan, a receiver failed or died, or holds other bytes.
             DeadlineError: somebody did not come, load or prove in time.
         """
-        deadline_s = self._deadline_s if deadline_s is None else deadline_s
-        deadline = Deadline(f"weight sync of version {version}", deadline_s)
-        peers: list[Connection] = []
-        try:
-            self._gather(peers, version, num_receivers, deadline)
-            sent = WeightProof(
-                version=version, num_tensors=len(self.plan.specs), checksums=tuple(self._send_buckets(peers, tensors))
-            )
-            return self._settle(peers, sent)
-        except BaseException as error:
-            for peer in peers:
-                peer.fail(str(error) if isinstance(error, OffbeatError) else f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            for peer in peers:
-                peer.close()
+        with self._joined(version, num_receivers, deadline_s) as joined:
+            return Round(list(joined), self.plan, self._slots).send(tensors, version)
+
+    def send_changed(
+        self,
+        weights: Callable[[], Iterable[tuple[str, Tensor]]],
+        version: int,
+        num_receivers: int,
+        *,
+        deadline_s: float | None = None,
+    ) -> list[WeightProof]:
+        """Send only those tensors that a receiver does not hold already, by the checksums it has joined with.
+
+        A receiver that joins without checksums gets everything, and so do the others then. The proofs are of what was
+        sent; what was not is covered by the checksums that the receiver took from its engine.
+
+        Args:
+            weights: gives (name, tensor) as planned, each time it is called; it is called twice.
+            version: policy version; the receivers must ask for the same.
+            num_receivers: how many to wait for before sending, at least 1.
+            deadline_s: overrides the sender's.
+
+        Raises:
+            WeightSyncError: see `send`.
+            DeadlineError: see `send`.
+        """
+        with self._joined(version, num_receivers, deadline_s) as joined:
+            ours = planned_checksums(self.plan, weights())
+            plan = plan_changes(self.plan, ours, [join.held for join in joined.values()])
+            sent = {spec.name for spec in plan.specs}
+            kept = kept_digest(ours, sent) if len(sent) < len(ours) else ""
+            changed = ((name, tensor) for name, tensor in weights() if name in sent)
+            return Round(list(joined), plan, self._slots, kept).send(changed, version)
 
     def close(self) -> None:
         """Stop listening and let go of the memory."""
@@ -97,15 +119,31 @@ class SharedMemorySender:
         self._listener.close()
         remove_socket(self.socket_path)
         if hasattr(self, "_slots"):
-            os.close(self._memory_fd)
+            self._slots.close()
             del self._slots
 
-    def _gather(self, peers: list[Connection], version: int, num_receivers: int, deadline: Deadline) -> None:
-        """Wait until all receivers have asked for this version and have mapped the memory."""
+    @contextmanager
+    def _joined(self, version: int, num_receivers: int, deadline_s: float | None) -> Iterator[dict[Connection, Join]]:
+        """The receivers of a sync. An error within is told to all of them."""
+        deadline = Deadline(f"weight sync of version {version}", self._deadline_s if deadline_s is None else deadline_s)
+        joined: dict[Connection, Join] = {}
+        try:
+            self._gather(joined, version, num_receivers, deadline)
+            yield joined
+        except BaseException as error:
+            for peer in joined:
+                peer.fail(str(error) if isinstance(error, OffbeatError) else f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            for peer in joined:
+                peer.close()
+
+    def _gather(self, joined: dict[Connection, Join], version: int, num_receivers: int, deadline: Deadline) -> None:
+        """Wait until all receivers have asked for this version."""
         refused: list[str] = []
-        while len(peers) < num_receivers:
-            names = ", ".join([peer.peer for peer in peers]) or "none"
-            missing = f"{num_receivers - len(peers)} of {num_receivers} receivers to connect (here: {names})"
+        while len(joined) < num_receivers:
+            names = ", ".join([peer.peer for peer in joined]) or "none"
+            missing = f"{num_receivers - len(joined)} of {num_receivers} receivers to connect (here: {names})"
             peer = self._accept(deadline, "; ".join([missing, *refused]))
             if peer is None:
                 continue
@@ -120,122 +158,22 @@ class SharedMemorySender:
                 peer.fail(f"version {join.version} was asked for; {self._name} sends version {version}")
                 peer.close()
                 continue
-            peers.append(peer)
+            joined[peer] = join
             if join.version != version:
                 raise WeightSyncError(f"{join.name} asked for version {join.version}; version {version} is being sent")
-            self._introduce(peer)
-        for answer in self._collect(peers, Ready, "to map the memory").values():
-            if answer.digest != self.plan.digest:
-                raise WeightSyncError(f"the plans differ: {self.plan.digest} here, {answer.digest} at a receiver")
+            peer.send(Welcome(self._name))
 
     def _accept(self, deadline: Deadline, missing: str) -> Connection | None:
         self._listener.settimeout(deadline.left_s() or 1e-3)
         try:
-            sock, _ = self._listener.accept()
+            with deadline.declared("rollout"):
+                sock, _ = self._listener.accept()
         except TimeoutError:
             raise deadline.missed(missing) from None
         if not same_user(sock):
             sock.close()
             return None
         return Connection(sock, "a receiver", deadline)
-
-    def _introduce(self, peer: Connection) -> None:
-        specs = [(spec.name, spec.dtype, spec.shape) for spec in self.plan.specs]
-        peer.send(Hello(self._name, specs, self.plan.bucket_bytes, self._slot_bytes, self.plan.digest))
-        peer.send_descriptor(self._memory_fd)
-
-    def _send_buckets(self, peers: list[Connection], tensors: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
-        """Fill and announce bucket after bucket, and yield the checksum of each."""
-        source = _PlannedTensors(self.plan, tensors)
-        num_buckets = len(self.plan.buckets)
-        for index, bucket in enumerate(self.plan.buckets):
-            if index >= NUM_SLOTS:
-                self._collect_loaded(peers, index - NUM_SLOTS)
-            source.fill(bucket, self._slots.of_bucket(index))
-            for peer in peers:
-                peer.send(Filled(index))
-            # The receivers load the bucket while it is hashed: nobody writes to it before all have.
-            yield bucket_checksum(bucket, self._slots.of_bucket(index).numpy())
-        source.finish()
-        for index in range(max(0, num_buckets - NUM_SLOTS), num_buckets):
-            self._collect_loaded(peers, index)
-
-    def _settle(self, peers: list[Connection], sent: WeightProof) -> list[WeightProof]:
-        for peer in peers:
-            peer.send(End(sent))
-        proofs = self._collect(peers, Proof, "to prove what it holds")
-        for peer in peers:
-            compare_proofs(self.plan, sent, proofs[peer].held, peer.peer)
-        for peer in peers:
-            peer.send(Accepted())
-        return [proofs[peer].held for peer in peers]
-
-    def _collect_loaded(self, peers: list[Connection], bucket: int) -> None:
-        what = f"to load bucket {bucket} of {len(self.plan.buckets)}"
-        for peer, loaded in self._collect(peers, Loaded, what).items():
-            if loaded.bucket != bucket:
-                raise WeightSyncError(f"{peer.peer} loaded bucket {loaded.bucket} where {bucket} was due")
-
-    def _collect(self, peers: list[Connection], kind: type[M], what: str) -> dict[Connection, M]:
-        """Take one message from every receiver, in whatever order they come."""
-        messages: dict[Connection, M] = {}
-        with selectors.DefaultSelector() as selector:
-            for peer in peers:
-                selector.register(peer, selectors.EVENT_READ, peer)
-            while len(messages) < len(peers):
-                deadline = peers[0].deadline
-                ready = selector.select(deadline.left_s())
-                if not ready:
-                    raise deadline.missed(f"{', '.join(peer.peer for peer in peers if peer not in messages)} {what}")
-                for key, _ in ready:
-                    selector.unregister(key.fileobj)
-                    messages[key.data] = key.data.receive(kind, what.removeprefix("to "))
-        return messages
-
-
-class _PlannedTensors:
-    """Takes tensors one by one from the trainer, checks them against the plan, and copies them into buckets."""
-
-    def __init__(self, plan: BucketPlan, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self._specs = plan.specs
-        self._tensors = iter(tensors)
-        self._index = -1
-        self._flat: Tensor | None = None
-
-    def fill(self, bucket: Bucket, slot: Tensor) -> None:
-        """Copy the pieces of a bucket into its slot, converting to the planned dtypes on the way."""
-        for piece in bucket.pieces:
-            if piece.tensor != self._index:
-                self._take(piece.tensor)
-            assert self._flat is not None
-            target = slot[piece.bucket_offset : piece.bucket_offset + piece.num_bytes]
-            target = target.view(torch_dtype(self._specs[piece.tensor].dtype))
-            first = piece.tensor_offset // target.element_size()
-            target.copy_(self._flat[first : first + target.numel()])
-
-    def finish(self) -> None:
-        """Raise WeightSyncError if there are more tensors than planned."""
-        self._flat = None
-        for name, _ in self._tensors:
-            raise WeightSyncError(f"{name}: {_describe_surplus(name, self._specs)}")
-
-    def _take(self, index: int) -> None:
-        spec = self._specs[index]
-        self._flat = None  # let a tensor made for us go before the next one is made
-        name, tensor = next(self._tensors, (None, None))
-        if name is None or tensor is None:
-            raise WeightSyncError(f"{spec.name}: planned, but the trainer's tensors ended before it")
-        if name != spec.name:
-            surplus = _describe_surplus(name, self._specs[:index])
-            raise WeightSyncError(f"{name}: came where {spec.name} was planned; {surplus}")
-        check_tensor(tensor, spec, "the trainer", dtype=False)
-        self._index, self._flat = index, tensor.detach().reshape(-1)
-
-
-def _describe_surplus(name: str, sent: Iterable[TensorSpec]) -> str:
-    if any(spec.name == name for spec in sent):
-        return "it was sent already: the name comes twice"
-    return "names and order must be those of the plan"
 
 
 def _listen(socket_path: str | Path) -> socket.socket:

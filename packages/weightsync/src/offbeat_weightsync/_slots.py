@@ -3,18 +3,74 @@
 import mmap
 import os
 import tempfile
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from offbeat_types import WeightSyncError
+from offbeat_weightsync._cuda_ipc import CudaHandle, CudaSlots
+from offbeat_weightsync._plan import ALIGNMENT, BucketPlan
 
 NUM_SLOTS: Final = 2
 _PAGE_BYTES: Final = mmap.PAGESIZE
 
 
-class Slots:
+class SharedSlots(Protocol):
+    """Slots as the sender has them, in host or device memory."""
+
+    slot_bytes: int
+    descriptor: int
+
+    def of_bucket(self, bucket: int) -> Tensor:
+        """The slot in which a bucket travels, as [slot_bytes] uint8."""
+        ...
+
+    def flush(self) -> None:
+        """Return when what was copied into it can be seen by other processes."""
+        ...
+
+    def device_handle(self) -> CudaHandle | None:
+        """How a receiver opens device memory; None: it gets the descriptor of host memory instead."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        ...
+
+
+class HostSlots:
+    """The sender's slots in an anonymous file of its own.
+
+    Args:
+        slot_bytes: size of each.
+
+    Raises:
+        WeightSyncError: there is not enough memory.
+    """
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.descriptor = create_memory(slot_bytes)
+        self._opened = OpenedSlots(self.descriptor, slot_bytes, writable=True)
+
+    def of_bucket(self, bucket: int) -> Tensor:
+        """See `SharedSlots`."""
+        return self._opened.of_bucket(bucket)
+
+    def flush(self) -> None:
+        """Memory of the host is seen at once."""
+
+    def device_handle(self) -> None:
+        """There is none."""
+
+    def close(self) -> None:
+        """See `SharedSlots`."""
+        os.close(self.descriptor)
+        del self._opened
+
+
+class OpenedSlots:
     """The slots, mapped. The memory goes when the last process that has it mapped goes, however it goes.
 
     Args:
@@ -35,10 +91,19 @@ class Slots:
         """The slot in which a bucket travels, as [slot_bytes] uint8."""
         return self._slots[bucket % NUM_SLOTS]
 
+    def flush(self) -> None:
+        """What is copied out of host memory is copied when the call returns."""
 
-def slot_size(longest_bucket_bytes: int) -> int:
-    """Bytes of a slot: whole pages."""
-    return -(-longest_bucket_bytes // _PAGE_BYTES) * _PAGE_BYTES
+
+def open_slots(device: str | None, slot_bytes: int) -> SharedSlots:
+    """The sender's slots: in host memory, or on a CUDA device."""
+    return HostSlots(slot_bytes) if device is None else CudaSlots(torch.device(device), slot_bytes, NUM_SLOTS)
+
+
+def slot_size(plan: BucketPlan) -> int:
+    """Bytes of a slot, in whole pages: enough for every bucket of the plan, and of a plan of some of its tensors."""
+    all_bytes = sum(-(-spec.num_bytes // ALIGNMENT) * ALIGNMENT for spec in plan.specs)
+    return -(-min(plan.bucket_bytes, all_bytes) // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def create_memory(slot_bytes: int) -> int:

@@ -46,7 +46,13 @@ def check_tensor(tensor: Tensor, spec: TensorSpec, holder: str, *, dtype: bool =
     """Raise WeightSyncError unless the tensor has the shape, and the dtype, that the plan gives it."""
     if tuple(tensor.shape) != spec.shape:
         raise WeightSyncError(f"{spec.name}: planned with shape {spec.shape}, {holder} has {tuple(tensor.shape)}")
-    if dtype and _dtype_name(tensor.dtype) != spec.dtype:
+    if dtype:
+        check_dtype(tensor, spec, holder)
+
+
+def check_dtype(tensor: Tensor, spec: TensorSpec, holder: str) -> None:
+    """Raise WeightSyncError unless the tensor has the dtype that the plan gives it."""
+    if _dtype_name(tensor.dtype) != spec.dtype:
         raise WeightSyncError(f"{spec.name}: planned as {spec.dtype}, {holder} has {_dtype_name(tensor.dtype)}")
 
 

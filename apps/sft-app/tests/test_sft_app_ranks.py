@@ -1,0 +1,120 @@
+"""Ranks that train together: the same run as with one process, interrupted, killed and resumed."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from offbeat_run import Checkpoint, RunFolder, read_metrics
+from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
+from offbeat_types import ConfigError
+from sft_app import _cli, _preflight
+from sft_app._ranks import rank_device
+
+# Adam's first steps turn a rounding difference into a multiple of the learning rate: the smaller, the closer.
+WORDS = ["--engine.schedule=constant", "--engine.learning_rate=1e-3"]
+RANKS = ["--engine.num_ranks=2", "--engine.max_tokens_per_microbatch=128"]  # both have something to do
+
+
+def values(run: Path, name: str) -> dict[int, float]:
+    return {line.step: line.values[name] for line in read_metrics(run / "metrics.jsonl") if name in line.values}
+
+
+def latest(run: Path) -> Checkpoint:
+    found = RunFolder.open(run, write=False).checkpoints.latest()
+    assert found is not None
+    return found
+
+
+def assert_same(run: Path, undisturbed: Path) -> None:
+    """Every update once, to the same losses and weights."""
+    for name in ("train/loss", "eval/loss"):
+        expected = values(undisturbed, name)
+        assert len(expected) > 1
+        assert values(run, name) == pytest.approx(expected, abs=1e-5)
+    one, other = latest(run), latest(undisturbed)
+    assert one.step == other.step
+    got, wanted = load_file(one.path / "model.safetensors"), load_file(other.path / "model.safetensors")
+    assert got.keys() == wanted.keys()
+    for name, array in wanted.items():
+        assert abs(got[name] - array).max() <= 1e-5, name
+
+
+def rank_1(process: RunningCommand) -> int:
+    (found,) = [pid for pid in process.descendants() if b"trainer-1" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return found
+
+
+def test_two_ranks_train_as_one_and_end_on_ctrl_c(command: CommandLine, config: Path, tmp_path: Path) -> None:
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    words = [*WORDS, "--data.epochs=400", "--checkpoint.every=0", "--eval.every_updates=1"]
+    with RunningCommand(_cli.main, "train", config, "--out", run, *words, *RANKS) as process:
+        process.wait_until(lambda: len(values(run, "train/loss")) >= 8, "eight updates")
+        ranks = process.descendants()
+        process.press_ctrl_c()
+        assert process.wait() == 130, process.output
+        assert f"resume {run}" in process.output
+        wait_until_gone(ranks, deadline_s=30)
+    done = latest(run).step
+    assert done == max(values(run, "train/loss"))
+    ended = command("train", config, "--out", undisturbed, *words, f"--engine.max_updates={done}")
+    assert ended.code == 0, ended.err
+    assert_same(run, undisturbed)
+
+
+def test_a_rank_that_is_killed_ends_the_run_and_one_rank_goes_on(
+    command: CommandLine, config: Path, tmp_path: Path
+) -> None:
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    words = [*WORDS, "--data.epochs=8", "--checkpoint.every=3"]  # 20 updates
+    with RunningCommand(_cli.main, "train", config, "--out", run, *words, *RANKS) as process:
+        process.wait_until((run / "checkpoints" / "step-000003").is_dir, "a checkpoint")
+        os.kill(rank_1(process), signal.SIGKILL)
+        assert process.wait(30) == 3, process.output
+        assert "trainer-1 failed: its process was killed by SIGKILL" in process.output
+        assert f"resume {run}" in process.output
+        assert process.descendants() == []
+    ended = command("resume", run, "--engine.num_ranks=1")
+    assert ended.code == 0, ended.err
+    assert command("train", config, "--out", undisturbed, *words).code == 0
+    assert_same(run, undisturbed)
+
+
+def test_the_plan_shows_the_ranks(command: CommandLine, config: Path) -> None:
+    ended = command("plan", config, "--engine.num_ranks=2")
+    assert ended.code == 0, ended.err
+    assert "2 that train together" in ended.out
+    assert "on each rank" in " ".join(ended.out.split())
+
+
+def test_a_backend_of_one_process_is_refused(
+    command: CommandLine, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Backend:
+        @classmethod
+        def create(cls, config: object) -> None: ...
+
+    monkeypatch.setattr(_preflight, "load_backend", lambda kind, name: Backend)
+    ended = command("plan", config, "--engine.num_ranks=2")
+    assert ended.code == 2
+    assert "trains in one process" in ended.err
+
+
+class TwoAccelerators:
+    """A machine with two devices of a kind that this one has not."""
+
+    kind = "abacus"
+
+    class torch_device:  # noqa: N801
+        index = 0
+
+
+def test_each_rank_takes_an_accelerator_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sft_app._ranks.open_device", lambda name: TwoAccelerators())
+    monkeypatch.setattr("sft_app._ranks.available_devices", lambda: {"abacus": 2, "cpu": 1})
+    assert [rank_device("auto", rank, 2) for rank in (0, 1)] == ["abacus:0", "abacus:1"]
+    assert rank_device("abacus:1", 0, 1) == "abacus:1"
+    with pytest.raises(ConfigError, match="this machine has 2"):
+        rank_device("abacus", 0, 3)

@@ -1,0 +1,155 @@
+"""The receiving half of every transport: buckets come in, tensors go out or into place, and what is held is proved."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offbeat_types import WeightProof, WeightSyncError
+from offbeat_weightsync._plan import BucketPlan, Piece, TensorSpec
+from offbeat_weightsync._proofs import compare_proofs, prove_tensors
+from offbeat_weightsync._tensors import check_dtype, torch_dtype
+
+
+class ArrivingStream:
+    """A `WeightStream` that arrives bucket by bucket. Transports say where the buckets come from.
+
+    Read it once: with `load` where the engine's own tensors have the planned dtypes, which saves a copy of every
+    tensor longer than a bucket, or by iterating. Then `prove`.
+
+    Args:
+        plan: what will come.
+        version: policy version.
+    """
+
+    def __init__(self, plan: BucketPlan, version: int) -> None:
+        self.version, self.plan = version, plan
+        self._begun = False
+        self._sent: WeightProof | None = None
+
+    @abstractmethod
+    def _arrivals(self) -> Iterator[tuple[Tensor, int]]:
+        """Memory of a bucket, [bytes] uint8, and how many bytes of it are there; again when more are.
+
+        Buckets come in order. Whoever asks for more after the last byte of a bucket has loaded that bucket.
+        """
+
+    @abstractmethod
+    def _end(self) -> WeightProof:
+        """What was sent, once all buckets are loaded."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) in order, once. A tensor is valid until the next one is asked for: copy it."""
+        assembly = _Assembly()
+        for piece, part in self._pieces(whole=True):
+            spec = self.plan.specs[piece.tensor]
+            elements = assembly.add(spec, piece, part)
+            if elements is not None:
+                yield spec.name, elements.view(torch_dtype(spec.dtype)).view(spec.shape)
+
+    def load(self, target: Callable[[str], Tensor]) -> None:
+        """Write every tensor straight into the engine's own.
+
+        Args:
+            target: name -> the engine's tensor, on any device, of the planned dtype and number of elements, which
+                are written in its row-major order. It may be a view of fused storage.
+
+        Raises:
+            WeightSyncError: the engine has no such tensor, or it has another dtype or size; the sender failed or died.
+        """
+        assembly = _Assembly()
+        index, place = -1, _Place(torch.empty(0))
+        for piece, part in self._pieces(whole=False):
+            spec = self.plan.specs[piece.tensor]
+            if piece.tensor != index:
+                index, place = piece.tensor, _Place(find_target(target, spec))
+            if place.flat is not None:
+                place.write(piece.tensor_offset, part)
+            elif (whole := assembly.add(spec, piece, part)) is not None:
+                place.tensor.copy_(whole.view(place.tensor.dtype).view(place.tensor.shape))
+
+    def prove(self, read: Callable[[str], Any]) -> WeightProof:
+        """Read every tensor back with `read(name)`, compare with what was sent, and return what is held.
+
+        Raises:
+            WeightSyncError: a tensor is missing or differs. The engine must not serve these weights.
+        """
+        if self._sent is None:
+            raise WeightSyncError("read the whole weight stream before you prove what you hold")
+        held = prove_tensors(self.plan, self.version, read)
+        compare_proofs(self.plan, self._sent, held, "the engine")
+        return held
+
+    def _pieces(self, *, whole: bool) -> Iterator[tuple[Piece, Tensor]]:
+        """Every piece with its bytes; in several parts, each as soon as it is there, unless it is wanted whole."""
+        if self._begun:
+            raise WeightSyncError("a weight stream can be read once")
+        self._begun = True
+        arrivals = self._arrivals()
+        for bucket in self.plan.buckets:
+            memory, there = next(arrivals)
+            for piece in bucket.pieces:
+                done = 0
+                while done < piece.num_bytes:
+                    while there < piece.bucket_offset + (piece.num_bytes if whole else done + 1):
+                        memory, there = next(arrivals)
+                    start, end = piece.bucket_offset + done, min(piece.bucket_offset + piece.num_bytes, there)
+                    part = Piece(piece.tensor, piece.tensor_offset + done, start, end - start)
+                    yield part, memory[start:end]
+                    done += part.num_bytes
+        if next(arrivals, None) is not None:
+            raise WeightSyncError("more buckets came than the plan has")
+        self._sent = self._end()
+
+
+class _Place:
+    """An engine's tensor to be written, piece by piece where its elements lie in a row."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.flat = tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() else None
+        self._bytes = self.flat.numpy() if self.flat is not None and tensor.is_cpu else None
+
+    def write(self, offset: int, part: Tensor) -> None:
+        """Copy bytes to where they belong."""
+        if self._bytes is not None and part.is_cpu:
+            np.copyto(self._bytes[offset : offset + len(part)], part.numpy())  # torch's copy_ is up to a third slower
+        else:
+            assert self.flat is not None
+            self.flat[offset : offset + len(part)].copy_(part)
+
+
+class _Assembly:
+    """Puts split tensors together in memory of its own; whole ones pass through without a copy."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def add(self, spec: TensorSpec, piece: Piece, part: Tensor) -> Tensor | None:
+        """Take one piece; return all bytes of the tensor when it was the last."""
+        if piece.num_bytes == spec.num_bytes:
+            return part
+        if self._buffer is None or self._buffer.numel() < spec.num_bytes:
+            self._buffer = torch.empty(spec.num_bytes, dtype=torch.uint8, device=part.device)
+        end = piece.tensor_offset + piece.num_bytes
+        self._buffer[piece.tensor_offset : end].copy_(part)
+        return self._buffer[: spec.num_bytes] if end == spec.num_bytes else None
+
+
+def find_target(target: Callable[[str], Tensor], spec: TensorSpec) -> Tensor:
+    """The engine's own tensor for one that is sent, checked.
+
+    Raises:
+        WeightSyncError: there is none of that name, or it has another dtype or size.
+    """
+    try:
+        place = target(spec.name).detach()
+    except KeyError as error:
+        raise WeightSyncError(f"{spec.name}: is being sent, but the engine holds no tensor of that name") from error
+    check_dtype(place, spec, "the engine")
+    if place.numel() * place.element_size() != spec.num_bytes:
+        raise WeightSyncError(f"{spec.name}: planned with shape {spec.shape}, the engine has {tuple(place.shape)}")
+    return place

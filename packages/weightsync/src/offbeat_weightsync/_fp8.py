@@ -1,0 +1,109 @@
+"""FP8 weights: blocks of 128 × 128 in e4m3, with a float32 scale for each block. Pure.
+
+e4m3 has 3 bits of mantissa, normal numbers from 2^-6 to 448, and steps of 2^-9 below that. A block is divided by its
+scale, amax / 448, and rounded to nearest; so an element is off by at most half a step of its own size:
+
+    |w - q s| <= max(|w| 2^-4, s 2^-10)
+
+Source: FP8 Formats for Deep Learning (arXiv:2209.05433), table 1; the block layout and the name "weight_scale_inv" are
+those of DeepSeek-V3 (arXiv:2412.19437, section 3.3; its inference/kernel.py), which vLLM reads.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from offbeat_types import WeightSyncError
+from offbeat_weightsync._plan import TensorSpec
+
+BLOCK: Final = 128
+MAX_E4M3: Final = 448.0
+SMALLEST_SCALE: Final = 2.0**-126
+"""float32's smallest normal number, so that no scale is zero or denormal."""
+SCALE_SUFFIX: Final = "_scale_inv"
+
+
+def quantize_blocks(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise a matrix in blocks of 128 × 128; those at the lower and right edges may be smaller.
+
+    Args:
+        weight_OI: [O, I] any floating-point dtype, finite.
+
+    Returns:
+        [O, I] float8_e4m3fn, and [ceil(O / 128), ceil(I / 128)] float32, by which to multiply to get the weight back.
+
+    Raises:
+        WeightSyncError: it is no matrix, or holds infinities or NaN.
+    """
+    if weight_OI.dim() != 2:
+        raise WeightSyncError(f"block quantisation needs a matrix: got shape {tuple(weight_OI.shape)}")
+    weight = weight_OI.detach().float()
+    blocks = _blocks(weight)
+    amax = blocks.abs().amax(dim=(1, 3))
+    if not bool(torch.isfinite(amax).all()):
+        raise WeightSyncError("block quantisation needs finite weights: got infinities or NaN")
+    scales = (amax / MAX_E4M3).clamp_min(SMALLEST_SCALE)
+    # Division may round the largest element to just above 448, which e4m3fn cannot hold.
+    scaled = (blocks / scales[:, None, :, None]).clamp(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn)
+    return _unblock(scaled.view(torch.uint8), weight).view(torch.float8_e4m3fn), scales
+
+
+def dequantize_blocks(quantized_OI: Tensor, scales: Tensor) -> Tensor:
+    """What `quantize_blocks` stands for: [O, I] float32."""
+    return quantized_OI.float() * _spread(scales, quantized_OI)
+
+
+def fp8_error_bound(weight_OI: Tensor, scales: Tensor) -> Tensor:
+    """The most by which each element may be off: [O, I] float32."""
+    weight = weight_OI.detach().float()
+    return torch.maximum(weight.abs() * 2.0**-4, _spread(scales, weight) * 2.0**-10)
+
+
+def is_fp8_weight(spec: TensorSpec) -> bool:
+    """Whether a tensor is quantised by default: matrices of at least a block within the layers; no table, no head."""
+    tables = ("embed_tokens.weight", "lm_head.weight")
+    fits = len(spec.shape) == 2 and min(spec.shape) >= BLOCK and spec.name.endswith(".weight")
+    return fits and not spec.name.endswith(tables)
+
+
+def fp8_specs(specs: Iterable[TensorSpec], select: Callable[[TensorSpec], bool] = is_fp8_weight) -> list[TensorSpec]:
+    """The specs of what `quantize_tensors` yields: after each quantised weight comes its scale."""
+    return [each for spec in specs for each in ([spec] if not select(spec) else _fp8_pair(spec))]
+
+
+def quantize_tensors(
+    tensors: Iterable[tuple[str, Tensor]], select: Callable[[TensorSpec], bool] = is_fp8_weight
+) -> Iterator[tuple[str, Tensor]]:
+    """Quantise the selected ones of the trainer's tensors on their way; one at a time is held."""
+    for name, tensor in tensors:
+        if select(TensorSpec(name, "float32", tuple(tensor.shape))):
+            quantized, scales = quantize_blocks(tensor)
+            yield name, quantized
+            yield name + SCALE_SUFFIX, scales
+        else:
+            yield name, tensor
+
+
+def _fp8_pair(spec: TensorSpec) -> list[TensorSpec]:
+    grid = tuple(-(-size // BLOCK) for size in spec.shape)
+    return [TensorSpec(spec.name, "float8_e4m3fn", spec.shape), TensorSpec(spec.name + SCALE_SUFFIX, "float32", grid)]
+
+
+def _blocks(matrix: Tensor) -> Tensor:
+    """[rows of blocks, 128, columns of blocks, 128], edges filled with zeros."""
+    rows, columns = matrix.shape
+    padded = torch.nn.functional.pad(matrix, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    return padded.view(-1, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+
+
+def _unblock(blocks: Tensor, like: Tensor) -> Tensor:
+    rows, columns = like.shape
+    return blocks.reshape(blocks.shape[0] * BLOCK, -1)[:rows, :columns].contiguous()
+
+
+def _spread(scales: Tensor, like: Tensor) -> Tensor:
+    """Each block's scale at each of its elements."""
+    rows, columns = like.shape
+    return scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]

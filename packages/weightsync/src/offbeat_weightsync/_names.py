@@ -1,0 +1,225 @@
+"""Where the trainer's tensors lie within the engine's: fused and interleaved matrices, expert stacks, tied tables.
+
+Pure. The trainer knows a tensor by its Hugging Face name; an engine may hold several in one tensor of its own. The map
+gives, for each of the trainer's names, a view of the engine's memory, so that a stream loads into place without a copy
+between, and so that what is proved is read back from where it is used.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from offbeat_types import WeightSyncError
+from offbeat_weightsync._plan import TensorSpec
+from offbeat_weightsync._tensors import torch_dtype
+
+EXPERT: Final = "{expert}"
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Several of the trainer's matrices are rows of one of the engine's.
+
+    Args:
+        engine: part of the engine's name, such as "qkv_proj", in the place of the parts'.
+        parts: of the trainer's names, in the order of the engine's rows. A component "{expert}" stands for a number:
+            those tensors are then stacked along a new first dim, one for each expert.
+        num_groups: above 1, each part's rows are cut into so many groups, and the engine has the first group of each
+            part, then the second of each: Megatron's linear_qkv, with one group for each key-value head.
+
+    Source: vllm/model_executor/models/llama.py (qkv_proj, gate_up_proj) and fused_moe (w13_weight, w2_weight);
+    megatron/core/transformer/attention.py (linear_qkv).
+    """
+
+    engine: str
+    parts: tuple[str, ...]
+    num_groups: int = 1
+
+
+QKV: Final = Fusion("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
+GATE_UP: Final = Fusion("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
+EXPERTS: Final = (
+    Fusion("experts.w13_weight", ("experts.{expert}.gate_proj.weight", "experts.{expert}.up_proj.weight")),
+    Fusion("experts.w2_weight", ("experts.{expert}.down_proj.weight",)),
+)
+
+
+class Place(NamedTuple):
+    """Where a tensor lies: rows of a view of the engine's tensor.
+
+    Args:
+        name: the engine's.
+        view: shape to see it in: (experts, groups, rows of a group, ...); () for the whole tensor as it is.
+        expert: index along the first dim of the view.
+        first_row: within each group.
+        num_rows: of each group.
+    """
+
+    name: str
+    view: tuple[int, ...] = ()
+    expert: int = 0
+    first_row: int = 0
+    num_rows: int = 0
+
+    def within(self, tensor: Tensor) -> Tensor:
+        """The elements, as a view of the engine's tensor, in the order of the trainer's."""
+        if not self.view:
+            return tensor
+        return tensor.view(self.view)[self.expert, :, self.first_row : self.first_row + self.num_rows]
+
+
+@dataclass(frozen=True)
+class NameMap:
+    """The engine's names for the trainer's tensors. Make one with `build`.
+
+    Args:
+        specs: the trainer's tensors.
+        engine_specs: the engine's.
+        places: trainer's name -> where it lies.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    engine_specs: tuple[TensorSpec, ...]
+    places: Mapping[str, Place]
+
+    @classmethod
+    def build(
+        cls,
+        specs: Iterable[TensorSpec],
+        fusions: Iterable[Fusion] = (),
+        *,
+        renamed: Mapping[str, str] | None = None,
+        tied: Mapping[str, str] | None = None,
+    ) -> "NameMap":
+        """Find the place of each tensor.
+
+        Args:
+            specs: the trainer's tensors, in its order.
+            fusions: each name belongs to at most one.
+            renamed: start of a name at the trainer -> at the engine, such as {"model.": "language_model.model."}.
+            tied: trainer's name -> trainer's name of the tensor whose memory the engine uses for it too.
+
+        Raises:
+            WeightSyncError: a part or an expert is missing, or parts of one matrix do not fit together.
+        """
+        specs, fusions, tied = tuple(specs), tuple(fusions), tied or {}
+        parts: dict[str, dict[tuple[int, int], TensorSpec]] = {}
+        found: dict[str, tuple[str, Fusion]] = {}
+        plain: dict[str, Place] = {}
+        for spec in specs:
+            if spec.name in tied:
+                continue
+            match = next(filter(None, (_match(spec.name, fusion) for fusion in fusions)), None)
+            if match is None:
+                plain[spec.name] = Place(_rename(spec.name, renamed))
+            else:
+                engine, fusion, part, expert = match
+                parts.setdefault(engine, {})[part, expert] = spec
+                found[spec.name] = engine, fusion
+        places, engine_specs = dict(plain), {}
+        for spec in specs:
+            if spec.name in plain:
+                engine_specs[spec.name] = TensorSpec(plain[spec.name].name, spec.dtype, spec.shape)
+            elif spec.name in found:
+                engine, fusion = found[spec.name]
+                engine_specs[engine], theirs = _fuse(_rename(engine, renamed), fusion, parts[engine])
+                places |= theirs
+        places |= {name: _tied_place(name, other, specs, places) for name, other in tied.items()}
+        places = {spec.name: places[spec.name] for spec in specs}
+        return cls(specs, tuple(engine_specs.values()), places)
+
+    def target(self, engine: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+        """What to give to `stream.load`: trainer's name -> view of the engine's memory.
+
+        Args:
+            engine: engine's name -> its tensor, contiguous.
+        """
+        return lambda name: self.places[name].within(engine(self.places[name].name))
+
+    def read(self, engine: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+        """What to give to `stream.prove`: trainer's name -> what the engine holds, in the trainer's shape."""
+        shapes = {spec.name: spec.shape for spec in self.specs}
+        target = self.target(engine)
+        return lambda name: target(name).reshape(shapes[name])
+
+    def fuse(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """The engine's tensors, made of the trainer's.
+
+        Raises:
+            WeightSyncError: tied tensors differ.
+        """
+        fused = {spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in self.engine_specs}
+        target, written = self.target(fused.__getitem__), set[Place]()
+        for name, tensor in tensors:
+            view = target(name)
+            source = tensor.detach().to(view.dtype).reshape(view.shape)
+            if self.places[name] in written and not torch.equal(view, source):
+                raise WeightSyncError(f"{name} is tied to {self.places[name].name}, but their values differ")
+            view.copy_(source)
+            written.add(self.places[name])
+        return fused
+
+    def split(self, engine: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The trainer's tensors, read from the engine's: what `fuse` undoes."""
+        read = self.read(engine)
+        return ((spec.name, read(spec.name)) for spec in self.specs)
+
+
+def _match(name: str, fusion: Fusion) -> tuple[str, Fusion, int, int] | None:
+    """Engine's name, fusion, index of the part, and expert."""
+    words = name.split(".")
+    for part, text in enumerate(fusion.parts):
+        pattern = text.split(".")
+        for start in range(len(words) - len(pattern) + 1):
+            found = words[start : start + len(pattern)]
+            if all(
+                word == want or (want == EXPERT and word.isdecimal()) for word, want in zip(found, pattern, strict=True)
+            ):
+                expert = int(found[pattern.index(EXPERT)]) if EXPERT in pattern else 0
+                engine = ".".join([*words[:start], fusion.engine, *words[start + len(pattern) :]])
+                return engine, fusion, part, expert
+    return None
+
+
+def _fuse(engine: str, fusion: Fusion, parts: dict[tuple[int, int], TensorSpec]) -> tuple[TensorSpec, dict[str, Place]]:
+    """The engine's tensor, and the places within it."""
+    num_experts, num_parts, groups = 1 + max(expert for _, expert in parts), len(fusion.parts), fusion.num_groups
+    missing = [
+        (part, expert) for expert in range(num_experts) for part in range(num_parts) if (part, expert) not in parts
+    ]
+    if missing:
+        lacking = fusion.parts[missing[0][0]].replace(EXPERT, str(missing[0][1]))
+        raise WeightSyncError(f"{engine} needs {lacking}, which the trainer does not have")
+    first = parts[0, 0]
+    rows = [parts[part, 0].shape[0] // groups for part in range(num_parts)]
+    for (part, _), spec in parts.items():
+        if spec.dtype != first.dtype or spec.shape != (rows[part] * groups, *first.shape[1:]):
+            raise WeightSyncError(
+                f"{engine}: {spec.name} is {spec.dtype} {spec.shape}, which does not fit {first.name}, {first.dtype} "
+                f"{first.shape}, in {groups} group(s)"
+            )
+    view = (num_experts, groups, sum(rows), *first.shape[1:])
+    places = {
+        spec.name: Place(engine, view, expert, sum(rows[:part]), rows[part]) for (part, expert), spec in parts.items()
+    }
+    stacked = (num_experts,) if EXPERT in fusion.parts[0] else ()
+    return TensorSpec(engine, first.dtype, (*stacked, groups * sum(rows), *first.shape[1:])), places
+
+
+def _rename(name: str, renamed: Mapping[str, str] | None) -> str:
+    for old, new in (renamed or {}).items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def _tied_place(name: str, other: str, specs: tuple[TensorSpec, ...], places: Mapping[str, Place]) -> Place:
+    of = {spec.name: spec for spec in specs}
+    if other not in places:
+        raise WeightSyncError(f"{name} is tied to {other}, which the trainer does not have")
+    if name in of and (of[name].shape, of[name].dtype) != (of[other].shape, of[other].dtype):
+        raise WeightSyncError(f"{name} is tied to {other}, but {of[name].shape} is not {of[other].shape}")
+    return places[other]
