@@ -26,9 +26,9 @@ PACKAGES: Final = packages(ROOT)
 HARDWARE: Final = hardware_tests(PACKAGES)
 NOX: Final = ROOT / ".nox"
 WHEELS: Final = NOX / "wheels"
-# Suites whose wall-clock time two workers shorten; the others start processes of their own, or are over before a
-# second worker has imported torch (measured: docs/decisions.md).
-TWO_WORKERS: Final = frozenset({"objectives", "tools"})
+# Suites whose wall-clock time two workers shorten: they compute, or wait. The others start processes that compute, or
+# are over before a second worker has imported torch (measured: docs/decisions.md).
+TWO_WORKERS: Final = frozenset({"dist", "objectives", "testing", "tools"})
 PER_TEST_TIMEOUT_S: Final = 120
 # Environments and folders made by this run of nox.
 MADE: Final[set[Path]] = set()

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._C._distributed_c10d import FileStore
 
 from offbeat_dist import Mesh, join_world
 from offbeat_engine_torch import TorchTrainEngine
@@ -75,7 +76,7 @@ def measure(args: argparse.Namespace, **changes: Any) -> tuple[float, float, flo
 def measure_rank(rank: int, size: int, store: str, args: argparse.Namespace, results: Any) -> None:
     """One process of `size`: put the seconds of its best step, packed tokens and memory into `results`."""
     torch.set_num_threads(max(1, args.threads // size))
-    with join_world(rank=rank, size=size, store=torch.distributed.FileStore(store, size), device="cpu"):
+    with join_world(rank=rank, size=size, store=FileStore(store, size), device="cpu"):
         mesh = Mesh(dp=size // args.tp if size > 1 else 1, tp=args.tp if size > 1 else 1)
         config = TrainEngineConfig(
             model_path=args.model, dtype=args.dtypes[0], max_tokens_per_microbatch=args.budget, device="cpu"

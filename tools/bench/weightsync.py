@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -172,7 +173,7 @@ class Weights:
         """As many bytes as the tensors have, in pieces."""
         for start in range(0, self.plan.num_bytes, CHUNK_BYTES):
             first = start % len(self._target)
-            yield memoryview(self._target)[first : first + min(CHUNK_BYTES, self.plan.num_bytes - start)]
+            yield self._target.data[first : first + min(CHUNK_BYTES, self.plan.num_bytes - start)]
 
     def take(self, stream: ArrivingStream) -> None:
         """Be the engine."""
@@ -191,8 +192,8 @@ def time_shared_memory(size: str, repeats: int) -> Times:
     ):
         for version in range(repeats):
             times.measure("memcpy", weights.copy)
-            times.measure("two-copy", lambda: peer.do_with(lambda: weights.copy_in(shared.buf)))
-            times.measure("sync", lambda v=version: sender.send(weights.tensors.items(), v, 1))
+            times.measure("two-copy", lambda: peer.do_with(lambda: weights.copy_in(shared.bytes)))
+            times.measure("sync", partial(sender.send, weights.tensors.items(), version, 1))
     return times
 
 
@@ -203,7 +204,7 @@ def be_shared_memory_engine(commands: Connection, socket_path: str, shared_name:
     commands.send("ready")
     for version in range(repeats):
         commands.recv()
-        weights.copy_out(shared.buf)
+        weights.copy_out(whole(shared))
         commands.send("copied")
         with receive(socket_path, version, DEADLINE_S) as stream:
             weights.take(stream)
@@ -223,8 +224,13 @@ def time_broadcast(size: str, repeats: int) -> Times:
                     times.measure("loopback", lambda: peer.do_with(lambda: send_all(plain, weights)))
                     times.measure(
                         "sync",
-                        lambda v=version: broadcast_weights(
-                            group, weights.plan, weights.tensors.items(), v, deadline_s=DEADLINE_S
+                        partial(
+                            broadcast_weights,
+                            group,
+                            weights.plan,
+                            weights.tensors.items(),
+                            version,
+                            deadline_s=DEADLINE_S,
                         ),
                     )
     return times
@@ -259,12 +265,23 @@ def receive_all(plain: socket.socket, weights: Weights) -> None:
             done += plain.recv_into(chunk[done:])
 
 
+def whole(shared: SharedMemory) -> memoryview:
+    """The bytes of shared memory that is open."""
+    assert shared.buf is not None
+    return shared.buf
+
+
 class SharedBuckets(SharedMemory):
     """Memory of two buckets for a floor."""
 
     def __init__(self) -> None:
         super().__init__(create=True, size=2 * DEFAULT_BUCKET_BYTES)
-        self.buf[:] = bytes(len(self.buf))  # so that its pages are there
+        self.bytes[:] = bytes(len(self.bytes))  # so that its pages are there
+
+    @property
+    def bytes(self) -> memoryview:
+        """All of it."""
+        return whole(self)
 
     def __enter__(self) -> "SharedBuckets":
         return self
@@ -299,7 +316,7 @@ def time_disk_write(size: str, repeats: int) -> Times:
         for version in range(repeats):
             times.measure("write", lambda: write_plain(folder / "plain", weights))
             (folder / "plain").unlink()
-            times.measure("sync", lambda v=version: write(v))
+            times.measure("sync", partial(write, version))
     return times
 
 

@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import json
 import os
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,9 @@ from offbeat_cluster._channel import Channel
 from offbeat_cluster._local_actor import LocalActor
 from offbeat_testing import CommandLine, tiny_model
 from offbeat_testing._forked_process import ForkedProcess
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has started the tests in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ForkedMain = Callable[[], NoReturn]
 

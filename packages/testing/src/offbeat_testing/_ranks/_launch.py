@@ -227,6 +227,20 @@ class Crew:
                 if only is None or only.rank == rank:
                     os.write(pipe, order)
 
+    def _wait(self, process: int) -> int:
+        """Exit status; a process that does not leave in time is killed. What it still has to say is heard.
+
+        A rank that was asked for its state a moment ago may stand in the write of an answer larger than the pipe.
+        """
+        until_s = time.monotonic() + GRACE_S
+        while time.monotonic() < until_s:
+            reaped, status = os.waitpid(process, os.WNOHANG)
+            if reaped:
+                return os.waitstatus_to_exitcode(status)
+            self._hear(0.002)
+        os.kill(process, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
     def end(self) -> None:
         """Leave nothing behind: no process, pipe or thread."""
         leaving = all(end.is_over and not end.has_failed for end in self.ends)
@@ -237,25 +251,13 @@ class Crew:
                 os.kill(end.process, signal.SIGKILL)
         for end in self.ends:
             if end.status is None:
-                end.status = _wait(end.process)
+                end.status = self._wait(end.process)
         for end in self.ends:
             _end_group(end.process)
         for descriptor in (*self._orders.values(), *self._buffers):
             os.close(descriptor)
         self._selector.close()
         self._store = None
-
-
-def _wait(process: int) -> int:
-    """Exit status; a process that does not leave in time is killed."""
-    until_s = time.monotonic() + GRACE_S
-    while time.monotonic() < until_s:
-        reaped, status = os.waitpid(process, os.WNOHANG)
-        if reaped:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    os.kill(process, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def _end_group(process: int) -> None:
