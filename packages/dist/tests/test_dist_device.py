@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from offbeat_dist import available_devices, open_device
+from offbeat_dist import available_devices, open_device, rank_device
 from offbeat_types import ConfigError, installed_backends
 
 
@@ -59,3 +59,27 @@ def test_cuda_answers_every_question():
     first = torch.rand(3, device=device.torch_device)
     device.set_rng_state(state)
     assert torch.equal(torch.rand(3, device=device.torch_device), first)
+
+
+class TwoAccelerators:
+    """A machine with two devices of a kind that this one has not."""
+
+    kind = "abacus"
+
+    class torch_device:  # noqa: N801
+        index = 0
+
+
+def test_each_rank_takes_an_accelerator_of_its_own(monkeypatch):
+    monkeypatch.setattr("offbeat_dist._device.open_device", lambda name: TwoAccelerators())
+    monkeypatch.setattr("offbeat_dist._device.available_devices", lambda: {"abacus": 2, "cpu": 1})
+    assert [rank_device("auto", rank, 2) for rank in (0, 1)] == ["abacus:0", "abacus:1"]
+    assert rank_device("abacus:1", 0, 1) == "abacus:1"
+    with pytest.raises(ConfigError, match="this machine has 2"):
+        rank_device("abacus", 0, 3)
+    with pytest.raises(ConfigError, match=r"abacus:1 is one device for 2 ranks: name the kind alone \(abacus\)"):
+        rank_device("abacus:1", 0, 2)
+
+
+def test_ranks_share_the_cpu():
+    assert [rank_device("cpu", rank, 4) for rank in range(4)] == ["cpu"] * 4

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -318,6 +319,74 @@ def test_a_slow_one_is_told_and_never_killed_and_the_end_of_it_too(tmp_path: Pat
     assert outcome.only.kind == "straggler"
     assert outcome.exit_codes == [0, 0]
     assert "the run moves again" in outcome.outputs[0]
+
+
+def in_a_worker(work: Callable[[int], None], rank: int) -> None:
+    """As a role process does: the main thread serves calls, a worker makes all collectives."""
+
+    def serve() -> None:
+        step()
+        work(rank)
+        step()
+
+    worker = threading.Thread(target=serve, name="role")
+    worker.start()
+    worker.join()
+
+
+def worker_1_computes(rank: int) -> None:
+    in_a_worker(compute_on_rank_1, rank)
+
+
+def compute_on_rank_1(rank: int) -> None:
+    end_s = time.monotonic() + 3 * STALL_S * rank
+    while time.monotonic() < end_s:
+        sum(range(1000))
+
+
+def test_a_worker_that_computes_while_its_main_thread_waits_is_not_killed(tmp_path: Path) -> None:
+    outcome = launch(worker_1_computes, 2, tmp_path)
+    assert outcome.exit_codes == [0, 0]
+    assert {verdict.kind for verdict in outcome.verdicts} == {"straggler"}
+
+
+def rank_1_waits_in_the_kernel(rank: int) -> None:
+    """State D, as in a write to a slow disk: whoever starts a process is in it until the other one has begun."""
+    if rank == 1:
+        with tempfile.TemporaryDirectory() as folder:
+            pipe = os.path.join(folder, "pipe")
+            os.mkfifo(pipe)
+            threading.Timer(3 * STALL_S, lambda: os.close(os.open(pipe, os.O_WRONLY))).start()
+            libc = ctypes.CDLL(None)
+            actions = ctypes.create_string_buffer(512)
+            libc.posix_spawn_file_actions_init(actions)
+            libc.posix_spawn_file_actions_addopen(actions, 63, pipe.encode(), os.O_RDONLY, 0)
+            argv = (ctypes.c_char_p * 2)(b"true", None)
+            pid = ctypes.c_int()
+            assert libc.posix_spawnp(ctypes.byref(pid), b"true", actions, None, argv, None) == 0
+            os.waitpid(pid.value, 0)
+    step()
+
+
+def test_one_that_waits_for_a_disk_is_slow_and_not_killed(tmp_path: Path) -> None:
+    outcome = launch(rank_1_waits_in_the_kernel, 2, tmp_path)
+    assert {verdict.kind for verdict in outcome.verdicts} == {"straggler"}
+    assert outcome.exit_codes == [0, 0]
+
+
+def worker_1_sleeps(rank: int) -> None:
+    in_a_worker(sleep_on_rank_1, rank)
+
+
+def sleep_on_rank_1(rank: int) -> None:
+    time.sleep(100 * rank)
+
+
+def test_a_missing_worker_is_told_with_its_own_line(tmp_path: Path) -> None:
+    outcome = launch(worker_1_sleeps, 2, tmp_path)
+    assert (outcome.only.kind, outcome.only.missing) == ("missing-member", ("rank 1",))
+    assert "in sleep_on_rank_1" in outcome.only.text
+    assert outcome.exit_codes == [ABORTED] * 2
 
 
 def slower_by_less_than_half(rank: int) -> None:

@@ -1,9 +1,12 @@
 """The mesh, its groups, and what it refuses."""
 
+import time
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import distributed_c10d
 
 import offbeat_dist
 from offbeat_dist import AXES, Mesh, join_world
@@ -80,6 +83,23 @@ def test_members_alone_make_a_group(mesh):
             assert mesh.group("tp", channel=channel).all_gather_data(1) == [1, 1]
     assert mesh.group("dp").all_gather_data(mesh.rank) == list(mesh.group("dp").ranks)
     assert mesh.group("dp", "tp").all_gather_data(1) == [1] * 4
+
+
+@pytest.mark.mesh(dp=3)
+def test_nobody_has_a_group_before_all_members_have_connected(mesh, monkeypatch):
+    # A member that fails at once would close its connections under those that still make theirs.
+    connect, connected_s = distributed_c10d._new_process_group_helper, []
+
+    def connect_late(*args, **kwargs):
+        made = connect(*args, **kwargs)
+        time.sleep(0.3 if mesh.rank == 0 else 0)
+        connected_s.append(time.monotonic())
+        return made
+
+    monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", connect_late)
+    group = mesh.group("dp", channel="late")
+    has_it_s = time.monotonic()
+    assert has_it_s >= max(group.all_gather_data(connected_s[0]))
 
 
 @pytest.mark.mesh(dp=2)

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from offbeat_dist._device import Device, DeviceMemory, available_devices, open_device
+    from offbeat_dist._device import Device, DeviceMemory, available_devices, open_device, rank_device
     from offbeat_dist._group import Group
     from offbeat_dist._guard import Guard
     from offbeat_dist._join import join_world
@@ -31,6 +31,7 @@ _HOMES = {
     "current_world": "_world",
     "join_world": "_join",
     "open_device": "_device",
+    "rank_device": "_device",
 }
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "current_world",
     "join_world",
     "open_device",
+    "rank_device",
 ]
 
 

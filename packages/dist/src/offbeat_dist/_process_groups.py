@@ -37,7 +37,7 @@ def make_process_group(
         DeadlineError: members that did not come.
         PeerFailedError: a member failed meanwhile.
     """
-    wait_for_members(world, name, ranks, deadline_s)
+    _wait_for_members(world, f"{name}/asked", name, ranks, deadline_s)
     # Expected: torch.distributed.new_group(ranks, use_local_synchronization=True), which only the members call.
     # Happens (torch 2.13): it names the group by the number of groups its process has made so far, so members with
     # different histories wait for each other under different names, for ever. Hence the layer below, with our name.
@@ -55,12 +55,15 @@ def make_process_group(
     )
     distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     name_for_liveness(group, axes)
+    # A member that fails in its first call closes its connections, and gloo takes that for an error of whoever is still
+    # connecting: so nobody goes on before everybody is here.
+    _wait_for_members(world, f"{name}/made", name, ranks, deadline_s)
     made: dist.ProcessGroup = group
     return made
 
 
-def wait_for_members(world: World, name: str, ranks: Sequence[int], deadline_s: float) -> None:
-    """Wait until all members ask for the group; name those that do not.
+def _wait_for_members(world: World, place: str, name: str, ranks: Sequence[int], deadline_s: float) -> None:
+    """Say that this rank has come to a place in the making of a group; wait for the others, and name who stays away.
 
     Raises:
         DeadlineError: members that did not come.
@@ -68,7 +71,7 @@ def wait_for_members(world: World, name: str, ranks: Sequence[int], deadline_s: 
     """
     if len(ranks) == 1 or world.board is None:
         return
-    keys = {rank: f"{name}/asked/{rank}" for rank in ranks}
+    keys = {rank: f"{place}/{rank}" for rank in ranks}
     world.store.set(keys[world.rank], "1")
     end = time.monotonic() + deadline_s
     pause_s = POLL_S[0]

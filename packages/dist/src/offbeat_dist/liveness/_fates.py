@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 PidState = Literal["runs", "stopped", "gone", "unknown"]
 STOPPED: Final = frozenset("Tt")
+ON_DISK: Final = "D"
 DEAD: Final = frozenset("ZX")
 
 
@@ -20,7 +21,7 @@ def pid_state(pid: int, born: int = 0) -> PidState:
     Source: proc(5), /proc/pid/stat: state is field 3, the first after the name in parentheses; starttime is field 22.
     """
     try:
-        fields = _stat_fields(pid)
+        fields = _stat_fields(str(pid))
     except FileNotFoundError:
         return "gone" if Path("/proc/self").exists() else _ask_kernel(pid)
     except OSError:
@@ -51,17 +52,24 @@ def thread_cpu_s(pid: int, thread: int) -> float:
     return 0.0
 
 
+def is_on_disk(pid: int, thread: int) -> bool:
+    """Whether a thread waits in the kernel for a disk or a network file system (D); no where the platform is silent."""
+    with contextlib.suppress(OSError):
+        return _stat_fields(f"{pid}/task/{thread}")[0] == ON_DISK
+    return False
+
+
 def birth(pid: int) -> int:
     """When a process started, in the kernel's clock ticks; 0 where the platform does not tell."""
     try:
-        return int(_stat_fields(pid)[19])
+        return int(_stat_fields(str(pid))[19])
     except OSError:
         return 0
 
 
-def _stat_fields(pid: int) -> list[str]:
-    """From the state on; the name before it may hold anything."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+def _stat_fields(task: str) -> list[str]:
+    """Of a process or thread, from the state on; the name before it may hold anything."""
+    return Path(f"/proc/{task}/stat").read_text().rpartition(")")[2].split()
 
 
 def _ask_kernel(pid: int) -> PidState:

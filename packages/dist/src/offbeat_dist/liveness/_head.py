@@ -145,11 +145,12 @@ class Head:
         state: running, finished (left without an error), failed (an exception ended its main thread).
         error: the exception of a failed process, one line.
         error_stack: where it was raised, innermost first.
-        still_s: how long its ledger has not moved and no new line was seen in its main thread.
-        busy: share of a core its main thread used while it was still.
+        still_s: how long its ledger has not moved and no new line was seen in its main thread or its worker (the thread
+            that issued its newest collective).
+        busy: share of that time in which one of these had work, on a core or for a disk.
         waits: what it stands in, oldest first.
         groups: its process groups.
-        threads: its main thread, and the threads that wait.
+        threads: its worker, its main thread, and the threads that wait.
         notes: what the monitor could not see, said once.
         left: last heads of processes that said goodbye to this one.
     """

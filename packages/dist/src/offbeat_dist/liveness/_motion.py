@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Final
 
 from offbeat_dist.liveness import _flight_recorder
-from offbeat_dist.liveness._fates import thread_cpu_s
+from offbeat_dist.liveness._fates import is_on_disk, thread_cpu_s
 from offbeat_dist.liveness._stacks import main_thread_ident, thread_frames
 
 DEPTH: Final = 4
@@ -25,6 +25,7 @@ class ThreadMotion:
     last: Position = ()
     since_s: float = 0.0
     cpu_s: float = 0.0
+    disk_s: float = 0.0
     seen: set[Position] = field(default_factory=set)
 
 
@@ -51,14 +52,15 @@ class Motion:
         now_s = time.monotonic()
         if now_s - self._looked_s > self._longest_gap_s:
             self._begin_anew(now_s)
-        self._looked_s = now_s
+        gap_s, self._looked_s = now_s - self._looked_s, now_s
         status = _flight_recorder.status_text() if _flight_recorder.is_loaded() else ""
         advanced = status != self.status
         if advanced:
             self.status, self.status_since_s = status, now_s
         frames = thread_frames()
         for ident, frame in frames.items():
-            self._look_at(ident, frame, now_s, forget=advanced)
+            if not self._look_at(ident, frame, now_s, forget=advanced):
+                self._threads[ident].disk_s += gap_s * is_on_disk(os.getpid(), _native_id(ident))
         for ident in self._threads.keys() - frames.keys():
             del self._threads[ident]
 
@@ -76,19 +78,32 @@ class Motion:
         motion = self._threads.get(ident) or self._threads.get(main_thread_ident())
         return time.monotonic() - motion.since_s if motion else 0.0
 
-    def still_s(self) -> float:
-        """Seconds since the process last moved."""
-        return min(time.monotonic() - self.status_since_s, self.thread_still_s(main_thread_ident()))
+    def still_s(self, worker: int = 0) -> float:
+        """Seconds since the process last moved.
 
-    def busy(self) -> float:
-        """Share of a core that the main thread has used, or waited for, since it last was on a new line."""
-        motion = self._threads.get(main_thread_ident())
+        Args:
+            worker: ident of the thread that makes its collectives, where that is not the main thread.
+        """
+        threads_s = (self.thread_still_s(ident) for ident in (main_thread_ident(), worker))
+        return min(time.monotonic() - self.status_since_s, *threads_s)
+
+    def busy(self, worker: int = 0) -> float:
+        """Share of the time since its last new line that its main thread or its worker has had work.
+
+        That is time on a core, or ready for one, or in the kernel for a disk: who writes a large file stands on one
+        line, uses no core, and is not stuck.
+        """
+        return max(self._thread_busy(ident) for ident in (main_thread_ident(), worker))
+
+    def _thread_busy(self, ident: int) -> float:
+        motion = self._threads.get(ident)
         if motion is None:
             return 0.0
         passed_s = time.monotonic() - motion.since_s
-        return (_main_thread_cpu_s() - motion.cpu_s) / passed_s if passed_s > 0 else 0.0
+        return (_thread_cpu_s(ident) - motion.cpu_s + motion.disk_s) / passed_s if passed_s > 0 else 0.0
 
-    def _look_at(self, ident: int, frame: FrameType, now_s: float, *, forget: bool) -> None:
+    def _look_at(self, ident: int, frame: FrameType, now_s: float, *, forget: bool) -> bool:
+        """Note where a thread stands; whether that is another place than last time."""
         motion = self._threads.get(ident)
         position = _position(frame)
         if motion is None:
@@ -96,15 +111,15 @@ class Motion:
         elif position == motion.last:
             if forget:
                 motion.seen = {position}
-            return
+            return False
         elif forget:
             motion.seen.clear()
         motion.last = position
         if position not in motion.seen:
             motion.seen.add(position)
             motion.since_s = now_s
-            if ident == main_thread_ident():
-                motion.cpu_s = _main_thread_cpu_s()
+            motion.cpu_s, motion.disk_s = _thread_cpu_s(ident), 0.0
+        return True
 
 
 def _position(frame: FrameType | None) -> Position:
@@ -115,7 +130,14 @@ def _position(frame: FrameType | None) -> Position:
     return tuple(places)
 
 
-def _main_thread_cpu_s() -> float:
-    """CPU that the main thread has used or waited for; of the whole process where the platform cannot tell."""
-    main = threading.main_thread()
-    return thread_cpu_s(os.getpid(), main.native_id or 0) or time.process_time()
+def _thread_cpu_s(ident: int) -> float:
+    """CPU that a thread has used or waited for; of the whole process where the platform cannot tell."""
+    native_id = _native_id(ident)
+    if not native_id:
+        return 0.0
+    return thread_cpu_s(os.getpid(), native_id) or time.process_time()
+
+
+def _native_id(ident: int) -> int:
+    """The kernel's number of a thread; 0 for one that Python did not make."""
+    return next((each.native_id or 0 for each in threading.enumerate() if each.ident == ident), 0)

@@ -1,8 +1,8 @@
 """Who else is in the run, and where their monitors listen.
 
 Addresses are exchanged once, through a connection of our own to the job's store (`store.clone()`), so nothing that the
-main thread
-does with the store can hold this up. Processes outside of torch.distributed meet through files in the dump folder.
+main thread does with the store can hold this up. Processes outside of torch.distributed meet through files in the dump
+folder.
 """
 
 import contextlib
@@ -235,8 +235,7 @@ def _early_world() -> tuple[Any, int, int] | None:
     """The store, rank and size of a world that the main thread is still trying to enter.
 
     Taken from the arguments of init_process_group on its stack, or from the environment as torchrun sets it. A worker
-    that the
-    wrapper runs is known even before it makes that call; its children inherit the variables and do not count.
+    that the wrapper runs is known even before it makes that call; its children inherit the variables and do not count.
     """
     call = _calls.torch_call(thread_frames().get(main_thread_ident()))
     is_entering = call is not None and call.function == "init_process_group"

@@ -36,6 +36,7 @@ def read_head(
     """
     groups = _world_view.group_heads()
     threads = _Threads(motion, stall_after_s)
+    worker = threads.worker(groups)
     waits = [*_collective_waits(groups, threads), *_stack_waits(groups, threads), *_ledger_waits(threads)]
     return Head(
         key=f"{HOST}:{os.getpid()}",
@@ -46,11 +47,11 @@ def read_head(
         pid=os.getpid(),
         host=HOST,
         time_s=time.time(),
-        still_s=motion.still_s(),
-        busy=motion.busy(),
+        still_s=motion.still_s(worker),
+        busy=motion.busy(worker),
         waits=tuple(sorted(waits, key=lambda wait: -wait.age_s)),
         groups=groups,
-        threads=threads.heads({wait.thread for wait in waits}),
+        threads=threads.heads(worker, {wait.thread for wait in waits}),
         notes=_notes(bool(groups)),
     )
 
@@ -88,10 +89,17 @@ class _Threads:
             return min(since_s, watched_s)
         return min(since_s, max(self._motion.thread_still_s(each) for each in (ident, main_thread_ident())))
 
-    def heads(self, names: set[str]) -> tuple[ThreadHead, ...]:
-        """The main thread first, then the named ones."""
-        main = main_thread_ident()
-        chosen = [main, *(each for each in self._frames if each != main and self._names[each] in names)]
+    def worker(self, groups: Sequence[GroupHead]) -> int:
+        """The thread that issued the newest collective, if it is still there; else the main thread."""
+        newest = max(
+            (each for group in groups for each in group.recent), key=lambda each: each.created_ns, default=None
+        )
+        return newest.thread if newest is not None and newest.thread in self._frames else main_thread_ident()
+
+    def heads(self, worker: int, names: set[str]) -> tuple[ThreadHead, ...]:
+        """The worker first, then the main thread, then the named ones."""
+        named = (each for each in self._frames if self._names[each] in names)
+        chosen = dict.fromkeys([worker, main_thread_ident(), *named])
         return tuple(
             ThreadHead(
                 name=self.name(ident), still_s=self._motion.thread_still_s(ident), stack=stack_of(self.frame(ident))
