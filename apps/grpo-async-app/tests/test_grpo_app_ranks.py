@@ -71,7 +71,7 @@ def command_of(pid: int) -> str:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--engine.num_ranks=2", "--engine.device=cpu:0"], "set engine.device to a kind such as 'cpu'"),
+        (["--engine.num_ranks=2", "--engine.device=cpu:0"], "name the kind alone (cpu)"),
         (["--engine.num_ranks=0"], "engine.num_ranks"),
     ],
 )

@@ -9,9 +9,7 @@ from safetensors.numpy import load_file
 
 from offbeat_run import Checkpoint, RunFolder, read_metrics
 from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
-from offbeat_types import ConfigError
 from sft_app import _cli, _preflight
-from sft_app._ranks import rank_device
 
 # Adam's first steps turn a rounding difference into a multiple of the learning rate: the smaller, the closer.
 WORDS = ["--engine.schedule=constant", "--engine.learning_rate=1e-3"]
@@ -100,21 +98,3 @@ def test_a_backend_of_one_process_is_refused(
     ended = command("plan", config, "--engine.num_ranks=2")
     assert ended.code == 2
     assert "trains in one process" in ended.err
-
-
-class TwoAccelerators:
-    """A machine with two devices of a kind that this one has not."""
-
-    kind = "abacus"
-
-    class torch_device:  # noqa: N801
-        index = 0
-
-
-def test_each_rank_takes_an_accelerator_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sft_app._ranks.open_device", lambda name: TwoAccelerators())
-    monkeypatch.setattr("sft_app._ranks.available_devices", lambda: {"abacus": 2, "cpu": 1})
-    assert [rank_device("auto", rank, 2) for rank in (0, 1)] == ["abacus:0", "abacus:1"]
-    assert rank_device("abacus:1", 0, 1) == "abacus:1"
-    with pytest.raises(ConfigError, match="this machine has 2"):
-        rank_device("abacus", 0, 3)

@@ -94,7 +94,13 @@ class Fleet:
             checkpoint: folder the trainer goes on from.
         """
         cluster, spec = self._config.cluster, self._trainer_spec(num_updates, checkpoint)
-        trainers = start_trainers(self._launcher, spec, self._config.engine.num_ranks, cluster.start_timeout_s)
+        trainers = start_trainers(
+            self._launcher,
+            spec,
+            self._config.engine.num_ranks,
+            start_deadline_s=cluster.start_timeout_s,
+            call_deadline_s=self._config.async_.update_deadline_s,
+        )
         self.trainer, *_ = await all_or_first_error([trainers, self._start_serving()])
 
     async def start(self) -> None:

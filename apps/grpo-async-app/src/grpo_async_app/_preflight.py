@@ -119,24 +119,14 @@ def _check_lengths(config: GrpoConfig, model: ModelFolder) -> None:
 
 
 def _check_ranks(config: GrpoConfig) -> None:
-    num_ranks, device = config.engine.num_ranks, config.engine.device
+    num_ranks = config.engine.num_ranks
     if num_ranks == 1:
         return
     if "mesh" not in signature(load_backend("offbeat.engine", config.engine.backend).create).parameters:
         raise ConfigError(f"engine.backend = {config.engine.backend!r} trains in one process: set engine.num_ranks = 1")
-    if ":" in device:
-        raise ConfigError(
-            f"engine.num_ranks = {num_ranks} takes a device for each rank: set engine.device to a kind such as "
-            f"{device.partition(':')[0]!r} instead of {device!r}"
-        )
-    from offbeat_dist import available_devices  # imports torch: only several ranks need it
+    from offbeat_dist import rank_device  # imports torch: only several ranks need it
 
-    here = available_devices()
-    kind = next(iter(here), "cpu") if device == "auto" else device
-    if kind != "cpu" and here.get(kind, 0) < num_ranks:
-        raise ConfigError(
-            f"engine.num_ranks = {num_ranks} needs as many devices of kind {kind}: this machine has {here.get(kind, 0)}"
-        )
+    rank_device(config.engine.device, 0, num_ranks)
 
 
 def _check_devices(config: GrpoConfig) -> None:

@@ -59,23 +59,33 @@ class Trainers:
                 raise PeerFailedError(rank.name, "its process is gone; resume the run from its last checkpoint")
 
 
-async def start_trainers(launcher: Launcher, spec: RoleSpec, num_ranks: int, deadline_s: float) -> Trainers:
+async def start_trainers(
+    launcher: Launcher, spec: RoleSpec, num_ranks: int, *, start_deadline_s: float, call_deadline_s: float
+) -> Trainers:
     """Start every rank of the trainer at once, and wait until all are ready.
 
     Args:
         launcher: starts the roles.
         spec: of rank 0; the others differ by their number.
         num_ranks: how many.
-        deadline_s: for the ranks to find each other.
+        start_deadline_s: for the ranks to find each other.
+        call_deadline_s: for each call among them.
     """
     if num_ranks == 1:
         return Trainers([await launcher.start(spec)])
     from torch._C._distributed_c10d import TCPStore  # imported late: only several ranks need it
 
     # The driver keeps the place where the ranks meet, so it outlives any of them.
-    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline_s))
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=start_deadline_s))
     places = [
-        TeamPlace(rank=rank, size=num_ranks, host=HOST, port=store.port, deadline_s=deadline_s)
+        TeamPlace(
+            rank=rank,
+            size=num_ranks,
+            host=HOST,
+            port=store.port,
+            start_deadline_s=start_deadline_s,
+            call_deadline_s=call_deadline_s,
+        )
         for rank in range(num_ranks)
     ]
     ranks = await all_or_first_error([launcher.start(_rank_spec(spec, place)) for place in places])
@@ -88,6 +98,5 @@ def _rank_spec(spec: RoleSpec, place: TeamPlace) -> RoleSpec:
         spec,
         name=name,
         kwargs={**spec.kwargs, "team": place},
-        env={**spec.env, "LOCAL_RANK": str(place.rank)},
         log_path=spec.log_path and spec.log_path.with_name(f"{name}.log"),
     )

@@ -13,8 +13,6 @@ from offbeat_types import OffbeatError, PeerFailedError
 
 T = TypeVar("T")
 
-_CALL_DEADLINE_S: Final = 86400.0
-"""An update may take long. Whether ranks that wait still move is the monitor's question, which asks every minute."""
 _GRACE_S: Final = 1.0
 """Between the first failure and the end of all: a rank that died fails the others, and is found a moment later."""
 
@@ -27,10 +25,11 @@ class Crew:
 
     Args:
         on_failure: called once, in a thread of its own, as soon as one has failed.
+        deadline_s: for each call.
     """
 
-    def __init__(self, on_failure: Callable[[], object]) -> None:
-        self._on_failure = on_failure
+    def __init__(self, on_failure: Callable[[], object], deadline_s: float) -> None:
+        self._on_failure, self._deadline_s = on_failure, deadline_s
         self._launcher = LocalLauncher("sft-app")
         self._ranks: list[ActorHandle] = []
         self._failures: list[Exception] = []
@@ -116,7 +115,7 @@ class Crew:
 
     async def _call(self, rank: ActorHandle, method: str, args: tuple[Any, ...]) -> None:
         try:
-            await rank.call(method, *args, deadline_s=_CALL_DEADLINE_S)
+            await rank.call(method, *args, deadline_s=self._deadline_s)
         except Exception as error:
             self._note(rank, error)
             raise

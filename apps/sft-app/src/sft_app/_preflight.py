@@ -140,7 +140,7 @@ def _check_engine(engine: EngineConfig) -> None:
             f"engine.num_ranks = {engine.num_ranks}: the {engine.backend} engine trains in one process; "
             "set engine.num_ranks to 1, or choose another engine.backend"
         )
-    from sft_app._ranks import rank_device  # imports torch: late, after the cheap mistakes
+    from offbeat_dist import rank_device  # imports torch: late, after the cheap mistakes
 
     rank_device(engine.device, 0, engine.num_ranks)
 

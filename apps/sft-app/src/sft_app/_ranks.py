@@ -10,12 +10,10 @@ from typing import Final
 
 from torch._C._distributed_c10d import TCPStore
 
-from offbeat_dist import Mesh, World, available_devices, join_world, liveness, open_device
+from offbeat_dist import Mesh, World, join_world, liveness, rank_device
 from offbeat_objectives import sft_loss
-from offbeat_types import ConfigError, TrainEngine, TrainEngineConfig, TrainSequence, load_backend
+from offbeat_types import TrainEngine, TrainEngineConfig, TrainSequence, load_backend
 
-DEADLINE_S: Final = 1800.0
-"""Longest wait of one rank for another inside a call: one of them may write a large model meanwhile."""
 _LOOPBACK: Final = "127.0.0.1"
 
 
@@ -27,6 +25,7 @@ class Place:
         rank: in [0, size).
         size: how many train together.
         backend: name of the training engine.
+        deadline_s: for the ranks to come, and for each wait of one for another.
         stall_after_s: see `LivenessConfig`.
         dumps: folder for what the monitor finds; None writes none.
     """
@@ -34,6 +33,7 @@ class Place:
     rank: int
     size: int
     backend: str
+    deadline_s: float
     stall_after_s: float
     dumps: str | None
 
@@ -71,7 +71,9 @@ class Rank:
         self._monitor = liveness.watch(place.stall_after_s, "abort", place.dumps, name=place.name)
         store = self._store or TCPStore(_LOOPBACK, port)
         device = rank_device(self._config.device, place.rank, place.size)
-        self._world = join_world(rank=place.rank, size=place.size, store=store, device=device, deadline_s=DEADLINE_S)
+        self._world = join_world(
+            rank=place.rank, size=place.size, store=store, device=device, deadline_s=place.deadline_s
+        )
         self.engine = self._create(self._config, Mesh(dp=place.size))
 
     def forward_backward(self, sequences: list[TrainSequence]) -> None:
@@ -115,31 +117,3 @@ class Rank:
             self.engine.close()
         if self._world is not None:
             self._world.leave(error)
-
-
-def rank_device(name: str, rank: int, num_ranks: int) -> str:
-    """The device of a rank: accelerators are given out one by one, the CPU is shared.
-
-    Args:
-        name: of `engine.device`.
-        rank: in [0, num_ranks).
-        num_ranks: how many train together.
-
-    Raises:
-        ConfigError: it is not here, names one device for several ranks, or there are fewer than ranks.
-    """
-    device = open_device(name)
-    if num_ranks > 1 and ":" in name:
-        raise ConfigError(
-            f"engine.device = {name} is one device for engine.num_ranks = {num_ranks}; "
-            f"name the kind alone ({device.kind}), so that each rank takes one of its own"
-        )
-    num_devices = available_devices()[device.kind]
-    if num_ranks == 1 or device.torch_device.index is None:  # a device without a number is there for everybody
-        return name
-    if num_devices < num_ranks:
-        raise ConfigError(
-            f"engine.num_ranks = {num_ranks} needs as many devices of {device.kind}: this machine has {num_devices}; "
-            f"set engine.num_ranks to {num_devices}, or engine.device to cpu"
-        )
-    return f"{device.kind}:{rank}"

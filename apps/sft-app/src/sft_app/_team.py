@@ -24,6 +24,7 @@ class TeamEngine:
         config: of the engine, the same for all ranks.
         backend: name of the training engine.
         num_ranks: >= 2.
+        deadline_s: for each call, and for each wait of one rank for another in it.
         stall_after_s: see `LivenessConfig`.
         logs: folder for the logs of the other ranks and for what the monitor finds; None: they print where we do.
 
@@ -33,16 +34,30 @@ class TeamEngine:
     """
 
     def __init__(
-        self, config: TrainEngineConfig, *, backend: str, num_ranks: int, stall_after_s: float, logs: Path | None
+        self,
+        config: TrainEngineConfig,
+        *,
+        backend: str,
+        num_ranks: int,
+        deadline_s: float,
+        stall_after_s: float,
+        logs: Path | None,
     ) -> None:
         dumps = str(logs / time.strftime("liveness-%Y%m%d-%H%M%S")) if logs else None
         places = [
-            Place(rank=rank, size=num_ranks, backend=backend, stall_after_s=stall_after_s, dumps=dumps)
+            Place(
+                rank=rank,
+                size=num_ranks,
+                backend=backend,
+                deadline_s=deadline_s,
+                stall_after_s=stall_after_s,
+                dumps=dumps,
+            )
             for rank in range(num_ranks)
         ]
         self._names = ", ".join(place.name for place in places[1:])
         self._own = Rank(config, places[0])
-        self._crew = Crew(self._own.stop_watching)
+        self._crew = Crew(self._own.stop_watching, deadline_s)
         self._error: BaseException | None = None
         self._in_call = True
         try:

@@ -37,11 +37,16 @@ def create_engine(preflight: Preflight, logs: Path | None = None) -> TrainEngine
         PeerFailedError: a rank did not start.
     """
     config, settings = preflight.config, preflight.config.train_engine(preflight.num_updates)
-    backend, num_ranks = config.engine.backend, config.engine.num_ranks
-    if num_ranks > 1:
-        stall_after_s = config.liveness.stall_after_s
-        return TeamEngine(settings, backend=backend, num_ranks=num_ranks, stall_after_s=stall_after_s, logs=logs)
-    engine: TrainEngine = load_backend("offbeat.engine", backend).create(settings)
+    if config.engine.num_ranks > 1:
+        return TeamEngine(
+            settings,
+            backend=config.engine.backend,
+            num_ranks=config.engine.num_ranks,
+            deadline_s=config.engine.update_deadline_s,
+            stall_after_s=config.liveness.stall_after_s,
+            logs=logs,
+        )
+    engine: TrainEngine = load_backend("offbeat.engine", config.engine.backend).create(settings)
     return engine
 
 

@@ -16,14 +16,16 @@ class TeamPlace:
         rank: in [0, size).
         size: how many ranks.
         host, port: of the store that the driver holds.
-        deadline_s: for the ranks to come, and for each of their calls among themselves.
+        start_deadline_s: for the ranks to come.
+        call_deadline_s: for each of their calls among themselves.
     """
 
     rank: int = 0
     size: int = 1
     host: str = ""
     port: int = 0
-    deadline_s: float = 300.0
+    start_deadline_s: float = 300.0
+    call_deadline_s: float = 7200.0
 
     def join(self, device: str, stall_after_s: float) -> "Mesh | None":
         """Meet the other ranks, and watch over what they do together; None for a trainer of one process.
@@ -34,12 +36,13 @@ class TeamPlace:
             return None
         from torch._C._distributed_c10d import TCPStore
 
-        from offbeat_dist import Mesh, join_world, liveness
+        from offbeat_dist import Mesh, join_world, liveness, rank_device
 
         liveness.watch(stall_after_s=stall_after_s, policy="abort", name=f"trainer-{self.rank}")
-        store = TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.deadline_s))
-        join_world(rank=self.rank, size=self.size, store=store, device=device, deadline_s=self.deadline_s)
-        return Mesh(dp=self.size)
+        store = TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.start_deadline_s))
+        own_device = rank_device(device, self.rank, self.size)
+        join_world(rank=self.rank, size=self.size, store=store, device=own_device, deadline_s=self.start_deadline_s)
+        return Mesh(dp=self.size, deadline_s=self.call_deadline_s)
 
 
 def leave(error: BaseException | None = None) -> None:
