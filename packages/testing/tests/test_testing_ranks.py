@@ -1,13 +1,15 @@
 """The plugin as a user has it: whole test files, run by a pytest of their own."""
 
 import os
+import time
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-# What the sessions inside this one would otherwise import anew each time: pytester restores sys.modules.
-import offbeat_testing._ranks._launch  # noqa: F401
+# Imported here: the sessions inside this one would do it anew each time, as pytester restores sys.modules.
+from offbeat_testing._ranks import _child, _launch
 
 pytest_plugins = ["pytester"]
 
@@ -45,6 +47,27 @@ def test_gradients_are_computed_in_ranks(rank):
     (weight * (rank + 1)).sum().backward()
     dist.all_reduce(weight.grad)
     assert weight.grad.tolist() == [3, 3, 3]
+
+
+@pytest.fixture
+def tells_much_and_late(monkeypatch):
+    tell = _child.Rank._state
+
+    def tell_late(self, *, stacks):
+        if not stacks:
+            return tell(self, stacks=False)
+        time.sleep(0.6)
+        return replace(tell(self, stacks=True), stacks="x" * 2**18)
+
+    monkeypatch.setattr(_child.Rank, "_state", tell_late)
+    monkeypatch.setattr(_launch, "GRACE_S", 600.0)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.ranks(2)
+def test_a_rank_that_still_has_more_to_say_than_a_pipe_holds_may_leave(tells_much_and_late, rank):
+    # Rank 0 is through, so both are asked where they stand after 1 s; rank 1 is through before they answer.
+    time.sleep(_launch.LOOK_S + 0.2 if rank else 0)
 
 
 @pytest.mark.ranks(2, join=False)

@@ -10,11 +10,11 @@ from torch.distributed.fsdp import fully_shard
 
 
 class Model(nn.Module):
-    """A trunk and a vision tower."""
+    """A trunk and a vision tower of two layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.vision, self.text = nn.Linear(16, 8), nn.Linear(8, 8)
+        self.vision, self.text = nn.Sequential(nn.Linear(16, 12), nn.Linear(12, 8)), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor, image: torch.Tensor | None) -> torch.Tensor:
         """The tower runs only for a batch with images."""
@@ -29,7 +29,7 @@ for _ in range(5):  # a few healthy steps
     time.sleep(0.2)
 mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
 model = Model()
-for layer in (model.vision, model.text):
+for layer in (*model.vision, model.text):
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
 has_image = dist.get_rank() != 0
