@@ -77,7 +77,9 @@ def test_each_rank_takes_an_accelerator_of_its_own(monkeypatch):
     assert rank_device("abacus:1", 0, 1) == "abacus:1"
     with pytest.raises(ConfigError, match="this machine has 2"):
         rank_device("abacus", 0, 3)
-    with pytest.raises(ConfigError, match=r"abacus:1 is one device for 2 ranks: name the kind alone \(abacus\)"):
+    with pytest.raises(
+        ConfigError, match=r"device = abacus:1 is one device for 2 ranks: name the kind alone \(abacus\)"
+    ):
         rank_device("abacus:1", 0, 2)
 
 

@@ -126,7 +126,7 @@ def _check_ranks(config: GrpoConfig) -> None:
         raise ConfigError(f"engine.backend = {config.engine.backend!r} trains in one process: set engine.num_ranks = 1")
     from offbeat_dist import rank_device  # imports torch: only several ranks need it
 
-    rank_device(config.engine.device, 0, num_ranks)
+    rank_device(config.engine.device, 0, num_ranks, setting="engine.device")
 
 
 def _check_devices(config: GrpoConfig) -> None:

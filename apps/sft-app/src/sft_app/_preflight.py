@@ -142,7 +142,7 @@ def _check_engine(engine: EngineConfig) -> None:
         )
     from offbeat_dist import rank_device  # imports torch: late, after the cheap mistakes
 
-    rank_device(engine.device, 0, engine.num_ranks)
+    rank_device(engine.device, 0, engine.num_ranks, setting="engine.device")
 
 
 def _check_sequences(model: ModelFolder, sequences: tuple[TrainSequence, ...]) -> None:

@@ -103,13 +103,14 @@ def open_device(name: str = "auto") -> Device:
     return device
 
 
-def rank_device(name: str, rank: int, num_ranks: int) -> str:
+def rank_device(name: str, rank: int, num_ranks: int, *, setting: str = "device") -> str:
     """The device of one of several ranks on this machine: accelerators are given out one by one, the CPU is shared.
 
     Args:
         name: what all ranks were given, as for `open_device`.
         rank: in [0, num_ranks).
         num_ranks: how many train together.
+        setting: what the user calls the device, for errors.
 
     Raises:
         ConfigError: the device is not here, is one for several ranks, or there are fewer than ranks.
@@ -117,15 +118,15 @@ def rank_device(name: str, rank: int, num_ranks: int) -> str:
     device = open_device(name)
     if ":" in name and num_ranks > 1:
         raise ConfigError(
-            f"{name} is one device for {num_ranks} ranks: name the kind alone ({device.kind}), so that each rank takes "
-            "one of its own"
+            f"{setting} = {name} is one device for {num_ranks} ranks: name the kind alone ({device.kind}), so that "
+            "each rank takes one of its own"
         )
     if num_ranks == 1 or device.torch_device.index is None:  # a device without a number is there for everybody
         return name
     num_devices = available_devices()[device.kind]
     if num_devices < num_ranks:
         raise ConfigError(
-            f"{num_ranks} ranks need as many devices of {device.kind}: this machine has {num_devices}; "
-            f"use {num_devices} ranks, or the device cpu"
+            f"{setting} = {name}: {num_ranks} ranks need as many devices of {device.kind}, and this machine has "
+            f"{num_devices}; use {num_devices} ranks, or the device cpu"
         )
     return f"{device.kind}:{rank}"
