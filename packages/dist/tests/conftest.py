@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 import offbeat_dist._mesh
 import offbeat_dist.liveness  # noqa: F401 - warm before the forks
+
+sys.path.insert(0, str(Path(__file__).parent))  # for liveness_launch
 
 PR_SET_PDEATHSIG = 1
 LIMIT_S = 60.0

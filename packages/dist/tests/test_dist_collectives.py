@@ -238,6 +238,9 @@ def test_equal_values_pass_and_others_are_shown_to_all(mesh):
     with pytest.raises(MismatchError) as caught:
         group.check_equal(["same"] * 300 + [group.rank], what="names")
     assert len(caught.value.values) == group.size
+    with pytest.raises(MismatchError) as caught:
+        group.check_equal([0] * 100 + [group.rank] + [0] * 100, what="計画" * 100)
+    assert len(caught.value.values) == group.size
     group.barrier()
 
 
@@ -268,6 +271,11 @@ def test_tensors_that_differ_are_refused_on_all_members_when_checked(mesh):
         checked().broadcast(torch.ones(2), source=0 if group.rank == 0 else 1)
     with pytest.raises(MismatchError, match=r"all_reduce max.*all_reduce sum"):
         checked().all_reduce(torch.ones(2), "max" if group.rank == 0 else "sum")
+    part = torch.ones(2, 3 if group.rank == 0 else 4)
+    with pytest.raises(
+        MismatchError, match=r"rank 0: all_to_all of float32\[\*, 3\].*: all_to_all of float32\[\*, 4\]"
+    ):
+        checked().all_to_all([part] * group.size)
 
 
 def test_arguments_are_checked_before_anything_is_sent(mesh):

@@ -1,7 +1,9 @@
 """A rank that fails, dies, stops, leaves or does not come: the others raise, and the error names it."""
 
 import os
+import resource
 import signal
+import socket
 import threading
 import time
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 
 from offbeat_dist import Mesh, join_world
+from offbeat_dist._board import Board
+from offbeat_dist._hub import Hub
 from offbeat_types import DeadlineError, PeerFailedError
 
 PROMPT_S = 5.0  # the promise: errors of one member are raised on all members within 5 s
@@ -360,3 +364,40 @@ def test_unchecked_shapes_that_differ_end_a_process_and_the_others_name_it(run_r
     assert dead
     for one in ended:
         assert one.signal == signal.SIGABRT or one.value in [f"rank {rank} (dp {rank})" for rank in dead], one
+
+
+@pytest.mark.parametrize("text", ["no file /data/\udce9.bin", "x" * (2 << 20)], ids=["odd", "long"])
+def test_an_error_with_any_text_is_heard(run_ranks, text):
+    """A file name that is no UTF-8 has lone surrogates; one line may hold a whole dictionary."""
+
+    def body(rank, num_ranks, store):
+        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S) as world:
+            group = Mesh(dp=num_ranks).group("dp")
+            began = time.monotonic()
+            try:
+                with group.together("load"):
+                    if rank == 1:
+                        int(text)
+            except (ValueError, PeerFailedError) as error:
+                world.leave(error)
+                return [str(error)[:200], time.monotonic() - began]
+
+    said, after_s = run_ranks(2, body)[0].value
+    assert "rank 1" in said
+    assert "ValueError" in said
+    assert after_s < PROMPT_S
+
+
+def test_the_hub_outlives_a_lack_of_descriptors():
+    hub, stranger = Hub("127.0.0.1", "token"), socket.socket()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (stranger.fileno() + 1, hard))
+        stranger.connect(hub.address)
+        time.sleep(0.3)  # for the hub to try, and fail
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        Board(0, hub.address, "token", 5.0).close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        stranger.close()
+        hub.close()

@@ -386,3 +386,67 @@ def test_a_head_survives_the_wire() -> None:
 def test_a_head_of_another_version_may_hold_more() -> None:
     data = {**to_data(head(3)), "invented_later": 1}
     assert from_data(Head, data) == head(3)
+
+
+def test_a_service_that_refuses_a_rank_is_its_own_failure() -> None:
+    """rank 2 had nothing more to do, and left in order."""
+    world = (0, 1)
+    scene = Scene(
+        heads=[
+            head(
+                0,
+                member("0", world, entry(1)),
+                state="failed",
+                error="RuntimeError: Connection closed by peer [::1]:1.",
+            ),
+            head(
+                1, member("0", world), state="failed", error="ConnectionError: engine at port 8000: Connection refused"
+            ),
+        ],
+        absent=[Absent(name="rank 2", rank=2, world="w", fate="exited", head=head(2))],
+        stall_after_s=STALL_S,
+    )
+    verdict = find_failure(scene)
+    assert verdict is not None
+    assert verdict.missing == ("rank 1",)
+
+
+def role(name: str, **more: object) -> Head:
+    """A process outside of any torch world."""
+    outside: dict[str, object] = {"rank": None, "world": "", "world_size": 0, "name": name}
+    return dataclasses.replace(head(0), **(outside | more))  # type: ignore[arg-type]
+
+
+def test_a_failure_outside_of_any_world_concerns_those_who_wait_for_it() -> None:
+    failed = role("worker-1", state="failed", error="ValueError: bad task")
+    other = role("worker-0", waits=(declared("tasks.get", "feeder", age_s=0.1),))
+    assert find_failure(Scene(heads=[other, failed, role("feeder", still_s=0.0)], stall_after_s=STALL_S)) is None
+    hurt = role("trainer", waits=(declared("result.get", "worker-1", age_s=0.1),))
+    verdict = find_failure(Scene(heads=[other, failed, hurt], stall_after_s=STALL_S))
+    assert verdict is not None
+    assert (verdict.missing, verdict.arrived) == (("worker-1",), ("trainer",))
+
+
+def test_ranks_of_two_worlds_are_not_taken_for_each_other() -> None:
+    here = (0, 1)
+    stuck = head(0, member("0", here, entry(1)), waits=(in_collective("0", 1),))
+    healthy = [head(rank, member("0", here), world="other", still_s=0.0) for rank in here]
+    verdict = found(stuck, head(1, member("0", here)), *healthy)
+    assert (verdict.kind, verdict.missing) == ("missing-member", ("rank 1 (world w)",))
+
+
+def test_an_operation_beside_which_its_thread_moves_is_no_link_of_a_circle() -> None:
+    """rank 0 has posted a receive early, and computes; rank 1 sends when both have met."""
+    world = (0, 1)
+    receive = Wait(kind="p2p", what="recv", age_s=130.0, peers=(1,))
+    waits = head(1, member("0", world, entry(1)), waits=(in_collective("0", 1),))
+    for busy, still_s, kind in ((0.0, 1.0, "straggler"), (1.0, 70.0, "straggler"), (0.0, 70.0, "wait-cycle")):
+        moves = head(0, member("0", world), waits=(receive,), still_s=still_s, busy=busy)
+        assert found(moves, waits).kind == kind
+
+
+def test_a_slow_one_that_is_on_its_way_out_has_failed() -> None:
+    world = (0, 1)
+    waits = head(0, member("0", world, entry(1)), waits=(in_collective("0", 1),))
+    verdict = found(waits, head(1, member("0", world), state="failed", error="ValueError: no more samples"))
+    assert (verdict.kind, verdict.missing) == ("dead-peer", ("rank 1",))

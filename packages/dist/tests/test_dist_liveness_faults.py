@@ -2,118 +2,25 @@
 
 import contextlib
 import ctypes
-import faulthandler
 import json
-import multiprocessing
 import os
 import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from liveness_launch import ABORTED, STALL_S, Body, launch, step
 
 from offbeat_dist import liveness
-from offbeat_dist.liveness._dumps import read_heads, read_verdicts
+from offbeat_dist.liveness._dumps import read_heads
 from offbeat_dist.liveness._verdict import Verdict
-
-STALL_S = 1.0
-LIMIT_S = 20.0
-ABORTED = 4
-
-Body = Callable[[int], None]
-
-
-@dataclass
-class Outcome:
-    """What was left of a run."""
-
-    exit_codes: list[int | None]
-    outputs: list[str]
-    verdicts: list[Verdict]
-    directory: Path
-
-    @property
-    def only(self) -> Verdict:
-        """The one verdict that was told."""
-        assert len(self.verdicts) == 1, [each.headline for each in self.verdicts]
-        return self.verdicts[0]
-
-
-def rank_main(body: Body, rank: int, size: int, port: Connection, directory: Path, settings: dict[str, Any]) -> None:
-    """One rank: its output goes to a file, its world is a store in the parent, as with torchrun's agent."""
-    with (directory / f"out-{rank}.txt").open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ["RES_OPTIONS"] = "attempts:0"  # torch's TCPStore looks up names of loopback peers: up to 5 s
-    faulthandler.disable()  # pytest's own, which came with the fork
-    liveness.watch(directory=directory / "dumps", **settings)
-    store = dist.TCPStore("127.0.0.1", port.recv(), is_master=False, timeout=timedelta(seconds=LIMIT_S))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT_S))
-    for _ in range(2):
-        dist.all_reduce(torch.ones(1))
-    time.sleep(0.3)  # a run that has lasted a moment: the monitors have met
-    body(rank)
-
-
-def launch(body: Body, size: int, directory: Path, *, limit_s: float = LIMIT_S, **settings: Any) -> Outcome:
-    """Run a body on forked ranks until all have ended or the limit is over, then kill what is left."""
-    settings = {"stall_after_s": STALL_S, "policy": "abort", **settings}
-    context = multiprocessing.get_context("fork")
-    pipes = [context.Pipe(duplex=False) for _ in range(size)]
-    processes = [
-        context.Process(target=rank_main, args=(body, rank, size, pipes[rank][0], directory, settings), daemon=True)
-        for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
-    # Only now: a fork while its thread holds a lock would leave the child waiting for ever.
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for _, sender in pipes:
-        sender.send(server.port)
-    end_s = time.monotonic() + limit_s
-    try:
-        while time.monotonic() < end_s and any(is_running(process.pid) for process in processes):
-            time.sleep(0.02)
-        for process in processes:
-            if not is_stopped(process.pid):
-                process.join(1.0)  # its threads may take a moment longer than its state says
-    finally:
-        exit_codes = [process.exitcode for process in processes]
-        for process in processes:
-            process.kill()
-            process.join()
-    outputs = [(directory / f"out-{rank}.txt").read_text(errors="replace") for rank in range(size)]
-    dumps = directory / "dumps"
-    return Outcome(exit_codes, outputs, read_verdicts(dumps) if dumps.exists() else [], directory)
-
-
-def is_running(pid: int | None) -> bool:
-    """Whether a child has neither ended nor been stopped."""
-    return state_of(pid) not in ("Z", "X", "T", "")
-
-
-def is_stopped(pid: int | None) -> bool:
-    return state_of(pid) == "T"
-
-
-def state_of(pid: int | None) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
-def step() -> None:
-    dist.all_reduce(torch.ones(4))
 
 
 def rank_1_sleeps(rank: int) -> None:
@@ -319,6 +226,81 @@ def test_a_slow_one_is_told_and_never_killed_and_the_end_of_it_too(tmp_path: Pat
     assert outcome.only.kind == "straggler"
     assert outcome.exit_codes == [0, 0]
     assert "the run moves again" in outcome.outputs[0]
+
+
+def receive_posted_early(rank: int) -> None:
+    if rank == 0:
+        answer = dist.irecv(torch.ones(1), src=1)
+        assert answer is not None
+        compute_on_rank_1(1)  # longer than twice the stall
+        step()
+        answer.wait()
+    else:
+        step()
+        dist.send(torch.ones(1), 0)
+
+
+def test_a_receive_posted_early_makes_no_circle(tmp_path: Path) -> None:
+    outcome = launch(receive_posted_early, 2, tmp_path)
+    assert outcome.exit_codes == [0, 0]
+    assert {verdict.kind for verdict in outcome.verdicts} == {"straggler"}
+
+
+def slow_and_then_raises(rank: int) -> None:
+    if rank == 1:
+        compute_on_rank_1(1)
+        raise ValueError("no more samples")
+    step()
+
+
+def test_the_failure_of_a_slow_one_is_told_at_once(tmp_path: Path) -> None:
+    verdicts = launch(slow_and_then_raises, 2, tmp_path).verdicts
+    assert [verdict.kind for verdict in verdicts] == ["straggler", "dead-peer"]
+    assert "no more samples" in verdicts[-1].headline
+
+
+def missing_after_point_to_point(rank: int) -> None:
+    pair = dist.new_group([0, 1])
+    for _ in range(3):
+        if rank == 0:
+            dist.send(torch.ones(1), 1, group=pair)
+        else:
+            dist.recv(torch.ones(1), 0, group=pair)
+    if rank == 1:
+        time.sleep(100)
+    dist.all_reduce(torch.ones(1), group=pair)
+
+
+def test_sends_and_receives_do_not_pass_for_collectives(tmp_path: Path) -> None:
+    verdict = launch(missing_after_point_to_point, 2, tmp_path).only
+    assert (verdict.kind, verdict.missing) == ("missing-member", ("rank 1",))
+
+
+def complain(verdict: Verdict) -> None:
+    raise ValueError(f"cannot page anybody about {verdict.kind}")
+
+
+def test_a_program_that_cannot_take_the_verdict_is_ended_all_the_same(tmp_path: Path) -> None:
+    outcome = launch(rank_1_sleeps, 2, tmp_path, on_verdict=complain)
+    assert outcome.exit_codes == [ABORTED] * 2
+    assert all("cannot page anybody about missing-member" in text for text in outcome.outputs)
+
+
+def roots_in_two_forms(rank: int) -> None:
+    """Both name rank 3, which is slow: by its number in the world, and in the group."""
+    group = dist.new_group([1, 2, 3])
+    if rank == 3:
+        compute_on_rank_1(1)
+    if rank == 2:
+        dist.broadcast(torch.ones(1), group=group, group_src=2)
+    elif rank:
+        dist.broadcast(torch.ones(1), src=3, group=group)
+    step()
+
+
+def test_one_root_named_in_two_forms_is_one_root(tmp_path: Path) -> None:
+    outcome = launch(roots_in_two_forms, 4, tmp_path)
+    assert outcome.exit_codes == [0] * 4
 
 
 def in_a_worker(work: Callable[[int], None], rank: int) -> None:

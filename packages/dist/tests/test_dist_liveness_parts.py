@@ -1,13 +1,16 @@
 """Parts of the monitor by themselves: settings, ledger, stacks, side channel, dumps, recorder's forms, fates."""
 
+import contextlib
 import os
 import queue
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +101,48 @@ def test_posted_operations_end_with_their_handles() -> None:
     assert [each.what for each in ledger.open_waits()] == ["irecv"]
 
 
+def test_operations_are_not_lost_while_two_threads_look() -> None:
+    """The monitor looks while it answers another one's question."""
+    ledger, works, stop = Ledger(), [Work() for _ in range(50)], threading.Event()
+    for work in works:
+        ledger.post(Entry(kind="p2p", what="irecv", work=lambda work=work: work))  # type: ignore[misc]
+
+    def look() -> None:
+        while not stop.is_set():
+            ledger.open_waits()
+
+    thread = threading.Thread(target=look)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        assert {len(ledger.open_waits()) for _ in range(300)} == {50}
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(interval_s)
+
+
+def test_a_stderr_that_nobody_reads_does_not_hold_up_the_monitor() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    code = "from offbeat_dist.liveness import _policy; _policy.say('x' * 100_000)"
+    try:
+        assert subprocess.run([sys.executable, "-c", code], stderr=writer, timeout=20, check=False).returncode == 0
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_the_looks_are_close_enough_for_the_promise_of_two_seconds() -> None:
+    """A stall is seen to begin up to one look late, and its end up to another."""
+    assert 2 * read_settings(environment={}).tick_s <= 1.0
+
+
 def test_a_stack_is_told_without_torch_and_the_standard_library() -> None:
     ready, free = threading.Event(), threading.Event()
 
@@ -184,11 +229,63 @@ def test_all_are_asked_at_once_and_the_silent_are_left_out() -> None:
             listener.close()
 
 
+def test_without_a_secret_nobody_is_answered() -> None:
+    listener = Listener("127.0.0.1", lambda: "", echo)
+    try:
+        assert ask(address_of(listener), {"ask": "ping"}, "", 2.0) is None
+    finally:
+        listener.close()
+
+
+@contextlib.contextmanager
+def descriptors_up_to(limit: int) -> Iterator[None]:
+    """Let this process have no descriptor from `limit` on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_more_are_asked_than_there_are_descriptors() -> None:
+    listener = Listener("127.0.0.1", lambda: "s", echo)
+    code = (
+        "import resource, sys\n"
+        "from offbeat_dist.liveness._side_channel import Address, ask_all\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))\n"
+        "one = Address(host='127.0.0.1', port=int(sys.argv[1]), machine='vm', pid=1, born=0, name='rank 0')\n"
+        "print(len(ask_all(dict.fromkeys(range(100), one), {'ask': 'ping'}, 's', 20.0)))\n"
+    )
+    try:
+        asked = subprocess.run([sys.executable, "-c", code, str(listener.port)], capture_output=True, check=True)
+        assert asked.stdout == b"100\n"
+    finally:
+        listener.close()
+
+
+def test_a_listener_outlives_a_lack_of_descriptors() -> None:
+    listener = Listener("127.0.0.1", lambda: "s", echo)
+    stranger = socket.socket()
+    try:
+        with descriptors_up_to(stranger.fileno() + 1):
+            stranger.connect((listener.host, listener.port))
+            time.sleep(0.3)  # for the listener to try, and fail
+        assert ask(address_of(listener), {"ask": "ping"}, "s", 5.0) == {"heard": "ping"}
+    finally:
+        stranger.close()
+        listener.close()
+
+
+NO_SECRET = '{"ask": "ping", "secret": "é"}\n'.encode()
+DEEP = b"[" * 200_000 + b"\n"
+
+
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_garbage_does_not_end_the_listener() -> None:
     listener = Listener("127.0.0.1", lambda: "s", echo)
     try:
-        for garbage in (b"", b"\n", b"{not json\n", b"[1]\n", b"\xff\xfe\n"):
+        for garbage in (b"", b"\n", b"{not json\n", b"[1]\n", b"\xff\xfe\n", NO_SECRET, DEEP):
             with socket.create_connection((listener.host, listener.port)) as stranger:
                 stranger.sendall(garbage)
         assert ask(address_of(listener), {"ask": "ping"}, "s", 5.0) == {"heard": "ping"}

@@ -117,6 +117,14 @@ def test_the_script_is_main_with_its_own_arguments_and_folder(tmp_path: Path) ->
     assert ended.returncode == 5
 
 
+def test_an_error_of_ours_in_the_script_ends_it_as_any_other(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from offbeat_types import ConfigError\nraise ConfigError('an even number: got 3')\n")
+    ended = run(["-m", "offbeat_dist.liveness", "run", str(script)], tmp_path)
+    assert ended.returncode == 1
+    assert f'File "{script}", line 2' in ended.stderr
+
+
 def test_a_module_can_be_run(tmp_path: Path) -> None:
     ended = run(["-m", "offbeat_dist.liveness", "run", "-m", "platform", "--terse"], tmp_path)
     assert ended.returncode == 0

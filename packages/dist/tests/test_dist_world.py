@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -122,6 +123,32 @@ def test_arguments_that_do_not_belong_together_are_refused(arguments, text):
     with pytest.raises(ConfigError, match=text):
         join_world(device="cpu", **arguments)
     assert current_world() is None
+
+
+@pytest.mark.ranks(2)
+def test_the_store_of_somebody_else_s_group_keeps_its_timeout():
+    store = dist.distributed_c10d._get_default_store()
+    before = store.timeout
+    Mesh(dp=2, deadline_s=7)
+    assert store.timeout == before
+
+
+def test_a_rank_0_that_is_lost_while_joining_is_named_and_leaves_no_world_behind(run_ranks):
+    def body(rank, num_ranks, store):
+        if rank == 0:  # comes, and is gone before it has opened its hub
+            store.add("offbeat/world/1/joined/0", 1)
+            dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=20))
+            store.get("over")
+            return None
+        try:
+            with pytest.raises(DeadlineError, match="rank 0's hub"):
+                join_world(rank=1, size=2, store=store, device="cpu", deadline_s=3)
+            return [current_world() is None, dist.is_initialized()]
+        finally:
+            store.set("over", "1")
+
+    ended = run_ranks(2, body)
+    assert ended[1].value == [True, False], ended[1].text
 
 
 @pytest.mark.ranks(2)

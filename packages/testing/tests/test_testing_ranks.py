@@ -308,6 +308,11 @@ def test_skips_and_expected_failures_keep_their_meaning(run):
     def test_unexpected():
         1 / 0
 
+    @pytest.mark.xfail(raises=ZeroDivisionError, strict=True)
+    @pytest.mark.ranks(2)
+    def test_expected_on_one_rank_alone(rank):
+        assert 1 / rank == 2
+
     @pytest.mark.xfail(strict=True)
     @pytest.mark.ranks(2)
     def test_passes_though_expected_to_fail():
@@ -323,7 +328,7 @@ def test_skips_and_expected_failures_keep_their_meaning(run):
         with pytest.raises(ZeroDivisionError):
             1 / 0
     """)
-    done.assert_outcomes(passed=1, skipped=2, xfailed=1, failed=2)
+    done.assert_outcomes(passed=1, skipped=2, xfailed=1, failed=3)
 
 
 def test_a_skip_on_one_rank_only_is_a_failure(run):

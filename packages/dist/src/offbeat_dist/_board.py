@@ -108,10 +108,6 @@ class Board:
                     return holds()
             return True
 
-    def ended(self) -> set[int]:
-        """Ranks that died or left."""
-        return {record.rank for record in self.records if record.kind in ("died", "left")}
-
     def leave(self) -> None:
         """Say that this rank leaves well."""
         self._send(Bye(self.rank))

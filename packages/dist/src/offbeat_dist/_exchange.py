@@ -18,8 +18,8 @@ HEADER_BYTES: Final = 512
 INLINE_BYTES: Final = 256
 """Data up to this length travels in the header."""
 
-CALL_CHARS: Final = 200
-"""Room in the header for the text of the call; a longer text is cut."""
+CALL_BYTES: Final = 200
+"""Room in the header for the text of the call, in UTF-8; a longer text is cut."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Header:
 
     def packed(self) -> torch.Tensor:
         """[HEADER_BYTES] uint8."""
-        data = encode([self.call[:CALL_CHARS], self.root, self.number, self.num_bytes, self.inline])
+        call = self.call.encode(errors="replace")[:CALL_BYTES].decode(errors="ignore")
+        data = encode([call, self.root, self.number, self.num_bytes, self.inline])
         frame = np.zeros(HEADER_BYTES, dtype=np.uint8)
         frame[0], frame[1] = divmod(len(data), 256)
         frame[2 : 2 + len(data)] = np.frombuffer(data, dtype=np.uint8)

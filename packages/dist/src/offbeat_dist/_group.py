@@ -21,6 +21,7 @@ from offbeat_dist._tensors import (
     check_reduction,
     check_rows,
     describe,
+    describe_rows,
     gather_options,
     put_back,
     to_flat,
@@ -287,7 +288,8 @@ class Group(DataGroup):
         """
         with self._calls.call("all_to_all", deadline_s):
             check_parts(rows, self.size, f"all_to_all over {self._calls.text}")
-            counts = self._exchange.agree_on_counts("all_to_all", [len(part) for part in rows])
+            kind = f" of {describe_rows(rows[0])}" if self._check else ""
+            counts = self._exchange.agree_on_counts(f"all_to_all{kind}", [len(part) for part in rows])
             own = torch.cat([part.detach() for part in rows])
             coming = [sent[self.rank] for sent in counts]
             result = own.new_empty((sum(coming), *own.shape[1:]))

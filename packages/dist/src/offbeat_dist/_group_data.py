@@ -139,7 +139,7 @@ class DataGroup:
         Only a digest travels, and the values themselves when they differ. The group stays usable after an error.
 
         Args:
-            value: plain data.
+            value: plain data; a dict counts as different when its keys come in another order.
             what: its name in the error.
             deadline_s: for the members to come; None takes the group's.
 
@@ -154,8 +154,12 @@ class DataGroup:
             payload = encode(value, what=what)
             headers = self._exchange.agree(f"check_equal of {what}", 0, hashlib.sha256(payload).digest())
             if len({header.inline for header in headers}) > 1:
-                for rank, text in zip(self.ranks, self._all_gather("check_equal", _shortened(value)), strict=True):
-                    held[text] = (*held.get(text, ()), rank)
+                texts = self._all_gather("check_equal", _shortened(value))
+                digests = [(header.inline or b"").hex()[:8] for header in headers]
+                for rank, text, digest in zip(self.ranks, texts, digests, strict=True):
+                    others = {each for shown, each in zip(texts, digests, strict=True) if shown == text}
+                    told = f"{text} (sha256 {digest})" if len(others) > 1 else text  # they differ in what is cut
+                    held[told] = (*held.get(told, ()), rank)
         if held:
             raise MismatchError(what, self._calls.text, held)
         return value

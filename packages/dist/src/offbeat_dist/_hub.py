@@ -9,6 +9,7 @@ import os
 import selectors
 import socket
 import threading
+import time
 import weakref
 from typing import Final
 
@@ -16,6 +17,10 @@ from offbeat_dist._news import Ask, Bye, Hello, Inbox, News, Record, Standing, W
 
 SEND_TIMEOUT_S: Final = 2.0
 """A rank that takes no news for so long, although its socket has room for thousands, is stopped: it misses the news."""
+
+
+LACK_S: Final = 0.1
+"""Between two tries to let a rank in while the process has no descriptor to spare."""
 
 
 class Hub:
@@ -65,7 +70,11 @@ class Hub:
                     self._read(key.fileobj)
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # no descriptor to be had now; without the hub no failure would be heard
+            time.sleep(LACK_S)
+            return
         connection.settimeout(SEND_TIMEOUT_S)
         keep_watch(connection)
         self._inboxes[connection] = Inbox()

@@ -54,6 +54,7 @@ def join_world(
     if adopted:
         _refuse(rank is not None or size is not None or address is not None or store is not None, "torch.distributed")
         rank, size, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+        store = _own(store)  # theirs keeps its timeout
     else:
         rank, size, store = _rendezvous(rank, size, address, store, deadline_s)
     store.set_timeout(timedelta(seconds=deadline_s))
@@ -61,10 +62,13 @@ def join_world(
     _meet(store, prefix, rank, size, deadline_s)
     if not adopted:
         _open_default_group(store, rank, size, opened, deadline_s)
-    own_store = store.clone()  # type: ignore[attr-defined]  # of torch, untyped: a wait on it leaves the others free
-    world = World(rank, size, opened, deadline_s, own_store, owned=not adopted)
+    world = World(rank, size, opened, deadline_s, _own(store), owned=not adopted)
     if size > 1:
-        world.open_board(f"{prefix}/hub", _own_host(store))
+        try:
+            world.open_board(f"{prefix}/hub", _own_host(store))
+        except BaseException as error:
+            world.leave(error)  # nobody else has it to leave it
+            raise
     return world
 
 
@@ -74,6 +78,12 @@ def _count_join(store: Store) -> int:
     place = f"{inner.host}:{inner.port}" if isinstance(inner, TCPStore) else str(getattr(inner, "path", ""))
     _joins[place] += 1
     return _joins[place]
+
+
+def _own(store: Store) -> Store:
+    """The same store on a connection of its own: a wait on it leaves the other one free."""
+    own: Store = store.clone()  # type: ignore[attr-defined]  # of torch, untyped
+    return own
 
 
 def _innermost(store: Store) -> Store:

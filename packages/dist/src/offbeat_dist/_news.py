@@ -13,6 +13,9 @@ LENGTH: Final = struct.Struct("!I")
 MAX_FRAME_BYTES: Final = 1 << 20
 """News is short; a longer frame is not ours."""
 
+MAX_LINE_CHARS: Final = 1000
+"""Of an error's line; what somebody prints into it may be longer than a frame."""
+
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """The first frame of a connection."""
@@ -115,9 +118,10 @@ DECODER: Final = msgspec.msgpack.Decoder(News)
 
 
 def one_line(error: BaseException) -> str:
-    """An error's type and the first line of its text."""
+    """An error's type and the first line of its text, cut and in characters that can travel (file names may not)."""
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    line = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    return line[:MAX_LINE_CHARS].encode(errors="backslashreplace").decode()
 
 
 def pack(news: News) -> bytes:

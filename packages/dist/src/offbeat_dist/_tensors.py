@@ -48,6 +48,11 @@ def describe(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
+def describe_rows(part: torch.Tensor) -> str:
+    """The same for any number of rows: "float32[*, 3]"."""
+    return f"{str(part.dtype).removeprefix('torch.')}[{', '.join(['*', *map(str, part.shape[1:])])}]"
+
+
 def gather_options(timeout: timedelta) -> AllgatherOptions:
     """The one operation of torch whose short form takes no timeout."""
     options = AllgatherOptions()

@@ -11,6 +11,7 @@ from typing import Final, Self
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+from torch.distributed import DistError
 
 from offbeat_dist._board import Board
 from offbeat_dist._device import Device
@@ -49,12 +50,20 @@ class World:
         atexit.register(_leave_at_exit, weakref.ref(self))
 
     def open_board(self, key: str, host: str) -> None:
-        """Start the hub on rank 0, tell the others through the store where it is, and connect to it."""
+        """Start the hub on rank 0, tell the others through the store where it is, and connect to it.
+
+        Raises:
+            DeadlineError: rank 0 opens none, or it does not answer.
+        """
         if self.rank == 0:
             token = secrets.token_hex(16)
             self._hub = Hub(host, token)
             self.store.set(key, f"{self._hub.address[0]} {self._hub.address[1]} {token}")
-        hub_host, hub_port, token = self.store.get(key).decode().split()
+        try:
+            hub_host, hub_port, token = self.store.get(key).decode().split()
+        except DistError as error:
+            advice = "it was lost while all were joining; see its log"
+            raise DeadlineError("join_world", "rank 0's hub", self.deadline_s, advice) from error
         self.board = Board(self.rank, (hub_host, int(hub_port)), token, self.deadline_s)
 
     def count_mesh(self) -> int:

@@ -5,11 +5,13 @@ when the flight
 recorder is off) without any cost before somebody looks.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
 
 from offbeat_dist.liveness._stacks import main_thread_ident, thread_frames
+from offbeat_dist.liveness._world_view import default_group, group_members
 
 C10D_FILE: Final = "torch/distributed/distributed_c10d.py"
 POINT_TO_POINT: Final = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
@@ -55,13 +57,22 @@ def torch_call(frame: FrameType | None) -> TorchCall | None:
     if found is None:
         return None
     named = dict(found.f_locals)
-    peers = (named.get(name) for name in ("src", "dst", "group_src", "group_dst"))
+    group = named.get("group") or named.get("process_group")
+    peers = (named.get(name) for name in ("src", "dst"))
+    peer = next((peer for peer in peers if isinstance(peer, int)), None)
     return TorchCall(
         function=found.f_code.co_name,
-        group=named.get("group") or named.get("process_group"),
-        peer=next((peer for peer in peers if isinstance(peer, int)), None),
+        group=group,
+        peer=_global_rank(named, group) if peer is None else peer,
         arguments=named,
     )
+
+
+def _global_rank(named: Mapping[str, Any], group: Any) -> int | None:
+    """Of the other side, where the call counts it within its group."""
+    members = group_members(default_group() if group is None else group)
+    places = (named.get(name) for name in ("group_src", "group_dst"))
+    return next((members[place] for place in places if isinstance(place, int) and place < len(members)), None)
 
 
 def is_in_torch_call() -> bool:

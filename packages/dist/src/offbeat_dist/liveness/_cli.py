@@ -12,7 +12,7 @@ from offbeat_dist.liveness._diagnosis import find_verdict
 from offbeat_dist.liveness._graph import Scene
 from offbeat_dist.liveness._head import Head, to_data
 from offbeat_dist.liveness._verdict import Verdict
-from offbeat_types import ConfigError, OffbeatError, RunFolderError
+from offbeat_types import OffbeatError, RunFolderError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,12 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "show":
             print(_show(Path(options.directory), as_json=options.json))
         else:
-            _run.run(options)
+            _run.start_watch(options)
     except OffbeatError as error:
-        if options.command == "run" and not isinstance(error, ConfigError):
-            raise  # the script's own; it ends like any other exception of the script
         print(f"offbeat-liveness: {error}", file=sys.stderr)
         return error.exit_code
+    if options.command == "run":
+        _run.run_script(options)  # an error of the script ends it as it does without us
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from offbeat_dist.liveness._failure import NEVER_CAME, first_fate
+from offbeat_dist.liveness._failure import NEVER_CAME, find_failure, first_fate
 from offbeat_dist.liveness._graph import (
     COMPUTE_PATIENCE,
     Edge,
@@ -37,12 +37,17 @@ def find_verdict(scene: Scene) -> Verdict | None:
     if not scene.stalled:
         return None
     edges = scene.reach(head.name for head, _ in scene.stalled)
-    found = _absence(scene, edges) or _mismatch(scene, edges) or _cycle(scene, edges)
+    found = _failure(scene) or _absence(scene, edges) or _mismatch(scene, edges) or _cycle(scene, edges)
     if found is not None:
         return found
     waiting = {edge.waiter for edge in edges}
     ends = [edge for edge in edges if edge.target not in waiting and edge.target in scene.head_by_name]
     return (_idle_end(scene, edges, ends) if ends else None) or _no_end(scene)
+
+
+def _failure(scene: Scene) -> Verdict | None:
+    """Somebody is on its way out with an exception, and others depend on it."""
+    return find_failure(scene) if any(head.state == "failed" for head in scene.heads) else None
 
 
 def _absence(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:

@@ -15,27 +15,29 @@ NEVER_CAME: Final = ("never-came", "unwatched")
 SIGNS_OF_A_LOST_PEER: Final = (
     "Broken pipe",
     "Connection closed by peer",
-    "Connection refused",
     "Connection reset by peer",
     "Connection was likely closed",
     "PeerFailedError",
-    "Socket Timeout",
-    "Timed out waiting",
     "failed to recv, got 0 bytes",
     "remote process exited",
 )
+# The same, but only from torch: of an HTTP client or a queue they tell of something outside the run.
+SIGNS_FROM_TORCH: Final = ("Connection refused", "Socket Timeout", "Timed out waiting")
+TORCH_ERRORS: Final = ("RuntimeError:", "torch.distributed.")
 
 
 def find_failure(scene: Scene) -> Verdict | None:
     """Who failed first, when a process fails and others depend on it: no wait need have lasted long.
+
+    Ranks of one torch world depend on each other; other processes on whom they wait for.
 
     None if every process failed on its own account, or nobody waited for one that did.
     """
     gone = _failed(scene)
     names = {each.name for each in gone}
     hurt = [head for head in scene.heads if head.name not in names and _is_hurt(head)]
-    worlds = {head.world for head in hurt}
-    gone = [each for each in gone if each.world in worlds]
+    hurt = [head for head in hurt if any(_concerns(scene, each, head) for each in gone)]
+    gone = [each for each in gone if any(_concerns(scene, each, head) for head in hurt)]
     if not gone:
         return None
     first = first_fate(gone)
@@ -77,6 +79,11 @@ def _is_hurt(head: Head) -> bool:
     return is_secondary(head.error) or (head.state == "running" and bool(head.waits))
 
 
+def _concerns(scene: Scene, gone: Absent, head: Head) -> bool:
+    """Whether the end of one process is a matter for another: a rank of its world, or one that waits for it."""
+    return gone.world == head.world != "" or gone.name in scene.needed_by(head)
+
+
 def _newest_call(heads: Sequence[Head]) -> tuple[Head | None, GroupHead | None, Collective | None]:
     """The last collective that any of some processes entered."""
     calls = [(head, group, entry) for head in heads for group in head.groups for entry in group.recent]
@@ -85,7 +92,9 @@ def _newest_call(heads: Sequence[Head]) -> tuple[Head | None, GroupHead | None, 
 
 def is_secondary(error: str) -> bool:
     """Whether an exception only says that a peer or a connection went away."""
-    return any(sign in error for sign in SIGNS_OF_A_LOST_PEER)
+    if any(sign in error for sign in SIGNS_OF_A_LOST_PEER):
+        return True
+    return error.startswith(TORCH_ERRORS) and any(sign in error for sign in SIGNS_FROM_TORCH)
 
 
 def first_fate(gone: Sequence[Absent]) -> list[Absent]:

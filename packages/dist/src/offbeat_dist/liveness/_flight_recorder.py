@@ -20,16 +20,17 @@ What it gives in torch 2.13 (measured on gloo; for nccl as torch documents it):
 - Not recorded by either: root ranks and reduce operations, store waits, and anything outside torch.distributed.
 - Call sites: the first dump with stacks imports torch._inductor (800 modules, 3 to 7 s here) unless it is kept from
   that (`_without_inductor`); then it costs milliseconds.
-
-
+- nccl: a dump asks the events of its entries after it has let go of the recorder's lock, and may meet one that was just
+  freed (pytorch/pytorch#192232, mended after 2.13). So entries are read only when something may be stuck or has ended.
 """
 
 import contextlib
 import json
+import os
 import pickle
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, cast
 
 from offbeat_dist.liveness._head import CallSite, Collective
@@ -74,6 +75,16 @@ def read_entries(*, call_sites: bool = False) -> list[RawEntry]:
             _binding()._dump_fr_trace(includeCollectives=True, includeStackTraces=with_frames, onlyActive=False)
         )
     return [entry for entry in dump.get("entries", ()) if not entry.get("is_p2p")]
+
+
+def is_off() -> bool:
+    """Whether the environment has turned the recorder off."""
+    return os.environ.get("TORCH_FR_BUFFER_SIZE") == "0"
+
+
+def holds_all(entries: Sequence[RawEntry]) -> bool:
+    """Whether the recorder has forgotten nothing yet: a group without entries then has had no collective."""
+    return entries[0]["record_id"] == 0 if entries else not is_off()
 
 
 def parse_entries(entries: Iterable[RawEntry]) -> list[Collective]:

@@ -1,5 +1,6 @@
 """The wait-for graph: from what each process says of itself, who waits for whom. Pure: no clock, no torch."""
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -85,6 +86,15 @@ class Scene:
     time_s: float = 0.0
     _obstacles: dict[Any, list[Obstacle]] = field(default_factory=dict, repr=False)
 
+    def __post_init__(self) -> None:
+        """Two worlds may both have a rank 0, and all ranks may have been given one name: tell them apart."""
+        places: dict[str, set[tuple[str, int | None]]] = {}
+        everybody: list[Head | Absent] = [*self.heads, *self.absent]
+        for each in everybody:
+            places.setdefault(each.name, set()).add((each.world, each.rank))
+        self.heads = [dataclasses.replace(each, name=_full_name(each, places[each.name])) for each in self.heads]
+        self.absent = [dataclasses.replace(each, name=_full_name(each, places[each.name])) for each in self.absent]
+
     @cached_property
     def head_by_name(self) -> dict[str, Head]:
         """Processes that answered."""
@@ -109,14 +119,19 @@ class Scene:
             edge
             for head in self.heads
             for wait in head.waits
-            if wait.age_s >= least_s
+            if wait.age_s >= least_s and self._is_held_up(head, wait)
             for edge in self._edges_of(head, wait)
         ]
 
     @cached_property
     def stalled(self) -> list[tuple[Head, Wait]]:
         """Waits that have lasted too long, the oldest first."""
-        found = [(head, wait) for head in self.heads for wait in head.waits if wait.age_s >= self.stall_after_s]
+        found = [
+            (head, wait)
+            for head in self.heads
+            for wait in head.waits
+            if wait.age_s >= self.stall_after_s and self._is_held_up(head, wait)
+        ]
         return sorted(found, key=lambda pair: -pair[1].age_s)
 
     @cached_property
@@ -134,6 +149,21 @@ class Scene:
             way = self._in_the_way(head.world, edge.group, edge.wait.seq, mine)
             return [name for name, _, _ in way if name != edge.waiter]
         return [each.target for each in self.edges_from(edge.waiter) if each.wait == edge.wait]
+
+    def needed_by(self, head: Head) -> set[str]:
+        """All that a process waits for, however short a time."""
+        return {edge.target for wait in head.waits for edge in self._edges_of(head, wait)}
+
+    def _is_held_up(self, head: Head, wait: Wait) -> bool:
+        """Whether a thread stands in a wait, rather than going on beside an operation that it has posted.
+
+        A handle of gloo's is not complete before somebody waits for it, so a process that computes beside one is not
+        in it; a host that waits for a device may use a whole core.
+        """
+        if wait.kind == "declared":
+            return True
+        still_s = next((each.still_s for each in head.threads if each.name == wait.thread), wait.age_s)
+        return still_s >= SETTLED * self.stall_after_s and not (wait.kind == "p2p" and self.is_moving(head))
 
     def edges_from(self, name: str) -> list[Edge]:
         """What one process waits for."""
@@ -231,6 +261,14 @@ class Scene:
         names = [*self.head_by_name, *self.absent_by_name]
         exact = [name for name in names if name == on]
         return exact or [name for name in names if name.startswith((f"{on}-", f"{on} ", f"{on}/", f"{on}["))]
+
+
+def _full_name(each: Head | Absent, places: set[tuple[str, int | None]]) -> str:
+    """A name, with what tells those apart who share it."""
+    ranks, worlds = {rank for _, rank in places}, {world for world, _ in places}
+    parts = [f"rank {each.rank}"] if len(ranks) > 1 else []
+    parts += [f"world {each.world or 'none'}"] if len(worlds) > 1 else []
+    return f"{each.name} ({', '.join(parts)})" if parts else each.name
 
 
 def _group_named(head: Head, name: str) -> GroupHead | None:

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -54,54 +53,44 @@ class Entry:
 
 
 class Ledger:
-    """The open waits of this process. Adding and closing is one dict operation, safe under the GIL.
-
-    Attributes:
-        changes: grows with each entry; whoever sees it grow knows that the process moves.
-    """
+    """The open waits of this process. Adding and closing is one dict operation, safe under the GIL."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._open: dict[int, Entry] = {}
-        self._posted: deque[Entry] = deque(maxlen=4 * MAX_POSTED)
-        self.changes = 0
+        self._posted: dict[int, Entry] = {}
+        self._prune_from = MAX_POSTED
 
     def enter(self, entry: Entry) -> int:
         """Write down a wait; the number closes it."""
         number = next(self._numbers)
         self._open[number] = entry
-        self.changes += 1
         return number
 
     def leave(self, number: int) -> None:
         """Close a wait."""
         self._open.pop(number, None)
-        self.changes += 1
 
     def post(self, entry: Entry) -> None:
         """Write down a point-to-point operation, which is over when its handle says so."""
-        self._posted.append(entry)
-        self.changes += 1
-        if len(self._posted) > MAX_POSTED:
+        self._posted[next(self._numbers)] = entry
+        if len(self._posted) > self._prune_from:
             self._prune()
+            self._prune_from = max(MAX_POSTED, 2 * len(self._posted))
 
     def open_waits(self) -> list[Entry]:
         """What has begun and not ended, oldest first."""
         self._prune()
-        return sorted([*self._open.copy().values(), *self._posted.copy()], key=lambda entry: entry.since_s)
+        return sorted([*self._open.copy().values(), *self._posted.copy().values()], key=lambda entry: entry.since_s)
 
     def clear(self) -> None:
         """Forget everything: in a forked child the threads that waited do not exist."""
         self.__init__()  # type: ignore[misc]
 
     def _prune(self) -> None:
-        for _ in range(len(self._posted)):
-            try:
-                entry = self._posted.popleft()
-            except IndexError:  # another thread prunes too
-                return
-            if not entry.is_over():
-                self._posted.append(entry)
+        for number, entry in self._posted.copy().items():
+            if entry.is_over():
+                self._posted.pop(number, None)  # another thread prunes too
 
 
 LEDGER: Final = Ledger()

@@ -250,8 +250,7 @@ class Monitor:
             _dumps.write_verdict(directory, verdict)
             _dumps.write_head(directory, self.head())
         _policy.say(verdict.text)
-        if self._on_verdict:
-            self._on_verdict(verdict)
+        self._tell_program(verdict)
         message = {"ask": "verdict", "verdict": verdict.to_data(), "leader": self._own_name(), "abort": is_fatal}
         ask_all(self._peers.running(), message, self._peers.secret, TELL_S)
         if is_fatal:
@@ -315,10 +314,17 @@ class Monitor:
         if self.settings.directory is not None:
             _dumps.write_head(self.settings.directory, self.head())
         _policy.say(_policy.pointer(verdict, self._own_name(), message["leader"]))
-        if self._on_verdict:
-            self._on_verdict(verdict)
+        self._tell_program(verdict)
         if message["abort"]:
             self._leave_soon()
+
+    def _tell_program(self, verdict: Verdict) -> None:
+        """Call what `watch` was given; an error in it must not keep the policy from being carried out."""
+        try:
+            if self._on_verdict:
+                self._on_verdict(verdict)
+        except Exception as error:  # noqa: BLE001 - the boundary to the program's code
+            self._complain(f"{self._own_name()}: on_verdict failed: {describe(error)[0]}")
 
     def _say_goodbye(self, error: BaseException | None) -> None:
         """Tell the lowest processes that answer how this one ends; a failure is looked at before it is gone."""
@@ -364,7 +370,8 @@ class Monitor:
         """Somebody failed: if others depend on it, say so now rather than after the stall that follows."""
         time.sleep(FELLOWS_S)
         with self._looking:
-            if self.verdict is None and not self._is_aborting:
+            is_explained = self.verdict is not None and self.verdict.is_fatal
+            if not is_explained and not self._is_aborting:
                 verdict = find_failure(self._look_around(self.settings.stall_after_s))
                 if verdict is not None:
                     self._announce(verdict)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import sys
 import threading
 from typing import Final
@@ -12,14 +13,18 @@ from offbeat_types import DeadlineError
 EXIT_CODE: Final = DeadlineError.exit_code
 STDERR: Final = 2
 FLUSH_S: Final = 0.3
+SAY_S: Final = 1.0
 
 
 def say(text: str) -> None:
-    """Write to the process's stderr, past Python's buffers and locks, which a stuck thread may hold."""
+    """Write to the process's stderr, past Python's buffers and locks, which a stuck thread may hold.
+
+    A pipe that nobody reads is given up after a while: the rest of what is to be done must not hang on it.
+    """
     data = (text + "\n").encode(errors="replace")
     with contextlib.suppress(OSError):
-        while data:
-            data = data[os.write(STDERR, data) :]
+        while data and select.select([], [STDERR], [], SAY_S)[1]:
+            data = data[os.write(STDERR, data[: select.PIPE_BUF]) :]  # so much never blocks a pipe that takes any
 
 
 def pointer(verdict: Verdict, name: str, leader: str) -> str:

@@ -4,7 +4,6 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -27,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER)
 
 
-def run(options: argparse.Namespace) -> None:
-    """Watch this process and those it starts, and run the script in it as __main__.
+def start_watch(options: argparse.Namespace) -> None:
+    """Watch this process and those it starts.
 
     torch is not imported before the script does so itself, so whatever it sets in its environment first still counts.
 
@@ -46,7 +45,6 @@ def run(options: argparse.Namespace) -> None:
     os.environ[WORKER] = str(os.getpid())
     _reach_children()
     watch(settings.stall_after_s, settings.policy, settings.directory)
-    _run_as_main(options.script, options.arguments, is_module=options.is_module)
 
 
 def _reach_children() -> None:
@@ -56,10 +54,11 @@ def _reach_children() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([SITE_FOLDER, *known])
 
 
-def _run_as_main(script: str, arguments: Sequence[str], *, is_module: bool) -> None:
-    sys.argv[:] = [script, *arguments]
-    if is_module:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
+def run_script(options: argparse.Namespace) -> None:
+    """Run the script in this process as __main__."""
+    sys.argv[:] = [options.script, *options.arguments]
+    if options.is_module:
+        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(script).absolute().parent)
-        runpy.run_path(script, run_name="__main__")
+        sys.path[0] = str(Path(options.script).absolute().parent)
+        runpy.run_path(options.script, run_name="__main__")

@@ -41,8 +41,11 @@ class Settings:
 
     @property
     def tick_s(self) -> float:
-        """Seconds between two looks at this process: a tenth of the stall, at most 2."""
-        return min(2.0, max(0.05, self.stall_after_s / 10))
+        """Seconds between two looks at this process: a tenth of the stall, at most half a second.
+
+        A stall is seen to begin up to one look late, and to have lasted too long up to another.
+        """
+        return min(0.5, max(0.05, self.stall_after_s / 10))
 
 
 def read_settings(

@@ -7,6 +7,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,6 +17,7 @@ Answer = Callable[[Message], Message]
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
 READ_BYTES: Final = 1 << 16
+LACK_S: Final = 0.1  # between two tries while the process has no descriptor or thread to spare
 LOOPBACK: Final = "127.0.0.1"
 
 
@@ -43,18 +45,19 @@ class Listener:
 
     Args:
         host: address to bind; the port is chosen by the system.
-        secret: what a message must hold to be answered.
+        secret: what a message must hold to be answered; nobody is while it is "".
         answer: makes the reply.
     """
 
     def __init__(self, host: str, secret: Callable[[], str], answer: Answer) -> None:
-        self._secret, self._answer = secret, answer
+        self._secret, self._answer, self._is_closed = secret, answer, False
         self._socket = socket.create_server((host, 0), backlog=256)
         self.host, self.port = self._socket.getsockname()[:2]
         threading.Thread(target=self._serve, name="offbeat-liveness-listen", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening."""
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -64,21 +67,21 @@ class Listener:
         self._socket.close()
 
     def _serve(self) -> None:
-        while True:
+        while not self._is_closed:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return
-            # A thread each: an answer may take a while (an investigation), and others must not wait for it.
-            threading.Thread(
-                target=self._reply, args=(connection,), name="offbeat-liveness-answer", daemon=True
-            ).start()
+                # A thread each: an answer may take a while (an investigation), and others must not wait for it.
+                threading.Thread(
+                    target=self._reply, args=(connection,), name="offbeat-liveness-answer", daemon=True
+                ).start()
+            except (OSError, RuntimeError):  # no descriptor or no thread to be had: whoever falls silent may be ended
+                time.sleep(LACK_S)
 
     def _reply(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, ValueError):
+        with connection, contextlib.suppress(OSError, ValueError, RecursionError):  # a stranger's bytes may be anything
             connection.settimeout(5.0)
             message = json.loads(_read_line(connection))
-            if isinstance(message, dict) and hmac.compare_digest(str(message.pop("secret", "")), self._secret()):
+            if isinstance(message, dict) and _is_same(str(message.pop("secret", "")), self._secret()):
                 connection.sendall(_line(self._answer(message)))
 
 
@@ -96,18 +99,28 @@ def ask_all(addresses: Mapping[Any, Address], message: Message, secret: str, tim
     end_s = time.monotonic() + timeout_s
     line = _line({**message, "secret": secret})
     replies: dict[Any, Message] = {}
+    waiting = deque(addresses.items())
     with selectors.DefaultSelector() as selector:
-        for key, address in addresses.items():
-            connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            connection.setblocking(False)
-            connection.connect_ex((address.host, address.port))
-            selector.register(connection, selectors.EVENT_WRITE, _Exchange(key, bytearray(line), bytearray()))
-        while selector.get_map() and (left_s := end_s - time.monotonic()) > 0:
-            for chosen, _ in selector.select(left_s):
+        while (waiting or selector.get_map()) and (left_s := end_s - time.monotonic()) > 0:
+            while waiting and _begin(selector, *waiting[0], line):
+                waiting.popleft()
+            for chosen, _ in selector.select(left_s if selector.get_map() else min(left_s, LACK_S)):
                 _go_on(selector, chosen, replies)
         for chosen in list(selector.get_map().values()):
             chosen.fileobj.close()  # type: ignore[union-attr]
     return replies
+
+
+def _begin(selector: selectors.BaseSelector, key: Any, address: Address, line: bytes) -> bool:
+    """Open an exchange; not while the process has no descriptor to spare: a run may have more ranks than those."""
+    try:
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:
+        return False
+    connection.setblocking(False)
+    connection.connect_ex((address.host, address.port))
+    selector.register(connection, selectors.EVENT_WRITE, _Exchange(key, bytearray(line), bytearray()))
+    return True
 
 
 @dataclass
@@ -139,6 +152,10 @@ def _go_on(selector: selectors.BaseSelector, chosen: selectors.SelectorKey, repl
         pass  # refused, reset or garbled: no answer, which the caller sees by its absence
     selector.unregister(connection)
     connection.close()
+
+
+def _is_same(said: str, secret: str) -> bool:
+    return bool(secret) and hmac.compare_digest(said.encode(errors="replace"), secret.encode())
 
 
 def _line(message: Message) -> bytes:

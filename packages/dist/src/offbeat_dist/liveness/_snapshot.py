@@ -2,14 +2,13 @@
 
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, Final
 
-from offbeat_dist.liveness import _calls, _world_view
+from offbeat_dist.liveness import _calls, _flight_recorder, _world_view
 from offbeat_dist.liveness._calls import TorchCall
 from offbeat_dist.liveness._head import Collective, GroupHead, Head, ThreadHead, Wait
 from offbeat_dist.liveness._ledger import LEDGER, Entry
@@ -205,6 +204,6 @@ def _group_name(group: Any) -> str:
 
 
 def _notes(has_groups: bool) -> tuple[str, ...]:
-    if has_groups and os.environ.get("TORCH_FR_BUFFER_SIZE") == "0" and "torch" in sys.modules:
+    if has_groups and _flight_recorder.is_off():
         return ("torch's flight recorder is off (TORCH_FR_BUFFER_SIZE=0): only sequence numbers and stacks are known",)
     return ()

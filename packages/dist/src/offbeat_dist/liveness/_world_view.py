@@ -51,12 +51,6 @@ def default_group() -> Any:
     return None if any(group is each for each in _INHERITED) else group
 
 
-def global_rank() -> int | None:
-    """Rank in the default group."""
-    group = default_group()
-    return None if group is None else int(group.rank())
-
-
 def disown_world() -> None:
     """In a forked child: the world that came with the fork is the parent's, whatever torch says."""
     _INHERITED.clear()
@@ -76,14 +70,19 @@ def group_heads() -> tuple[GroupHead, ...]:
     if default_group() is None:
         return ()
     by_group: dict[str, list[RawEntry]] = defaultdict(list)
-    for entry in _flight_recorder.read_entries(call_sites=True):
+    entries = _flight_recorder.read_entries(call_sites=True)
+    knows_all = _flight_recorder.holds_all(entries)
+    for entry in entries:
         by_group[_flight_recorder.group_of(entry)].append(entry)
     world = sys.modules["torch.distributed.distributed_c10d"]._world
-    return tuple(_group_head(group, name, by_group.get(name, [])) for group, name in list(world.pg_names.items()))
+    return tuple(
+        _group_head(group, name, by_group.get(name, []), knows_all=knows_all)
+        for group, name in list(world.pg_names.items())
+    )
 
 
-def _group_head(group: Any, name: str, entries: Sequence[RawEntry]) -> GroupHead:
-    counter = _sequence_number(group)
+def _group_head(group: Any, name: str, entries: Sequence[RawEntry], *, knows_all: bool) -> GroupHead:
+    counter = 0 if knows_all and not entries else _sequence_number(group)
     recent = _flight_recorder.parse_entries(_worth_telling(_of_this_life(entries, counter)))
     return GroupHead(
         name=name,

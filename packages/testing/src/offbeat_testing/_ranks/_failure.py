@@ -76,7 +76,7 @@ def give_verdict(request: RanksRequest, ends: list[RankEnd], *, why_ended: str) 
     outcomes = {end.report.outcome for end in ends if end.report}
     if any(end.report is None for end in ends) or outcomes & {"failed", "expected"}:
         first = _by_time(ends)[0]
-        if first.report and first.report.outcome == "expected":
+        if first.report and first.report.outcome == "expected" and not any(_failed_otherwise(end) for end in ends):
             pytest.xfail(f"rank {first.rank}: {first.report.text.strip().splitlines()[-1]}")
         pytest.fail(_failure_text(request, ends, why_ended), pytrace=False)
     if outcomes == {"skipped"}:
@@ -129,10 +129,21 @@ def _end_text(end: RankEnd) -> str:
     return f"its process {how}\n{end.output('stacks')}"
 
 
+def _failed_otherwise(end: RankEnd) -> bool:
+    """Whether a rank failed in a way that neither the test expects nor a peer's end explains."""
+    if not end.has_failed or (end.report and end.report.outcome == "expected"):
+        return False
+    return not _lost_a_peer(_end_text(end))
+
+
+def _lost_a_peer(text: str) -> bool:
+    return any(sign in text for sign in PEER_IS_GONE)
+
+
 def _later_text(end: RankEnd) -> str:
     """One line where a peer's end explains it, else the whole of it."""
     text = _end_text(end)
-    if not any(sign in text for sign in PEER_IS_GONE):
+    if not _lost_a_peer(text):
         return f"after that, rank {end.rank} failed\n{text}"
     places = [line.strip() for line in text.splitlines() if PLACE.match(line)]
     return f"after that, rank {end.rank} lost its connection to a peer, at {places[0] if places else 'start'}"
