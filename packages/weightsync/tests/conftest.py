@@ -40,6 +40,10 @@ class Peer:
         self._process.join(30)
         assert self._process.exitcode is not None, "the process lives on"
 
+    def kill(self) -> None:
+        """End it as `kill -9` does."""
+        self._process.kill()
+
     def end(self) -> None:
         """Kill it, if it is still there."""
         self._process.kill()
@@ -89,6 +93,18 @@ def start_engine(address: str, peers: list[Peer]) -> StartEngine:
 
     def start(fault: str = "", *, name: str = "rollout-0", version: int = 1, deadline_s: float = 30) -> Peer:
         peers.append(Peer(be_engine, address, name, version, deadline_s, fault))
+        assert peers[-1].next_text() == "ready"
+        return peers[-1]
+
+    return start
+
+
+@pytest.fixture
+def start_peer(peers: list[Peer]) -> StartEngine:
+    """Start a process that runs `target(texts, *args)`; returns when it says "ready"."""
+
+    def start(target: Callable[..., None], *args: object) -> Peer:
+        peers.append(Peer(target, *args))
         assert peers[-1].next_text() == "ready"
         return peers[-1]
 

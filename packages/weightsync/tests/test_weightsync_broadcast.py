@@ -275,7 +275,7 @@ def test_the_peak_of_extra_memory_is_two_buckets(run_ranks: RunRanks) -> None:
         return str((peak_bytes() - before) / bucket_bytes)
 
     for said in run_ranks(2, body):
-        assert 1.5 < float(said) < 2.5, said
+        assert 0.3 < float(said) < 2.0, said  # two windows of 4 MiB, in buckets of 24
 
 
 def peak_bytes(*, reset: bool = False) -> int:
@@ -284,3 +284,12 @@ def peak_bytes(*, reset: bool = False) -> int:
         Path("/proc/self/clear_refs").write_text("5")
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def test_weights_that_go_in_one_window_arrive(run_ranks: RunRanks) -> None:
+    weights = {"only": torch.arange(10.0)}
+
+    def body(group: Group) -> str:
+        return send(group, weights.items(), 1, weights) if group.rank == 0 else f"{take(group, 1)['only'].sum():g}"
+
+    assert run_ranks(2, body) == ["1 proofs of version 1", "45"]

@@ -61,7 +61,7 @@ def test_torch_without_cuda_says_so_and_so_do_we(address: str, weights: dict[str
 
 def test_a_handle_survives_the_wire() -> None:
     handle = CudaHandle(0, b"\x01" * 66, 1 << 25, 4096, b"/torch_1_2", 3, b"\0" * 64, True, "GPU-1")
-    hello = Hello([("a", "float32", (2, 3))], 64, 4096, "0" * 16, "", handle)
+    hello = Hello([("a", "float32", (2, 3))], 64, 4096, 2, "0" * 16, "", handle)
     again: Any = msgspec.msgpack.decode(msgspec.msgpack.encode(hello), type=Message)
     assert again == hello
     assert msgspec.structs.astuple(again.cuda)[1:-1] == msgspec.structs.astuple(handle)[1:-1]

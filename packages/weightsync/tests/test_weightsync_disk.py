@@ -244,3 +244,13 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path, weights: di
     (tmp_path / "file").write_text("")
     with pytest.raises(WeightSyncError, match=r"cannot write version 1 to .*/file: Not a directory"):
         write(tmp_path / "file", weights)
+
+
+def test_a_version_that_goes_in_one_window_is_read(tmp_path: Path) -> None:
+    weights = {"only": torch.arange(10.0)}
+    held = {"only": torch.zeros(10)}
+    write_weights(tmp_path, BucketPlan.build(describe_tensors(weights.items())), weights.items(), 3)
+    with read_weights(tmp_path, 3, deadline_s=20) as stream:
+        stream.load(held.__getitem__)
+        stream.confirm(stream.prove(held.__getitem__))
+    assert torch.equal(held["only"], weights["only"])

@@ -59,6 +59,15 @@ def spoil(held: dict[str, Tensor], fault: str) -> None:
         held[name] = held[name].double()
 
 
+def be_trainer(texts: Connection, address: str) -> None:
+    """Send tensors of two buckets and more, each in a lane."""
+    tensors = {f"t{index}": torch.full((30_000,), float(index)) for index in range(9)}
+    plan = BucketPlan.build(describe_tensors(tensors.items()), 128 << 10)
+    sender = SharedMemorySender(address, plan, deadline_s=30)
+    texts.send("ready")
+    sender.send(tensors.items(), 1, 1)
+
+
 def be_trainer_that_dies(texts: Connection, address: str) -> None:
     """Send one tensor, and die while the second is asked for."""
     tensors = {"a": torch.ones(5000), "b": torch.ones(5000)}

@@ -1,4 +1,4 @@
-"""The receiving half of every transport: buckets come in, tensors go out or into place, and what is held is proved."""
+"""The receiving half of every transport: windows come in, tensors go out or into place, and what is held is proved."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -12,39 +12,38 @@ from offbeat_types import WeightProof, WeightSyncError
 from offbeat_weightsync._plan import BucketPlan, Piece, TensorSpec
 from offbeat_weightsync._proofs import compare_proofs, prove_tensors
 from offbeat_weightsync._tensors import check_dtype, torch_dtype
+from offbeat_weightsync._windows import Window
 
 
 class ArrivingStream:
-    """A `WeightStream` that arrives bucket by bucket. Transports say where the buckets come from.
+    """A `WeightStream` that arrives window by window. Transports say where the windows come from.
 
     Read it once: with `load` where the engine's own tensors have the planned dtypes, which saves a copy of every
-    tensor longer than a bucket, or by iterating. Then `prove`.
+    tensor longer than a window, or by iterating. Then `prove`.
 
     Args:
         plan: what will come.
         version: policy version.
+        windows: in which it comes.
     """
 
-    def __init__(self, plan: BucketPlan, version: int) -> None:
-        self.version, self.plan = version, plan
+    def __init__(self, plan: BucketPlan, version: int, windows: list[Window]) -> None:
+        self.version, self.plan, self._windows = version, plan, windows
         self._begun = False
         self._sent: WeightProof | None = None
 
     @abstractmethod
-    def _arrivals(self) -> Iterator[tuple[Tensor, int]]:
-        """Memory of a bucket, [bytes] uint8, and how many bytes of it are there; again when more are.
-
-        Buckets come in order. Whoever asks for more after the last byte of a bucket has loaded that bucket.
-        """
+    def _arrivals(self) -> Iterator[Tensor]:
+        """Memory in which a window lies, [bytes] uint8, for each in order. Whoever asks for the next has loaded it."""
 
     @abstractmethod
     def _end(self) -> WeightProof:
-        """What was sent, once all buckets are loaded."""
+        """What was sent, once all windows are loaded."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) in order, once. A tensor is valid until the next one is asked for: copy it."""
         assembly = _Assembly()
-        for piece, part in self._pieces(whole=True):
+        for piece, part in self._pieces():
             spec = self.plan.specs[piece.tensor]
             elements = assembly.add(spec, piece, part)
             if elements is not None:
@@ -61,11 +60,11 @@ class ArrivingStream:
             WeightSyncError: the engine has no such tensor, or it has another dtype or size; the sender failed or died.
         """
         assembly = _Assembly()
-        index, place = -1, _Place(torch.empty(0))
-        for piece, part in self._pieces(whole=False):
+        index, place = -1, Place(torch.empty(0))
+        for piece, part in self._pieces():
             spec = self.plan.specs[piece.tensor]
             if piece.tensor != index:
-                index, place = piece.tensor, _Place(find_target(target, spec))
+                index, place = piece.tensor, Place(find_target(target, spec))
             if place.flat is not None:
                 place.write(piece.tensor_offset, part)
             elif (whole := assembly.add(spec, piece, part)) is not None:
@@ -83,29 +82,25 @@ class ArrivingStream:
         compare_proofs(self.plan, self._sent, held, "the engine")
         return held
 
-    def _pieces(self, *, whole: bool) -> Iterator[tuple[Piece, Tensor]]:
-        """Every piece with its bytes; in several parts, each as soon as it is there, unless it is wanted whole."""
+    def _begin(self) -> None:
         if self._begun:
             raise WeightSyncError("a weight stream can be read once")
         self._begun = True
+
+    def _pieces(self) -> Iterator[tuple[Piece, Tensor]]:
+        """Every piece of every window with its bytes."""
+        self._begin()
         arrivals = self._arrivals()
-        for bucket in self.plan.buckets:
-            memory, there = next(arrivals)
-            for piece in bucket.pieces:
-                done = 0
-                while done < piece.num_bytes:
-                    while there < piece.bucket_offset + (piece.num_bytes if whole else done + 1):
-                        memory, there = next(arrivals)
-                    start, end = piece.bucket_offset + done, min(piece.bucket_offset + piece.num_bytes, there)
-                    part = Piece(piece.tensor, piece.tensor_offset + done, start, end - start)
-                    yield part, memory[start:end]
-                    done += part.num_bytes
+        for window in self._windows:
+            memory = next(arrivals)
+            for piece in window.pieces:
+                yield piece, memory[piece.bucket_offset : piece.bucket_offset + piece.num_bytes]
         if next(arrivals, None) is not None:
-            raise WeightSyncError("more buckets came than the plan has")
+            raise WeightSyncError("more came than the plan has")
         self._sent = self._end()
 
 
-class _Place:
+class Place:
     """An engine's tensor to be written, piece by piece where its elements lie in a row."""
 
     def __init__(self, tensor: Tensor) -> None:

@@ -1,9 +1,9 @@
 """Weights over torch.distributed: one rank sends, the other ranks of a group receive.
 
-A thread of its own makes the group's calls, so that three things go on at once: the trainer gathers a bucket, the
+A thread of its own makes the group's calls, so that three things go on at once: the trainer gathers a window, the
 one before travels, and the one before that is loaded. A sender that fails says so in the last bytes of the next
-bucket; a receiver that fails lets the next few buckets pass and says so at the next exchange of all ranks. So a failure
-ends the sync for all at the same bucket, and the group stays usable.
+window; a receiver that fails lets the next few windows pass and says so at the next exchange of all ranks. So a failure
+ends the sync for all at the same window, and the group stays usable.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,12 +21,13 @@ from offbeat_weightsync._courier import NUM_BUFFERS, Courier, Handover
 from offbeat_weightsync._filling import PlannedTensors
 from offbeat_weightsync._plan import BucketPlan, TensorSpec
 from offbeat_weightsync._proofs import compare_proofs, proof_from_data, proof_to_data
+from offbeat_weightsync._windows import WINDOW_BYTES, Window, cut_windows
 
 FLAG_BYTES: Final = 64
-"""Travel behind each bucket: the first says whether the sender has failed."""
+"""Travel behind each window: the first says whether the sender has failed."""
 
-BUCKETS_PER_ROUND: Final = 8
-"""After so many buckets all ranks say whether they are well."""
+WINDOWS_PER_ROUND: Final = 8
+"""After so many windows all ranks say whether they are well."""
 
 
 def broadcast_weights(
@@ -49,7 +50,7 @@ def broadcast_weights(
         tensors: (name, tensor) as planned; converted on the way.
         version: policy version; the receivers must ask for the same.
         deadline_s: time allowed, from here to the last proof.
-        device: where the buckets lie; the world's by default.
+        device: where the windows lie; the world's by default.
 
     Raises:
         WeightSyncError: tensors differ from the plan; a receiver failed, wants another version, or holds other bytes.
@@ -57,16 +58,17 @@ def broadcast_weights(
         DeadlineError: a rank did not come, load or prove in time.
     """
     deadline = Deadline(f"weight sync of version {version}", deadline_s)
-    handover = Handover(_buffers(plan, device), deadline)
-    with Courier(_Sending(group, plan, version, handover, device), handover) as courier:
+    window_bytes = WINDOW_BYTES if _device_of(device).torch_device.type == "cpu" else plan.bucket_bytes
+    windows = cut_windows(plan, window_bytes)
+    handover = Handover(_buffers(windows, device), deadline)
+    with Courier(_Sending(group, plan, windows, window_bytes, version, handover, device), handover) as courier:
         source = PlannedTensors(plan, tensors)
-        checksums = []
-        for bucket in plan.buckets:
-            buffer = handover.take_empty("the transfer of the bucket before last")
-            checksums.append(source.fill(bucket, buffer))
+        for window in windows:
+            buffer = handover.take_empty("the transfer of the window before last")
+            source.fill(window, buffer)
             handover.give_full(buffer)
-        source.finish()
-        handover.give_full(WeightProof(version=version, num_tensors=len(plan.specs), checksums=tuple(checksums)))
+        checksums = source.finish()
+        handover.give_full(WeightProof(version=version, num_tensors=len(plan.specs), checksums=checksums))
         return courier.result()
 
 
@@ -87,7 +89,7 @@ def receive_broadcast(
         version: policy version wanted.
         source: group-relative rank of the sender.
         deadline_s: time allowed, from here to the end of `confirm`.
-        device: where the buckets lie; the world's by default.
+        device: where the windows lie; the world's by default.
 
     Raises:
         WeightSyncError: the sender or another receiver failed, another version is sent, or the bytes differ.
@@ -97,7 +99,8 @@ def receive_broadcast(
     deadline = Deadline(f"weight sync of version {version} at rank {group.ranks[group.rank]}", deadline_s)
     handover = Handover([], deadline)
     with Courier(_Receiving(group, source, version, handover, device), handover) as courier:
-        stream = BroadcastStream(handover.take_full("the plan"), version, handover, courier)
+        plan, windows = handover.take_full("the plan")
+        stream = BroadcastStream(plan, version, windows, handover, courier)
         yield stream
         stream.check_confirmed()
 
@@ -105,8 +108,10 @@ def receive_broadcast(
 class BroadcastStream(ArrivingStream):
     """A `WeightStream` from another rank. Made by `receive_broadcast`."""
 
-    def __init__(self, plan: BucketPlan, version: int, handover: Handover, courier: Courier) -> None:
-        super().__init__(plan, version)
+    def __init__(
+        self, plan: BucketPlan, version: int, windows: list[Window], handover: Handover, courier: Courier
+    ) -> None:
+        super().__init__(plan, version, windows)
         self._handover, self._courier = handover, courier
         self._confirmed = False
 
@@ -126,10 +131,10 @@ class BroadcastStream(ArrivingStream):
         if not self._confirmed:
             raise WeightSyncError(f"the weights of version {self.version} were taken but not confirmed")
 
-    def _arrivals(self) -> Iterator[tuple[Tensor, int]]:
-        for index, bucket in enumerate(self.plan.buckets):
-            buffer = self._handover.take_full(f"bucket {index} of {len(self.plan.buckets)}")
-            yield buffer, bucket.num_bytes
+    def _arrivals(self) -> Iterator[Tensor]:
+        for window in self._windows:
+            buffer = self._handover.take_full(f"bucket {window.bucket} of {len(self.plan.buckets)}")
+            yield buffer
             self._handover.give_empty(buffer)
 
     def _end(self) -> WeightProof:
@@ -159,7 +164,7 @@ class _Party:
                 raise failure or WeightSyncError(f"rank {rank} gave up: {said}")
 
     def _broadcast(self, buffer: Tensor, num_bytes: int, failure: BaseException | None = None) -> None:
-        """Move a bucket, or the news that there will be none, which raises on all ranks."""
+        """Move a window, or the news that there will be none, which raises on all ranks."""
         memory = buffer[: num_bytes + FLAG_BYTES]
         memory[num_bytes:].fill_(failure is not None)
         self._group.broadcast(memory, self._source, deadline_s=self._left_s())
@@ -189,21 +194,31 @@ class _Party:
 
 
 class _Sending(_Party):
-    def __init__(self, group: Group, plan: BucketPlan, version: int, handover: Handover, device: Device | None) -> None:
+    def __init__(
+        self,
+        group: Group,
+        plan: BucketPlan,
+        windows: list[Window],
+        window_bytes: int,
+        version: int,
+        handover: Handover,
+        device: Device | None,
+    ) -> None:
         super().__init__(group, group.rank, version, handover, device)
-        self._plan = plan
+        self._plan, self._windows, self._window_bytes = plan, windows, window_bytes
 
     def __call__(self) -> list[WeightProof]:
         plan = self._plan
         specs = [[spec.name, spec.dtype, list(spec.shape)] for spec in plan.specs]
-        header = {"specs": specs, "bucket_bytes": plan.bucket_bytes}
+        header = {"specs": specs, "bucket_bytes": plan.bucket_bytes, "window_bytes": self._window_bytes}
         self._group.broadcast_data(header, self._source, deadline_s=self._left_s())
         self._agree_on_plan(plan.digest)
-        for index, bucket in enumerate(plan.buckets):
-            buffer, failure = self._handover.wait_full(f"the trainer to fill bucket {index} of {len(plan.buckets)}")
-            self._broadcast(self._handover.buffers[0] if failure else buffer, bucket.num_bytes, failure)
+        for index, window in enumerate(self._windows):
+            what = f"the trainer to fill bucket {window.bucket} of {len(plan.buckets)}"
+            buffer, failure = self._handover.wait_full(what)
+            self._broadcast(self._handover.buffers[0] if failure else buffer, window.num_bytes, failure)
             self._handover.give_empty(buffer)
-            if index % BUCKETS_PER_ROUND == BUCKETS_PER_ROUND - 1:
+            if index % WINDOWS_PER_ROUND == WINDOWS_PER_ROUND - 1:
                 self._agree_to_go_on(None)
         sent, failure = self._handover.wait_full("the trainer's last tensor")
         self._agree_to_go_on(failure)
@@ -213,18 +228,19 @@ class _Sending(_Party):
 
 class _Receiving(_Party):
     def __call__(self) -> list[WeightProof]:
-        plan = self._receive_plan()
-        self._handover.add(_buffers(plan, self._device))
-        self._handover.give_full(plan)
+        plan, windows = self._receive_plan()
+        self._handover.add(_buffers(windows, self._device))
+        self._handover.give_full((plan, windows))
         failure: BaseException | None = None
-        for index, bucket in enumerate(plan.buckets):
+        for index, window in enumerate(windows):
             if failure is None:
-                buffer, failure = self._handover.wait_empty(f"the engine to load bucket {index - NUM_BUFFERS}")
-            # After a failure nobody loads any more: the buckets up to the next round pass through one buffer.
-            self._broadcast(self._handover.buffers[0] if failure else buffer, bucket.num_bytes)
+                what = f"the engine to load bucket {windows[max(0, index - NUM_BUFFERS)].bucket}"
+                buffer, failure = self._handover.wait_empty(what)
+            # After a failure nobody loads any more: the windows up to the next round pass through one buffer.
+            self._broadcast(self._handover.buffers[0] if failure else buffer, window.num_bytes)
             if failure is None:
                 self._handover.give_full(buffer)
-            if index % BUCKETS_PER_ROUND == BUCKETS_PER_ROUND - 1:
+            if index % WINDOWS_PER_ROUND == WINDOWS_PER_ROUND - 1:
                 self._agree_to_go_on(failure)
         self._agree_to_go_on(failure)
         sent = proof_from_data(self._group.broadcast_data(None, self._source, deadline_s=self._left_s()))
@@ -232,7 +248,7 @@ class _Receiving(_Party):
         held, failure = self._handover.wait_empty("the engine to prove what it holds", skip=Tensor)
         return self._settle(plan, sent, proof_to_data(held) if failure is None else _one_line(failure))
 
-    def _receive_plan(self) -> BucketPlan:
+    def _receive_plan(self) -> tuple[BucketPlan, list[Window]]:
         header: Any = self._group.broadcast_data(None, self._source, deadline_s=self._left_s())
         specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in header["specs"]]
         try:
@@ -241,13 +257,13 @@ class _Receiving(_Party):
             self._agree_on_plan(str(error))  # differs, so it raises on all ranks
             raise
         self._agree_on_plan(plan.digest)
-        return plan
+        return plan, cut_windows(plan, header["window_bytes"])
 
 
-def _buffers(plan: BucketPlan, device: Device | None) -> list[Tensor]:
+def _buffers(windows: list[Window], device: Device | None) -> list[Tensor]:
     place = _device_of(device).torch_device
-    size = plan.longest_bucket_bytes + FLAG_BYTES
-    return [torch.empty(size, dtype=torch.uint8, device=place) for _ in range(min(NUM_BUFFERS, len(plan.buckets)))]
+    size = max(window.num_bytes for window in windows) + FLAG_BYTES
+    return [torch.empty(size, dtype=torch.uint8, device=place) for _ in range(min(NUM_BUFFERS, len(windows)))]
 
 
 def _device_of(device: Device | None) -> Device:

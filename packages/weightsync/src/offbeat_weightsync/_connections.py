@@ -46,6 +46,14 @@ class Deadline:
         return DeadlineError(self.waiting, on, self.seconds, "is it stuck, or is the deadline too short?")
 
 
+class LaneLostError(WeightSyncError):
+    """A connection of a lane has ended. Why, the principal one says."""
+
+    def __init__(self, text: str, principal: "Connection") -> None:
+        super().__init__(text)
+        self.principal = principal
+
+
 class Connection:
     """One connected socket of a sync.
 
@@ -53,10 +61,13 @@ class Connection:
         sock: connected Unix stream socket.
         peer: who is at the other end, for errors.
         deadline: of the sync.
+        principal: the connection to the same process on which it says why it gives up; None: this one.
     """
 
-    def __init__(self, sock: socket.socket, peer: str, deadline: Deadline) -> None:
-        self.peer, self.deadline = peer, deadline
+    def __init__(
+        self, sock: socket.socket, peer: str, deadline: Deadline, principal: "Connection | None" = None
+    ) -> None:
+        self.peer, self.deadline, self._principal = peer, deadline, principal
         self._socket = sock
 
     def fileno(self) -> int:
@@ -77,7 +88,7 @@ class Connection:
         except TimeoutError as error:
             raise self.deadline.missed(self.peer) from error
         except OSError as error:
-            raise self._last_words() from error
+            raise self.last_words() from error
 
     def receive(self, kind: type[M], what: str) -> M:
         """Return the next message, which must be of this kind.
@@ -103,7 +114,7 @@ class Connection:
         try:
             socket.send_fds(self._socket, [b"\0"], [fd])
         except OSError as error:
-            raise self._last_words() from error
+            raise self.last_words() from error
 
     def receive_descriptor(self) -> int:
         """Take what `send_descriptor` gave; the caller closes it."""
@@ -122,6 +133,11 @@ class Connection:
         """Tell the other side why this one gives up, if it still listens."""
         with contextlib.suppress(WeightSyncError, DeadlineError):
             self.send(Failure(text))
+
+    def break_off(self) -> None:
+        """End all waits on it, here and at the other side."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Hang up."""
@@ -150,8 +166,10 @@ class Connection:
             num_bytes -= len(chunk)
         return b"".join(chunks)
 
-    def _last_words(self) -> WeightSyncError:
+    def last_words(self) -> WeightSyncError:
         """Why sending failed: a side that gives up says so before it hangs up."""
+        if self._principal is not None:
+            return self._gone("before all was sent")
         with contextlib.suppress(WeightSyncError, DeadlineError):
             while not isinstance(message := self._receive_any("its last words"), Failure):
                 pass
@@ -159,7 +177,8 @@ class Connection:
         return self._gone("before all was sent")
 
     def _gone(self, when: str) -> WeightSyncError:
-        return WeightSyncError(f"{self.peer} hung up or died {when}")
+        text = f"{self.peer} hung up or died {when}"
+        return WeightSyncError(text) if self._principal is None else LaneLostError(text, self._principal)
 
 
 def same_user(sock: socket.socket) -> bool:

@@ -1,4 +1,4 @@
-"""Two bucket slots in the memory of a CUDA device, opened by other processes of the host through CUDA IPC.
+"""Two slots in the memory of a CUDA device, opened by other processes of the host through CUDA IPC.
 
 torch hands such memory over by pickling; here the eight plain values that it would pickle travel as a message.
 Source: torch/multiprocessing/reductions.py (reduce_tensor, rebuild_cuda_tensor) of torch 2.13: the order and meaning of
@@ -56,16 +56,16 @@ class CudaSlots:
 
     def __init__(self, device: torch.device, slot_bytes: int, num_slots: int) -> None:
         _require_cuda()
-        self.slot_bytes = slot_bytes
+        self.slot_bytes, self.num_slots = slot_bytes, num_slots
         try:
             self._whole = torch.empty(num_slots * slot_bytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             raise WeightSyncError(f"weight sync needs {num_slots * slot_bytes} bytes on {device}: {error}") from error
         self._slots = list(self._whole.view(num_slots, slot_bytes))
 
-    def of_bucket(self, bucket: int) -> Tensor:
-        """The slot in which a bucket travels, as [slot_bytes] uint8."""
-        slot: Tensor = self._slots[bucket % len(self._slots)]
+    def slot(self, index: int) -> Tensor:
+        """[slot_bytes] uint8."""
+        slot: Tensor = self._slots[index]
         return slot
 
     def flush(self) -> None:
@@ -104,9 +104,9 @@ class OpenedCudaSlots:
         self._whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         self._slots = list(self._whole.view(-1, slot_bytes))
 
-    def of_bucket(self, bucket: int) -> Tensor:
-        """The slot in which a bucket travels, as [slot_bytes] uint8."""
-        slot: Tensor = self._slots[bucket % len(self._slots)]
+    def slot(self, index: int) -> Tensor:
+        """[slot_bytes] uint8."""
+        slot: Tensor = self._slots[index]
         return slot
 
     def flush(self) -> None:

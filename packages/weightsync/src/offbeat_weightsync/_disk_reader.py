@@ -25,6 +25,7 @@ from offbeat_weightsync._folders import (
 )
 from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._proofs import compare_proofs, proof_from_data, proof_to_data
+from offbeat_weightsync._windows import WINDOW_BYTES, Window, cut_windows
 
 LOOK_S: Final = 0.05
 """How often a folder is looked at for what is awaited."""
@@ -62,9 +63,10 @@ def read_weights(
     try:
         plan, layout, sent = read_manifest(folder, version)
         with _OpenFiles(folder, plan, layout) as files:
-            handover = Handover(_buffers(plan), deadline)
-            with Courier(lambda: _read_ahead(plan, files, handover), handover) as courier:
-                stream = DiskStream(plan, version, sent, handover)
+            windows = cut_windows(plan, WINDOW_BYTES)
+            handover = Handover(_buffers(windows), deadline)
+            with Courier(lambda: _read_ahead(windows, files, handover), handover) as courier:
+                stream = DiskStream(plan, version, windows, sent, handover)
                 yield stream
                 _report(folder, name, {"held": proof_to_data(stream.confirmed_proof(name))})
                 courier.result()
@@ -77,8 +79,10 @@ def read_weights(
 class DiskStream(ArrivingStream):
     """A `WeightStream` from a folder. Made by `read_weights`."""
 
-    def __init__(self, plan: BucketPlan, version: int, sent: WeightProof, handover: Handover) -> None:
-        super().__init__(plan, version)
+    def __init__(
+        self, plan: BucketPlan, version: int, windows: list[Window], sent: WeightProof, handover: Handover
+    ) -> None:
+        super().__init__(plan, version, windows)
         self._written, self._handover = sent, handover
         self._proof: WeightProof | None = None
 
@@ -97,10 +101,10 @@ class DiskStream(ArrivingStream):
             raise WeightSyncError(f"{name} read the weights of version {self.version} but did not confirm them")
         return self._proof
 
-    def _arrivals(self) -> Iterator[tuple[Tensor, int]]:
-        for index, bucket in enumerate(self.plan.buckets):
-            buffer = self._handover.take_full(f"the disk to read bucket {index} of {len(self.plan.buckets)}")
-            yield buffer, bucket.num_bytes
+    def _arrivals(self) -> Iterator[Tensor]:
+        for window in self._windows:
+            buffer = self._handover.take_full(f"the disk to read bucket {window.bucket} of {len(self.plan.buckets)}")
+            yield buffer
             self._handover.give_empty(buffer)
 
     def _end(self) -> WeightProof:
@@ -142,19 +146,21 @@ def _report(folder: Path, name: str, said: object) -> None:
         write_synced(folder / f"proof-{name}.json", json.dumps(said).encode())
 
 
-def _buffers(plan: BucketPlan) -> list[Tensor]:
-    num_buffers = min(NUM_BUFFERS, len(plan.buckets))
-    return [torch.empty(plan.longest_bucket_bytes, dtype=torch.uint8) for _ in range(num_buffers)]
+def _buffers(windows: list[Window]) -> list[Tensor]:
+    longest = max(window.num_bytes for window in windows)
+    return [torch.empty(longest, dtype=torch.uint8) for _ in range(min(NUM_BUFFERS, len(windows)))]
 
 
-def _read_ahead(plan: BucketPlan, files: "_OpenFiles", handover: Handover) -> list[WeightProof]:
-    """Read bucket after bucket, while the engine loads the one before."""
-    for index, bucket in enumerate(plan.buckets):
-        buffer, failure = handover.wait_empty(f"the engine to load bucket {index - NUM_BUFFERS}")
+def _read_ahead(windows: list[Window], files: "_OpenFiles", handover: Handover) -> list[WeightProof]:
+    """Read window after window, while the engine loads the one before."""
+    for index, window in enumerate(windows):
+        buffer, failure = handover.wait_empty(
+            f"the engine to load bucket {windows[max(0, index - NUM_BUFFERS)].bucket}"
+        )
         if failure is not None:
             return []
         memory = memoryview(buffer.numpy())
-        for piece in bucket.pieces:
+        for piece in window.pieces:
             target = memory[piece.bucket_offset : piece.bucket_offset + piece.num_bytes]
             files.read(piece.tensor, piece.tensor_offset, target)
         handover.give_full(buffer)

@@ -27,6 +27,7 @@ from offbeat_weightsync._folders import (
 from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._proofs import compare_proofs
 from offbeat_weightsync._tensors import Bytes
+from offbeat_weightsync._windows import WINDOW_BYTES, Window, cut_windows
 
 FILE_BYTES: Final = 1 << 30
 
@@ -83,18 +84,17 @@ def remove_partial_versions(root: str | Path) -> None:
 
 
 def _write_tensors(plan: BucketPlan, tensors: Iterable[tuple[str, Tensor]], files: "_Files") -> tuple[str, ...]:
-    source = PlannedTensors(plan, tensors)
-    memory = torch.empty(plan.longest_bucket_bytes, dtype=torch.uint8)
+    source, windows = PlannedTensors(plan, tensors), cut_windows(plan, WINDOW_BYTES)
+    memory = _memory_for(windows)
     written = memory.numpy()
-    checksums = []
-    for bucket in plan.buckets:
-        checksums.append(source.fill(bucket, memory))
-        for piece in bucket.pieces:
+    for window in windows:
+        source.fill(window, memory)
+        for piece in window.pieces:
             end = piece.bucket_offset + piece.num_bytes
             files.write(piece.tensor, piece.tensor_offset, written[piece.bucket_offset : end])
-        files.start_sync()
-    source.finish()
-    return tuple(checksums)
+        if window.is_last:
+            files.start_sync()
+    return source.finish()
 
 
 def _check_same(final: Path, plan: BucketPlan, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -102,12 +102,16 @@ def _check_same(final: Path, plan: BucketPlan, tensors: Iterable[tuple[str, Tens
     there, _, proof = read_manifest(final, version)
     if there.digest != plan.digest:
         raise WeightSyncError(f"{final} exists with another plan, {there.digest}; {plan.digest} was to be written")
-    source = PlannedTensors(plan, tensors)
-    memory = torch.empty(plan.longest_bucket_bytes, dtype=torch.uint8)
-    checksums = tuple(source.fill(bucket, memory) for bucket in plan.buckets)
-    source.finish()
-    ours = WeightProof(version=version, num_tensors=len(plan.specs), checksums=checksums)
+    source, windows = PlannedTensors(plan, tensors), cut_windows(plan, WINDOW_BYTES)
+    memory = _memory_for(windows)
+    for window in windows:
+        source.fill(window, memory)
+    ours = WeightProof(version=version, num_tensors=len(plan.specs), checksums=source.finish())
     compare_proofs(plan, ours, proof, f"{final}, which exists,")
+
+
+def _memory_for(windows: list[Window]) -> Tensor:
+    return torch.empty(max(window.num_bytes for window in windows), dtype=torch.uint8)
 
 
 class _Files:

@@ -5,9 +5,9 @@
                   <-                 Welcome
                   <-                 Hello, then one byte that carries the memory's file descriptor
     Ready         ->
-                  <-                 Filled(0, 8 MiB), Filled(0, 16 MiB) ... Filled(1, all)
+                  <-                 Filled(0), Filled(1)
     Loaded(0)     ->
-                  <-                 Filled(2, ...)   slot 0 again, once every receiver has loaded bucket 0
+                  <-                 Filled(2)   slot 0 again, once every receiver has loaded window 0
     ...
                   <-                 End
     Proof         ->
@@ -38,16 +38,19 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """The sender says what will come. The receiver builds the plan itself, and the digests must be equal.
 
-    `kept` is the digest of what will not come because the receiver holds it; "" when all will come. `cuda` is where the
-    slots lie, if not in the memory whose descriptor follows.
+    No window is longer than a slot. `kept` is the digest of what will not come because the receiver holds it; "" when
+    all will come. `cuda` is where the slots lie, if not in the memory whose descriptor follows. `lanes` are the cores
+    that lanes run on; a byte with the descriptor of a socket follows for each; none: all goes over this connection.
     """
 
     specs: list[tuple[str, str, tuple[int, ...]]]
     bucket_bytes: int
     slot_bytes: int
+    num_slots: int
     digest: str
     kept: str = ""
     cuda: CudaHandle | None = None
+    lanes: list[int] = []
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
@@ -57,20 +60,19 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
 
 class Filled(msgspec.Struct, tag="filled", frozen=True):
-    """So many bytes of a bucket, from its start, lie in its slot."""
+    """A window lies in its slot."""
 
-    bucket: int
-    num_bytes: int
+    window: int
 
 
 class Loaded(msgspec.Struct, tag="loaded", frozen=True):
-    """The receiver has taken a bucket; its slot may be filled again."""
+    """The receiver has taken a window; its slot may be filled again."""
 
-    bucket: int
+    window: int
 
 
 class End(msgspec.Struct, tag="end", frozen=True):
-    """All buckets were sent, and these are their checksums."""
+    """All windows were sent, and these are the checksums of the buckets."""
 
     sent: WeightProof
 

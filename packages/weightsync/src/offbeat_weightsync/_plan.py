@@ -105,7 +105,7 @@ class BucketPlan:
         """
         specs = tuple(specs)
         _check(specs, bucket_bytes)
-        buckets = tuple(_lay_out(specs, bucket_bytes))
+        buckets = tuple(lay_out(((index, 0, spec.num_bytes) for index, spec in enumerate(specs)), bucket_bytes))
         return cls(specs, bucket_bytes, buckets, _digest(specs, bucket_bytes))
 
     @property
@@ -119,7 +119,13 @@ class BucketPlan:
         return max(bucket.num_bytes for bucket in self.buckets)
 
 
-def _lay_out(specs: tuple[TensorSpec, ...], bucket_bytes: int) -> list[Bucket]:
+def lay_out(runs: Iterable[tuple[int, int, int]], room_bytes: int) -> list[Bucket]:
+    """Place runs of bytes, each aligned, first come first placed; one that does not fit is split.
+
+    Args:
+        runs: (tensor, first byte within it, length).
+        room_bytes: of a bucket, a multiple of 64.
+    """
     buckets: list[Bucket] = []
     pieces: list[Piece] = []
     used = 0
@@ -131,15 +137,15 @@ def _lay_out(specs: tuple[TensorSpec, ...], bucket_bytes: int) -> list[Bucket]:
         pieces.clear()
         used = 0
 
-    for index, spec in enumerate(specs):
-        if used + spec.num_bytes > bucket_bytes:
+    for tensor, start, num_bytes in runs:
+        if used + num_bytes > room_bytes:
             flush()
         done = 0
-        while done < spec.num_bytes:
-            if used == bucket_bytes:
+        while done < num_bytes:
+            if used == room_bytes:
                 flush()
-            length = min(spec.num_bytes - done, bucket_bytes - used)
-            pieces.append(Piece(index, done, used, length))
+            length = min(num_bytes - done, room_bytes - used)
+            pieces.append(Piece(tensor, start + done, used, length))
             done += length
             used += -(-length // ALIGNMENT) * ALIGNMENT
     flush()

@@ -14,7 +14,7 @@ from offbeat_weightsync._connections import Connection, Deadline, same_user
 from offbeat_weightsync._messages import Join, Welcome
 from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._rounds import Round
-from offbeat_weightsync._slots import open_slots, slot_size
+from offbeat_weightsync._slots import open_slots
 
 
 class SharedMemorySender:
@@ -27,8 +27,8 @@ class SharedMemorySender:
         plan: the tensors, in the order in which they will be given, and the dtypes in which they travel.
         deadline_s: time allowed for each sync, from `send` to the last proof.
         name: this side, for the receivers' errors.
-        device: a CUDA device to hold the buckets, such as "cuda:0", which the receivers open by CUDA IPC; None: they
-            lie in host memory.
+        device: a CUDA device to hold what is on its way, such as "cuda:0", which the receivers open by CUDA
+            IPC; None: it lies in host memory.
 
     Raises:
         WeightSyncError: there is no such device, the address is taken or too long, or there is not enough memory.
@@ -47,7 +47,7 @@ class SharedMemorySender:
         self._deadline_s, self._name = deadline_s, name
         self._listener = _listen(socket_path)
         try:
-            self._slots = open_slots(device, slot_size(plan))
+            self._slots = open_slots(device, plan)
         except BaseException:
             self.close()
             raise

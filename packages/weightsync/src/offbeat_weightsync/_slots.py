@@ -1,5 +1,6 @@
-"""Two bucket slots in memory that processes share and that no file system knows."""
+"""Slots for windows, in memory that processes share and that no file system knows."""
 
+import copy
 import mmap
 import os
 import tempfile
@@ -11,8 +12,12 @@ from torch import Tensor
 from offbeat_types import WeightSyncError
 from offbeat_weightsync._cuda_ipc import CudaHandle, CudaSlots
 from offbeat_weightsync._plan import ALIGNMENT, BucketPlan
+from offbeat_weightsync._windows import WINDOW_BYTES
 
-NUM_SLOTS: Final = 2
+NUM_BUCKETS: Final = 2
+"""In flight. In windows of less than a bucket there are more slots, but no more memory: what one core has just read is
+written again late, for writing what another core still has in its cache can take five times as long."""
+
 _PAGE_BYTES: Final = mmap.PAGESIZE
 
 
@@ -20,10 +25,11 @@ class SharedSlots(Protocol):
     """Slots as the sender has them, in host or device memory."""
 
     slot_bytes: int
+    num_slots: int
     descriptor: int
 
-    def of_bucket(self, bucket: int) -> Tensor:
-        """The slot in which a bucket travels, as [slot_bytes] uint8."""
+    def slot(self, index: int) -> Tensor:
+        """[slot_bytes] uint8."""
         ...
 
     def flush(self) -> None:
@@ -43,20 +49,31 @@ class HostSlots:
     """The sender's slots in an anonymous file of its own.
 
     Args:
-        slot_bytes: size of each.
+        slot_bytes: size of each, in whole pages.
+        num_slots: how many.
 
     Raises:
         WeightSyncError: there is not enough memory.
     """
 
-    def __init__(self, slot_bytes: int) -> None:
-        self.slot_bytes = slot_bytes
-        self.descriptor = create_memory(slot_bytes)
-        self._opened = OpenedSlots(self.descriptor, slot_bytes, writable=True)
+    def __init__(self, slot_bytes: int, num_slots: int) -> None:
+        self.slot_bytes, self.num_slots = slot_bytes, num_slots
+        self.descriptor = create_memory(num_slots * slot_bytes)
+        self._opened = OpenedSlots(self.descriptor, slot_bytes, num_slots, writable=True)
 
-    def of_bucket(self, bucket: int) -> Tensor:
+    def slot(self, index: int) -> Tensor:
         """See `SharedSlots`."""
-        return self._opened.of_bucket(bucket)
+        return self._opened.slot(index)
+
+    def divided(self, num_slots: int, most_bytes: int) -> "HostSlots | None":
+        """The same memory as another number of slots, of so many bytes each at most; None: it is too short for that."""
+        slot_bytes = min(most_bytes, self.num_slots * self.slot_bytes // num_slots // _PAGE_BYTES * _PAGE_BYTES)
+        if not slot_bytes:
+            return None
+        divided = copy.copy(self)  # with the same mapping, whose pages are there already
+        divided.slot_bytes, divided.num_slots = slot_bytes, num_slots
+        divided._opened = self._opened.divided(slot_bytes, num_slots)
+        return divided
 
     def flush(self) -> None:
         """Memory of the host is seen at once."""
@@ -76,38 +93,53 @@ class OpenedSlots:
     Args:
         fd: open file that holds the slots; it may be closed afterwards.
         slot_bytes: size of each.
+        num_slots: how many.
         writable: for the sender. What a receiver writes by mistake stays with it: it spoils its own proof, and no
             other engine's weights.
     """
 
-    def __init__(self, fd: int, slot_bytes: int, *, writable: bool) -> None:
+    def __init__(self, fd: int, slot_bytes: int, num_slots: int, *, writable: bool) -> None:
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY
-        memory = mmap.mmap(fd, NUM_SLOTS * slot_bytes, access=access)
+        memory = mmap.mmap(fd, num_slots * slot_bytes, access=access)
         # The tensors hold the mapping; it is unmapped when the last of them is gone, never under a reader's feet.
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        self._slots = [whole[index * slot_bytes : (index + 1) * slot_bytes] for index in range(NUM_SLOTS)]
+        self._whole = torch.frombuffer(memory, dtype=torch.uint8)
+        self._slots = _split(self._whole, slot_bytes, num_slots)
 
-    def of_bucket(self, bucket: int) -> Tensor:
-        """The slot in which a bucket travels, as [slot_bytes] uint8."""
-        return self._slots[bucket % NUM_SLOTS]
+    def divided(self, slot_bytes: int, num_slots: int) -> "OpenedSlots":
+        """The same memory as other slots."""
+        divided = copy.copy(self)
+        divided._slots = _split(self._whole, slot_bytes, num_slots)
+        return divided
+
+    def slot(self, index: int) -> Tensor:
+        """[slot_bytes] uint8."""
+        return self._slots[index]
 
     def flush(self) -> None:
         """What is copied out of host memory is copied when the call returns."""
 
 
-def open_slots(device: str | None, slot_bytes: int) -> SharedSlots:
-    """The sender's slots: in host memory, or on a CUDA device."""
-    return HostSlots(slot_bytes) if device is None else CudaSlots(torch.device(device), slot_bytes, NUM_SLOTS)
+def _split(whole: Tensor, slot_bytes: int, num_slots: int) -> list[Tensor]:
+    return [whole[index * slot_bytes : (index + 1) * slot_bytes] for index in range(num_slots)]
 
 
-def slot_size(plan: BucketPlan) -> int:
-    """Bytes of a slot, in whole pages: enough for every bucket of the plan, and of a plan of some of its tensors."""
+def open_slots(device: str | None, plan: BucketPlan) -> SharedSlots:
+    """The sender's slots for a plan, or for one of some of its tensors: in host memory, or on a CUDA device."""
+    if device is None:
+        longest = _longest_bucket_bytes(plan)
+        slot_bytes = min(longest, WINDOW_BYTES)
+        return HostSlots(slot_bytes, NUM_BUCKETS * (longest // slot_bytes))
+    return CudaSlots(torch.device(device), _longest_bucket_bytes(plan), NUM_BUCKETS)
+
+
+def _longest_bucket_bytes(plan: BucketPlan) -> int:
+    """No bucket of the plan is longer, nor of a plan of some of its tensors. In whole pages."""
     all_bytes = sum(-(-spec.num_bytes // ALIGNMENT) * ALIGNMENT for spec in plan.specs)
     return -(-min(plan.bucket_bytes, all_bytes) // _PAGE_BYTES) * _PAGE_BYTES
 
 
-def create_memory(slot_bytes: int) -> int:
-    """Make an anonymous file for two slots, with its memory reserved, and return its descriptor.
+def create_memory(num_bytes: int) -> int:
+    """Make an anonymous file with its memory reserved, and return its descriptor.
 
     Raises:
         WeightSyncError: there is not enough memory.
@@ -118,11 +150,12 @@ def create_memory(slot_bytes: int) -> int:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
     try:
-        os.ftruncate(fd, NUM_SLOTS * slot_bytes)
+        os.ftruncate(fd, num_bytes)
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, NUM_SLOTS * slot_bytes)  # otherwise a full machine kills whoever writes first
+            os.posix_fallocate(fd, 0, num_bytes)  # otherwise a full machine kills whoever writes first
     except OSError as error:
         os.close(fd)
-        need = NUM_SLOTS * slot_bytes / 2**20
-        raise WeightSyncError(f"weight sync needs {need:.0f} MiB of shared memory: {error.strerror}") from error
+        raise WeightSyncError(
+            f"weight sync needs {num_bytes / 2**20:.0f} MiB of shared memory: {error.strerror}"
+        ) from error
     return fd
