@@ -18,7 +18,7 @@ class TestBadInput(CommandConformance):
         "every prompt too long": (["--data.max_prompt_tokens", "2"], "too long"),
         "no such device of the rollout": (["--rollout.device", "cuda:7"], "cuda:7"),
         "no such reward": (["--reward.name", "exact_mach"], "exact_match"),
-        "no such rollout engine": (["--rollout.backend", "vllm"], "offbeat-rollout-vllm[engine]"),
+        "no such rollout engine": (["--rollout.backend", "vlllm"], "'vlllm' is not installed"),
         "no room for the completion": (["--rollout.max_tokens", "90"], "max_model_len"),
     }
 

@@ -14,10 +14,19 @@ from grpo_async_app._roles.batches import build_batch, split_batch
 from offbeat_objectives import AlgorithmConfig
 from offbeat_run import check_limits, dump_config, load_config, parse_config
 from offbeat_testing import CommandLine
-from offbeat_types import Completion, ConfigError, TrainSequence, VersionSegment
+from offbeat_types import (
+    INSTALL_LINES,
+    Completion,
+    ConfigError,
+    Reply,
+    TrainSequence,
+    Trajectory,
+    VersionSegment,
+    installed_backends,
+)
 
 
-def group(group_id: int, lengths: list[int], rewards: list[float]) -> SampledGroup:
+def group(group_id: int, lengths: list[int], rewards: list[float], num_turns: int = 1) -> SampledGroup:
     rng = np.random.default_rng(group_id)
     completions = [
         Completion(
@@ -33,10 +42,16 @@ def group(group_id: int, lengths: list[int], rewards: list[float]) -> SampledGro
         group_id=group_id,
         item=group_id + 100,
         prompt_ids=np.arange(5, dtype=np.int32),
-        completions=completions,
+        trajectories=[_trajectory(completion, num_turns) for completion in completions],
         rewards=rewards,
         parts=[{"exact_match": reward} for reward in rewards],
     )
+
+
+def _trajectory(completion: Completion, num_turns: int) -> Trajectory:
+    """Turns that all say the same, with three tokens read between them."""
+    told = Reply(ids=np.array([60, 61, 62], np.int32), text="told")
+    return Trajectory(turns=(completion,) * num_turns, replies=(told,) * (num_turns - 1), ended="max_turns")
 
 
 class FixedLogprobs:
@@ -47,17 +62,20 @@ class FixedLogprobs:
 
 
 def test_groups_survive_a_checkpoint(tmp_path: Path) -> None:
-    groups = [group(3, [2, 5], [0.0, 1.0]), group(1, [4], [0.5])]
+    groups = [group(3, [2, 5], [0.0, 1.0]), group(1, [4], [0.5], num_turns=3)]
     save_groups(tmp_path, groups)
     read = load_groups(tmp_path)
     assert sorted(read) == [1, 3]
     for before in groups:
         after = read[before.group_id]
         assert (after.item, after.rewards, after.parts) == (before.item, before.rewards, before.parts)
-        for old, new in zip(before.completions, after.completions, strict=True):
+        for old, new in zip(before.trajectories, after.trajectories, strict=True):
             np.testing.assert_array_equal(new.ids, old.ids)
+            np.testing.assert_array_equal(new.loss_mask, old.loss_mask)
             np.testing.assert_array_equal(new.logprobs, old.logprobs)
-            assert (new.segments, new.stop_reason, new.text) == (old.segments, old.stop_reason, old.text)
+            assert len(new.turns) == len(old.turns)
+            assert (new.segments, new.ended, new.text) == (old.segments, old.ended, old.text)
+            assert new.stop_reason == old.stop_reason
 
 
 def test_no_groups_survive_a_checkpoint_either(tmp_path: Path) -> None:
@@ -86,7 +104,7 @@ def test_busy_shares_add_up() -> None:
 def test_a_batch_holds_every_token_once_with_its_advantage() -> None:
     groups = [group(0, [3, 2], [1.0, 0.0]), group(1, [1, 4], [0.0, 0.0])]
     batch = build_batch(groups, AlgorithmConfig(advantage="dr_grpo"), FixedLogprobs())  # type: ignore[arg-type]
-    completions = [completion for each in groups for completion in each.completions]
+    completions = [trajectory.turns[0] for each in groups for trajectory in each.trajectories]
     for sequence, completion, advantage in zip(batch.sequences, completions, [0.5, -0.5, 0.0, 0.0], strict=True):
         mask = sequence.loss_mask
         np.testing.assert_array_equal(sequence.ids[mask], completion.ids)
@@ -94,6 +112,29 @@ def test_a_batch_holds_every_token_once_with_its_advantage() -> None:
         np.testing.assert_allclose(sequence.extras["old_logprobs"][mask], -1.0)
         np.testing.assert_allclose(sequence.extras["advantages"][mask], advantage)
         assert not sequence.extras["advantages"][~mask].any()
+
+
+def test_what_an_environment_says_is_read_and_never_learned() -> None:
+    config = AlgorithmConfig(advantage="dr_grpo", correction="sequence_tis")
+    [first, second] = [group(0, [3, 2], [1.0, 0.0], num_turns=num_turns) for num_turns in (1, 3)]
+    [plain, _] = build_batch([first], config, FixedLogprobs()).sequences  # type: ignore[arg-type]
+    [sequence, _] = build_batch([second], config, FixedLogprobs()).sequences  # type: ignore[arg-type]
+    said = plain.ids[plain.loss_mask].tolist()
+    told = [60, 61, 62]
+    assert sequence.ids.tolist() == [0, 1, 2, 3, 4, *said, *told, *said, *told, *said]
+    assert sequence.loss_mask.tolist() == [False] * 5 + [*[True] * 3, *[False] * 3] * 2 + [True] * 3
+    for name, values in sequence.extras.items():
+        assert not values[~sequence.loss_mask].any(), name
+    np.testing.assert_allclose(sequence.extras["advantages"][sequence.loss_mask], 0.5)
+    rollout = sequence.extras["rollout_logprobs"][sequence.loss_mask]
+    np.testing.assert_allclose(rollout, np.tile(plain.extras["rollout_logprobs"][plain.loss_mask], 3))
+    # One ratio for the whole trajectory, over the sampled tokens of all its turns.
+    weight = min(np.exp((-1.0 - rollout).sum()), 2.0)
+    np.testing.assert_allclose(sequence.extras["correction_weights"][sequence.loss_mask], weight, rtol=1e-5)
+
+
+def test_lag_counts_from_the_oldest_turn() -> None:
+    assert group(4, [3], [1.0], num_turns=3).oldest_version == 4
 
 
 def test_mini_batches_split_by_group() -> None:
@@ -117,7 +158,9 @@ def test_corrections_reach_the_loss() -> None:
 
 
 def test_the_configuration_stays_small_and_documented() -> None:
-    check_limits(GrpoConfig)
+    # 120 keys, and the five of the section environment, which no other section could hold: it says what the model acts
+    # in, where data says what it is asked and reward what its last words are worth.
+    check_limits(GrpoConfig, max_keys=125)
 
 
 def test_the_resolved_configuration_loads_back(config: Path) -> None:
@@ -158,5 +201,7 @@ def test_explain_says_what_a_key_is_for(command: CommandLine) -> None:
 def test_doctor_names_what_is_missing_and_how_to_get_it(command: CommandLine) -> None:
     ended = command("doctor")
     assert ended.code == 0
-    assert "offbeat-rollout-vllm[engine]" in ended.out
+    missing = [line for (kind, name), line in INSTALL_LINES.items() if name not in installed_backends(kind)]
+    assert missing
+    assert all(line in " ".join(ended.out.split()) for line in missing)
     assert "rollout torch" in ended.out

@@ -49,6 +49,29 @@ FORGETFUL = (
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
     "{% endif %}"
 )
+# The parts of Qwen3's template that look back: thoughts of turns before the last question are dropped, tools are not
+# questions, and the last turn gets an empty thought. Source: Qwen3's tokenizer_config.json, shortened.
+QWEN3 = (
+    "{% set ns = namespace(searching=true, last=messages|length - 1) %}"
+    "{% for m in messages[::-1] %}{% if ns.searching and m['role'] == 'user' %}"
+    "{% set ns.searching = false %}{% set ns.last = (messages|length - 1) - loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% set content = m['content'] %}"
+    "{% if m['role'] == 'assistant' %}{% set thoughts = '' %}{% if '</think>' in content %}"
+    "{% set thoughts = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}"
+    "{{ '<|im_start|>assistant\\n' }}{% if loop.index0 > ns.last and (loop.last or thoughts) %}"
+    "{{ '<think>\\n' + thoughts.strip('\\n') + '\\n</think>\\n\\n' }}{% endif %}{{ content + '<|im_end|>\\n' }}"
+    "{% elif m['role'] == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"
+    "{% else %}{{ '<|im_start|>' + m['role'] + '\\n' + content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    "{% endif %}"
+)
+# Opens a turn with a space that it leaves out when it writes the turn itself.
+TRIMS_START = CHATML.replace("{{ '<|im_start|>assistant\\n' }}", "{{ '<|im_start|>assistant\\n ' }}")
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -59,6 +82,8 @@ TEMPLATES = {
     "llama3": LLAMA3,
     "llama3_tagged": LLAMA3_TAGGED,
     "forgetful": FORGETFUL,
+    "qwen3": QWEN3,
+    "trims_start": TRIMS_START,
 }
 
 

@@ -5,10 +5,12 @@ import pytest
 from hypothesis import given, settings
 
 from offbeat_data import (
+    ARITHMETIC_ALPHABET,
     ConversationConfig,
     DataConfig,
     build_character_tokenizer,
     draw_additions,
+    draw_products,
     load_conversations,
     load_prompts,
 )
@@ -97,3 +99,21 @@ def test_the_quickstart_data_needs_no_file(tmp_path: Path) -> None:
 def test_digits_must_be_a_number(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"such as arithmetic:2; got 'two'"):
         load_prompts(DataConfig(path="arithmetic:two"), build_character_tokenizer(tmp_path))
+
+
+def test_products_are_right_and_held_out_in_either_order() -> None:
+    train, held_out = draw_products(300, 50, seed=3, digits=2)
+    for row in [*train, *held_out]:
+        first, second = row["prompt"].removesuffix("=").split("*")
+        assert int(row["answer"]) == int(first) * int(second)
+    assert len({row["prompt"] for row in train}) == 300
+    pairs = [{frozenset(row["prompt"][:-1].split("*")) for row in rows} for rows in (train, held_out)]
+    assert not pairs[0] & pairs[1]
+
+
+def test_products_are_a_source_of_prompts(tmp_path: Path) -> None:
+    tokenizer = build_character_tokenizer(tmp_path, ARITHMETIC_ALPHABET + "*")
+    prompts = load_prompts(DataConfig(path="products:1", num_items=20, eval_size=5), tokenizer)
+    assert (len(prompts.train), len(prompts.eval)) == (20, 5)
+    with pytest.raises(ConfigError, match="such as products:2"):
+        load_prompts(DataConfig(path="products:many"), tokenizer)

@@ -5,7 +5,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from offbeat_data import ConversationConfig, DataConfig, RewardConfig
+from offbeat_data import ConversationConfig, DataConfig, EnvironmentConfig, RewardConfig
 from offbeat_types import METADATA_KEY
 
 WORK = """
@@ -19,8 +19,9 @@ sequences = load_conversations(sums, tokenizer)
 reward = build_reward(RewardConfig(name="number_match"))
 assert reward.score(prompts.train[0], prompts.train[0].answer).value == 1.0
 ConversationConfig(path="reasoning-gym:chain_sum")
-heavy = {{"torch", "transformers", "datasets", "reasoning_gym", "math_verify", "pyarrow", "sympy"}} & set(sys.modules)
-assert not heavy, heavy
+build_environment(EnvironmentConfig(name="calculator"))()
+heavy = {{"torch", "transformers", "datasets", "reasoning_gym", "math_verify", "pyarrow", "sympy", "verifiers"}}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
 print("light")
 """
 
@@ -50,16 +51,19 @@ def test_readers_and_verifiers_bring_no_torch(tmp_path: Path) -> None:
 
 
 def test_sections_keep_to_25_documented_keys() -> None:
-    for section in (ConversationConfig, DataConfig, RewardConfig):
+    for section in (ConversationConfig, DataConfig, EnvironmentConfig, RewardConfig):
         declared = fields(section)
         assert len(declared) <= 25
         assert all(field.metadata[METADATA_KEY].doc.endswith(".") for field in declared)
 
 
-def test_the_example_of_the_readme_works() -> None:
+def test_the_examples_of_the_readme_work() -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    example = readme.split("```python\n")[1].split("```")[0]
-    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=60, check=False)
+    examples = [block.split("```")[0] for block in readme.split("```python\n")[1:]]
+    assert len(examples) == 2
+    done = subprocess.run(
+        [sys.executable, "-c", "".join(examples)], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -12,11 +12,12 @@ from grpo_async_app._evaluation import Validation, validate
 from grpo_async_app._fleet import Fleet
 from grpo_async_app._groups import SampledGroup, save_groups
 from grpo_async_app._journal import Journal
+from grpo_async_app._rollouts import Rollouts, ScoredTrajectory
 from offbeat_async_policy import AsyncPolicy, GroupResult
-from offbeat_data import EpochOrder, Prompt
+from offbeat_data import EpochOrder, Prompt, TurnTemplate
 from offbeat_objectives import has_signal, overlong_penalty
 from offbeat_run import RunFolder, clock_s
-from offbeat_types import Completion, GenerateRequest, Metrics, PeerFailedError, SamplingParams
+from offbeat_types import GenerateRequest, Metrics, PeerFailedError, SamplingParams, Trajectory
 
 LOOP_FOLDER = "loop"
 """Beside the model in a checkpoint: what the loop needs to go on. A folder, so that nobody takes it for weights."""
@@ -34,6 +35,7 @@ class GrpoBackend:
         run: folder of the run, for checkpoints.
         journal: takes metrics, generations, timeline and progress.
         groups: finished groups of a restored run.
+        template: puts an environment's words into tokens; None where the run has no environment.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class GrpoBackend:
         run: RunFolder,
         journal: Journal,
         groups: dict[int, SampledGroup] | None = None,
+        template: TurnTemplate | None = None,
     ) -> None:
         self._config, self._fleet, self._policy, self._run, self._journal = config, fleet, policy, run, journal
         self._prompts, self._held_out = prompts, held_out
@@ -58,6 +61,8 @@ class GrpoBackend:
         self._num_sampled_tokens = 0
         self._trainer_version = policy.version
         self._clock = BusyClock("trainer-0", fleet.rollout_names, clock_s, journal.worked)
+        self._rollouts = Rollouts(config, fleet, template, self._clock.busy)
+        self._template = template
 
     # ── rollouter ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -66,65 +71,68 @@ class GrpoBackend:
         prompt = self._prompt(group_id)
         name = self._where[group_id] = self._fleet.least_loaded()
         try:
-            with self._clock.busy(name):
-                completions = await self._sample(group_id, prompt, name)
-                greedy = await self._sample_greedy(group_id, prompt, name)
+            samples = await self._sample(group_id, prompt, name)
+            greedy_reward = await self._sample_greedy(group_id, prompt, name)
         except PeerFailedError:
             self._fleet.restart_if_dead(name, self._sync_restarted)
             raise
-        group = await self._score(group_id, prompt, completions, greedy)
+        if not self._can_be_compared(samples):
+            return GroupResult(oldest_version=self._policy.version, filtered=True)
+        group = self._group(group_id, prompt, samples, greedy_reward)
         self._num_sampled_tokens += group.num_tokens
         filtered = self._config.algorithm.filter_groups and not has_signal(group.rewards)
         if not filtered:
             self._groups[group_id] = group
         return GroupResult(oldest_version=group.oldest_version, filtered=filtered)
 
-    async def _sample(self, group_id: int, prompt: Prompt, name: str) -> list[Completion]:
+    async def _sample(self, group_id: int, prompt: Prompt, name: str) -> list[ScoredTrajectory]:
+        params = self._config.rollout.sampling(self._seed(group_id))
         request = GenerateRequest(
             request_id=f"group-{group_id}",
             prompt_ids=prompt.ids,
             num_samples=self._config.rollout.samples_per_prompt,
-            params=self._config.rollout.sampling(self._seed(group_id)),
+            params=params,
         )
-        return await self._fleet.generate(name, request, self._config.async_.group_deadline_s)
+        return await self._rollouts.sample(name, prompt, request)
 
-    async def _sample_greedy(self, group_id: int, prompt: Prompt, name: str) -> list[Completion]:
-        """The greedy completion that ReMax compares with; none for other advantages."""
+    async def _sample_greedy(self, group_id: int, prompt: Prompt, name: str) -> float:
+        """Reward of the greedy sample that ReMax compares with; 0 for other advantages."""
         if not self._config.algorithm.needs_greedy_reward:
-            return []
+            return 0.0
         params = SamplingParams(max_tokens=self._config.rollout.max_tokens, temperature=0.0)
         request = GenerateRequest(request_id=f"greedy-{group_id}", prompt_ids=prompt.ids, params=params)
-        return await self._fleet.generate(name, request, self._config.async_.group_deadline_s)
+        samples = await self._rollouts.sample(name, prompt, request)
+        return samples[0].reward if samples else 0.0
 
-    async def _score(
-        self, group_id: int, prompt: Prompt, completions: list[Completion], greedy: list[Completion]
+    def _can_be_compared(self, samples: list[ScoredTrajectory]) -> bool:
+        """Whether enough of a group is left: the environment of a sample that is missing has failed."""
+        if len(samples) < self._config.rollout.samples_per_prompt:
+            self._journal.environment_failed(self._rollouts.failures, self._rollouts.last_failure)
+        return len(samples) >= min(2, self._config.rollout.samples_per_prompt)
+
+    def _group(
+        self, group_id: int, prompt: Prompt, samples: list[ScoredTrajectory], greedy_reward: float
     ) -> SampledGroup:
-        scores = await self._fleet.score(prompt, [completion.text for completion in [*completions, *greedy]])
-        num_samples = len(completions)
-        penalties = self._overlong_penalties(completions)
         return SampledGroup(
             group_id=group_id,
             item=prompt.index,
             prompt_ids=prompt.ids,
-            completions=completions,
-            rewards=[score.value + penalty for score, penalty in zip(scores[:num_samples], penalties, strict=True)],
-            parts=[score.parts for score in scores[:num_samples]],
-            greedy_reward=scores[-1].value if greedy else 0.0,
+            trajectories=[sample.trajectory for sample in samples],
+            rewards=[sample.reward + self._overlong_penalty(sample.trajectory) for sample in samples],
+            parts=[sample.parts for sample in samples],
+            greedy_reward=greedy_reward,
         )
 
-    def _overlong_penalties(self, completions: list[Completion]) -> list[float]:
+    def _overlong_penalty(self, trajectory: Trajectory) -> float:
         algorithm = self._config.algorithm
         if not algorithm.overlong_buffer_tokens:
-            return [0.0] * len(completions)
-        return [
-            overlong_penalty(
-                len(completion.ids),
-                max_tokens=self._config.rollout.max_tokens,
-                buffer_tokens=algorithm.overlong_buffer_tokens,
-                factor=algorithm.overlong_penalty_factor or 1.0,
-            )
-            for completion in completions
-        ]
+            return 0.0
+        return overlong_penalty(
+            len(trajectory.ids),
+            max_tokens=self._config.max_response_tokens,
+            buffer_tokens=algorithm.overlong_buffer_tokens,
+            factor=algorithm.overlong_penalty_factor or 1.0,
+        )
 
     async def drop(self, group_id: int) -> None:
         """Forget a group, aborting it if it is being sampled."""
@@ -161,6 +169,7 @@ class GrpoBackend:
             self._clock.lap(),
             self._policy.statistics,
             self._fleet.num_restarts,
+            self._rollouts.failures,
         )
 
     # ── synchroniser ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -174,7 +183,7 @@ class GrpoBackend:
                 await self._fleet.sync(version, interrupt, self._sync_restarted)
         self._journal.synced(version, started_s, clock_s())
         if self._validation_is_due(version):
-            self._validating = asyncio.create_task(validate(self._fleet, self._config, self._held_out, version))
+            self._validating = asyncio.create_task(self._validate(version))
             self._validating.add_done_callback(self._validated)
 
     async def _sync_restarted(self, name: str) -> None:
@@ -201,6 +210,12 @@ class GrpoBackend:
         if self._validating is not None:
             validating, self._validating = self._validating, None
             await validating  # each of its answers has a deadline
+
+    async def _validate(self, version: int) -> Validation:
+        rollouts = Rollouts(self._config, self._fleet, self._template)
+        validation = await validate(rollouts, self._fleet.rollout_names, self._config, self._held_out, version)
+        self._rollouts.failures.update(rollouts.failures)
+        return validation
 
     def _validated(self, task: "asyncio.Task[Validation]") -> None:
         if task.cancelled() or task.exception() is not None:

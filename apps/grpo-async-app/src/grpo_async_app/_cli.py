@@ -9,6 +9,7 @@ _USAGE = """\
 Asynchronous GRPO: rollouts and training overlap, and no process waits without a name.
 
   grpo-async-app quickstart [--seed N]      train a small model made on the spot; nothing to download
+                 [--lesson calculator]      … to call a tool, instead of to add
   grpo-async-app train FILE                 train as a TOML file says
   grpo-async-app plan FILE                  what a run would take; starts nothing
   grpo-async-app resume RUN                 go on from the latest checkpoint of a run folder

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from grpo_async_app._config import GrpoConfig
-from grpo_async_app._evaluation import VALIDATED
+from grpo_async_app._evaluation import validated_names
 from grpo_async_app._plan import describe_plan
 from grpo_async_app._preflight import Preflight, check_run, check_same_data
-from grpo_async_app._quickstart import make_model, quickstart_config, warm_up
+from grpo_async_app._quickstart import find_lesson, make_model, quickstart_config, warm_up
 from grpo_async_app._train import evaluate, resume, train, with_model
 from offbeat_async_policy import LoopSummary
 from offbeat_run import (
@@ -42,21 +42,21 @@ def _train(words: CommandWords, file: str) -> int:
     with RunFolder.create(new_run_folder(words, Path(file).stem), required_bytes=preflight.required_bytes) as run:
         _show_plan(preflight, run)
         run.write_config(preflight.config)
-        return _conclude(train(preflight, run), run)
+        return _conclude(preflight, train(preflight, run), run)
 
 
 def _quickstart(words: CommandWords) -> int:
-    seed = whole_number(words, "seed")
+    seed, lesson = whole_number(words, "seed"), find_lesson(words.options.get("lesson", "addition"))
     with RunFolder.create(new_run_folder(words, "quickstart"), required_bytes=QUICKSTART_BYTES) as run:
-        config = quickstart_config(run.path / "model", seed, words.overrides)
-        make_model(run.path / "model", seed)
+        config = quickstart_config(lesson, run.path / "model", seed, words.overrides)
+        make_model(lesson, run.path / "model", seed)
         preflight = check_run(config)
         _show_plan(preflight, run)
         warm_folder = run.path / "model-warm"
-        warm_up(run.path / "model", warm_folder, preflight.prompts.train, seed)
+        warm_up(lesson, run.path / "model", warm_folder, preflight.prompts.train, seed)
         preflight = check_run(with_model(config, warm_folder))
         run.write_config(preflight.config)
-        return _conclude(train(preflight, run), run)
+        return _conclude(preflight, train(preflight, run), run)
 
 
 def _plan(words: CommandWords, file: str) -> int:
@@ -69,7 +69,7 @@ def _resume(words: CommandWords, folder: str) -> int:
         config = load_config(run.config, GrpoConfig, words.overrides)
         check_same_data(load_config(run.config, GrpoConfig, ()), config)
         preflight = check_run(config)
-        return _conclude(resume(preflight, run), run)
+        return _conclude(preflight, resume(preflight, run), run)
 
 
 def _eval(words: CommandWords, folder: str) -> int:
@@ -86,7 +86,7 @@ def _eval(words: CommandWords, folder: str) -> int:
 
 
 _COMMANDS: dict[str, Command] = {
-    "quickstart": Command(_quickstart, options=("out", "seed"), overrides=True),
+    "quickstart": Command(_quickstart, options=("lesson", "out", "seed"), overrides=True),
     "train": Command(_train, "FILE", options=("out",), overrides=True),
     "plan": Command(_plan, "FILE", overrides=True),
     "resume": Command(_resume, "RUN", overrides=True),
@@ -103,12 +103,12 @@ def _show_plan(preflight: Preflight, run: RunFolder) -> None:
     print(f"run folder: {run.path}")
 
 
-def _conclude(summary: LoopSummary, run: RunFolder) -> int:
+def _conclude(preflight: Preflight, summary: LoopSummary, run: RunFolder) -> int:
     """Where the time went, the table of before and after, and where to look."""
     print(
         f"{duration_text(summary.elapsed_s)} of training; trainer idle {summary.trainer_idle_share:.0%}, "
         f"rollout idle {summary.rollouter_idle_share:.0%}, both at work "
         f"{summary.overlap_s / max(summary.elapsed_s, 1e-9):.0%}"
     )
-    print_conclusion(run, VALIDATED, title="held-out prompts")
+    print_conclusion(run, validated_names(preflight.config), title="held-out prompts")
     return 0

@@ -5,7 +5,7 @@ from typing import Any
 
 from offbeat_async_policy import AsyncConfig
 from offbeat_cluster import ClusterConfig
-from offbeat_data import DataConfig, RewardConfig
+from offbeat_data import DataConfig, EnvironmentConfig, RewardConfig
 from offbeat_objectives import AlgorithmConfig
 from offbeat_run import CheckpointConfig, LivenessConfig, LogConfig
 from offbeat_types import (
@@ -34,7 +34,7 @@ class RolloutConfig(RolloutEngineSettings):
     backend: str = setting("torch", "Rollout engine: torch (embedded), or another that is installed.")
     num_engines: int = setting(1, "Engines side by side, each in a process of its own.", "engines", ge=1)
     samples_per_prompt: int = setting(8, "n: completions of one prompt, which make one group.", "samples", ge=1)
-    max_tokens: int = setting(256, "Longest completion.", "tokens", ge=1)
+    max_tokens: int = setting(256, "Longest completion; with an environment, the longest turn.", "tokens", ge=1)
     temperature: float = setting(1.0, "Of the sampled distribution; the trainer scores at the same.", gt=0)
     top_p: float = setting(1.0, "Sample from the smallest set of tokens with this much probability.", gt=0, le=1)
     top_k: int = setting(0, "Sample from the k likeliest tokens; 0 from all.", "tokens", ge=0)
@@ -82,6 +82,7 @@ class GrpoConfig:
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -91,6 +92,11 @@ class GrpoConfig:
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Tokens after the prompt at most: of a completion, or of a whole episode."""
+        return self.environment.max_tokens if self.environment.name else self.rollout.max_tokens
 
     def rollout_engine(self, model_path: str, num_threads: int) -> RolloutEngineConfig:
         """What the rollout backend is given."""

@@ -1,20 +1,23 @@
 """Validation: held-out prompts completed by the engines that also serve training."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from grpo_async_app._config import GrpoConfig
-from grpo_async_app._fleet import Fleet
+from grpo_async_app._rollouts import Rollouts
 from offbeat_data import Prompt
-from offbeat_types import Completion, GenerateRequest, SamplingParams
+from offbeat_types import GenerateRequest, SamplingParams, Trajectory
 
 VALIDATED = {
     "eval/accuracy": "accuracy",
     "eval/reward": "reward",
     "eval/response_tokens": "response tokens",
 }
-"""What a validation measures: names by metric."""
+"""What every validation measures: names by metric."""
+
+Answered = tuple[Prompt, Trajectory, float]
+"""A held-out prompt, what the model made of it, and its reward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,21 +26,29 @@ class Validation:
 
     Args:
         version: policy version that answered.
-        accuracy: share of completions with at least `eval.success_reward`.
+        accuracy: share of samples with at least `eval.success_reward`.
         reward: mean reward.
-        mean_tokens: mean completion length.
-        samples: (prompt, completion, reward) of each held-out prompt.
+        mean_tokens: mean number of tokens the model wrote.
+        mean_turns: mean number of turns; None without an environment.
+        samples: (prompt, trajectory, reward) of each held-out prompt, but for those whose environment failed.
     """
 
     version: int
     accuracy: float
     reward: float
     mean_tokens: float
-    samples: list[tuple[Prompt, Completion, float]]
+    mean_turns: float | None
+    samples: list[Answered]
 
     def numbers(self) -> dict[str, float]:
         """The figures by metric name."""
-        return {"eval/accuracy": self.accuracy, "eval/reward": self.reward, "eval/response_tokens": self.mean_tokens}
+        numbers = {"eval/accuracy": self.accuracy, "eval/reward": self.reward, "eval/response_tokens": self.mean_tokens}
+        return numbers if self.mean_turns is None else {**numbers, "eval/turns": self.mean_turns}
+
+
+def validated_names(config: GrpoConfig) -> dict[str, str]:
+    """What a validation of this run measures: names by metric."""
+    return {**VALIDATED, "eval/turns": "turns"} if config.environment.name else VALIDATED
 
 
 def validation_prompts(config: GrpoConfig, held_out: tuple[Prompt, ...]) -> tuple[Prompt, ...]:
@@ -45,8 +56,17 @@ def validation_prompts(config: GrpoConfig, held_out: tuple[Prompt, ...]) -> tupl
     return held_out[: config.eval.max_prompts or None]
 
 
-async def validate(fleet: Fleet, config: GrpoConfig, prompts: tuple[Prompt, ...], version: int) -> Validation:
-    """Complete and score every prompt once.
+async def validate(
+    rollouts: Rollouts, engines: Sequence[str], config: GrpoConfig, prompts: tuple[Prompt, ...], version: int
+) -> Validation:
+    """Sample and score every prompt once.
+
+    Args:
+        rollouts: samples and scores.
+        engines: names of the rollout engines, which share the prompts.
+        config: of the run.
+        prompts: held out.
+        version: policy version that the engines serve.
 
     Raises:
         DeadlineError: one answer took longer than `async.group_deadline_s`.
@@ -57,34 +77,33 @@ async def validate(fleet: Fleet, config: GrpoConfig, prompts: tuple[Prompt, ...]
         stop=tuple(config.rollout.stop),
         seed=config.rollout.seed,
     )
-    names = fleet.rollout_names
 
-    async def answer(number: int, prompt: Prompt) -> tuple[Prompt, Completion, float]:
+    async def answer(number: int, prompt: Prompt) -> Answered | None:
         request = GenerateRequest(request_id=f"eval-{version}-{number}", prompt_ids=prompt.ids, params=params)
-        [completion] = await fleet.generate(names[number % len(names)], request, config.async_.group_deadline_s)
-        [score] = await fleet.score(prompt, [completion.text])
-        return prompt, completion, score.value
+        for sample in await rollouts.sample(engines[number % len(engines)], prompt, request):
+            return prompt, sample.trajectory, sample.reward
+        return None
 
-    samples = list(await _bounded(answer, prompts, limit=2 * config.rollout.max_running * len(names)))
-    count = max(len(samples), 1)
+    samples = await _bounded(answer, prompts, limit=2 * config.rollout.max_running * len(engines))
+    count, has_turns = max(len(samples), 1), bool(config.environment.name)
     return Validation(
         version=version,
         accuracy=sum(reward >= config.eval.success_reward for _, _, reward in samples) / count,
         reward=sum(reward for _, _, reward in samples) / count,
-        mean_tokens=sum(len(completion.ids) for _, completion, _ in samples) / count,
+        mean_tokens=sum(trajectory.num_tokens for _, trajectory, _ in samples) / count,
+        mean_turns=sum(len(trajectory.turns) for _, trajectory, _ in samples) / count if has_turns else None,
         samples=samples,
     )
 
 
 async def _bounded(
-    answer: Callable[[int, Prompt], Awaitable[tuple[Prompt, Completion, float]]],
-    prompts: tuple[Prompt, ...],
-    limit: int,
-) -> list[tuple[Prompt, Completion, float]]:
+    answer: Callable[[int, Prompt], Awaitable[Answered | None]], prompts: tuple[Prompt, ...], limit: int
+) -> list[Answered]:
     gate = asyncio.Semaphore(limit)
 
-    async def one(number: int, prompt: Prompt) -> tuple[Prompt, Completion, float]:
+    async def one(number: int, prompt: Prompt) -> Answered | None:
         async with gate:
             return await answer(number, prompt)
 
-    return list(await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts))))
+    answers = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
+    return [answered for answered in answers if answered is not None]

@@ -9,12 +9,14 @@ from pathlib import Path
 from types import TracebackType
 
 from grpo_async_app._config import GrpoConfig
+from grpo_async_app._environment_process import EnvironmentProcess
 from grpo_async_app._gathering import all_or_first_error
 from grpo_async_app._trainers import DEATH_SEEN_AFTER_S, Trainers, start_trainers
 from offbeat_cluster import ActorHandle, Launcher, RoleSpec, available_cpus, split_threads
 from offbeat_data import GuardedReward, Prompt, RewardScore
 from offbeat_types import (
     Completion,
+    ConfigError,
     DeadlineError,
     GenerateRequest,
     PeerFailedError,
@@ -64,7 +66,12 @@ class Fleet:
         self._restarts: set[asyncio.Task[None]] = set()
         self._threads = plan_threads(config)
         self.num_restarts = 0
-        self._reward = GuardedReward(config.reward, start_timeout_s=config.cluster.start_timeout_s)
+        self.environment = self._environment() if config.environment.name else None
+        self._reward = (
+            GuardedReward(config.reward, start_timeout_s=config.cluster.start_timeout_s)
+            if config.reward.is_set
+            else None
+        )
 
     async def __aenter__(self) -> "Fleet":
         return self
@@ -75,7 +82,8 @@ class Fleet:
         for restart in self._restarts:
             restart.cancel()
         await self._launcher.close(QUICK_STOP_S if error else None)
-        self._reward.close()
+        if self._reward is not None:
+            self._reward.close()
 
     def kill(self) -> None:
         """End every role now; leaving the block then takes no time."""
@@ -111,8 +119,9 @@ class Fleet:
 
     async def _start_serving(self) -> None:
         specs = self._rollout_specs()
-        handles = await all_or_first_error([self._launcher.start(spec) for spec in specs])
-        for spec, handle in zip(specs, handles, strict=True):
+        environments = [self.environment.start()] if self.environment else []
+        handles = await all_or_first_error([*(self._launcher.start(spec) for spec in specs), *environments])
+        for spec, handle in zip(specs, handles, strict=False):  # the environment keeps its own
             self._rollouts[spec.name] = _Rollout(spec=spec, handle=handle)
 
     # ── sampling and scoring ──────────────────────────────────────────────────────────────────────────────────────
@@ -145,8 +154,18 @@ class Fleet:
         await asyncio.gather(*(rollout.handle.call("abort", request_id) for rollout in self._rollouts.values()))
 
     async def score(self, prompt: Prompt, texts: list[str]) -> list[RewardScore]:
-        """Rewards of completions of one prompt. One that takes its verifier too long gets 0 and is counted."""
-        return await asyncio.to_thread(lambda: [self._reward.score(prompt, text) for text in texts])
+        """Rewards of completions of one prompt. One that takes its verifier too long gets 0 and is counted.
+
+        Raises:
+            ConfigError: an environment left this to the `reward` section, which names no reward.
+        """
+        reward = self._reward
+        if reward is None:
+            raise ConfigError(
+                f"environment.name = {self._config.environment.name!r} leaves the last turn to the reward section: "
+                "give reward.name, or return a RewardScore from the environment"
+            )
+        return await asyncio.to_thread(lambda: [reward.score(prompt, text) for text in texts])
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -244,6 +263,16 @@ class Fleet:
             num_threads=self._threads["trainer"],
             log_path=self._log_folder / "trainer-0.log",
         )
+
+    def _environment(self) -> EnvironmentProcess:
+        spec = RoleSpec(
+            name="environment-0",
+            target="grpo_async_app._roles.environment:EnvironmentRole",
+            kwargs={"config": self._config.environment},
+            num_threads=1,
+            log_path=self._log_folder / "environment-0.log",
+        )
+        return EnvironmentProcess(self._launcher, spec, self._config.environment.step_timeout_s)
 
     def _rollout_specs(self) -> list[RoleSpec]:
         return [

@@ -1,4 +1,4 @@
-"""Sampled groups: the n scored completions of one prompt, in memory and in a checkpoint."""
+"""Sampled groups: the n scored trajectories of one prompt, in memory and in a checkpoint."""
 
 import json
 from collections.abc import Iterable
@@ -10,27 +10,27 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from offbeat_types import Completion, Ids, VersionSegment
+from offbeat_types import Completion, Ids, Reply, Trajectory, VersionSegment
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampledGroup:
-    """One prompt with its completions and their rewards.
+    """One prompt with its trajectories and their rewards.
 
     Args:
         group_id: position in the training order.
         item: index of the prompt in its data set.
         prompt_ids: [P] int32.
-        completions: n of them.
-        rewards: one per completion, shaping included.
-        parts: the reward's parts per completion, for the log.
+        trajectories: n of them, or fewer where the environment of some has failed; of one turn without an environment.
+        rewards: one per trajectory, shaping included.
+        parts: the reward's parts per trajectory, for the log.
         greedy_reward: reward of the prompt's greedy completion, where the advantage needs it.
     """
 
     group_id: int
     item: int
     prompt_ids: Ids
-    completions: list[Completion]
+    trajectories: list[Trajectory]
     rewards: list[float]
     parts: list[dict[str, float]]
     greedy_reward: float = 0.0
@@ -38,12 +38,12 @@ class SampledGroup:
     @property
     def oldest_version(self) -> int:
         """Version of the oldest token in the group."""
-        return min(completion.oldest_version for completion in self.completions)
+        return min(trajectory.oldest_version for trajectory in self.trajectories)
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens of all completions."""
-        return sum(len(completion.ids) for completion in self.completions)
+        """Sampled tokens of all trajectories."""
+        return sum(trajectory.num_tokens for trajectory in self.trajectories)
 
 
 def save_groups(folder: Path, groups: Iterable[SampledGroup]) -> None:
@@ -58,11 +58,10 @@ def save_groups(folder: Path, groups: Iterable[SampledGroup]) -> None:
             "rewards": group.rewards,
             "parts": group.parts,
             "greedy_reward": group.greedy_reward,
-            "completions": [_describe(completion) for completion in group.completions],
+            "trajectories": [_describe(trajectory) for trajectory in group.trajectories],
         }
-        for number, completion in enumerate(group.completions):
-            arrays[f"{group.group_id}.{number}.ids"] = completion.ids
-            arrays[f"{group.group_id}.{number}.logprobs"] = completion.logprobs
+        for number, trajectory in enumerate(group.trajectories):
+            arrays.update(_arrays(f"{group.group_id}.{number}", trajectory))
         index.append(entry)
     folder.mkdir(exist_ok=True)
     (folder / "buffer.json").write_text(json.dumps(index))
@@ -75,21 +74,15 @@ def load_groups(folder: Path) -> dict[int, SampledGroup]:
     groups = {}
     for entry in json.loads((folder / "buffer.json").read_text()):
         group_id = entry["group_id"]
-        completions = [
-            Completion(
-                ids=arrays[f"{group_id}.{number}.ids"],
-                logprobs=arrays[f"{group_id}.{number}.logprobs"],
-                segments=tuple(VersionSegment(version=v, num_tokens=count) for v, count in described["segments"]),
-                stop_reason=described["stop_reason"],
-                text=described["text"],
-            )
-            for number, described in enumerate(entry["completions"])
+        trajectories = [
+            _read_trajectory(described, f"{group_id}.{number}", arrays)
+            for number, described in enumerate(entry["trajectories"])
         ]
         groups[group_id] = SampledGroup(
             group_id=group_id,
             item=entry["item"],
             prompt_ids=arrays[f"{group_id}.prompt"],
-            completions=completions,
+            trajectories=trajectories,
             rewards=entry["rewards"],
             parts=entry["parts"],
             greedy_reward=entry["greedy_reward"],
@@ -97,6 +90,40 @@ def load_groups(folder: Path) -> dict[int, SampledGroup]:
     return groups
 
 
-def _describe(completion: Completion) -> dict[str, object]:
-    segments = [(segment.version, segment.num_tokens) for segment in completion.segments]
-    return {"segments": segments, "stop_reason": completion.stop_reason, "text": completion.text}
+def _describe(trajectory: Trajectory) -> dict[str, object]:
+    turns = [
+        {
+            "segments": [(segment.version, segment.num_tokens) for segment in turn.segments],
+            "stop_reason": turn.stop_reason,
+            "text": turn.text,
+        }
+        for turn in trajectory.turns
+    ]
+    return {"ended": trajectory.ended, "turns": turns, "replies": [reply.text for reply in trajectory.replies]}
+
+
+def _arrays(name: str, trajectory: Trajectory) -> dict[str, NDArray[Any]]:
+    arrays: dict[str, NDArray[Any]] = {}
+    for number, turn in enumerate(trajectory.turns):
+        arrays[f"{name}.{number}.ids"] = turn.ids
+        arrays[f"{name}.{number}.logprobs"] = turn.logprobs
+    for number, reply in enumerate(trajectory.replies):
+        arrays[f"{name}.{number}.reply"] = reply.ids
+    return arrays
+
+
+def _read_trajectory(described: dict[str, Any], name: str, arrays: dict[str, NDArray[Any]]) -> Trajectory:
+    turns = [
+        Completion(
+            ids=arrays[f"{name}.{number}.ids"],
+            logprobs=arrays[f"{name}.{number}.logprobs"],
+            segments=tuple(VersionSegment(version=v, num_tokens=count) for v, count in turn["segments"]),
+            stop_reason=turn["stop_reason"],
+            text=turn["text"],
+        )
+        for number, turn in enumerate(described["turns"])
+    ]
+    replies = [
+        Reply(ids=arrays[f"{name}.{number}.reply"], text=text) for number, text in enumerate(described["replies"])
+    ]
+    return Trajectory(turns=tuple(turns), replies=tuple(replies), ended=described["ended"])

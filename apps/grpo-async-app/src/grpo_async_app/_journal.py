@@ -34,6 +34,7 @@ class Journal:
         self._run, self._config = run, config
         self._log = RunLog(run, config.log, num_updates, last_step)
         self._last_wait_s = 0.0
+        self._num_failures_told = 0
 
     def __enter__(self) -> "Journal":
         self._log.__enter__()
@@ -63,6 +64,7 @@ class Journal:
         shares: BusyShares,
         statistics: Statistics,
         num_restarts: int,
+        failures: Mapping[str, int],
     ) -> None:
         """Write down one update.
 
@@ -74,22 +76,25 @@ class Journal:
             shares: of the time since the update before.
             statistics: of the policy; its lags do not hold this update yet.
             num_restarts: times a rollout engine was started again.
+            failures: episodes whose environment failed since the start, by reason.
         """
         values = {
             **trained,
             **_group_metrics(groups, version - 1),
+            **(_turn_metrics(groups) if self._config.environment.name else {}),
             "async/trainer_idle_share": Metric(value=shares.trainer_idle),
             "async/rollout_idle_share": Metric(value=shares.rollout_idle),
             "async/overlap_share": Metric(value=shares.overlap),
             "perf/update_s": Metric(value=shares.wall_s),
             "perf/tokens_per_s": Metric(value=sum(group.num_tokens for group in groups) / shares.wall_s),
-            "perf/samples_per_s": Metric(value=sum(len(g.completions) for g in groups) / shares.wall_s),
+            "perf/samples_per_s": Metric(value=sum(len(g.trajectories) for g in groups) / shares.wall_s),
             "groups/filtered": Metric(value=float(statistics.filtered), how="last"),
             "groups/dropped": Metric(value=float(statistics.dropped), how="last"),
             "groups/reissued": Metric(value=float(statistics.reissued), how="last"),
         }
         if num_restarts:  # seldom: not in the line of every run
             values["engines/restarts"] = Metric(value=float(num_restarts), how="last")
+        values.update({f"environment/{reason}": _count(number) for reason, number in failures.items()})
         self._log.write(version, {**values, "async/lag_histogram": _lag_histogram(groups, version - 1)})
         shown = groups[: self._config.log.train_generations]
         self._log.write_generations(_generation(version, group, prompts[group.item]) for group in shown)
@@ -102,15 +107,15 @@ class Journal:
             Generation(
                 step=validation.version,
                 kind="validation",
-                version=completion.oldest_version,
+                version=trajectory.oldest_version,
                 prompt=prompt.text,
-                completion=completion.text,
+                completion=trajectory.text,
                 reward=reward,
                 answer=prompt.answer or "",
-                stop_reason=completion.stop_reason,
-                num_tokens=len(completion.ids),
+                stop_reason=trajectory.stop_reason,
+                num_tokens=trajectory.num_tokens,
             )
-            for prompt, completion, reward in validation.samples[: self._config.log.generations]
+            for prompt, trajectory, reward in validation.samples[: self._config.log.generations]
         )
 
     def waiting(self, wait: str, idle_s: float) -> None:
@@ -119,6 +124,14 @@ class Journal:
             self._last_wait_s = clock_s()
             self._log.message(f"nothing moved for {idle_s:.0f} s: {wait}")
 
+    def environment_failed(self, failures: Mapping[str, int], last: str) -> None:
+        """Say that an environment failed: the first time, and then whenever there are twice as many."""
+        total = sum(failures.values())
+        if total >= 2 * self._num_failures_told:
+            self._num_failures_told = total
+            counts = ", ".join(f"{number} {reason}" for reason, number in sorted(failures.items()))
+            self._log.message(f"episodes left out because their environment failed: {counts}; {last}")
+
     def message(self, text: str) -> None:
         """Print a line above the progress."""
         self._log.message(text)
@@ -126,7 +139,7 @@ class Journal:
 
 def _group_metrics(groups: list[SampledGroup], version: int) -> Metrics:
     rewards = [reward for group in groups for reward in group.rewards]
-    completions = [completion for group in groups for completion in group.completions]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     lags = [version - group.oldest_version for group in groups]
     names = sorted({name for group in groups for parts in group.parts for name in parts})
     parts = {
@@ -134,13 +147,27 @@ def _group_metrics(groups: list[SampledGroup], version: int) -> Metrics:
     }
     return {
         "train/reward": _mean(rewards),
-        "train/response_tokens": _mean([len(completion.ids) for completion in completions]),
-        "train/cut_off_share": _mean([completion.stop_reason == "length" for completion in completions]),
-        "train/mixed_version_share": _mean([len(completion.segments) > 1 for completion in completions]),
+        "train/response_tokens": _mean([trajectory.num_tokens for trajectory in trajectories]),
+        "train/cut_off_share": _mean([trajectory.ended != "done" for trajectory in trajectories]),
+        "train/mixed_version_share": _mean([trajectory.num_versions > 1 for trajectory in trajectories]),
         "train/lag_mean": _mean(lags),
         "train/lag_max": Metric(value=float(max(lags, default=0)), how="max"),
         **(parts if len(parts) > 1 else {}),
     }
+
+
+def _turn_metrics(groups: list[SampledGroup]) -> Metrics:
+    """How much the environment was asked, and how much it said."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    read = [len(trajectory.ids) - trajectory.num_tokens for trajectory in trajectories]
+    return {
+        "train/turns": _mean([len(trajectory.turns) for trajectory in trajectories]),
+        "train/read_tokens": _mean(read),
+    }
+
+
+def _count(number: int) -> Metric:
+    return Metric(value=float(number), how="last")
 
 
 def _mean(values: "list[float] | list[int] | list[bool]") -> Metric:
@@ -153,17 +180,17 @@ def _lag_histogram(groups: list[SampledGroup], version: int) -> list[float]:
 
 
 def _generation(version: int, group: SampledGroup, prompt: Prompt) -> Generation:
-    """The first completion of a group, as written down."""
-    completion = group.completions[0]
+    """The first trajectory of a group, as written down."""
+    trajectory = group.trajectories[0]
     return Generation(
         step=version,
         kind="train",
-        version=completion.oldest_version,
+        version=trajectory.oldest_version,
         prompt=prompt.text,
-        completion=completion.text,
+        completion=trajectory.text,
         reward=group.rewards[0],
         rewards=group.parts[0],
         answer=prompt.answer or "",
-        stop_reason=completion.stop_reason,
-        num_tokens=len(completion.ids),
+        stop_reason=trajectory.stop_reason,
+        num_tokens=trajectory.num_tokens,
     )

@@ -28,6 +28,7 @@ def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
             f"{policy.mode}: sync every {policy.trigger_parameter_sync_step} update(s), at most "
             f"{policy.max_admitted} prompts started between two syncs",
         ),
+        *_describe_environment(preflight),
         ("length", f"{preflight.num_updates} updates of {policy.groups_per_update} prompts each"),
         ("objective", f"{config.algorithm.advantage} advantages, {config.algorithm.loss} loss"),
         (
@@ -41,6 +42,14 @@ def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
         )
     rows += [("notice", notice) for notice in (*preflight.notices, *_thread_notice(preflight, threads))]
     return [*rows, ("prompt tokens", f"longest {prompts.train_counts.longest}, limit {config.data.max_prompt_tokens}")]
+
+
+def _describe_environment(preflight: Preflight) -> list[tuple[str, str]]:
+    environment = preflight.config.environment
+    if not environment.name:
+        return []
+    limits = f"at most {environment.max_turns} turns and {environment.max_tokens} tokens after the prompt"
+    return [("environment", f"{environment.name}: {limits}, {environment.step_timeout_s:g} s for each answer")]
 
 
 def _describe_data(preflight: Preflight) -> str:

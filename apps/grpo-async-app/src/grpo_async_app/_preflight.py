@@ -5,7 +5,16 @@ from inspect import signature
 
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._evaluation import validation_prompts
-from offbeat_data import Prompt, PromptSet, build_reward, load_prompts, load_tokenizer
+from offbeat_data import (
+    Prompt,
+    PromptSet,
+    Tokenizer,
+    TurnTemplate,
+    build_environment,
+    build_reward,
+    load_prompts,
+    load_tokenizer,
+)
 from offbeat_objectives import check_algorithm
 from offbeat_run import ModelFolder, check_trackers, inspect_model
 from offbeat_types import ConfigError, load_backend
@@ -20,6 +29,7 @@ class Preflight:
         model: the model folder.
         prompts: training prompts, held-out prompts and their counts.
         held_out: the held-out prompts a validation uses.
+        template: puts an environment's words into tokens; None without an environment.
         notices: choices that work and are probably not meant.
     """
 
@@ -27,6 +37,7 @@ class Preflight:
     model: ModelFolder
     prompts: PromptSet
     held_out: tuple[Prompt, ...]
+    template: TurnTemplate | None = None
     notices: tuple[str, ...] = ()
 
     @property
@@ -64,10 +75,11 @@ def check_run(config: GrpoConfig) -> Preflight:
     Raises:
         UserError: the first thing that is wrong, with what to do.
     """
+    config.environment.check(has_reward=config.reward.is_set)
     notices = check_algorithm(
         config.algorithm,
         samples_per_prompt=config.rollout.samples_per_prompt,
-        max_tokens=config.rollout.max_tokens,
+        max_tokens=config.max_response_tokens,
     )
     check_trackers(config.log)
     model = inspect_model(config.model.path)
@@ -77,8 +89,9 @@ def check_run(config: GrpoConfig) -> Preflight:
     load_backend("offbeat.rollout", config.rollout.backend)
     _check_devices(config)
     _check_ranks(config)
-    build_reward(config.reward)
+    _check_reward(config)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
+    template = _turn_template(config, tokenizer)
     prompts = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer)
     _check_end(config)
     held_out = validation_prompts(config, prompts.eval)
@@ -86,7 +99,7 @@ def check_run(config: GrpoConfig) -> Preflight:
         raise ConfigError(
             "eval.every_updates needs held-out prompts: set data.eval_size or data.eval_path, or set it to 0"
         )
-    return Preflight(config=config, model=model, prompts=prompts, held_out=held_out, notices=notices)
+    return Preflight(config=config, model=model, prompts=prompts, held_out=held_out, template=template, notices=notices)
 
 
 def check_same_data(begun: GrpoConfig, now: GrpoConfig) -> None:
@@ -105,10 +118,11 @@ def check_same_data(begun: GrpoConfig, now: GrpoConfig) -> None:
 
 
 def _check_lengths(config: GrpoConfig, model: ModelFolder) -> None:
-    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    longest = config.data.max_prompt_tokens + config.max_response_tokens
+    limit = "environment.max_tokens" if config.environment.name else "rollout.max_tokens"
     if longest > config.rollout.max_model_len:
         raise ConfigError(
-            f"data.max_prompt_tokens + rollout.max_tokens = {longest} is more than rollout.max_model_len = "
+            f"data.max_prompt_tokens + {limit} = {longest} is more than rollout.max_model_len = "
             f"{config.rollout.max_model_len}: raise the last or lower one of the others"
         )
     if model.max_positions and config.rollout.max_model_len > model.max_positions:
@@ -116,6 +130,30 @@ def _check_lengths(config: GrpoConfig, model: ModelFolder) -> None:
             f"rollout.max_model_len = {config.rollout.max_model_len} is more than the {model.max_positions} positions "
             f"of {model.path}: lower it"
         )
+
+
+_OWN_DATA = {"reasoning_gym": "reasoning-gym:", "verifiers": "verifiers:"}
+"""Environments that judge prompts of their own only, and how data.path begins for those."""
+
+
+def _check_reward(config: GrpoConfig) -> None:
+    """Whoever judges is there: the reward section, or the environment, with prompts that it can judge."""
+    name, path = config.environment.name, config.data.path
+    if config.reward.is_set or not name:
+        build_reward(config.reward)
+    if name:
+        build_environment(config.environment)
+    if not path.startswith(_OWN_DATA.get(name, "")):
+        raise ConfigError(f'environment.name = {name!r} needs data.path = "{_OWN_DATA[name]}NAME", got {path!r}')
+
+
+def _turn_template(config: GrpoConfig, tokenizer: Tokenizer) -> TurnTemplate | None:
+    if not config.environment.name:
+        return None
+    template = TurnTemplate(tokenizer, config.data)
+    if config.environment.name == "calculator":
+        template.check(["tool"])  # others are checked when they first speak
+    return template
 
 
 def _check_ranks(config: GrpoConfig) -> None:

@@ -1,5 +1,6 @@
-"""`quickstart`: a small model made on the spot, warmed up on addition, then trained with asynchronous GRPO."""
+"""`quickstart`: a small model made on the spot, warmed up on transcripts, then trained with asynchronous GRPO."""
 
+import difflib
 import math
 import os
 from collections.abc import Sequence
@@ -8,28 +9,38 @@ from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
 
-import numpy as np
-
 from grpo_async_app._config import GrpoConfig
-from offbeat_data import EpochOrder, Prompt, Tokenizer, build_character_tokenizer, load_tokenizer
+from grpo_async_app._lessons import LESSONS, Lesson
+from offbeat_data import EpochOrder, Prompt, build_character_tokenizer, load_tokenizer
 from offbeat_objectives import sft_loss
 from offbeat_run import parse_config
-from offbeat_types import TrainEngine, TrainEngineConfig, TrainSequence, load_backend
+from offbeat_types import ConfigError, TrainEngine, TrainEngineConfig, load_backend
 
 WARMUP_BATCH = 128
 WARMUP_LEARNING_RATE = 1e-3
 WARMUP_CHECK_STEPS = 5
-WARMUP_CHANCE = 0.28
-"""Mean probability of the whole right answer at which the warm-up ends: greedily about 4 of 10 are then right."""
 WARMUP_MAX_STEPS = 500
 MODEL_VARIABLE = "OFFBEAT_QUICKSTART_MODEL"
 
 
-def quickstart_config(model_folder: Path, seed: int, overrides: tuple[str, ...]) -> GrpoConfig:
-    """The quickstart's configuration, with a seed for everything random."""
+def find_lesson(name: str) -> Lesson:
+    """A lesson by name.
+
+    Raises:
+        ConfigError: there is none (nearest name).
+    """
+    if name not in LESSONS:
+        near = difflib.get_close_matches(name, LESSONS, n=1)
+        advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(LESSONS)}"
+        raise ConfigError(f"--lesson {name}: no such lesson; {advice}")
+    return LESSONS[name]
+
+
+def quickstart_config(lesson: Lesson, model_folder: Path, seed: int, overrides: tuple[str, ...]) -> GrpoConfig:
+    """The configuration of a lesson, with a seed for everything random."""
     os.environ[MODEL_VARIABLE] = str(model_folder)
-    text = files("grpo_async_app").joinpath("quickstart.toml").read_text()
-    config = parse_config(text, GrpoConfig, overrides, name="quickstart.toml")
+    text = files("grpo_async_app").joinpath(lesson.config_file).read_text()
+    config = parse_config(text, GrpoConfig, overrides, name=lesson.config_file)
     return replace(
         config,
         data=replace(config.data, seed=seed),
@@ -38,12 +49,12 @@ def quickstart_config(model_folder: Path, seed: int, overrides: tuple[str, ...])
     )
 
 
-def make_model(folder: Path, seed: int) -> None:
+def make_model(lesson: Lesson, folder: Path, seed: int) -> None:
     """Write a Qwen3 with random weights and a tokenizer of characters, in Hugging Face format."""
     import torch  # imported late: only the quickstart's driver needs it
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = build_character_tokenizer(folder)
+    tokenizer = build_character_tokenizer(folder, lesson.alphabet)
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=tokenizer.vocab_size,
@@ -62,12 +73,13 @@ def make_model(folder: Path, seed: int) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-def warm_up(folder: Path, warm_folder: Path, prompts: Sequence[Prompt], seed: int) -> None:
-    """Supervised learning on the training problems, until the model begins to add.
+def warm_up(lesson: Lesson, folder: Path, warm_folder: Path, prompts: Sequence[Prompt], seed: int) -> None:
+    """Supervised learning on transcripts of the training problems, until the model begins to do what is wanted.
 
     Args:
+        lesson: what to show, and what to watch.
         folder: of the model.
-        warm_folder: where the model goes that has begun to.
+        warm_folder: where the model goes that has begun.
         prompts: training problems with their answers.
         seed: of the order of problems.
     """
@@ -82,20 +94,17 @@ def warm_up(folder: Path, warm_folder: Path, prompts: Sequence[Prompt], seed: in
     engine: TrainEngine = load_backend("offbeat.engine", "torch").create(settings)
     for step in range(WARMUP_MAX_STEPS):
         places = range(step * WARMUP_BATCH, (step + 1) * WARMUP_BATCH)
-        batch = [_solved(prompts[order(place)[1]], tokenizer) for place in places]
+        problems = [prompts[order(place)[1]] for place in places]
         if step % WARMUP_CHECK_STEPS == 0:
-            chance = fmean(math.exp(logprobs.sum()) for logprobs in engine.logprobs(batch))
+            wanted = [lesson.wanted(problem, tokenizer) for problem in problems]
+            chance = fmean(math.exp(logprobs.sum()) for logprobs in engine.logprobs(wanted))
             if step % 50 == 0:
-                print(f"warm-up step {step}: a right answer has probability {chance:.3f}, until {WARMUP_CHANCE}")
-            if chance >= WARMUP_CHANCE:
+                print(f"warm-up step {step}: what is wanted has probability {chance:.3f}, until {lesson.enough}")
+            if chance >= lesson.enough:
                 break
+        shown = [lesson.transcripts[at % len(lesson.transcripts)] for at in range(len(problems))]
+        batch = [show(problem, tokenizer) for show, problem in zip(shown, problems, strict=True)]
         engine.forward_backward(batch, sft_loss)
         engine.step()
     engine.save_weights(warm_folder)
     engine.close()
-
-
-def _solved(prompt: Prompt, tokenizer: Tokenizer) -> TrainSequence:
-    [answer] = tokenizer.encode([prompt.answer or ""], add_special_tokens=False)
-    ids = np.concatenate([prompt.ids, answer, [tokenizer.eos_id]]).astype(np.int32)
-    return TrainSequence(ids=ids, loss_mask=np.arange(len(ids)) >= len(prompt.ids))

@@ -11,6 +11,7 @@ from grpo_async_app._groups import SampledGroup, load_groups
 from grpo_async_app._interrupt import run_interruptible
 from grpo_async_app._journal import Journal
 from grpo_async_app._preflight import Preflight
+from grpo_async_app._rollouts import Rollouts
 from offbeat_async_policy import AsyncPolicy, LoopSummary, run_loop
 from offbeat_run import Checkpoint, RunFolder
 from offbeat_types import RunFolderError
@@ -46,7 +47,8 @@ def evaluate(preflight: Preflight, log_folder: Path) -> Validation:
     async def once() -> Validation:
         async with fleet:
             await fleet.start()
-            return await validate(fleet, preflight.config, preflight.held_out, 0)
+            rollouts = Rollouts(preflight.config, fleet, preflight.template)
+            return await validate(rollouts, fleet.rollout_names, preflight.config, preflight.held_out, 0)
 
     return run_interruptible(once(), fleet.kill)
 
@@ -84,6 +86,7 @@ async def _train(session: _Session, fleet: Fleet) -> LoopSummary:
                 run=run,
                 journal=journal,
                 groups=session.groups,
+                template=preflight.template,
             )
             summary = await run_loop(session.policy, backend)
             if session.policy.ended_early:

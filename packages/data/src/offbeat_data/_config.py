@@ -13,14 +13,16 @@ class SourceConfig:
     path: str = setting(
         REQUIRED,
         "A .jsonl or .parquet file, a folder of them, a folder written by datasets' save_to_disk, "
-        "reasoning-gym:TASK, or arithmetic:DIGITS.",
+        "reasoning-gym:TASK, verifiers:NAME, arithmetic:DIGITS (sums) or products:DIGITS.",
     )
     split: str = setting(
         "train", "Split to read where path holds several: a saved DatasetDict, or files such as train-*.parquet."
     )
     num_items: int = setting(0, "Items to draw or read at most; 0: all of a file, 1000 of a generator.", "items", ge=0)
     seed: int = setting(0, "Seed of what a generator draws, of what is held out, and of the order.", ge=0)
-    task_options: dict[str, Any] = setting({}, "Options of the reasoning-gym task, such as {min_terms = 2}.")
+    task_options: dict[str, Any] = setting(
+        {}, "Options of the reasoning-gym task, such as {min_terms = 2}; arguments of the verifiers environment."
+    )
 
     eval_path: str = setting("", "Held-out data, in any form path takes; empty: hold out eval_size items of path.")
     eval_split: str = setting(

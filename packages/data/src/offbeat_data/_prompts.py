@@ -135,9 +135,11 @@ class _PromptBuilder:
                 f"{source}, row {number}: the prompt is a list of chat messages: set data.chat_template to auto"
             )
         messages = with_system(as_messages(value, number, source), self.config.system_prompt)
-        template = self.tokenizer.require_template()
+        template, options = self.tokenizer.require_template(), self.config.template_options
+        if isinstance(tools := row.get("tools"), list) and tools:
+            options = {"tools": tools, **options}
         try:
-            chat = template.render(messages, add_generation_prompt=True, options=self.config.template_options)
+            chat = template.render(messages, add_generation_prompt=True, options=options)
         except DataError as error:
             raise DataError(f"{source}, row {number}: {error}") from error
         return chat.text, True

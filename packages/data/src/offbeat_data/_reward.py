@@ -1,11 +1,8 @@
 """Rewards: a prompt and a completion to a number."""
 
 import difflib
-import importlib
 import logging
 import math
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,6 +11,7 @@ from offbeat_data._answers import last_boxed, last_in_tag, last_match, last_numb
 from offbeat_data._prompts import Prompt
 from offbeat_data._reasoning_gym import import_reasoning_gym, score_entry
 from offbeat_data._reward_config import RewardConfig
+from offbeat_data._user_function import find_function
 from offbeat_types import BackendError, ConfigError, DataError, OffbeatError
 
 Scorer = Callable[[Prompt, str], float | None]
@@ -180,7 +178,7 @@ _SCORERS: Final[dict[str, Callable[[RewardConfig], Scorer]]] = {
 
 def _function_scorer(name: str, config: RewardConfig) -> Scorer:
     """A user's `function(prompt: Prompt, completion: str, **options) -> float`."""
-    function, options = _find_function(name), config.function_options.get(name, {})
+    function, options = find_function("reward", name), config.function_options.get(name, {})
 
     def score(prompt: Prompt, completion: str) -> float:
         try:
@@ -206,23 +204,3 @@ def _finite(name: str, value: Any, index: int) -> float:
             f"({type(value).__name__})"
         )
     return number
-
-
-def _find_function(name: str) -> Callable[..., Any]:
-    """Import `module:function`, looking in the working folder too, as a script beside it would."""
-    module_name, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ConfigError(
-            f"reward {name}: importing {module_name} failed: {type(error).__name__}: {error}; "
-            f"Python looks in the working folder {os.getcwd()} and in what is installed"
-        ) from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        near = difflib.get_close_matches(attribute, vars(module), n=3)
-        advice = f"; nearest: {', '.join(near)}" if near else ""
-        raise ConfigError(f"reward {name}: {module_name} has no function {attribute!r}{advice}")
-    return function  # type: ignore[no-any-return]

@@ -50,9 +50,14 @@ class RewardConfig:
         return {self.name: 1.0} if self.name else self.weights
 
     @property
+    def is_set(self) -> bool:
+        """Whether any reward is named."""
+        return bool(self.name or self.weights)
+
+    @property
     def needs_answer(self) -> bool:
         """Whether prompts must have a reference answer."""
-        return not NEEDS_ANSWER.isdisjoint(self.all_weights)
+        return self.is_set and not NEEDS_ANSWER.isdisjoint(self.all_weights)
 
     def check(self) -> None:
         """Find what is wrong with these settings before anything starts.

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offbeat_data._arithmetic import draw_additions
+from offbeat_data._arithmetic import draw_additions, draw_products
 from offbeat_data._config import SourceConfig
 from offbeat_data._files import Row, read_rows, refuse_split
 from offbeat_data._order import permutation
 from offbeat_data._reasoning_gym import draw_entries
+from offbeat_data._verifiers import draw_rows
 from offbeat_types import ConfigError, DataError
 
 _DEFAULT_DRAWS = 1000
+_PROBLEMS = {"arithmetic": draw_additions, "products": draw_products}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,10 @@ def read_sources(config: SourceConfig, question: Callable[[Row], Any]) -> RowSet
         DataError, ConfigError, BackendError: see `read_rows`, `draw_entries`, `draw_additions`.
     """
     if not config.path:
-        raise ConfigError("data.path is empty: name a file, a folder, reasoning-gym:TASK or arithmetic:DIGITS")
+        raise ConfigError(
+            "data.path is empty: name a file, a folder, reasoning-gym:TASK, verifiers:NAME, arithmetic:DIGITS or "
+            "products:DIGITS"
+        )
     train, held_out = _read_apart(config) if config.eval_path or config.eval_split else _read_once(config)
 
     def key(row: Row) -> str:
@@ -72,12 +77,12 @@ def _read_apart(config: SourceConfig) -> tuple[list[Row], list[Row]]:
 def _read_once(config: SourceConfig) -> tuple[list[Row], list[Row]]:
     """Training rows, and as many held-out rows of the same source as the configuration wants."""
     drawn = _draw(config, config.path, config.split, config.num_items, config.eval_size, config.seed)
-    return drawn or _hold_out(config, read_rows(_as_path(config.path), config.split, config.num_items))
+    return drawn or _hold_out(config, _read(config, config.path, config.split, config.num_items))
 
 
 def _read_one(config: SourceConfig, path: str, split: str, limit: int, seed: int) -> list[Row]:
     drawn = _draw(config, path, split, limit, 0, seed)
-    return drawn[0] if drawn else read_rows(_as_path(path), split, limit)
+    return drawn[0] if drawn else _read(config, path, split, limit)
 
 
 def _draw(
@@ -85,15 +90,23 @@ def _draw(
 ) -> tuple[list[Row], list[Row]] | None:
     """Training and held-out rows of a generator; None when path is none."""
     scheme, colon, name = path.partition(":")
-    if not colon or scheme not in ("arithmetic", "reasoning-gym"):
+    if not colon or scheme not in (*_PROBLEMS, "reasoning-gym"):
         return None
     refuse_split(path, split)
     num_train = num_train or _DEFAULT_DRAWS
-    if scheme == "arithmetic":
-        train, held_out = draw_additions(num_train, num_held_out, seed=seed, digits=_digits(name))
+    if scheme in _PROBLEMS:
+        train, held_out = _PROBLEMS[scheme](num_train, num_held_out, seed=seed, digits=_digits(scheme, name))
         return list(train), list(held_out)
     rows = draw_entries(name, num_items=num_train + num_held_out, seed=seed, options=config.task_options)
     return rows[:num_train], rows[num_train:]
+
+
+def _read(config: SourceConfig, path: str, split: str, limit: int) -> list[Row]:
+    """Rows of a file or folder, or of the data that an environment of verifiers brings."""
+    scheme, _, name = path.partition(":")
+    if scheme == "verifiers":
+        return draw_rows(name, split=split, options=config.task_options)[: limit or None]
+    return read_rows(_as_path(path), split, limit)
 
 
 def _hold_out(config: SourceConfig, rows: list[Row]) -> tuple[list[Row], list[Row]]:
@@ -108,9 +121,9 @@ def _hold_out(config: SourceConfig, rows: list[Row]) -> tuple[list[Row], list[Ro
     return [row for at, row in enumerate(rows) if at not in chosen], held_out
 
 
-def _digits(name: str) -> int:
+def _digits(scheme: str, name: str) -> int:
     if not name.isdecimal():
-        raise ConfigError(f"data.path: arithmetic:DIGITS needs a number of digits, such as arithmetic:2; got {name!r}")
+        raise ConfigError(f"data.path: {scheme}:DIGITS needs a number of digits, such as {scheme}:2; got {name!r}")
     return int(name)
 
 

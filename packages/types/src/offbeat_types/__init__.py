@@ -56,6 +56,7 @@ from offbeat_types._training import (
     TrainSequence,
     merge_metrics,
 )
+from offbeat_types._trajectory import Reply, Trajectory, TrajectoryEnd
 
 __all__ = [
     "INSTALL_LINES",
@@ -82,6 +83,7 @@ __all__ = [
     "OffbeatError",
     "PauseMode",
     "PeerFailedError",
+    "Reply",
     "RolloutCapabilities",
     "RolloutEngine",
     "RolloutEngineConfig",
@@ -95,6 +97,8 @@ __all__ = [
     "TrainEngineConfig",
     "TrainEngineSettings",
     "TrainSequence",
+    "Trajectory",
+    "TrajectoryEnd",
     "UserError",
     "VersionSegment",
     "WeightProof",

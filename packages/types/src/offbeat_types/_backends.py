@@ -8,7 +8,7 @@ from offbeat_types._errors import BackendError
 INSTALL_LINES: Final = {
     ("offbeat.rollout", "torch"): "pip install offbeat-rollout-torch",
     ("offbeat.rollout", "vllm"): 'pip install "offbeat-rollout-vllm[engine]"',
-    ("offbeat.rollout", "trtllm"): 'pip install "offbeat-rollout-trtllm[engine]"',
+    ("offbeat.rollout", "trtllm"): "pip install offbeat-rollout-trtllm, in the container of TensorRT-LLM",
     ("offbeat.engine", "torch"): "pip install offbeat-engine-torch",
     ("offbeat.engine", "megatron"): 'pip install "offbeat-engine-megatron[engine]"',
     ("offbeat.launcher", "local"): "pip install offbeat-cluster",

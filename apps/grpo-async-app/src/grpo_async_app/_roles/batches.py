@@ -11,7 +11,7 @@ import torch
 
 from grpo_async_app._groups import SampledGroup
 from offbeat_objectives import AlgorithmConfig, compute_advantages, correct_rollouts, kl_per_token
-from offbeat_types import Completion, Floats, Metrics, TrainEngine, TrainSequence
+from offbeat_types import Floats, Metrics, TrainEngine, TrainSequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class TrainBatch:
     """Sequences to train on, in group order.
 
     Args:
-        sequences: one per completion.
+        sequences: one per trajectory.
         groups: for each sequence, the place of its group among the groups of the update.
         metrics: of the batch as a whole.
     """
@@ -33,15 +33,17 @@ def build_batch(groups: list[SampledGroup], config: AlgorithmConfig, engine: Tra
     """Turn groups into sequences with every extra the loss reads.
 
     Args:
-        groups: scored, no completion aborted.
+        groups: scored, nothing in them aborted.
         config: section `algorithm`.
         engine: asked for log-probabilities where the algorithm needs them.
     """
-    samples = [(place, group, number) for place, group in enumerate(groups) for number in range(len(group.completions))]
-    completions = [group.completions[number] for _, group, number in samples]
-    plain = [_sequence(group, group.completions[number]) for _, group, number in samples]
-    lengths_S = torch.tensor([len(completion.ids) for completion in completions])
-    packed: dict[str, Floats] = {"rollout_logprobs": np.concatenate([each.logprobs for each in completions])}
+    samples = [
+        (place, group, number) for place, group in enumerate(groups) for number in range(len(group.trajectories))
+    ]
+    trajectories = [group.trajectories[number] for _, group, number in samples]
+    plain = [each.to_sequence(group.prompt_ids) for each, (_, group, _) in zip(trajectories, samples, strict=True)]
+    lengths_S = torch.tensor([trajectory.num_tokens for trajectory in trajectories])
+    packed: dict[str, Floats] = {"rollout_logprobs": np.concatenate([each.logprobs for each in trajectories])}
     metrics: Metrics = {}
     if config.needs_train_logprobs:
         packed["old_logprobs"] = _loss_values(plain, engine.logprobs(plain))
@@ -95,11 +97,6 @@ def _advantages(
         kl_N=kl_N,
         greedy_rewards_S=greedy_S,
     ).numpy()
-
-
-def _sequence(group: SampledGroup, completion: Completion) -> TrainSequence:
-    ids = np.concatenate([group.prompt_ids, completion.ids]).astype(np.int32)
-    return TrainSequence(ids=ids, loss_mask=np.arange(len(ids)) >= len(group.prompt_ids))
 
 
 def _loss_values(sequences: list[TrainSequence], values: list[Floats]) -> Floats:

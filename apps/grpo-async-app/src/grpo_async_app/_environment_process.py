@@ -1,0 +1,107 @@
+"""The driver's side of the environments: calls with a deadline, and a new process for one that is gone or stuck."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator
+from typing import Any
+
+from offbeat_cluster import ActorHandle, Launcher, RoleSpec
+from offbeat_data import EnvironmentFailedError, Prompt, RewardScore
+from offbeat_types import DeadlineError, OffbeatError, PeerFailedError
+
+GRACE_S = 10.0
+"""The role ends a step that takes too long. It gives others back the time that one has blocked it; so twice the time
+of a step and this without an answer mean that the whole process is stuck."""
+
+ABANDON_S = 1.0
+"""How long to wait while telling the process that an episode is over: nothing depends on it."""
+
+
+class EnvironmentProcess:
+    """The role `environment-0`. It is started again when it is called after its end.
+
+    Args:
+        launcher: starts it.
+        spec: of the role.
+        step_timeout_s: for one answer of an environment.
+    """
+
+    def __init__(self, launcher: Launcher, spec: RoleSpec, step_timeout_s: float) -> None:
+        self._launcher, self._spec, self._deadline_s = launcher, spec, 2 * step_timeout_s + GRACE_S
+        self._handle: ActorHandle | None = None
+        self._starting = asyncio.Lock()
+        self._numbers = itertools.count()
+
+    async def start(self) -> ActorHandle:
+        """Start the process unless it runs.
+
+        Raises:
+            OffbeatError: it cannot be started.
+        """
+        async with self._starting:
+            if self._handle is None or not self._handle.alive:
+                self._handle = await self._launcher.start(self._spec)
+            return self._handle
+
+    @contextlib.asynccontextmanager
+    async def episode(self, prompt: Prompt) -> AsyncIterator["Episode"]:
+        """An episode about a prompt, ended when the block is left, however it is left.
+
+        Raises:
+            EnvironmentFailedError: its environment failed; also from the methods of the episode.
+        """
+        episode = Episode(self, next(self._numbers))
+        try:
+            await self.call("reset", episode.number, prompt)
+            yield episode
+        finally:
+            if not episode.is_finished:
+                await self._abandon(episode.number)
+
+    async def call(self, method: str, *args: Any, returns: Any = None) -> Any:
+        """Call the role.
+
+        Raises:
+            EnvironmentFailedError: the environment failed, took too long, or was lost with the process.
+        """
+        handle = self._handle if self._handle is not None and self._handle.alive else await self.start()
+        try:
+            return await handle.call(method, *args, returns=returns, deadline_s=self._deadline_s)
+        except DeadlineError as error:
+            # It blocks, and with it every episode of the process: this one, which sees it first, and others with it.
+            handle.kill()
+            await handle.wait_dead()
+            raise EnvironmentFailedError("timed_out", str(error)) from error
+        except PeerFailedError as error:
+            raise EnvironmentFailedError("lost", f"{error.peer}: {error.reason}") from error
+
+    async def _abandon(self, number: int) -> None:
+        if self._handle is not None and self._handle.alive:
+            with contextlib.suppress(OffbeatError):  # it is over in any case
+                await self._handle.call("abandon", number, deadline_s=ABANDON_S)
+
+
+class Episode:
+    """One episode, as the driver sees it.
+
+    Attributes:
+        number: of the episode.
+        is_finished: nothing is left to be ended.
+    """
+
+    def __init__(self, process: EnvironmentProcess, number: int) -> None:
+        self._process, self.number, self.is_finished = process, number, False
+
+    async def step(self, text: str) -> list[dict[str, Any]] | None:
+        """See `Environment.step`."""
+        answer: list[dict[str, Any]] | None = await self._process.call(
+            "step", self.number, text, returns=list[dict[str, Any]] | None
+        )
+        return answer
+
+    async def finish(self) -> RewardScore | None:
+        """End the episode; see `Environment.reward`."""
+        score: RewardScore | None = await self._process.call("finish", self.number, returns=RewardScore | None)
+        self.is_finished = True
+        return score

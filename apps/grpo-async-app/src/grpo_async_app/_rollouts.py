@@ -1,0 +1,131 @@
+"""Samples of one prompt, scored: a completion each or, where there is an environment, an episode each."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import count
+
+from grpo_async_app._config import GrpoConfig
+from grpo_async_app._fleet import Fleet
+from grpo_async_app._gathering import all_or_first_error
+from offbeat_data import EnvironmentFailedError, EpisodeLimits, Prompt, TurnTemplate, play_episode
+from offbeat_types import Completion, GenerateRequest, Ids, Trajectory
+
+TURN_SEEDS = 1 << 36
+"""Turn t draws with the seed of its sample plus t times this: far beyond the seeds of other groups."""
+
+Busy = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredTrajectory:
+    """One sample and what it was worth.
+
+    Args:
+        trajectory: one turn without an environment.
+        reward: its reward.
+        parts: the reward's parts, for the log.
+    """
+
+    trajectory: Trajectory
+    reward: float
+    parts: dict[str, float]
+
+
+class Rollouts:
+    """Samples and scores on the fleet.
+
+    Args:
+        config: of the run.
+        fleet: started.
+        template: puts an environment's words into tokens; None where the run has no environment.
+        busy: wraps each use of the rollout engine it is called with.
+
+    Attributes:
+        failures: episodes left out because their environment failed, by reason.
+        last_failure: the latest of them, in words.
+    """
+
+    def __init__(
+        self, config: GrpoConfig, fleet: Fleet, template: TurnTemplate | None, busy: Busy = lambda _: nullcontext()
+    ) -> None:
+        self._fleet, self._template, self._busy = fleet, template, busy
+        self._deadline_s = config.async_.group_deadline_s
+        self._limits = EpisodeLimits.of(config.environment, config.rollout.max_tokens)
+        self.failures: Counter[str] = Counter()
+        self.last_failure = ""
+
+    async def sample(self, name: str, prompt: Prompt, request: GenerateRequest) -> list[ScoredTrajectory]:
+        """Sample and score.
+
+        Args:
+            name: of the rollout engine.
+            prompt: what the samples are of.
+            request: for the first turn of all of them.
+
+        Returns:
+            In order; fewer than asked for where environments failed, which is counted.
+
+        Raises:
+            PeerFailedError: the engine died; it is being started again.
+        """
+        if self._template is None:
+            completions = await self._generate(name, request)
+            scores = await self._fleet.score(prompt, [completion.text for completion in completions])
+            return [
+                ScoredTrajectory(trajectory=Trajectory.of(completion), reward=score.value, parts=score.parts)
+                for completion, score in zip(completions, scores, strict=True)
+            ]
+        # All samples begin with one request, so that an engine computes their prompt once; then each goes its own way.
+        max_tokens = min(request.params.max_tokens, self._limits.max_tokens)
+        request = replace(request, params=replace(request.params, max_tokens=max_tokens))
+        first = asyncio.ensure_future(self._generate(name, request))
+        try:
+            play = [self._play(name, prompt, request, index, first) for index in range(request.num_samples)]
+            return [sample for sample in await all_or_first_error(play) if sample is not None]
+        finally:
+            first.cancel()
+
+    async def _play(
+        self, name: str, prompt: Prompt, request: GenerateRequest, index: int, first: Awaitable[list[Completion]]
+    ) -> ScoredTrajectory | None:
+        """One episode; None when its environment failed."""
+        assert self._template is not None
+        assert self._fleet.environment is not None
+        turns = count()
+
+        async def sample(context_ids: Ids, max_tokens: int) -> Completion:
+            turn = next(turns)
+            if not turn:
+                return (await asyncio.shield(first))[index]
+            [completion] = await self._generate(name, _later_turn(request, context_ids, index, turn, max_tokens))
+            return completion
+
+        try:
+            async with self._fleet.environment.episode(prompt) as episode:
+                trajectory = await play_episode(prompt.ids, sample, episode.step, self._template, self._limits)
+                score = await episode.finish()
+        except EnvironmentFailedError as error:
+            self.failures[error.reason] += 1
+            self.last_failure = str(error)
+            return None
+        if score is None:
+            [score] = await self._fleet.score(prompt, [trajectory.turns[-1].text])
+        return ScoredTrajectory(trajectory=trajectory, reward=score.value, parts=score.parts)
+
+    async def _generate(self, name: str, request: GenerateRequest) -> list[Completion]:
+        with self._busy(name):
+            return await self._fleet.generate(name, request, self._deadline_s)
+
+
+def _later_turn(request: GenerateRequest, context_ids: Ids, index: int, turn: int, max_tokens: int) -> GenerateRequest:
+    """The request for one more turn of one sample."""
+    params = request.params
+    seed = None if params.seed is None else params.seed + index + turn * TURN_SEEDS
+    return GenerateRequest(
+        request_id=f"{request.request_id}-{index}-{turn}",
+        prompt_ids=context_ids,
+        params=replace(params, max_tokens=max_tokens, seed=seed),
+    )

@@ -1,0 +1,138 @@
+"""The tokens between two of the model's turns: what ends its words, what it is told, and what lets it speak again.
+
+A conversation grows by tokens and is never rendered or encoded as a whole again: the next prompt is the prompt before,
+the tokens sampled after it, and these. Rendering the whole anew would change it, for a model samples token sequences
+that its tokenizer would not choose, and templates trim what they are given.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from offbeat_data._chat_template import ChatTemplate, Message
+from offbeat_data._columns import as_text
+from offbeat_data._config import SourceConfig
+from offbeat_data._prompts import uses_template
+from offbeat_data._tokenizer import Tokenizer
+from offbeat_types import Completion, DataError, Ids, ModelError, Reply
+
+_SAID: Final = "\ufdd2"
+"""Stands for the model's words: a Unicode noncharacter, which no text holds."""
+_QUESTION: Final[Message] = {"role": "user", "content": "?"}
+
+
+class TurnTemplate:
+    """Turns what an environment says into the tokens that follow the model's.
+
+    Args:
+        tokenizer: of the model.
+        config: the `data` section: whether the chat template is used, and with which options.
+
+    Raises:
+        ModelError, ConfigError: see `uses_template`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, config: SourceConfig) -> None:
+        self._tokenizer, self._options = tokenizer, config.template_options
+        self._template = tokenizer.require_template() if uses_template(config, tokenizer) else None
+        self._checked: set[tuple[str, ...]] = set()
+        control = "|".join(re.escape(text) for text in sorted(tokenizer.special_texts) if text)
+        self._control = re.compile(control or "(?!)")
+
+    def reply_ids(self, said_ids: Ids, messages: Sequence[Message]) -> Ids:
+        """Tokens to put after the model's.
+
+        Args:
+            said_ids: [T] int32, tokens of the turn as sampled; the end token is not repeated when they hold it.
+            messages: what the environment says, with `role` and `content`. Control tokens in the content are taken
+                out: a tool that returns "<|im_end|>" must not end a turn.
+
+        Returns:
+            [R] int32. Without a chat template, the contents as plain text.
+
+        Raises:
+            ModelError: the template renders what was said before differently once there is a reply to it.
+            DataError: the template refuses the messages.
+        """
+        plain = [{**message, "content": self._without_control(message.get("content"))} for message in messages]
+        if self._template is None:
+            text = "".join(message["content"] for message in plain)
+        else:
+            self.check([str(message.get("role")) for message in plain])
+            text = self._render(self._template, _SAID, plain).partition(_SAID)[2]
+        [ids] = self._tokenizer.encode([text], add_special_tokens=False)
+        has_ended = len(ids) and len(said_ids) and ids[0] == said_ids[-1]
+        return ids[1:] if has_ended else ids
+
+    def reply(self, completion: Completion, messages: Sequence[Message]) -> Reply:
+        """What the model reads after a turn of its own. Raises as `reply_ids`."""
+        words = "".join(f"\n[{message.get('role')}] {_text_content(message.get('content'))}\n" for message in messages)
+        return Reply(ids=self.reply_ids(completion.ids, messages), text=words)
+
+    def _without_control(self, content: Any) -> str:
+        text, before = _text_content(content), ""
+        while text != before:  # what is left may be a control token again
+            text, before = self._control.sub("", text), text
+        return text
+
+    def _render(self, template: ChatTemplate, said: str, replies: Sequence[Message]) -> str:
+        """The text of a question, of what the model says to it, and of the replies, up to where it speaks again."""
+        conversation = [_QUESTION, {"role": "assistant", "content": said}, *replies]
+        return template.render(conversation, add_generation_prompt=True, options=self._options).text
+
+    def check(self, roles: Sequence[str]) -> None:
+        """Refuse a template that goes back on what the model has read and said.
+
+        Args:
+            roles: of the messages that follow a turn of the model, such as ["tool"].
+
+        Raises:
+            ModelError: it renders a turn differently once such messages follow.
+            DataError: it refuses such messages.
+        """
+        if self._template is None or tuple(roles) in self._checked:
+            return
+        opening = self._template.render([_QUESTION], add_generation_prompt=True, options=self._options).text
+        replies = [{"role": role, "content": "?"} for role in roles]
+        said = _probe(self._template, opening)
+        if not self._render(self._template, said, replies).startswith(opening + said):
+            raise ModelError(_complaint(self._tokenizer.source, roles, opening, said))
+        self._checked.add(tuple(roles))
+
+
+def extend(context_ids: Ids, *parts: Ids) -> Ids:
+    """The context of the next turn: [P] int32 of the turns so far."""
+    return np.concatenate([context_ids, *parts]).astype(np.int32, copy=False)
+
+
+def _probe(template: ChatTemplate, opening: str) -> str:
+    """What a model may say: plain words, with thoughts before them where the template knows of thoughts."""
+    if "</think>" not in template.source or opening.rstrip().endswith("</think>"):
+        return _SAID
+    begin = "" if opening.rstrip().endswith("<think>") else "<think>\n"
+    return f"{begin}{_SAID}\n</think>\n\n{_SAID}"
+
+
+def _text_content(content: Any) -> str:
+    """The text of a message's content, which may be a list of parts.
+
+    Raises:
+        DataError: a part that is no text.
+    """
+    if not isinstance(content, list):
+        return "" if content is None else as_text(content)
+    if wrong := [part for part in content if not isinstance(part, Mapping) or "text" not in part]:
+        raise DataError(f"an environment may say texts only: got a part {wrong[0]!r:.80}")
+    return "".join(str(part["text"]) for part in content)
+
+
+def _complaint(source: str, roles: Sequence[str], opening: str, said: str) -> str:
+    what = "drops or moves thoughts" if "think" in said else "changes the opening or the words"
+    return (
+        f"the chat template of {source} {what} of a turn once a message of role {' and '.join(roles)} follows it, so "
+        f"the model would be trained on another conversation than it is used in (its turns open with "
+        f"{opening[-40:]!r}): put a chat_template.jinja into that folder that keeps earlier turns as they are, or let "
+        f"the environment answer in another role, such as tool"
+    )
