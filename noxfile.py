@@ -71,12 +71,20 @@ def install(session: nox.Session, venv: Path, *what: str | Path, fresh: bool = F
 
 
 def install_workspace(session: nox.Session, venv: Path) -> None:
-    """Install every package in editable form, with all its extras, and the tools for tests and linting."""
+    """Install every package in editable form, with its light extras, and the tools for tests and linting."""
     editable = [
-        f"--editable={package.folder}" + (f"[{','.join(package.extras)}]" if package.extras else "")
+        f"--editable={package.folder}" + (f"[{','.join(package.light_extras)}]" if package.light_extras else "")
         for package in PACKAGES
     ]
     install(session, venv, *editable, "--group=dev")
+
+
+def engine_environment(session: nox.Session, package: Package) -> Path:
+    """An environment with the package, the engine it adapts and what its tests need; its bin folder."""
+    venv = NOX / f"{package.key}-engine"
+    own = f"--editable={package.folder}[{package.engine_extra}]"
+    install(session, venv, own, f"--editable={ROOT / 'packages' / 'testing'}", "--group=test")
+    return venv / "bin"
 
 
 def shared_environment(session: nox.Session) -> Path:
@@ -88,9 +96,11 @@ def shared_environment(session: nox.Session) -> Path:
     return venv / "bin"
 
 
-def pytest(session: nox.Session, name: str, *arguments: str | Path, **extra: str | None) -> Path:
-    """Run pytest with a hard limit per test; the JUnit file it wrote."""
-    bin_folder = shared_environment(session)
+def pytest(
+    session: nox.Session, name: str, *arguments: str | Path, bin_folder: Path | None = None, **extra: str | None
+) -> Path:
+    """Run pytest with a hard limit per test, in the shared environment or another; the JUnit file it wrote."""
+    bin_folder = bin_folder or shared_environment(session)
     junit = NOX / "junit" / f"{name}.xml"
     limits = [f"--timeout={PER_TEST_TIMEOUT_S}", f"--junitxml={junit}", "--durations=5", "--durations-min=2"]
     workers = ["-n2"] if name in TWO_WORKERS else []
@@ -143,16 +153,25 @@ def lock_check(session: nox.Session) -> None:
     run(session, shared_environment(session) / "python", "tools/lock.py", "--check")
 
 
+TESTED: Final = [
+    *[nox.param(package, False, id=package.key) for package in PACKAGES if (package.folder / "tests").is_dir()],
+    *[nox.param(package, True, id=f"{package.key}+engine") for package in PACKAGES if package.engine_tests.is_dir()],
+]
+
+
 @nox.session(tags=["cpu"])
-@nox.parametrize("package", by_package([package for package in PACKAGES if (package.folder / "tests").is_dir()]))
-def test(session: nox.Session, package: Package) -> None:
-    """Tests of one package or application."""
+@nox.parametrize("package, engine", TESTED)
+def test(session: nox.Session, package: Package, engine: bool) -> None:
+    """Tests of one package or application; "+engine": those on the real engine that it adapts."""
+    if engine:
+        bin_folder = engine_environment(session, package)
+        pytest(session, f"{package.key}-engine", package.engine_tests, bin_folder=bin_folder)
+        return
     folder = package.folder / "tests"
     others = [f"--ignore={tests.folder}" for tests in HARDWARE if tests.package == package]
-    extra: dict[str, str | None] = {}
-    if package.key == "run":
-        extra["OFFBEAT_CHROMIUM"] = chromium(session)
-    pytest(session, package.key, folder, *others, **extra)
+    others += [f"--ignore={package.engine_tests}"] * package.engine_tests.is_dir()
+    browser = chromium(session) if package.key == "run" else None
+    pytest(session, package.key, folder, *others, OFFBEAT_CHROMIUM=browser)
 
 
 def chromium(session: nox.Session) -> str | None:

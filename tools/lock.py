@@ -26,7 +26,8 @@ from workspace import ROOT, packages
 
 LOCK_NAME: Final = "requirements.lock"
 HEADER: Final = """\
-# Made by `nox -s lock`: every third-party version of the workspace, with hashes and without addresses.
+# Made by `nox -s lock`: every third-party version of the workspace, with hashes and without addresses. Extras that
+# exclude each other are all in it: not every line can be installed beside every other.
 # Do not edit. The same versions stand in pyproject.toml, where `uv run` and `uv sync` read them.
 """
 PINS_START: Final = "# >>> pins: written by tools/lock.py, do not edit"
@@ -83,6 +84,40 @@ def hashes_of(lock: str) -> dict[str, set[str]]:
     return hashes
 
 
+def excluded_extras(pyproject: str) -> list[list[str]]:
+    """Which extras to leave out, export by export, so that each is in one: `[tool.uv] conflicts` in pyproject.toml."""
+    rivals = [
+        {side["extra"] for side in conflict}
+        for conflict in tomllib.loads(pyproject).get("tool", {}).get("uv", {}).get("conflicts", [])
+    ]
+    if not rivals:
+        return [[]]
+    names = sorted(set().union(*rivals))
+    return [sorted({other for group in rivals if name in group for other in group - {name}}) for name in names]
+
+
+def merged(exports: Sequence[str]) -> str:
+    """One lock of several exports that differ in their extras.
+
+    Raises:
+        LockError: a version with two sets of files.
+    """
+    markers: dict[str, list[str]] = {}
+    hashes: dict[str, list[str]] = {}
+    for export in exports:
+        for block in re.split(r"\n(?=[a-z0-9])", export.strip()):
+            first, *rest = block.splitlines()
+            pin, _, marker = first.removesuffix(" \\").partition(" ; ")
+            markers.setdefault(pin, []).append(marker)
+            if hashes.setdefault(pin, rest) != rest:
+                raise LockError(f"{pin} has other files in another export: {rest} and {hashes[pin]}")
+    lines = []
+    for pin in sorted(markers, key=lambda each: each.split("==")):
+        marker = "" if "" in markers[pin] else " or ".join(sorted(set(markers[pin])))
+        lines += [pin + (f" ; {marker}" if marker else "") + " \\", *hashes[pin]]
+    return "\n".join(lines) + "\n"
+
+
 def with_pins(pyproject: str, pins: Sequence[str]) -> str:
     """The text of pyproject.toml with its block of pins replaced."""
     if not PINS_BLOCK.search(pyproject):
@@ -108,23 +143,28 @@ def resolve(pins: Sequence[str], root: Path = ROOT) -> str:
             target = clone / package.folder.relative_to(root)
             target.mkdir(parents=True)
             shutil.copy(package.folder / "pyproject.toml", target)
-        for command in (("uv", "lock", "--quiet"), EXPORT):
-            done = _run_uv(command, clone, environment)
-            if done.returncode:
-                raise LockError(f"uv finds no versions that fit together:\n{done.stderr.strip()}")
-    if "://" in done.stdout:
+        _run_uv(("uv", "lock", "--quiet"), clone, environment)
+        exports = [
+            _run_uv((*EXPORT, *(f"--no-extra={extra}" for extra in excluded)), clone, environment)
+            for excluded in excluded_extras((clone / "pyproject.toml").read_text())
+        ]
+    export = exports[0] if len(exports) == 1 else merged(exports)
+    if "://" in export:
         raise LockError("uv export wrote an address; remove index settings from the workspace's pyproject.toml")
-    return done.stdout
+    return export
 
 
-def _run_uv(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def _run_uv(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> str:
     try:
-        return subprocess.run(
+        done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=UV_TIMEOUT_S
         )
     except subprocess.TimeoutExpired as error:
         asked = " ".join(command[:2])
         raise LockError(f"{asked} gave no answer for {UV_TIMEOUT_S:g} s; is the registry reachable?") from error
+    if done.returncode:
+        raise LockError(f"uv finds no versions that fit together:\n{done.stderr.strip()}")
+    return done.stdout
 
 
 def write(lock: str, root: Path = ROOT) -> None:

@@ -69,6 +69,21 @@ class Package:
         return dict(self.metadata["project"].get("optional-dependencies", {}))
 
     @property
+    def engine_extra(self) -> str:
+        """The extra that brings the engine it adapts: `engine-cpu` where the engine has a build for CPUs."""
+        return "engine-cpu" if "engine-cpu" in self.extras else "engine"
+
+    @property
+    def light_extras(self) -> list[str]:
+        """Extras that fit beside all others: an engine wants an environment of its own."""
+        return [name for name in self.extras if name.partition("-")[0] != "engine"]
+
+    @property
+    def engine_tests(self) -> Path:
+        """Folder of the tests that run on the real engine."""
+        return self.folder / "tests" / "engine"
+
+    @property
     def requirements(self) -> list[str]:
         """Requirements it has always, and those of its extras."""
         return [*self.dependencies, *(one for extra in self.extras.values() for one in extra)]

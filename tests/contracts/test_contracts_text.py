@@ -23,9 +23,11 @@ ONE_PLATFORM_FOLDERS = ("docs", "packages/npu", "tests/contracts")
 OWN_MEMORY = (
     "torch hands out its flight recorder with stacks as a pickle of this process's own memory; nothing is read or sent"
 )
+ENGINES_FORM = "TensorRT-LLM 1.2 takes handles over HTTP as a pickle only; it is written, never read"
 UNSAFE_LOADING_ALLOWED: dict[str, str] = {
     "packages/dist/src/offbeat_dist/liveness/_flight_recorder.py": OWN_MEMORY,
     "packages/testing/src/offbeat_testing/_ranks/_collectives.py": OWN_MEMORY,
+    "packages/rollout-trtllm/src/offbeat_rollout_trtllm/_handles.py": ENGINES_FORM,
 }
 
 

@@ -54,6 +54,28 @@ def test_hashes_belong_to_their_version() -> None:
     assert lock.hashes_of(EXPORT)["anyio==4.16.0"] == {"sha256:aa", "sha256:bb"}
 
 
+def test_extras_that_exclude_each_other_are_exported_apart() -> None:
+    sides = ", ".join(f'{{ package = "one", extra = "{extra}" }}' for extra in ("gpu", "cpu", "tpu"))
+    assert lock.excluded_extras(f"[tool.uv]\nconflicts = [[{sides}]]\n") == [
+        ["gpu", "tpu"],
+        ["cpu", "tpu"],
+        ["cpu", "gpu"],
+    ]
+    assert lock.excluded_extras(PYPROJECT) == [[]]
+
+
+def test_exports_are_merged_line_by_line() -> None:
+    here = "anyio==4.16.0 ; sys_platform == 'linux' \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\n"
+    there = "zstd==1.0 \\\n    --hash=sha256:ff\n"
+    assert lock.merged([EXPORT, EXPORT]) == EXPORT
+    assert (
+        lock.merged([there, EXPORT, here])
+        == EXPORT.replace("'emscripten'", "'emscripten' or sys_platform == 'linux'") + there
+    )
+    with pytest.raises(lock.LockError, match=r"torch==2.13.0 has other files"):
+        lock.merged([EXPORT, EXPORT.replace("sha256:ee", "sha256:00")])
+
+
 def test_both_files_are_written_and_agree(workspace_folder: Path) -> None:
     lock.write(EXPORT, workspace_folder)
     assert lock.committed_pins(workspace_folder) == PINS

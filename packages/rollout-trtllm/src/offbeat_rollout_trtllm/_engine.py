@@ -1,0 +1,267 @@
+"""The engine as the rest of offbeat sees it."""
+
+import asyncio
+import time
+from contextlib import aclosing, suppress
+from typing import ClassVar, Final, Self
+
+import numpy as np
+
+from offbeat_rollout_trtllm._handles import open_cuda_handles
+from offbeat_rollout_trtllm._in_flight import InFlight
+from offbeat_rollout_trtllm._links import EngineLink
+from offbeat_rollout_trtllm._loading import OpenHandles, WeightLoader
+from offbeat_rollout_trtllm._local_link import LocalLink
+from offbeat_rollout_trtllm._model_folder import ModelFolder
+from offbeat_rollout_trtllm._options import TrtllmOptions
+from offbeat_rollout_trtllm._samples import Sample
+from offbeat_rollout_trtllm._sampling import check_params, to_engine_params
+from offbeat_rollout_trtllm._server_link import ServerLink
+from offbeat_rollout_trtllm._versions import Release, find_release
+from offbeat_types import (
+    Completion,
+    ConfigError,
+    DataError,
+    DeadlineError,
+    EngineHealth,
+    GenerateRequest,
+    OffbeatError,
+    PauseMode,
+    PeerFailedError,
+    RolloutCapabilities,
+    RolloutEngineConfig,
+    WeightProof,
+    WeightStream,
+    WeightSyncError,
+)
+
+PAUSED: Final = "paused"
+LOADING: Final = "loading"
+WAKE_TAGS: Final = ("weights", "kv_cache")
+FIRST_PAUSE_S: Final = 0.05
+
+
+class TrtllmRolloutEngine:
+    """Samples completions with TensorRT-LLM. Make it with `create`.
+
+    Args:
+        config: the common settings.
+        link: the engine.
+        release: its version's entry in the table.
+        open_handles: how this process names tensors to the engine's workers.
+    """
+
+    capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
+        pause_modes=("abort", "wait"), sleep_levels=(1, 2), shares_prompt_prefix=True
+    )
+
+    def __init__(
+        self, config: RolloutEngineConfig, link: EngineLink, release: Release, open_handles: OpenHandles
+    ) -> None:
+        self._config, self._options = config, TrtllmOptions.parse(config.options)
+        self._link, self._release, self._folder = link, release, ModelFolder(config.model_path)
+        self._tokenizer, self._eos_ids = self._folder.tokenizer(), self._folder.eos_ids()
+        fp8 = self._options.weights == "fp8_blocks"
+        if fp8 and self._folder.has_vision:
+            raise ConfigError("weights = fp8_blocks is for models of language alone, and this one has a vision_config")
+        self._loader = WeightLoader(
+            link, self._folder, open_handles, bucket_bytes=self._options.bucket_bytes, fp8_blocks=fp8
+        )
+        self._in_flight = InFlight()
+        self._version, self._closed = 0, False
+        self._asleep: set[str] = set()
+
+    @classmethod
+    async def create(cls, config: RolloutEngineConfig, *, open_handles: OpenHandles = open_cuda_handles) -> Self:
+        """Start the engine, or connect to one that runs.
+
+        Raises:
+            BackendError: TensorRT-LLM is not installed, or of a version that is not supported.
+            ConfigError: an option that cannot be.
+            ModelError: the model folder is missing or corrupt.
+            PeerFailedError: no server at the address given.
+        """
+        options = TrtllmOptions.parse(config.options)
+        ModelFolder(config.model_path).tokenizer()  # before minutes pass
+        link: EngineLink
+        if options.server:
+            link = ServerLink(options.server, deadline_s=options.call_deadline_s)
+        else:
+            link = await LocalLink.start(config, options)
+        release = find_release(await link.version_of_engine(), allow_unlisted=options.allow_unlisted_version)
+        engine = cls(config, link, release, open_handles)
+        engine._version = await link.served_version() or 0
+        return engine
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        """See `RolloutEngine`. Samples of a group are requests of their own, each with its seed.
+
+        Raises:
+            DataError: the prompt is empty, holds unknown ids, or leaves no room.
+            ConfigError: a sampling parameter that cannot be.
+            WeightSyncError: an update failed half way, and no whole one has come since.
+            PeerFailedError: the engine's server died.
+        """
+        self._check(request)
+        async with self._in_flight.request(request.request_id) as aborted:
+            samples = [self._sample(request, index, aborted) for index in range(request.num_samples)]
+            results = await asyncio.gather(*samples, return_exceptions=True)
+        for each in results:
+            if isinstance(each, BaseException):
+                raise each
+        return [each for each in results if isinstance(each, Completion)]
+
+    async def _sample(self, request: GenerateRequest, index: int, aborted: asyncio.Event) -> Completion:
+        sample = Sample(request.params, self._eos_ids, self._tokenizer)
+        async with self._in_flight.sampling(aborted) as may_sample:
+            if may_sample:
+                await self._follow(request, index, sample, aborted)
+        return sample.completion()
+
+    async def _follow(self, request: GenerateRequest, index: int, sample: Sample, aborted: asyncio.Event) -> None:
+        """Take the engine's tokens until the sample ends, or is told to."""
+        self._check_awake()
+        sample_id = f"{request.request_id}/{index}"
+        room = self._config.max_model_len - len(request.prompt_ids)
+        params = to_engine_params(
+            request.params,
+            index=index,
+            eos_ids=self._eos_ids,
+            max_tokens=min(request.params.max_tokens, room),
+            allow_cut=self._options.allow_cut_sampling,
+        )
+        ending = asyncio.create_task(self._end_when(aborted, sample_id))
+        try:
+            stream = self._link.stream(sample_id, np.asarray(request.prompt_ids).tolist(), params)
+            async with aclosing(stream) as deltas:
+                async for delta in deltas:
+                    self._in_flight.num_tokens += sample.add(delta)
+                    self._version = max(self._version, delta.version)
+                    if sample.ended:
+                        break
+        finally:
+            ending.cancel()
+
+    async def _end_when(self, aborted: asyncio.Event, sample_id: str) -> None:
+        """Tell the engine, again and again: the sample may not have got there yet."""
+        await aborted.wait()
+        pause_s = FIRST_PAUSE_S
+        with suppress(PeerFailedError, DeadlineError):  # an engine that has gone shows in the sample's own stream
+            while True:
+                await self._link.abort(sample_id)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, 1.0)
+
+    def _check(self, request: GenerateRequest) -> None:
+        if self._closed:
+            raise OffbeatError("the engine is closed: make a new one")
+        check_params(request.params, allow_cut=self._options.allow_cut_sampling)
+        ids, vocab_size = np.asarray(request.prompt_ids), self._folder.vocab_size
+        if ids.ndim != 1 or not len(ids):
+            raise DataError(f"request {request.request_id!r}: a prompt needs at least one token, in one dimension")
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            raise DataError(
+                f"request {request.request_id!r}: prompt ids must be in [0, {vocab_size}), got {ids.min()} to "
+                f"{ids.max()}; was it made with another tokenizer?"
+            )
+        if len(ids) >= self._config.max_model_len:
+            raise DataError(
+                f"request {request.request_id!r}: the prompt has {len(ids)} tokens and max_model_len is "
+                f"{self._config.max_model_len}; raise max_model_len or filter long prompts"
+            )
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise OffbeatError(f"the engine has released {', '.join(sorted(self._asleep))}: wake it first")
+
+    async def abort(self, request_id: str) -> None:
+        """See `RolloutEngine`."""
+        self._in_flight.abort(request_id)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutEngine`.
+
+        Raises:
+            DeadlineError: what is in flight does not end.
+        """
+        if mode not in self.capabilities.pause_modes:
+            raise ConfigError(f"pause mode must be one of {', '.join(self.capabilities.pause_modes)}, got {mode!r}")
+        self._in_flight.shut(PAUSED)
+        if mode == "abort":
+            for request_id in self._in_flight.request_ids:
+                self._in_flight.abort(request_id)
+        await self._in_flight.drained("rollout.pause", self._options.call_deadline_s)
+
+    async def resume(self) -> None:
+        """See `RolloutEngine`."""
+        self._in_flight.open(PAUSED)
+
+    async def update_weights(self, stream: WeightStream, version: int) -> WeightProof:
+        """See `RolloutEngine`. What is in flight ends first, under the old weights; what comes waits.
+
+        Raises:
+            WeightSyncError: see `WeightLoader.load`; the engine then refuses to serve.
+            DeadlineError: what is in flight does not end.
+        """
+        if stream.version != version:
+            raise WeightSyncError(f"the stream holds version {stream.version}, and {version} was asked for")
+        self._in_flight.shut(LOADING)
+        try:
+            await self._in_flight.drained("rollout.update_weights", self._options.call_deadline_s)
+            proof = await self._loader.load(stream, version)
+            self._version = version
+            return proof
+        finally:
+            self._in_flight.open(LOADING)
+
+    async def sleep(self, level: int) -> None:
+        """See `RolloutEngine`. After level 2 the engine refuses to serve until it has weights again."""
+        if level not in self.capabilities.sleep_levels:
+            raise ConfigError(f"sleep level must be one of {self.capabilities.sleep_levels}, got {level!r}")
+        if self._in_flight.num_running:
+            raise OffbeatError(f"{self._in_flight.num_running} samples are in flight: pause before you sleep")
+        parts = {"kv_cache"} if level == 1 else set(WAKE_TAGS)
+        if level > 1:
+            await self._link.begin_weights()  # what memory holds after it is taken again is not to be served
+        await self._link.release(self._tags(parts - self._asleep))
+        self._asleep |= parts
+
+    async def wake(self, tags: tuple[str, ...] = ()) -> None:
+        """See `RolloutEngine`. Released keys and values are gone, so the engine forgets that it had them."""
+        if unknown := set(tags) - set(WAKE_TAGS):
+            raise ConfigError(f"wake knows the tags {' and '.join(WAKE_TAGS)}, got {', '.join(sorted(unknown))}")
+        parts = self._asleep & set(tags or WAKE_TAGS)
+        if parts:
+            await self._link.resume(self._tags(parts))
+        if "kv_cache" in parts:
+            await self._link.reset_prefix_cache()
+        self._asleep -= parts
+
+    def _tags(self, parts: set[str]) -> list[str]:
+        release = self._release
+        return [
+            *(release.weight_tags if "weights" in parts else ()),
+            *(release.cache_tags if "kv_cache" in parts else ()),
+        ]
+
+    async def health(self) -> EngineHealth:
+        """See `RolloutEngine`."""
+        counts = self._in_flight
+        return EngineHealth(
+            version=self._version,
+            num_running=counts.num_running,
+            num_waiting=counts.num_waiting,
+            num_tokens=counts.num_tokens,
+            busy_s=counts.busy_s,
+            uptime_s=time.monotonic() - counts.started_s,
+        )
+
+    async def close(self) -> None:
+        """See `RolloutEngine`. Closing twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        for request_id in self._in_flight.request_ids:
+            self._in_flight.abort(request_id)
+        await self._in_flight.drained("rollout.close", self._options.call_deadline_s)
+        await self._link.close()

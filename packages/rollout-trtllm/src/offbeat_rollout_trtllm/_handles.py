@@ -1,0 +1,101 @@
+"""Handles: how a tensor in this process's memory is named so that the engine's workers can open it."""
+
+import base64
+import pickle
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import xxhash
+from torch import Tensor
+
+from offbeat_types import WeightSyncError
+
+
+class Packed(NamedTuple):
+    """Handles of some tensors. The engine may open them as long as `tensors` live.
+
+    Args:
+        text: what the engine's worker decodes.
+        checksum: of names and bytes, see `tensors_checksum`.
+        tensors: the memory behind the handles.
+    """
+
+    text: str
+    checksum: str
+    tensors: tuple[Tensor, ...]
+
+
+class HandleFormat(Protocol):
+    """Makes handles for the worker on one device."""
+
+    device_id: str
+
+    def pack(self, tensors: Sequence[tuple[str, Tensor]]) -> Packed:
+        """Make the handles of named tensors, copying to the device what is not there."""
+        ...
+
+
+class CudaHandles:
+    """CUDA IPC handles, in the one form that TensorRT-LLM 1.2 reads over HTTP.
+
+    `update_weights` in tensorrt_llm/llmapi/rlhf_utils.py unpickles a list of (name, (function, arguments)), allows
+    builtins and torch's modules, and puts its own device in the place of argument 6. We write pickle and never read it.
+
+    Args:
+        device: index of the CUDA device on which the replica's worker of this rank runs.
+
+    Raises:
+        WeightSyncError: there is no such device.
+    """
+
+    def __init__(self, device: int) -> None:
+        if not torch.cuda.is_available() or device >= torch.cuda.device_count():
+            raise WeightSyncError(f"handles need the CUDA device {device}: here are {torch.cuda.device_count()}")
+        self.device_id = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        self._device = torch.device("cuda", device)
+
+    def pack(self, tensors: Sequence[tuple[str, Tensor]]) -> Packed:
+        """Make the handles of named tensors."""
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        reduce: Any = reduce_tensor
+        there = [(name, tensor.detach().to(self._device).contiguous()) for name, tensor in tensors]
+        torch.cuda.current_stream(self._device).synchronize()
+        text = encode_handles([(name, reduce(tensor)) for name, tensor in there])
+        return Packed(text, tensors_checksum(there), tuple(tensor for _, tensor in there))
+
+
+def encode_handles(handles: list[tuple[str, Any]]) -> str:
+    """Base64 of a pickle: what TensorRT-LLM 1.2 asks for.
+
+    Args:
+        handles: name, and what `reduce_tensor` made: (function, arguments).
+    """
+    return base64.b64encode(pickle.dumps(handles)).decode()
+
+
+def open_cuda_handles(device_ids: Sequence[str]) -> list[HandleFormat]:
+    """Handles for every worker of a replica whose devices this process sees.
+
+    Raises:
+        WeightSyncError: a worker's device is not visible here.
+    """
+    seen = [CudaHandles(index) for index in range(torch.cuda.device_count())]
+    by_id: dict[str, HandleFormat] = {each.device_id: each for each in seen}
+    for device_id in device_ids:
+        if device_id not in by_id:
+            raise WeightSyncError(
+                f"the engine computes on {device_id}, and this process sees {', '.join(by_id) or 'no device'}: weights "
+                "by handle need the same GPUs; run this process with all of the engine's visible"
+            )
+    return [by_id[device_id] for device_id in device_ids]
+
+
+def tensors_checksum(tensors: Sequence[tuple[str, Tensor]]) -> str:
+    """16 hex digits over names, dtypes, shapes and bytes: equal where the same tensors are held in the same order."""
+    hasher = xxhash.xxh3_64()
+    for name, tensor in tensors:
+        hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        hasher.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest()

@@ -1,0 +1,195 @@
+"""An engine in this process: TensorRT-LLM's AsyncLLM, whose workers are Ray actors."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Final, Self
+
+from offbeat_rollout_trtllm._links import Delta
+from offbeat_rollout_trtllm._model_folder import FP8_QUANTIZATION
+from offbeat_rollout_trtllm._options import TrtllmOptions
+from offbeat_rollout_trtllm._surface import import_engine
+from offbeat_rollout_trtllm._versions import Release, find_release
+from offbeat_types import BackendError, ConfigError, DeadlineError, RolloutEngineConfig, WeightSyncError
+
+WORKER: Final = "offbeat_rollout_trtllm.worker.WorkerExtension"
+
+
+def engine_arguments(config: RolloutEngineConfig, options: TrtllmOptions, release: Release) -> dict[str, Any]:
+    """Arguments of AsyncLLM, but the cache's.
+
+    The sampler is TRTLLMSampler: it honours a request's seed, and its log-probabilities are those at the temperature
+    used; those of 1.2's default sampler are at temperature 1.
+
+    Raises:
+        ConfigError: an argument is given that the adapter sets itself.
+    """
+    sleep_name, sleep_value = release.sleep_argument
+    arguments: dict[str, Any] = {
+        "model": config.model_path,
+        "dtype": config.dtype,
+        "tensor_parallel_size": options.tensor_parallel,
+        "trust_remote_code": config.trust_remote_code,
+        "skip_tokenizer_init": True,
+        "max_batch_size": config.max_running,
+        "max_seq_len": config.max_model_len,
+        "sampler_type": "TRTLLMSampler",
+        "ray_worker_extension_cls": WORKER,
+        sleep_name: sleep_value,
+    }
+    if options.weights == "fp8_blocks":
+        # The folder's weights are not in FP8: the engine starts on none, and the first update brings them.
+        arguments |= {"model_kwargs": {"quantization_config": dict(FP8_QUANTIZATION)}, "load_format": "dummy"}
+    if ours := sorted(arguments.keys() & options.engine_args.keys() - {"max_batch_size", "max_seq_len"}):
+        raise ConfigError(f"engine_args must leave {', '.join(ours)} to the adapter: set them by their own options")
+    return arguments | options.engine_args
+
+
+class LocalLink:
+    """Generates and loads through an AsyncLLM that has been started. Make it with `start`.
+
+    Args:
+        llm: AsyncLLM.
+        sampling_params: TensorRT-LLM's class SamplingParams.
+        version: TensorRT-LLM's version.
+    """
+
+    def __init__(self, llm: Any, sampling_params: Any, version: str) -> None:
+        self.llm, self._sampling_params, self._engine_version = llm, sampling_params, version
+        self._running: dict[str, Any] = {}
+        self.version = 0
+        self.loading = False
+
+    @classmethod
+    async def start(cls, config: RolloutEngineConfig, options: TrtllmOptions) -> Self:
+        """Start the engine and its workers.
+
+        Raises:
+            BackendError: TensorRT-LLM is not installed, or of a version that is not supported.
+            DeadlineError: the workers do not come.
+        """
+        package = import_engine()
+        release = find_release(str(package.__version__), allow_unlisted=options.allow_unlisted_version)
+        llmapi = import_engine("tensorrt_llm.llmapi")
+        cache = {
+            "enable_block_reuse": options.reuse_blocks,
+            "free_gpu_memory_fraction": options.kv_cache_fraction,
+            **({"dtype": "fp8"} if options.fp8_kv_cache else {}),
+        }
+        arguments = engine_arguments(config, options, release)
+        llm = package.AsyncLLM(**arguments, kv_cache_config=llmapi.KvCacheConfig(**cache))
+        try:
+            async with asyncio.timeout(options.start_deadline_s):
+                await llm
+        except TimeoutError as error:
+            llm.shutdown()
+            raise DeadlineError(
+                "AsyncLLM", "TensorRT-LLM's workers", options.start_deadline_s, "see Ray's log"
+            ) from error
+        link = cls(llm, llmapi.SamplingParams, str(package.__version__))
+        link.loading = options.weights == "fp8_blocks"
+        return link
+
+    async def version_of_engine(self) -> str:
+        """TensorRT-LLM's version."""
+        return self._engine_version
+
+    async def served_version(self) -> int | None:
+        """Policy version it serves; None while it holds no whole set of weights."""
+        return None if self.loading else self.version
+
+    async def device_ids(self) -> list[str]:
+        """The device of each worker."""
+        return [str(each) for each in await self._on_workers("weights_device")]
+
+    async def stream(
+        self, sample_id: str, prompt_ids: Sequence[int], params: Mapping[str, Any]
+    ) -> AsyncGenerator[Delta, None]:
+        """Generate one sample.
+
+        Raises:
+            WeightSyncError: it holds no whole set of weights.
+            BackendError: the engine left out a log-probability.
+        """
+        if self.loading:
+            raise WeightSyncError("the engine holds no whole set of weights: send a whole update")
+        version, taken, ended = self.version, 0, ""
+        result = self.llm.generate_async(list(prompt_ids), self._sampling_params(**params), streaming=True)
+        self._running[sample_id] = result
+        try:
+            async for step in result:
+                output = step.outputs[0]
+                ids = [int(token) for token in output.token_ids[taken:]]
+                logprobs = _chosen_logprobs(ids, output.logprobs or [], taken)
+                taken += len(ids)
+                reason = output.stop_reason if isinstance(output.stop_reason, int) else None
+                ended = output.finish_reason or ""
+                yield Delta(ids, logprobs, version, ended, reason)
+        finally:
+            self._running.pop(sample_id, None)
+            if not ended:  # nobody listens any more, and the engine would go on
+                result.abort()
+
+    async def abort(self, sample_id: str) -> None:
+        """End a sample now."""
+        if (result := self._running.get(sample_id)) is not None:
+            result.abort()
+
+    async def supports_partial_loading(self) -> bool:
+        """Whether every worker can load some of the model's tensors at a time."""
+        return all(await self._on_workers("supports_partial_loading"))
+
+    async def begin_weights(self) -> None:
+        """Refuse to generate until `finish_weights`."""
+        self.loading = True
+        await self._on_workers("begin_weights")
+
+    async def update_weights(self, handles: Mapping[str, str]) -> None:
+        """Load the tensors behind the handles of each device."""
+        self.loading = True
+        await self._on_workers("update_weights", dict(handles))
+
+    async def weight_arrivals(self) -> dict[str, list[str]]:
+        """For each device a checksum of each flush since `begin_weights`, as its worker opened it."""
+        return {device: list(checksums) for device, checksums in await self._on_workers("weight_arrivals")}
+
+    async def finish_weights(self, version: int) -> None:
+        """Make the weights ready, which also forgets cached keys and values, and serve `version`."""
+        await self._on_workers("update_weights", None)
+        self.version, self.loading = version, False
+
+    async def release(self, tags: Sequence[str]) -> None:
+        """Give memory back."""
+        await self.llm.release(list(tags))
+
+    async def resume(self, tags: Sequence[str]) -> None:
+        """Take memory again."""
+        await self.llm.resume(list(tags))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached keys and values."""
+        await self._on_workers("reset_prefix_cache")
+
+    async def close(self) -> None:
+        """Shut the engine down."""
+        await asyncio.to_thread(self.llm.shutdown)
+
+    async def _on_workers(self, method: str, *args: Any) -> list[Any]:
+        answers: list[Any] = await self.llm.collective_rpc(method, args=args)
+        return answers
+
+
+def _chosen_logprobs(ids: Sequence[int], entries: Sequence[Any], start: int) -> list[float]:
+    """The log-probability of each token; the engine gives a number, or a table that must hold the token."""
+    chosen = []
+    for number, token in enumerate(ids, start):
+        entry = entries[number] if number < len(entries) else None
+        if isinstance(entry, Mapping):
+            entry = entry.get(token)
+        value = getattr(entry, "logprob", entry)
+        if value is None:
+            raise BackendError(
+                f"TensorRT-LLM gave no log-probability for token {token} (number {number}): it must run with "
+                "sampler_type TRTLLMSampler"
+            )
+        chosen.append(float(value))
+    return chosen

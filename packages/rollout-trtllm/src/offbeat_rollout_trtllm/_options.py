@@ -1,0 +1,46 @@
+"""What a user may set of this engine beyond the common settings."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Self, get_origin
+
+from offbeat_types import METADATA_KEY, ConfigError, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrtllmOptions:
+    """Extras of this engine, given as `RolloutEngineConfig.options`."""
+
+    server: str = setting("", "host:port of a running engine; empty: the engine runs in this process.")
+    tensor_parallel: int = setting(1, "GPUs of one replica.", ge=1)
+    kv_cache_fraction: float = setting(0.6, "Share of the free GPU memory for keys and values.", gt=0, le=0.95)
+    reuse_blocks: bool = setting(True, "Keep keys and values of prompts that come again.")
+    weights: str = setting(
+        "as_stored", "as_stored, or fp8_blocks: 128 x 128 blocks in e4m3.", choices=("as_stored", "fp8_blocks")
+    )
+    fp8_kv_cache: bool = setting(False, "Hold keys and values in FP8.")
+    bucket_bytes: int = setting(512 << 20, "Weights handed over at once.", "bytes", ge=64)
+    allow_cut_sampling: bool = setting(
+        False, "Allow top_p, top_k and min_p: log-probabilities are then those before the cut."
+    )
+    allow_unlisted_version: bool = setting(False, "Try a version of TensorRT-LLM that is not in the table.")
+    start_deadline_s: float = setting(900.0, "For the engine to start.", "s", gt=0)
+    call_deadline_s: float = setting(300.0, "For each answer of the engine.", "s", gt=0)
+    engine_args: dict[str, Any] = setting({}, "Arguments of TensorRT-LLM's AsyncLLM, passed through.")
+
+    @classmethod
+    def parse(cls, options: dict[str, Any]) -> Self:
+        """Check names, types and bounds.
+
+        Raises:
+            ConfigError: whatever is wrong.
+        """
+        known = {field.name: field for field in fields(cls)}
+        for name, value in options.items():
+            if name not in known:
+                raise ConfigError(f"rollout-trtllm has no option {name!r}; it has {', '.join(known)}")
+            wanted: Any = get_origin(known[name].type) or known[name].type
+            if not (type(value) is wanted or (wanted is float and type(value) is int)):
+                raise ConfigError(f"option {name} of rollout-trtllm must be {wanted.__name__}, got {value!r}")
+            if complaint := known[name].metadata[METADATA_KEY].complaint(value):
+                raise ConfigError(f"option {name} of rollout-trtllm must be {complaint}, got {value!r}")
+        return cls(**options)

@@ -1,0 +1,12 @@
+"""The class that TensorRT-LLM mixes into its workers by name; only they import it."""
+
+from typing import Any
+
+from offbeat_rollout_trtllm._surface import import_engine
+from offbeat_rollout_trtllm._worker_updates import ProvenUpdates
+
+_Base: Any = import_engine("tensorrt_llm.llmapi.rlhf_utils").WorkerExtension
+
+
+class WorkerExtension(ProvenUpdates, _Base):  # type: ignore[misc]  # TensorRT-LLM is not installed where we check types
+    """Loads weights from handles, and says what it opened."""

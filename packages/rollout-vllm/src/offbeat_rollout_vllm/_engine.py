@@ -1,0 +1,343 @@
+"""The engine as the rest of offbeat sees it: async methods over vLLM in one of its two forms."""
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from offbeat_rollout_vllm._environment import remove_shared_memory
+from offbeat_rollout_vllm._flights import Flight, Flights, draw_seed, duplicate
+from offbeat_rollout_vllm._folders import ModelFolder
+from offbeat_rollout_vllm._form_choice import choose_form
+from offbeat_rollout_vllm._options import VllmRolloutOptions
+from offbeat_rollout_vllm._sampling import check_request, vllm_params
+from offbeat_rollout_vllm._update import WeightLoader
+from offbeat_rollout_vllm._versions import installed_engine, is_cpu_build, supported_version
+from offbeat_rollout_vllm._workers import Workers
+from offbeat_types import (
+    Completion,
+    ConfigError,
+    DeadlineError,
+    EngineHealth,
+    GenerateRequest,
+    OffbeatError,
+    PauseMode,
+    PeerFailedError,
+    RolloutCapabilities,
+    RolloutEngineConfig,
+    WeightProof,
+    WeightStream,
+    WeightSyncError,
+)
+
+CLOSE_DEADLINE_S: Final = 60.0
+MIB: Final = 1 << 20
+logger = logging.getLogger(__name__)
+
+
+class VllmRolloutEngine:
+    """vLLM, in this process or in processes of its own. Make it with `create`."""
+
+    capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
+        pause_modes=("abort", "wait", "keep"), shares_prompt_prefix=True
+    )
+
+    def __init__(self, config: RolloutEngineConfig) -> None:
+        name, version = installed_engine()
+        self._options, self.notices = VllmRolloutOptions.parse(config.options)
+        if not self._options.any_version:
+            supported_version(name, version)
+        for notice in self.notices:
+            logger.warning(notice)
+        path = Path(config.model_path).expanduser()
+        self._folder = ModelFolder.read(path)
+        self._config = replace(config, model_path=str(path))
+        self._form, num_workers = choose_form(self._config, self._options, is_cpu=is_cpu_build(name, version))
+        self._workers = Workers(self._form, num_workers, self._options.worker_deadline_s)
+        self._flights = Flights(self._folder.eos_ids)
+        self._held: list[Flight] = []
+        self._mode: PauseMode | None = None
+        self._asleep: set[str] = set()
+        self._frozen = self._updating = self._closed = False
+        self._unusable = self._broken = ""
+        self._version, self._started_s = 0, time.monotonic()
+
+    @classmethod
+    async def create(cls, config: RolloutEngineConfig) -> "VllmRolloutEngine":
+        """Load the model and start.
+
+        Raises:
+            BackendError: vLLM is not installed, or in a version that is not supported.
+            ModelError: the folder is missing or corrupt.
+            ConfigError: an option or device that cannot be.
+            DeadlineError: the engine did not start in time.
+        """
+        sleeps = not is_cpu_build(*installed_engine())
+        engine = (SleepingVllmRolloutEngine if sleeps else VllmRolloutEngine)(config)
+        await engine._start()
+        return engine
+
+    async def _start(self) -> None:
+        deadline_s = self._options.start_deadline_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                await asyncio.wrap_future(self._form.start(self._flights.push, self._fail))
+            self.workers = await asyncio.to_thread(self._workers.call, "describe")
+            self._check_device()
+        except BaseException as error:
+            # A start that takes too long goes on in its thread, which ends the engine as soon as it can.
+            await asyncio.to_thread(self._form.close, 0.0 if isinstance(error, TimeoutError) else CLOSE_DEADLINE_S)
+            if isinstance(error, TimeoutError):
+                advice = "raise options.start_deadline_s"
+                raise DeadlineError("rollout-vllm.start", "vLLM", deadline_s, advice) from error
+            if isinstance(error, OffbeatError) or not isinstance(error, Exception):
+                raise
+            raise ConfigError(f"vLLM did not start with these settings: {type(error).__name__}: {error}") from error
+        bucket_bytes = self._options.bucket_mb * MIB
+        self._loader = WeightLoader(self._workers, self._folder, bucket_bytes, self.workers[0]["dtype"])
+        self._started_s = time.monotonic()
+
+    def _check_device(self) -> None:
+        wanted, found = self._config.device.split(":")[0], self.workers[0]["device"].split(":")[0]
+        if wanted not in ("auto", found):
+            raise ConfigError(f"rollout.device is {self._config.device}, but this build of vLLM runs on {found}")
+
+    # Sampling
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        """See `RolloutEngine`.
+
+        Raises:
+            DataError: the prompt is empty, holds unknown ids, or leaves no room.
+            ConfigError: a sampling parameter that cannot be.
+            WeightSyncError: an update failed half way, and no whole one has come since.
+            PeerFailedError: vLLM failed.
+        """
+        check_request(request, self._folder.vocab_size, self._config.max_model_len)
+        if not request.num_samples:
+            return []
+        seed = request.params.seed
+        flight = Flight(request, draw_seed() if seed is None else seed)
+        try:
+            await self._owned(self._submit, flight)
+            await asyncio.wrap_future(flight.done)
+        except asyncio.CancelledError:
+            self._form.run(lambda: self._abort(request.request_id))
+            raise
+        return [sample.completion(self._form.decode) for sample in flight.samples]
+
+    async def _owned(self, function: Any, *arguments: Any) -> Any:
+        """Run in the thread that owns the engine."""
+        return await asyncio.wrap_future(self._form.run(lambda: function(*arguments)))
+
+    def _submit(self, flight: Flight) -> None:
+        """Give a request to the engine, or hold it while paused. In the owner's thread, like all that follows."""
+        name = flight.request.request_id
+        if name in self._flights or any(one.request.request_id == name for one in self._held):
+            raise duplicate(name)
+        self._refuse_if_broken()
+        if self._mode is not None or self._asleep:
+            self._held.append(flight)
+            return
+        if self._unusable:
+            raise WeightSyncError(f"the rollout engine has no usable weights: {self._unusable}; send a whole update")
+        prompt = np.asarray(flight.request.prompt_ids).tolist()
+        room = self._config.max_model_len - len(prompt)
+        self._flights.add(flight)
+        for sample in flight.samples:
+            seed = flight.first_seed + sample.index
+            params = vllm_params(flight.request.params, seed, self._folder.eos_ids, room)
+            try:
+                self._form.add(sample.sample_id, prompt, params)
+            except Exception as error:  # noqa: BLE001 - the boundary: whoever waits for the request learns of it
+                self._fail(sample.sample_id, error)
+                self._form.abort([one.sample_id for one in flight.samples[: sample.index]])
+                return
+
+    def _abort(self, request_id: str) -> None:
+        flight = self._flights.get(request_id)
+        if flight is not None:
+            self._form.abort([sample.sample_id for sample in flight.unfinished()])
+        for held in [one for one in self._held if one.request.request_id == request_id]:
+            self._held.remove(held)
+            held.done.set_result(None)
+
+    def _abort_all(self) -> None:
+        for flight in self._flights:
+            self._form.abort([sample.sample_id for sample in flight.unfinished()])
+
+    def _fail(self, sample_id: str, error: Exception) -> None:
+        """Take note that vLLM has failed: for one sample, or as a whole."""
+        failure = PeerFailedError("vLLM", f"{type(error).__name__}: {error}")
+        if not sample_id:
+            self._broken = str(failure)
+        self._flights.fail(sample_id, failure)
+
+    def _refuse_if_broken(self) -> None:
+        if reason := self._broken or self._workers.lost:
+            raise PeerFailedError("vLLM", f"{reason}; close this engine and make a new one")
+
+    async def abort(self, request_id: str) -> None:
+        """See `RolloutEngine`."""
+        await self._owned(self._abort, request_id)
+
+    # Pausing
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutEngine`."""
+        if mode not in self.capabilities.pause_modes:
+            raise ConfigError(f"pause mode must be one of {', '.join(self.capabilities.pause_modes)}, got {mode!r}")
+
+        def pause() -> Any:
+            self._mode = mode
+            if mode == "abort":
+                self._abort_all()
+            return self._flights.when_empty()
+
+        drained = await self._owned(pause)
+        if mode == "keep":
+            await self._freeze()
+        else:
+            await asyncio.wrap_future(drained)
+
+    async def resume(self) -> None:
+        """See `RolloutEngine`."""
+
+        def resume() -> None:
+            self._mode = None
+            held, self._held = self._held, []
+            for flight in held:
+                try:
+                    self._submit(flight)
+                except OffbeatError as error:
+                    flight.done.set_exception(error)
+
+        await self._thaw()
+        await self._owned(resume)
+
+    async def _freeze(self) -> None:
+        if not self._frozen:
+            await asyncio.wrap_future(self._form.freeze())
+            self._frozen = True
+
+    async def _thaw(self) -> None:
+        if self._frozen and not self._asleep:
+            await asyncio.wrap_future(self._form.thaw())
+            self._frozen = False
+
+    # Weights
+
+    async def update_weights(self, stream: WeightStream, version: int) -> WeightProof:
+        """See `RolloutEngine`. Samples in flight go on under the new weights, their cached keys and values dropped.
+
+        The stream is iterated in a thread of its own. When it fails after the first bucket was loaded the engine
+        refuses to serve until a whole update arrives, because weights are written in place.
+        """
+        self._refuse_if_broken()
+        if "weights" in self._asleep:
+            raise OffbeatError("the rollout engine sleeps without weights; call wake(('weights',)) first")
+        if self._updating:
+            raise OffbeatError("an update is under way; wait for it")
+        if stream.version != version:
+            raise WeightSyncError(f"update_weights: asked for version {version}, the stream holds {stream.version}")
+        self._updating = True
+        try:
+            await self._freeze()
+            proof = await self._load(stream, version)
+            if self._mode != "keep":
+                await self._thaw()
+            return proof
+        finally:
+            self._updating = False
+
+    async def _load(self, stream: WeightStream, version: int) -> WeightProof:
+        try:
+            proof = await asyncio.to_thread(self._loader.load, stream, version)
+            await asyncio.wrap_future(self._form.publish(version))
+        except BaseException as error:
+            if self._loader.touched:
+                await self._owned(self._spoil, f"the update to version {version} failed half way ({error})")
+            if self._mode != "keep":
+                await self._thaw()
+            raise
+        self._version, self._unusable = version, ""
+        return proof
+
+    def _spoil(self, reason: str) -> None:
+        """Weights of two versions are mixed: serve nothing until a whole update arrives."""
+        self._unusable = reason
+        self._abort_all()
+
+    async def sleep(self, level: int) -> None:
+        """See `RolloutEngine`. After level 2, `wake` needs an `update_weights` before anything is sampled."""
+        if level not in self.capabilities.sleep_levels:
+            levels = ", ".join(map(str, self.capabilities.sleep_levels)) or "none on this device"
+            raise ConfigError(f"sleep level must be one of: {levels}; got {level!r}")
+        await self._freeze()
+        await asyncio.wrap_future(self._form.sleep(level))
+        self._asleep = {"kv_cache", "weights"}
+        if level == 2:
+            self._unusable = "they were given back by sleep(2)"
+
+    async def wake(self, tags: tuple[str, ...] = ()) -> None:
+        """See `RolloutEngine`."""
+        if unknown := set(tags) - {"weights", "kv_cache"}:
+            raise ConfigError(f"wake knows the tags weights and kv_cache, got {', '.join(sorted(unknown))}")
+        if self._asleep:
+            await asyncio.wrap_future(self._form.wake(tags))
+            self._asleep -= set(tags or ("weights", "kv_cache"))
+            # Fully awake, vLLM's scheduler runs again: not before we say so.
+            await asyncio.wrap_future(self._form.freeze())
+            if self._unusable:
+                await self._owned(self._abort_all)
+        if self._mode is None:
+            await self.resume()
+
+    # Life
+
+    async def health(self) -> EngineHealth:
+        """See `RolloutEngine`."""
+        flights = self._flights
+        return EngineHealth(
+            version=self._version,
+            num_running=flights.num_running,
+            num_waiting=flights.num_waiting + sum(len(one.samples) for one in self._held),
+            num_tokens=flights.num_tokens,
+            busy_s=flights.busy_s,
+            uptime_s=time.monotonic() - self._started_s,
+        )
+
+    async def close(self) -> None:
+        """See `RolloutEngine`. Closing twice is fine.
+
+        Raises:
+            DeadlineError: vLLM's thread is stuck.
+        """
+        if not self._closed:
+            self._closed = True
+            try:
+                async with asyncio.timeout(CLOSE_DEADLINE_S):
+                    await self._owned(self._end_all)
+                    await asyncio.wrap_future(await self._owned(self._flights.when_empty))
+            except (OffbeatError, TimeoutError):
+                logger.debug("vLLM did not end its requests; closing it all the same")
+        if not await asyncio.to_thread(self._form.close, CLOSE_DEADLINE_S):
+            raise DeadlineError("rollout.close", "vLLM's thread", CLOSE_DEADLINE_S)
+        self._loader.close()
+        remove_shared_memory(self.workers[0]["shared_memory"])
+
+    def _end_all(self) -> None:
+        self._abort_all()
+        for flight in self._held:
+            flight.done.set_result(None)
+        self._held = []
+
+
+class SleepingVllmRolloutEngine(VllmRolloutEngine):
+    """vLLM on a device whose memory it can give back and take again."""
+
+    capabilities: ClassVar[RolloutCapabilities] = replace(VllmRolloutEngine.capabilities, sleep_levels=(1, 2))

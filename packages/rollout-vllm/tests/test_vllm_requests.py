@@ -1,0 +1,161 @@
+import numpy as np
+import pytest
+
+from offbeat_rollout_vllm._flights import Flight, Flights
+from offbeat_rollout_vllm._samples import Delta, Sample
+from offbeat_rollout_vllm._sampling import check_params, check_request, vllm_params
+from offbeat_types import ConfigError, DataError, GenerateRequest, SamplingParams, VersionSegment
+
+EOS = frozenset([2])
+
+
+def request(name="r", num_samples=1, **params):
+    return GenerateRequest(
+        request_id=name, prompt_ids=np.asarray([5, 6]), num_samples=num_samples, params=SamplingParams(**params)
+    )
+
+
+def sample(**params):
+    return Sample("r/0", request(**params), 0)
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"temperature": -1.0}, "temperature must be 0, or at least 0.01"),
+        ({"temperature": 0.001}, "temperature must be 0, or at least 0.01"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
+        ({"top_k": -1}, "top_k must be at least 0"),
+        ({"min_p": 2.0}, "min_p must be in"),
+        ({"stop": ("",)}, "not empty"),
+        ({"min_p": 0.1, "top_p": 0.9}, "use one of them"),
+    ],
+)
+def test_what_nobody_meant_is_refused(params, text):
+    with pytest.raises(ConfigError, match=text):
+        check_params(SamplingParams(**params))
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        ([], "at least one token"),
+        ([[1, 2]], "in one dimension"),
+        ([1, 50], r"must be in \[0, 50\), got 1 to 50"),
+        ([-1, 3], "got -1 to 3"),
+        ([1] * 20, "the prompt has 20 tokens and max_model_len is 20"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_is_refused(ids, text):
+    bad = GenerateRequest(request_id="r", prompt_ids=np.asarray(ids, np.int32))
+    with pytest.raises(DataError, match=text):
+        check_request(bad, 50, 20)
+    check_request(request(), 50, 20)
+
+
+def test_greedy_takes_no_cuts():
+    params = SamplingParams(temperature=0.0, top_p=0.5, top_k=3, min_p=0.1)
+    check_params(params)
+    assert not {"top_p", "top_k", "min_p"} & vllm_params(params, 1, EOS, 10).keys()
+
+
+def test_end_of_sequence_is_a_stop_token_unless_it_is_ignored():
+    params = SamplingParams(stop_token_ids=(9, 2))
+    assert vllm_params(params, 1, frozenset([2, 3]), 10)["stop_token_ids"] == [2, 3, 9]
+    ignoring = SamplingParams(stop_token_ids=(9,), ignore_eos=True)
+    assert vllm_params(ignoring, 1, frozenset([2, 3]), 10)["stop_token_ids"] == [9]
+    assert vllm_params(params, 1, EOS, 10)["ignore_eos"] is True
+
+
+def test_a_completion_never_leaves_the_room_there_is():
+    assert vllm_params(SamplingParams(max_tokens=256), 1, EOS, 10)["max_tokens"] == 10
+
+
+def test_seeds_that_differ_anywhere_differ_in_what_the_generator_reads():
+    seeds = [0, 1, 2, -1, 1 << 32, 1 << 40, (1 << 40) + 1, (1 << 63) - 1, 1 << 63]
+    found = [vllm_params(SamplingParams(), seed, EOS, 10)["seed"] for seed in seeds]
+    assert len({seed & 0xFFFFFFFF for seed in found}) == len(seeds)
+    assert all(0 <= seed < 1 << 63 for seed in found)
+
+
+def test_stop_strings_see_special_tokens_and_stay_in_the_text():
+    found = vllm_params(SamplingParams(stop=("<|im_end|>",)), 1, EOS, 10)
+    assert found["detokenize"]
+    assert found["include_stop_str_in_output"]
+    assert found["skip_special_tokens"] is False
+    assert not vllm_params(SamplingParams(), 1, EOS, 10)["detokenize"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "last", "params", "reason"),
+    [
+        ([7, 2], {"finish_reason": "stop"}, {}, "eos"),
+        ([7, 2], {"finish_reason": "stop"}, {"ignore_eos": True, "stop_token_ids": (2,)}, "stop"),
+        ([7, 9], {"finish_reason": "stop"}, {"stop_token_ids": (9,)}, "stop"),
+        ([7, 2], {"finish_reason": "stop", "stop_string": "ab"}, {}, "stop"),
+        ([7, 8], {"finish_reason": "length"}, {}, "length"),
+        ([7], {"finish_reason": "abort"}, {}, "aborted"),
+        ([7], {}, {}, "aborted"),
+    ],
+)
+def test_why_a_sample_ended(ids, last, params, reason):
+    one = sample(**params)
+    one.push(Delta(ids=ids, logprobs=[-1.0] * len(ids), version=3, **last), EOS)
+    completion = one.completion(lambda found: "-".join(map(str, found)))
+    assert completion.stop_reason == reason
+    assert completion.ids.tolist() == ids
+    assert completion.text == "-".join(map(str, ids))
+
+
+def test_segments_follow_the_label_of_each_step():
+    one = sample()
+    for version in (0, 0, 4, 4, 4, 6):
+        one.push(Delta(ids=[1], logprobs=[-1.0], version=version), EOS)
+    assert one.completion(str).segments == (
+        VersionSegment(version=0, num_tokens=2),
+        VersionSegment(version=4, num_tokens=3),
+        VersionSegment(version=6, num_tokens=1),
+    )
+
+
+def test_segments_that_come_at_the_end_are_taken_as_they_are():
+    one = sample()
+    one.push(Delta(ids=[1, 2], logprobs=[-1.0, -2.0]), EOS)
+    one.push(Delta(ids=[3], logprobs=[-3.0], spans=((0, 1), (5, 2)), finish_reason="length"), EOS)
+    assert [(segment.version, segment.num_tokens) for segment in one.completion(str).segments] == [(0, 1), (5, 2)]
+
+
+def test_counters_follow_samples_and_requests_return_when_all_have_ended():
+    flights = Flights(EOS)
+    empty = flights.when_empty()
+    assert empty.done()
+    flight = Flight(request(num_samples=2), 0)
+    flights.add(flight)
+    assert (flights.num_waiting, flights.num_running) == (2, 0)
+    flights.push("r/0", Delta(ids=[7], logprobs=[-1.0], version=0))
+    assert (flights.num_waiting, flights.num_running, flights.num_tokens) == (1, 1, 1)
+    flights.push("r/0", Delta(ids=[2], logprobs=[-1.0], version=0, finish_reason="stop"))
+    assert not flight.done.done()
+    drained = flights.when_empty()
+    flights.push("r/1", Delta(ids=(), logprobs=(), version=0, finish_reason="abort"))
+    assert flight.done.done()
+    assert drained.done()
+    assert (flights.num_waiting, flights.num_running) == (0, 0)
+    assert "r" not in flights
+    flights.push("r/1", Delta(ids=[1], logprobs=[-1.0], version=0))
+    assert flights.num_tokens == 2
+
+
+def test_a_failure_ends_one_request_or_all():
+    flights = Flights(EOS)
+    first, second, third = (Flight(request(name, num_samples=2), 0) for name in "abc")
+    for flight in (first, second, third):
+        flights.add(flight)
+    flights.push("b/0", Delta(ids=[1], logprobs=[-1.0], version=0))
+    flights.fail("b/1", ValueError("b"))
+    assert str(second.done.exception()) == "b"
+    assert not first.done.done()
+    flights.fail("", ValueError("all"))
+    assert str(first.done.exception()) == str(third.done.exception()) == "all"
+    assert (flights.num_waiting, flights.num_running) == (0, 0)

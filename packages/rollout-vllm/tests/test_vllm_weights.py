@@ -1,0 +1,173 @@
+"""The engine's side of a weight update, without an engine: replies, folders, shared memory, what no product shows."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import Future
+
+import pytest
+
+from offbeat_rollout_vllm._arena import Arena
+from offbeat_rollout_vllm._environment import environment, remove_shared_memory, start_variables
+from offbeat_rollout_vllm._folders import ModelFolder
+from offbeat_rollout_vllm._readback import tiny_elements
+from offbeat_rollout_vllm._workers import Workers
+from offbeat_testing import tiny_model
+from offbeat_types import DeadlineError, ModelError, PeerFailedError, RolloutEngineConfig, WeightSyncError
+
+
+class ScriptedWorkers:
+    """Answers as told; stands for vLLM's transport, which the tests in engine/ use for real."""
+
+    def __init__(self, *answers):
+        self.calls, self._answers = [], list(answers)
+
+    def call_workers(self, text, deadline_s):
+        self.calls.append(json.loads(text))
+        answer = self._answers.pop(0)
+        future = Future()
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result([json.dumps(one) if isinstance(one, dict) else one for one in answer])
+        return future
+
+
+def reply(rank, number=0, **rest):
+    return {"rank": rank, "number": number, **rest}
+
+
+def test_answers_come_by_rank():
+    form = ScriptedWorkers([reply(0, value="a"), reply(1, value="b")])
+    assert Workers(form, 2, 5.0).call("describe", x=1) == ["a", "b"]
+    assert form.calls == [{"number": 0, "method": "describe", "arguments": {"x": 1}}]
+
+
+def test_a_refusal_is_an_error_and_the_workers_go_on():
+    workers = Workers(ScriptedWorkers([reply(0), reply(1, error="no room")], [reply(0, 1), reply(1, 1)]), 2, 5.0)
+    with pytest.raises(WeightSyncError, match="rank 1 could not load: no room"):
+        workers.call("load")
+    assert workers.call("load") == [None, None]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [reply(0), reply(1, number=7)],
+        [reply(0), "something else"],
+        [reply(0), reply(0)],
+        [reply(0)],
+        RuntimeError("Worker failed with error 'boom'"),
+    ],
+    ids=["stale", "foreign", "twice", "missing", "raised"],
+)
+def test_workers_that_answer_another_call_are_not_asked_again(answer):
+    form = ScriptedWorkers(answer, [reply(0, 1), reply(1, 1)])
+    workers = Workers(form, 2, 5.0)
+    for _ in range(2):
+        with pytest.raises(PeerFailedError):
+            workers.call("load")
+    assert len(form.calls) == 1
+
+
+def test_workers_that_do_not_answer_are_named(monkeypatch):
+    monkeypatch.setattr("offbeat_rollout_vllm._workers.GRACE_S", 0.0)
+
+    class Silent:
+        def call_workers(self, text, deadline_s):
+            return Future()
+
+    workers = Workers(Silent(), 2, 0.01)
+    with pytest.raises(DeadlineError, match=r"rollout-vllm.load: waited 0.01 s for vLLM's workers"):
+        workers.call("load")
+    with pytest.raises(PeerFailedError, match="make a new engine"):
+        workers.call("load")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shard_bytes", [None, 30_000], ids=["one file", "several files"])
+def test_a_folder_says_what_an_update_must_bring(tmp_path, tied, shard_bytes):
+    from offbeat_testing import reference_model
+
+    path = tiny_model(tmp_path / "model", tied=tied, max_shard_bytes=shard_bytes)
+    folder = ModelFolder.read(path)
+    model = reference_model(path)
+    assert folder.shapes == {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    assert folder.optional == ({"lm_head.weight": (320, 64)} if tied else {})
+    assert (folder.eos_ids, folder.vocab_size) == (frozenset([2]), 320)
+
+
+@pytest.mark.parametrize("spoil", ["config.json", "model.safetensors"])
+def test_a_folder_that_lacks_a_file_or_has_half_of_it_is_refused(tmp_path, spoil):
+    path = tiny_model(tmp_path / "model")
+    (path / spoil).write_bytes((path / spoil).read_bytes()[:5])
+    with pytest.raises(ModelError, match=spoil):
+        ModelFolder.read(path)
+    (path / spoil).unlink()
+    with pytest.raises(ModelError, match=spoil):
+        ModelFolder.read(path)
+
+
+def test_another_process_sees_the_arena_and_no_file_system_does():
+    arena = Arena.create(4096)
+    arena.tensor(64, "float32", (2, 3)).copy_(_ramp())
+    code = (
+        "import sys; from offbeat_rollout_vllm._arena import Arena; arena = Arena.attach(sys.argv[1], 4096)\n"
+        "tensor = arena.tensor(64, 'float32', (2, 3)); print(tensor.tolist()); tensor.mul_(2)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, arena.address], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == str(_ramp().tolist()), done.stderr
+    assert arena.tensor(64, "float32", (2, 3)).tolist() == (2 * _ramp()).tolist()
+    assert not [name for name in os.listdir("/dev/shm") if "offbeat-rollout-vllm" in name]
+    arena.close()
+
+
+def _ramp():
+    import torch
+
+    return torch.arange(6, dtype=torch.float32).view(2, 3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_elements_that_no_product_shows_are_found(dtype):
+    import torch
+
+    number_format = getattr(torch, dtype)
+    tiny = torch.finfo(number_format).tiny
+    tensor = torch.tensor([[0.0, -0.0, 1.0], [tiny, tiny / 2, -tiny / 4]], dtype=number_format)
+    assert tiny_elements(tensor).tolist() == [1, 4, 5]
+    assert tiny_elements(tensor.abs().clamp_min(tiny)) is None
+    assert tiny_elements(torch.zeros(3, dtype=torch.int32)) is None
+
+
+def test_the_environment_is_as_it_was_afterwards(monkeypatch):
+    monkeypatch.setenv("OFFBEAT_KEPT", "user")
+    monkeypatch.setenv("OFFBEAT_FORCED", "user")
+    with environment({"OFFBEAT_KEPT": "ours", "OFFBEAT_NEW": "ours"}, {"OFFBEAT_FORCED": "ours"}):
+        found = [os.environ[f"OFFBEAT_{name}"] for name in ("KEPT", "NEW", "FORCED")]
+        os.environ["OFFBEAT_BY_VLLM"] = "x"
+        del os.environ["OFFBEAT_KEPT"]
+    assert found == ["user", "ours", "ours"]
+    assert os.environ["OFFBEAT_KEPT"] == os.environ["OFFBEAT_FORCED"] == "user"
+    assert not {"OFFBEAT_NEW", "OFFBEAT_BY_VLLM"} & os.environ.keys()
+
+
+def test_ranks_share_the_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 6, 7})
+    config = RolloutEngineConfig(model_path="m", device="cpu")
+    assert start_variables(config, 2)["VLLM_CPU_OMP_THREADS_BIND"] == "2,3|6,7"
+    assert start_variables(config, 1)["VLLM_CPU_OMP_THREADS_BIND"] == "2,3,6,7"
+    one = RolloutEngineConfig(model_path="m", device="cpu", num_threads=1)
+    assert start_variables(one, 2)["VLLM_CPU_OMP_THREADS_BIND"] == "2|6"
+    assert len(start_variables(config, 8)["VLLM_CPU_OMP_THREADS_BIND"].split("|")) == 8
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in start_variables(RolloutEngineConfig(model_path="m", device="cuda:0"), 1)
+
+
+def test_only_the_shared_memory_of_the_engine_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("offbeat_rollout_vllm._environment.SHARED_MEMORY", tmp_path)
+    for name in ("vllm_dist_1-tp", "vllm_dist_2-tp"):
+        (tmp_path / name).touch()
+    remove_shared_memory("")
+    remove_shared_memory("vllm_dist_1")
+    assert [path.name for path in tmp_path.iterdir()] == ["vllm_dist_2-tp"]
