@@ -104,7 +104,8 @@ class TurnTemplate:
 
 def extend(context_ids: Ids, *parts: Ids) -> Ids:
     """The context of the next turn: [P] int32 of the turns so far."""
-    return np.concatenate([context_ids, *parts]).astype(np.int32, copy=False)
+    joined: Ids = np.concatenate([context_ids, *parts]).astype(np.int32, copy=False)
+    return joined
 
 
 def _probe(template: ChatTemplate, opening: str) -> str:

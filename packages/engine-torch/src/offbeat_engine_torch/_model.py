@@ -166,7 +166,7 @@ def outline_model(path: str, *, trust_remote_code: bool = False) -> CausalModel:
     _check_folder(folder)
     config = _read_config(folder, trust_remote_code)
     with _readable(folder), torch.device("meta"):
-        whole: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        whole: Any = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=ATTENTION_NAME, trust_remote_code=trust_remote_code
         )
     if (folder / "generation_config.json").is_file():
@@ -195,12 +195,12 @@ def _readable(folder: Path) -> Iterator[None]:
 def _without_progress_bars() -> Iterator[None]:
     """Keep transformers' bars out of the logs of a role process."""
     shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    hf_logging.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            hf_logging.enable_progress_bar()
 
 
 def _check_folder(folder: Path) -> None:
