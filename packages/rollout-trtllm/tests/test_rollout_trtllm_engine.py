@@ -403,3 +403,8 @@ def test_versions_that_are_not_listed_are_refused_or_tried_on_request(version):
     with pytest.raises(BackendError, match=r"1\.2\.x"):
         find_release(version)
     assert find_release(version, allow_unlisted=True).series == "1.2"
+
+
+def test_what_is_not_installed_is_said_with_what_is_possible_all_the_same():
+    with pytest.raises(BackendError, match=r"options\.server alone; it comes with NVIDIA's"):
+        TrtllmRolloutEngine.check_installed()

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from offbeat_rollout_vllm import RENAMED, SUPPORTED_VERSIONS, VllmRolloutOptions
+from offbeat_rollout_vllm import RENAMED, SUPPORTED_VERSIONS, VllmRolloutEngine, VllmRolloutOptions
 from offbeat_rollout_vllm._options import GIVEN_BY, check_arguments, engine_arguments
 from offbeat_rollout_vllm._versions import installed_engine, is_cpu_build, supported_version
 from offbeat_types import BackendError, ConfigError, RolloutEngineConfig, load_backend
@@ -108,6 +108,8 @@ def test_without_an_engine_the_install_line_is_named(monkeypatch):
     monkeypatch.setattr("offbeat_rollout_vllm._versions.DISTRIBUTIONS", ("no-such-engine",))
     with pytest.raises(BackendError, match=r'pip install "offbeat-rollout-vllm\[engine\]"'):
         installed_engine()
+    with pytest.raises(BackendError, match="not installed"):
+        VllmRolloutEngine.check_installed()
 
 
 def test_two_builds_at_once_are_refused(monkeypatch):

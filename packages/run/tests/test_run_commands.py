@@ -17,6 +17,7 @@ from offbeat_run import (
     Command,
     CommandWords,
     RunFolder,
+    _doctor,  # its loader is replaced
     count_text,
     examine,
     inspect_model,
@@ -27,7 +28,7 @@ from offbeat_run import (
     size_text,
     whole_number,
 )
-from offbeat_types import ConfigError, ModelError, setting
+from offbeat_types import INSTALL_LINES, BackendError, ConfigError, ModelError, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +145,26 @@ def test_a_damaged_model_folder_is_named(model: Path, damage: str) -> None:
         inspect_model(str(model))
 
 
-def test_the_doctor_names_python_and_what_is_missing() -> None:
+def test_the_doctor_names_python_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(INSTALL_LINES, ("offbeat.engine", "abacus"), "pip install offbeat-engine-abacus")
     found = dict(examine())
     assert "python" in found
-    assert "pip install" in found["rollout trtllm"]
+    assert "pip install offbeat-engine-abacus" in found["engine abacus"]
+
+
+def test_the_doctor_asks_an_adapter_for_the_engine_that_it_adapts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Adapter:
+        @classmethod
+        def check_installed(cls) -> None:
+            raise BackendError("no abacus here")
+
+        @classmethod
+        def count(cls) -> int:  # as a device
+            return 0
+
+    monkeypatch.setattr(_doctor, "load_backend", lambda kind, name: Adapter)
+    monkeypatch.setitem(INSTALL_LINES, ("offbeat.engine", "abacus"), "")
+    assert dict(examine())["engine abacus"] == "no abacus here"
 
 
 def test_the_report_is_served_on_loopback_alone(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from offbeat_engine_torch._tensor_parallel import TensorParallel, cut_embedding,
 from offbeat_types import ConfigError, ModelError
 
 COLUMNS, ROWS, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
+EMBEDDING = "embedding_rowwise"  # some versions of transformers add it for tied models (5.19), others do not (5.23)
 
 
 def shard_model(model: CausalModel, mesh: Mesh, device: torch.device) -> None:
@@ -79,7 +80,9 @@ def plan_style(plan: dict[str, str], model: CausalModel, module: str) -> str:
 
 
 def _plan(model: CausalModel) -> dict[str, str]:
-    return dict(getattr(model.whole.config, "base_model_tp_plan", None) or {})
+    """The family's plan for its layers; embedding and head are cut by `_cut_vocabulary`, whatever it says of them."""
+    plan: dict[str, str] = getattr(model.whole.config, "base_model_tp_plan", None) or {}
+    return {module: style for module, style in plan.items() if style != EMBEDDING}
 
 
 def _layers(model: CausalModel) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from offbeat_rollout_trtllm._options import TrtllmOptions
 from offbeat_rollout_trtllm._samples import Sample
 from offbeat_rollout_trtllm._sampling import check_params, to_engine_params
 from offbeat_rollout_trtllm._server_link import ServerLink
-from offbeat_rollout_trtllm._versions import Release, find_release
+from offbeat_rollout_trtllm._versions import Release, find_release, installed_version
 from offbeat_types import (
     Completion,
     ConfigError,
@@ -70,6 +70,15 @@ class TrtllmRolloutEngine:
         self._in_flight = InFlight()
         self._version, self._closed = 0, False
         self._asleep: set[str] = set()
+
+    @classmethod
+    def check_installed(cls) -> None:
+        """See whether TensorRT-LLM is here, in a version that is supported.
+
+        Raises:
+            BackendError: it is not; a server elsewhere can be used all the same.
+        """
+        find_release(installed_version())
 
     @classmethod
     async def create(cls, config: RolloutEngineConfig, *, open_handles: OpenHandles = open_cuda_handles) -> Self:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Final
 
 from offbeat_types import BackendError
@@ -47,6 +48,20 @@ SUPPORTED_VERSIONS: Final = {
 """By series. Source: `recorded/` beside the tests, and the table of the README."""
 
 CONTAINER: Final = "NVIDIA's tensorrt-llm release container, tag 1.2.0 or 1.2.1"
+
+
+def installed_version() -> str:
+    """The version of TensorRT-LLM in this environment.
+
+    Raises:
+        BackendError: there is none.
+    """
+    try:
+        return metadata.version("tensorrt-llm")
+    except metadata.PackageNotFoundError:
+        raise BackendError(
+            f"TensorRT-LLM is not installed here, so it serves with options.server alone; it comes with {CONTAINER}"
+        ) from None
 
 
 def find_release(version: str, *, allow_unlisted: bool = False) -> Release:

@@ -67,6 +67,15 @@ class VllmRolloutEngine:
         self._version, self._started_s = 0, time.monotonic()
 
     @classmethod
+    def check_installed(cls) -> None:
+        """See whether vLLM is here, in a version that is supported.
+
+        Raises:
+            BackendError: it is not.
+        """
+        supported_version(*installed_engine())
+
+    @classmethod
     async def create(cls, config: RolloutEngineConfig) -> "VllmRolloutEngine":
         """Load the model and start.
 

@@ -52,7 +52,8 @@ def _backends() -> list[tuple[str, str]]:
     for kind, name in sorted({*INSTALL_LINES, *_registered()}):
         label = f"{kind.removeprefix('offbeat.')} {name}"
         try:
-            load_backend(kind, name)
+            # An adapter imports without the engine it adapts; whether that is here too, only the adapter knows.
+            getattr(load_backend(kind, name), "check_installed", lambda: None)()
             rows.append((label, "ready"))
         except BackendError as error:
             rows.append((label, str(error)))
