@@ -28,7 +28,7 @@ NOX: Final = ROOT / ".nox"
 WHEELS: Final = NOX / "wheels"
 # Suites whose wall-clock time two workers shorten: they compute, or wait. The others start processes that compute, or
 # are over before a second worker has imported torch (measured: docs/decisions.md).
-TWO_WORKERS: Final = frozenset({"objectives", "testing", "tools"})
+TWO_WORKERS: Final = frozenset({"dist", "objectives", "rollout-trtllm", "testing", "tools", "weightsync"})
 PER_TEST_TIMEOUT_S: Final = 120
 # Environments and folders made by this run of nox.
 MADE: Final[set[Path]] = set()
