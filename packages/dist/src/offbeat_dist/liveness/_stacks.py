@@ -11,7 +11,7 @@ from typing import Final
 from offbeat_dist.liveness._head import CallSite
 
 MAX_FRAMES: Final = 12
-OWN_FOLDER: Final = str(Path(__file__).parent)
+OWN_FOLDER: Final = str(Path(__file__).parents[1])
 STANDARD_LIBRARY: Final = tuple({sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"]})
 IMPORT_MACHINERY: Final = "<frozen importlib._bootstrap>"
 INSTALLED: Final = ("site-packages", "dist-packages")
@@ -60,7 +60,7 @@ def main_thread_ident() -> int:
 
 @lru_cache(maxsize=4096)
 def is_machinery(file: str) -> bool:
-    """Whether a file is torch, the standard library, or this package."""
+    """Whether a file is torch, the standard library, or offbeat-dist."""
     if file.startswith(("<frozen", OWN_FOLDER)):
         return True
     parts = Path(file).parts
