@@ -267,6 +267,12 @@ def test_a_request_that_cannot_be_is_refused(folder, kwargs, error, text):
     run(folder, check, options={"kv_cache_tokens": 128})
 
 
+def test_more_than_one_device_is_refused(folder):
+    config = RolloutEngineConfig(model_path=str(folder), device="cpu", tensor_parallel=2)
+    with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel is 2; set it to 1"):
+        asyncio.run(TorchRolloutEngine.create(config))
+
+
 def test_prompts_of_another_vocabulary_and_double_ids_are_refused(folder):
     async def check(engine):
         for ids in ([], [5, 320], [-1], [[1, 2]]):

@@ -378,7 +378,7 @@ def test_no_server_is_named_at_start(folder, tmp_path):
         ({"sever": "x"}, "no option 'sever'"),
         ({"server": "somewhere"}, "host:port"),
         ({"weights": "fp4"}, "as_stored, fp8_blocks"),
-        ({"tensor_parallel": 0}, ">= 1"),
+        ({"bucket_bytes": 0}, ">= 64"),
         ({"reuse_blocks": 1}, "must be bool"),
     ],
 )

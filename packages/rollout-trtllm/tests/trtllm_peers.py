@@ -91,5 +91,5 @@ def _serve(port: Any, model: str, num_workers: int, options: dict[str, Any]) -> 
     torch.set_num_threads(1)
     trtllm_standin.install()
     trtllm_standin.Server.listening = staticmethod(port.send)
-    config = RolloutEngineConfig(model_path=model, options={"tensor_parallel": num_workers, **options})
+    config = RolloutEngineConfig(model_path=model, tensor_parallel=num_workers, options=options)
     asyncio.run(serve(config, port=0))

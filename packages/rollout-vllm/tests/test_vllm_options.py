@@ -4,16 +4,16 @@ import sys
 import pytest
 
 from offbeat_rollout_vllm import RENAMED, SUPPORTED_VERSIONS, VllmRolloutEngine, VllmRolloutOptions
-from offbeat_rollout_vllm._options import GIVEN_BY, check_arguments, engine_arguments
+from offbeat_rollout_vllm._options import GIVEN_BY, AdapterLimits, check_arguments, engine_arguments, sleep_levels
 from offbeat_rollout_vllm._versions import installed_engine, is_cpu_build, supported_version
 from offbeat_types import BackendError, ConfigError, RolloutEngineConfig, load_backend
 
-CONFIG = RolloutEngineConfig(model_path="m", max_running=7, max_model_len=99, dtype="bfloat16")
+CONFIG = RolloutEngineConfig(model_path="m", tensor_parallel=2, max_running=7, max_model_len=99, dtype="bfloat16")
 
 
 def test_options_are_sorted_into_ours_and_vllms():
-    options, notices = VllmRolloutOptions.parse({"form": "async", "kv_cache_gb": 2, "tensor_parallel_size": 4})
-    assert (options.form, options.kv_cache_gb, options.engine) == ("async", 2, {"tensor_parallel_size": 4})
+    options, notices = VllmRolloutOptions.parse({"form": "async", "kv_cache_gb": 2, "block_size": 64})
+    assert (options.form, options.kv_cache_gb, options.engine) == ("async", 2, {"block_size": 64})
     assert not notices
 
 
@@ -62,10 +62,13 @@ def test_an_old_name_and_its_new_one_together_are_refused(old):
 
 
 def test_the_configuration_reaches_the_engine():
-    options, _ = VllmRolloutOptions.parse({"tensor_parallel_size": 2, "enable_prefix_caching": False})
+    options, _ = VllmRolloutOptions.parse({"enable_prefix_caching": False})
     arguments = engine_arguments(CONFIG, options, is_cpu=True)
-    assert {name: arguments[name] for name in ("model", "max_num_seqs", "max_model_len", "dtype")} == {
+    assert {
+        name: arguments[name] for name in ("model", "tensor_parallel_size", "max_num_seqs", "max_model_len", "dtype")
+    } == {
         "model": "m",
+        "tensor_parallel_size": 2,
         "max_num_seqs": 7,
         "max_model_len": 99,
         "dtype": "bfloat16",
@@ -77,9 +80,27 @@ def test_the_configuration_reaches_the_engine():
     assert engine_arguments(CONFIG, options, is_cpu=False)["enable_sleep_mode"] is True
 
 
+def test_on_a_cpu_the_last_slot_for_adapters_stays_empty():
+    options, _ = VllmRolloutOptions.parse({"enable_lora": True, "max_loras": 2, "max_lora_rank": 8})
+    limits = AdapterLimits.read(options.engine)
+    assert (limits.num_adapters, limits.max_rank) == (2, 8)
+    arguments = engine_arguments(CONFIG, options, is_cpu=True)
+    assert (arguments["max_loras"], arguments["max_cpu_loras"]) == (3, 3)
+    assert engine_arguments(CONFIG, options, is_cpu=False)["max_loras"] == 2
+    assert AdapterLimits.read({"max_loras": 4}).num_adapters == 0
+
+
+def test_memory_is_given_back_where_the_device_and_the_options_do_so():
+    options, _ = VllmRolloutOptions.parse({})
+    assert sleep_levels(options, is_cpu=False) == (1, 2)
+    assert sleep_levels(options, is_cpu=True) == ()
+    without, _ = VllmRolloutOptions.parse({"enable_sleep_mode": False})
+    assert sleep_levels(without, is_cpu=False) == ()
+
+
 def test_a_cuda_device_is_the_first_of_as_many_as_there_are_ranks():
-    options, _ = VllmRolloutOptions.parse({"tensor_parallel_size": 2})
-    config = RolloutEngineConfig(model_path="m", device="cuda:2")
+    options, _ = VllmRolloutOptions.parse({})
+    config = RolloutEngineConfig(model_path="m", device="cuda:2", tensor_parallel=2)
     assert engine_arguments(config, options, is_cpu=False)["device_ids"] == [2, 3]
 
 

@@ -101,8 +101,8 @@ def test_stop_strings_see_special_tokens_and_stay_in_the_text():
 )
 def test_why_a_sample_ended(ids, last, params, reason):
     one = sample(**params)
-    one.push(Delta(ids=ids, logprobs=[-1.0] * len(ids), version=3, **last), EOS)
-    completion = one.completion(lambda found: "-".join(map(str, found)))
+    one.push(Delta(ids=ids, logprobs=[-1.0] * len(ids), label=3, **last), EOS)
+    completion = one.completion(lambda found: "-".join(map(str, found)), list)
     assert completion.stop_reason == reason
     assert completion.ids.tolist() == ids
     assert completion.text == "-".join(map(str, ids))
@@ -111,8 +111,8 @@ def test_why_a_sample_ended(ids, last, params, reason):
 def test_segments_follow_the_label_of_each_step():
     one = sample()
     for version in (0, 0, 4, 4, 4, 6):
-        one.push(Delta(ids=[1], logprobs=[-1.0], version=version), EOS)
-    assert one.completion(str).segments == (
+        one.push(Delta(ids=[1], logprobs=[-1.0], label=version), EOS)
+    assert one.completion(str, list).segments == (
         VersionSegment(version=0, num_tokens=2),
         VersionSegment(version=4, num_tokens=3),
         VersionSegment(version=6, num_tokens=1),
@@ -123,7 +123,7 @@ def test_segments_that_come_at_the_end_are_taken_as_they_are():
     one = sample()
     one.push(Delta(ids=[1, 2], logprobs=[-1.0, -2.0]), EOS)
     one.push(Delta(ids=[3], logprobs=[-3.0], spans=((0, 1), (5, 2)), finish_reason="length"), EOS)
-    assert [(segment.version, segment.num_tokens) for segment in one.completion(str).segments] == [(0, 1), (5, 2)]
+    assert [(segment.version, segment.num_tokens) for segment in one.completion(str, list).segments] == [(0, 1), (5, 2)]
 
 
 def test_counters_follow_samples_and_requests_return_when_all_have_ended():
@@ -133,17 +133,17 @@ def test_counters_follow_samples_and_requests_return_when_all_have_ended():
     flight = Flight(request(num_samples=2), 0)
     flights.add(flight)
     assert (flights.num_waiting, flights.num_running) == (2, 0)
-    flights.push("r/0", Delta(ids=[7], logprobs=[-1.0], version=0))
+    flights.push("r/0", Delta(ids=[7], logprobs=[-1.0], label=0))
     assert (flights.num_waiting, flights.num_running, flights.num_tokens) == (1, 1, 1)
-    flights.push("r/0", Delta(ids=[2], logprobs=[-1.0], version=0, finish_reason="stop"))
+    flights.push("r/0", Delta(ids=[2], logprobs=[-1.0], label=0, finish_reason="stop"))
     assert not flight.done.done()
     drained = flights.when_empty()
-    flights.push("r/1", Delta(ids=(), logprobs=(), version=0, finish_reason="abort"))
+    flights.push("r/1", Delta(ids=(), logprobs=(), label=0, finish_reason="abort"))
     assert flight.done.done()
     assert drained.done()
     assert (flights.num_waiting, flights.num_running) == (0, 0)
     assert "r" not in flights
-    flights.push("r/1", Delta(ids=[1], logprobs=[-1.0], version=0))
+    flights.push("r/1", Delta(ids=[1], logprobs=[-1.0], label=0))
     assert flights.num_tokens == 2
 
 
@@ -152,7 +152,7 @@ def test_a_failure_ends_one_request_or_all():
     first, second, third = (Flight(request(name, num_samples=2), 0) for name in "abc")
     for flight in (first, second, third):
         flights.add(flight)
-    flights.push("b/0", Delta(ids=[1], logprobs=[-1.0], version=0))
+    flights.push("b/0", Delta(ids=[1], logprobs=[-1.0], label=0))
     flights.fail("b/1", ValueError("b"))
     assert str(second.done.exception()) == "b"
     assert not first.done.done()

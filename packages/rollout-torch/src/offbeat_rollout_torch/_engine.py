@@ -27,6 +27,7 @@ from offbeat_types import (
     DeadlineError,
     EngineHealth,
     GenerateRequest,
+    LoraAdapter,
     PauseMode,
     RolloutCapabilities,
     RolloutEngineConfig,
@@ -78,6 +79,11 @@ class TorchRolloutEngine:
     def __init__(self, config: RolloutEngineConfig) -> None:
         folder = Path(config.model_path).expanduser()
         self._options = TorchRolloutOptions.parse(config.options)
+        if config.tensor_parallel != 1:
+            raise ConfigError(
+                f"rollout-torch runs on one device, and rollout.tensor_parallel is {config.tensor_parallel}; set it to "
+                "1, or take a backend that splits its model, such as vllm"
+            )
         self._architecture = read_architecture(folder)
         self._tokenizer = load_tokenizer(folder)
         self._folder, self._config, self._device = folder, config, _device(config.device)
@@ -130,7 +136,7 @@ class TorchRolloutEngine:
 
         Raises:
             DataError: the prompt is empty, holds unknown ids, or leaves no room.
-            ConfigError: a sampling parameter that cannot be.
+            ConfigError: a sampling parameter that cannot be, an image, an adapter.
             WeightSyncError: an update failed half way, and no whole one has come since.
         """
         self._check(request)
@@ -153,6 +159,7 @@ class TorchRolloutEngine:
             raise
 
     def _check(self, request: GenerateRequest) -> None:
+        self.capabilities.check(request, "rollout-torch")
         _check_params(request.params)
         ids = np.asarray(request.prompt_ids)
         if ids.ndim != 1 or not len(ids):
@@ -191,16 +198,22 @@ class TorchRolloutEngine:
         """See `RolloutEngine`."""
         await asyncio.wrap_future(self._worker.call(self._worker.resume))
 
-    async def update_weights(self, stream: WeightStream, version: int) -> WeightProof:
+    async def update_weights(
+        self, stream: WeightStream, version: int, *, adapter: LoraAdapter | None = None
+    ) -> WeightProof:
         """See `RolloutEngine`. Samples in flight go on, computed anew under the new weights.
 
         The stream is iterated in the worker's thread. When it fails after its first tensor the engine refuses to
-        serve until a whole update arrives, because weights are written in place.
+        serve until a whole update arrives, because weights are written in place. An adapter is refused.
         """
+        self.capabilities.check_adapter(adapter, "rollout-torch")
         proof: WeightProof = await asyncio.wrap_future(
             self._worker.call(lambda: self._worker.update_weights(stream, version))
         )
         return proof
+
+    async def drop_adapter(self, name: str) -> None:
+        """See `RolloutEngine`. There is none."""
 
     async def sleep(self, level: int) -> None:
         """See `RolloutEngine`. After level 2, `wake` needs an `update_weights` before anything is sampled."""

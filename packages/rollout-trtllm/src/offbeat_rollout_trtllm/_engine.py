@@ -25,6 +25,7 @@ from offbeat_types import (
     DeadlineError,
     EngineHealth,
     GenerateRequest,
+    LoraAdapter,
     OffbeatError,
     PauseMode,
     PeerFailedError,
@@ -107,7 +108,7 @@ class TrtllmRolloutEngine:
 
         Raises:
             DataError: the prompt is empty, holds unknown ids, or leaves no room.
-            ConfigError: a sampling parameter that cannot be.
+            ConfigError: a sampling parameter that cannot be, an image, an adapter.
             WeightSyncError: an update failed half way, and no whole one has come since.
             PeerFailedError: the engine's server died.
         """
@@ -164,6 +165,7 @@ class TrtllmRolloutEngine:
     def _check(self, request: GenerateRequest) -> None:
         if self._closed:
             raise OffbeatError("the engine is closed: make a new one")
+        self.capabilities.check(request, "rollout-trtllm")
         check_params(request.params, allow_cut=self._options.allow_cut_sampling)
         ids, vocab_size = np.asarray(request.prompt_ids), self._folder.vocab_size
         if ids.ndim != 1 or not len(ids):
@@ -205,13 +207,17 @@ class TrtllmRolloutEngine:
         """See `RolloutEngine`."""
         self._in_flight.open(PAUSED)
 
-    async def update_weights(self, stream: WeightStream, version: int) -> WeightProof:
+    async def update_weights(
+        self, stream: WeightStream, version: int, *, adapter: LoraAdapter | None = None
+    ) -> WeightProof:
         """See `RolloutEngine`. What is in flight ends first, under the old weights; what comes waits.
 
         Raises:
+            ConfigError: an adapter, which this engine does not take.
             WeightSyncError: see `WeightLoader.load`; the engine then refuses to serve.
             DeadlineError: what is in flight does not end.
         """
+        self.capabilities.check_adapter(adapter, "rollout-trtllm")
         if stream.version != version:
             raise WeightSyncError(f"the stream holds version {stream.version}, and {version} was asked for")
         self._in_flight.shut(LOADING)
@@ -222,6 +228,9 @@ class TrtllmRolloutEngine:
             return proof
         finally:
             self._in_flight.open(LOADING)
+
+    async def drop_adapter(self, name: str) -> None:
+        """See `RolloutEngine`. There is none."""
 
     async def sleep(self, level: int) -> None:
         """See `RolloutEngine`. After level 2 the engine refuses to serve until it has weights again."""

@@ -27,7 +27,7 @@ def engine_arguments(config: RolloutEngineConfig, options: TrtllmOptions, releas
     arguments: dict[str, Any] = {
         "model": config.model_path,
         "dtype": config.dtype,
-        "tensor_parallel_size": options.tensor_parallel,
+        "tensor_parallel_size": config.tensor_parallel,
         "trust_remote_code": config.trust_remote_code,
         "skip_tokenizer_init": True,
         "max_batch_size": config.max_running,

@@ -11,7 +11,6 @@ class TrtllmOptions:
     """Extras of this engine, given as `RolloutEngineConfig.options`."""
 
     server: str = setting("", "host:port of a running engine; empty: the engine runs in this process.")
-    tensor_parallel: int = setting(1, "GPUs of one replica.", ge=1)
     kv_cache_fraction: float = setting(0.6, "Share of the free GPU memory for keys and values.", gt=0, le=0.95)
     reuse_blocks: bool = setting(True, "Keep keys and values of prompts that come again.")
     weights: str = setting(

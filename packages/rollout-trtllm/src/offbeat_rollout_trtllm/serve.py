@@ -64,9 +64,12 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of the replica")
     parser.add_argument("--options", type=json.loads, default={}, help="options of the engine, as JSON")
     words = parser.parse_args()
-    config = RolloutEngineConfig(model_path=words.model, dtype=words.dtype, options=words.options)
+    config = RolloutEngineConfig(
+        model_path=words.model, dtype=words.dtype, tensor_parallel=words.tensor_parallel, options=words.options
+    )
     asyncio.run(serve(config, host=words.host, port=words.port))
 
 

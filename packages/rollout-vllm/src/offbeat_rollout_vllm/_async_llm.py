@@ -12,9 +12,10 @@ from importlib import import_module
 from typing import Any
 
 from offbeat_rollout_vllm._environment import environment
-from offbeat_rollout_vllm._form import WORKER_METHOD, OnDelta, OnFailure, new_future, settle
-from offbeat_rollout_vllm._outputs import make_arguments, read_output, sampling_params, token_prompt
-from offbeat_types import OffbeatError, WeightSyncError
+from offbeat_rollout_vllm._form import WORKER_METHOD, AdapterUse, OnDelta, OnFailure, new_future, settle
+from offbeat_rollout_vllm._images import prepare_images
+from offbeat_rollout_vllm._outputs import adapter_request, engine_prompt, make_arguments, read_output, sampling_params
+from offbeat_types import Image, OffbeatError, WeightSyncError
 
 
 class AsyncForm:
@@ -98,9 +99,15 @@ class AsyncForm:
         task.add_done_callback(lambda done: self._streams.pop(f"task {id(done)}", None))
         return task
 
-    def add(self, sample_id: str, prompt_ids: list[int], params: dict[str, Any]) -> None:
+    def prepare(self, prompt_ids: list[int], images: Sequence[Image]) -> "Future[Any]":
         """See `EngineForm`."""
-        stream = self._llm.generate(token_prompt(prompt_ids), sampling_params(params), sample_id)
+        return prepare_images(self._llm.renderer, prompt_ids, images)
+
+    def add(self, sample_id: str, prompt: Any, params: dict[str, Any], adapter: AdapterUse | None) -> None:
+        """See `EngineForm`."""
+        stream = self._llm.generate(
+            engine_prompt(prompt), sampling_params(params), sample_id, lora_request=adapter_request(adapter)
+        )
         self._streams[sample_id] = self._loop.create_task(self._follow(sample_id, stream))
 
     async def _follow(self, sample_id: str, stream: Any) -> None:
@@ -137,7 +144,7 @@ class AsyncForm:
         """See `EngineForm`."""
         return self._await(lambda: self._llm.collective_rpc(WORKER_METHOD, deadline_s, (text,)))
 
-    def publish(self, version: int) -> "Future[None]":
+    def publish(self, label: int) -> "Future[None]":
         """See `EngineForm`."""
 
         async def publish() -> None:
@@ -145,7 +152,7 @@ class AsyncForm:
                 raise WeightSyncError("vLLM did not drop its cached keys and values, so old ones could be used")
             await self._llm.reset_mm_cache()
             await self._llm.reset_encoder_cache()
-            await self._llm.update_weight_version(str(version))
+            await self._llm.update_weight_version(str(label))
 
         return self._await(publish)
 

@@ -3,18 +3,22 @@
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import numpy as np
 
+from offbeat_rollout_vllm._adapters import Adapters
 from offbeat_rollout_vllm._environment import remove_shared_memory
 from offbeat_rollout_vllm._flights import Flight, Flights, draw_seed, duplicate
 from offbeat_rollout_vllm._folders import ModelFolder
 from offbeat_rollout_vllm._form_choice import choose_form
-from offbeat_rollout_vllm._options import VllmRolloutOptions
+from offbeat_rollout_vllm._options import AdapterLimits, VllmRolloutOptions, sleep_levels
+from offbeat_rollout_vllm._peft_folder import PeftFolder
 from offbeat_rollout_vllm._sampling import check_request, vllm_params
+from offbeat_rollout_vllm._served import MODEL, ServedVersions
 from offbeat_rollout_vllm._update import WeightLoader
 from offbeat_rollout_vllm._versions import installed_engine, is_cpu_build, supported_version
 from offbeat_rollout_vllm._workers import Workers
@@ -24,6 +28,7 @@ from offbeat_types import (
     DeadlineError,
     EngineHealth,
     GenerateRequest,
+    LoraAdapter,
     OffbeatError,
     PauseMode,
     PeerFailedError,
@@ -42,10 +47,6 @@ logger = logging.getLogger(__name__)
 class VllmRolloutEngine:
     """vLLM, in this process or in processes of its own. Make it with `create`."""
 
-    capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
-        pause_modes=("abort", "wait", "keep"), shares_prompt_prefix=True
-    )
-
     def __init__(self, config: RolloutEngineConfig) -> None:
         name, version = installed_engine()
         self._options, self.notices = VllmRolloutOptions.parse(config.options)
@@ -56,7 +57,16 @@ class VllmRolloutEngine:
         path = Path(config.model_path).expanduser()
         self._folder = ModelFolder.read(path)
         self._config = replace(config, model_path=str(path))
-        self._form, num_workers = choose_form(self._config, self._options, is_cpu=is_cpu_build(name, version))
+        is_cpu = is_cpu_build(name, version)
+        self._limits = AdapterLimits.read(self._options.engine)
+        self.capabilities = RolloutCapabilities(
+            pause_modes=("abort", "wait", "keep"),
+            sleep_levels=sleep_levels(self._options, is_cpu=is_cpu),
+            shares_prompt_prefix=bool(self._options.engine.get("enable_prefix_caching", True)),
+            multimodal=self._folder.has_vision and not self._options.engine.get("language_model_only", False),
+            lora=self._limits.num_adapters > 0,
+        )
+        self._form, num_workers = choose_form(self._config, self._options, is_cpu=is_cpu)
         self._workers = Workers(self._form, num_workers, self._options.worker_deadline_s)
         self._flights = Flights(self._folder.eos_ids)
         self._held: list[Flight] = []
@@ -64,7 +74,7 @@ class VllmRolloutEngine:
         self._asleep: set[str] = set()
         self._frozen = self._updating = self._closed = False
         self._unusable = self._broken = ""
-        self._version, self._started_s = 0, time.monotonic()
+        self._version, self._served, self._started_s = 0, ServedVersions(), time.monotonic()
 
     @classmethod
     def check_installed(cls) -> None:
@@ -85,8 +95,7 @@ class VllmRolloutEngine:
             ConfigError: an option or device that cannot be.
             DeadlineError: the engine did not start in time.
         """
-        sleeps = not is_cpu_build(*installed_engine())
-        engine = (SleepingVllmRolloutEngine if sleeps else VllmRolloutEngine)(config)
+        engine = cls(config)
         await engine._start()
         return engine
 
@@ -107,7 +116,11 @@ class VllmRolloutEngine:
                 raise
             raise ConfigError(f"vLLM did not start with these settings: {type(error).__name__}: {error}") from error
         bucket_bytes = self._options.bucket_mb * MIB
-        self._loader = WeightLoader(self._workers, self._folder, bucket_bytes, self.workers[0]["dtype"])
+        about = self.workers[0]
+        self._loader = WeightLoader(self._workers, self._folder, bucket_bytes, about["dtype"])
+        self._adapters = Adapters(
+            self._workers, self._folder, self._limits, about["adapter_dtype"], self._loader.reserve
+        )
         self._started_s = time.monotonic()
 
     def _check_device(self) -> None:
@@ -121,23 +134,31 @@ class VllmRolloutEngine:
         """See `RolloutEngine`.
 
         Raises:
-            DataError: the prompt is empty, holds unknown ids, or leaves no room.
-            ConfigError: a sampling parameter that cannot be.
+            DataError: the prompt is empty, holds unknown ids, leaves no room, or does not fit its images.
+            ConfigError: a sampling parameter that cannot be, an adapter that the engine does not have.
             WeightSyncError: an update failed half way, and no whole one has come since.
             PeerFailedError: vLLM failed.
         """
-        check_request(request, self._folder.vocab_size, self._config.max_model_len)
+        self.capabilities.check(request, "rollout-vllm")
+        check_request(request, self._folder.vocab_size, self._config.max_model_len, self._folder.image_token_id)
         if not request.num_samples:
             return []
         seed = request.params.seed
-        flight = Flight(request, draw_seed() if seed is None else seed)
+        prompt = np.asarray(request.prompt_ids).tolist()
+        if request.images:
+            prompt = await asyncio.wrap_future(self._form.prepare(prompt, request.images))
+        flight = Flight(request, draw_seed() if seed is None else seed, prompt)
         try:
             await self._owned(self._submit, flight)
             await asyncio.wrap_future(flight.done)
         except asyncio.CancelledError:
             self._form.run(lambda: self._abort(request.request_id))
             raise
-        return [sample.completion(self._form.decode) for sample in flight.samples]
+
+        def versions(labels: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+            return self._served.segments(labels, request.adapter)
+
+        return [sample.completion(self._form.decode, versions) for sample in flight.samples]
 
     async def _owned(self, function: Any, *arguments: Any) -> Any:
         """Run in the thread that owns the engine."""
@@ -149,19 +170,20 @@ class VllmRolloutEngine:
         if name in self._flights or any(one.request.request_id == name for one in self._held):
             raise duplicate(name)
         self._refuse_if_broken()
+        adapter = flight.request.adapter
+        use = (adapter, self._adapters.number(adapter)) if adapter else None
         if self._mode is not None or self._asleep:
             self._held.append(flight)
             return
         if self._unusable:
             raise WeightSyncError(f"the rollout engine has no usable weights: {self._unusable}; send a whole update")
-        prompt = np.asarray(flight.request.prompt_ids).tolist()
-        room = self._config.max_model_len - len(prompt)
+        room = self._config.max_model_len - len(flight.request.prompt_ids)
         self._flights.add(flight)
         for sample in flight.samples:
             seed = flight.first_seed + sample.index
             params = vllm_params(flight.request.params, seed, self._folder.eos_ids, room)
             try:
-                self._form.add(sample.sample_id, prompt, params)
+                self._form.add(sample.sample_id, flight.prompt, params, use)
             except Exception as error:  # noqa: BLE001 - the boundary: whoever waits for the request learns of it
                 self._fail(sample.sample_id, error)
                 self._form.abort([one.sample_id for one in flight.samples[: sample.index]])
@@ -175,9 +197,11 @@ class VllmRolloutEngine:
             self._held.remove(held)
             held.done.set_result(None)
 
-    def _abort_all(self) -> None:
+    def _abort_all(self, adapter: str | None = None) -> None:
+        """End what is in flight: everything, or what uses an adapter."""
         for flight in self._flights:
-            self._form.abort([sample.sample_id for sample in flight.unfinished()])
+            if adapter in (None, flight.request.adapter):
+                self._form.abort([sample.sample_id for sample in flight.unfinished()])
 
     def _fail(self, sample_id: str, error: Exception) -> None:
         """Take note that vLLM has failed: for one sample, or as a whole."""
@@ -240,12 +264,16 @@ class VllmRolloutEngine:
 
     # Weights
 
-    async def update_weights(self, stream: WeightStream, version: int) -> WeightProof:
+    async def update_weights(
+        self, stream: WeightStream, version: int, *, adapter: LoraAdapter | None = None
+    ) -> WeightProof:
         """See `RolloutEngine`. Samples in flight go on under the new weights, their cached keys and values dropped.
 
         The stream is iterated in a thread of its own. When it fails after the first bucket was loaded the engine
-        refuses to serve until a whole update arrives, because weights are written in place.
+        refuses to serve until a whole update arrives, because weights are written in place. An adapter is taken whole
+        before anything changes. Adapters stay through an update of the model.
         """
+        self.capabilities.check_adapter(adapter, "rollout-vllm")
         self._refuse_if_broken()
         if "weights" in self._asleep:
             raise OffbeatError("the rollout engine sleeps without weights; call wake(('weights',)) first")
@@ -253,33 +281,74 @@ class VllmRolloutEngine:
             raise OffbeatError("an update is under way; wait for it")
         if stream.version != version:
             raise WeightSyncError(f"update_weights: asked for version {version}, the stream holds {stream.version}")
+        if adapter is not None:
+            self._adapters.check_room(adapter.name)
         self._updating = True
         try:
             await self._freeze()
-            proof = await self._load(stream, version)
+            proof = await self._load(stream, version, adapter)
             if self._mode != "keep":
                 await self._thaw()
             return proof
         finally:
             self._updating = False
 
-    async def _load(self, stream: WeightStream, version: int) -> WeightProof:
+    async def _load(self, stream: WeightStream, version: int, adapter: LoraAdapter | None) -> WeightProof:
+        name = adapter.name if adapter else MODEL
         try:
-            proof = await asyncio.to_thread(self._loader.load, stream, version)
-            await asyncio.wrap_future(self._form.publish(version))
+            if adapter is None:
+                proof = await asyncio.to_thread(self._loader.load, stream, version)
+            else:
+                source = f"adapter {name!r} of version {version}"
+                proof = await asyncio.to_thread(self._adapters.load, adapter, stream, source)
+            await asyncio.wrap_future(self._form.publish(self._served.next_label))
         except BaseException as error:
-            if self._loader.touched:
-                await self._owned(self._spoil, f"the update to version {version} failed half way ({error})")
+            if (self._adapters if adapter else self._loader).touched:
+                await self._owned(self._spoil, name, f"the update to version {version} failed half way ({error})")
             if self._mode != "keep":
                 await self._thaw()
             raise
-        self._version, self._unusable = version, ""
+        self._served.update(version, name)
+        self._version = version
+        if adapter is None:
+            self._unusable = ""
         return proof
 
-    def _spoil(self, reason: str) -> None:
-        """Weights of two versions are mixed: serve nothing until a whole update arrives."""
-        self._unusable = reason
-        self._abort_all()
+    def _spoil(self, adapter: str, reason: str) -> None:
+        """Weights of two versions are mixed: serve nothing, or nothing with an adapter, until a whole update."""
+        if adapter:
+            self._adapters.spoil(adapter, reason)
+            self._abort_all(adapter)
+        else:
+            self._unusable = reason
+            self._abort_all()
+
+    async def load_adapter(self, name: str, folder: str | Path, version: int = 0) -> WeightProof:
+        """Load a LoRA adapter that Hugging Face PEFT has saved, or put it in place of the one of that name.
+
+        Args:
+            name: what requests call it.
+            folder: with adapter_config.json and adapter_model.safetensors.
+            version: policy version of what is sampled with it.
+
+        Raises:
+            ModelError: a file is missing or corrupt, or it is no plain LoRA.
+            ConfigError, WeightSyncError: as in `update_weights`.
+        """
+        stream = await asyncio.to_thread(PeftFolder, Path(folder).expanduser(), name, version)
+        return await self.update_weights(stream, version, adapter=stream.adapter)
+
+    async def drop_adapter(self, name: str) -> None:
+        """See `RolloutEngine`."""
+
+        def used() -> bool:
+            return any(flight.request.adapter == name for flight in [*self._flights, *self._held])
+
+        if not name or not self.capabilities.lora:
+            return
+        if await self._owned(used):
+            raise OffbeatError(f"requests in flight use the adapter {name!r}: abort them or wait for them first")
+        await asyncio.to_thread(self._adapters.drop, name)
 
     async def sleep(self, level: int) -> None:
         """See `RolloutEngine`. After level 2, `wake` needs an `update_weights` before anything is sampled."""
@@ -291,6 +360,7 @@ class VllmRolloutEngine:
         self._asleep = {"kv_cache", "weights"}
         if level == 2:
             self._unusable = "they were given back by sleep(2)"
+            self._adapters.spoil_all(self._unusable)
 
     async def wake(self, tags: tuple[str, ...] = ()) -> None:
         """See `RolloutEngine`."""
@@ -344,9 +414,3 @@ class VllmRolloutEngine:
         for flight in self._held:
             flight.done.set_result(None)
         self._held = []
-
-
-class SleepingVllmRolloutEngine(VllmRolloutEngine):
-    """vLLM on a device whose memory it can give back and take again."""
-
-    capabilities: ClassVar[RolloutCapabilities] = replace(VllmRolloutEngine.capabilities, sleep_levels=(1, 2))

@@ -58,10 +58,12 @@ class WorkerSide:
 
     def describe(self) -> dict[str, Any]:
         """What this worker is."""
+        lora = self._worker.model_runner.lora_config
         return {
             "pid": os.getpid(),
             "device": str(self._worker.device),
             "dtype": str(self._dtype).removeprefix("torch."),
+            "adapter_dtype": str(lora.lora_dtype if lora else self._dtype).removeprefix("torch."),
             "shared_memory": os.environ.get("VLLM_DIST_IDENT", ""),
         }
 
@@ -71,9 +73,9 @@ class WorkerSide:
             self._arena.close()
         self._arena = Arena.attach(address, num_bytes)
 
-    def locate(self, names: list[str]) -> list[list[Any]]:
-        """(shape of this rank's part, dim, start) for each of the trainer's tensors."""
-        places = [self._held.find(name) for name in names]
+    def locate(self, names: list[str], adapter: int) -> list[list[Any]]:
+        """(shape of this rank's part, dim, start) for each of an adapter's tensors, or with 0 the model's."""
+        places = [self._holder(adapter).find(name) for name in names]
         return [[list(place.shape), place.dim, place.start] for place in places]
 
     def begin(self) -> None:
@@ -96,7 +98,6 @@ class WorkerSide:
         """Put what has not been put in place yet; make tied heads serve the new table."""
         self._finalize()
         runner = self._worker.model_runner
-        runner.reset_lora_state()
         runner.reset_encoder_cache()
         runner.reset_mm_cache()
 
@@ -109,13 +110,31 @@ class WorkerSide:
             info.load_numel = 0
         self._finalize()
 
-    def read(self, tensors: list[list[tuple[str, int]]]) -> None:
+    def read(self, tensors: list[list[tuple[str, int]]], adapter: int) -> None:
         """Write this rank's part of each (name) to (offset in the arena); one list for each rank."""
         assert self._arena is not None
+        holder = self._holder(adapter)
         for name, offset in tensors[self._worker.rank]:
-            held = self._held.read(name)
+            held = holder.read(name)
             self._arena.tensor(offset, str(held.dtype).removeprefix("torch."), tuple(held.shape)).copy_(held)
-        self._held.forget()
+        holder.forget()
+
+    def add_adapter(self, number: int, name: str, path: str) -> None:
+        """Take an adapter from a folder in PEFT's form, in place of the one of that number."""
+        request: Any = import_module("vllm.lora.request").LoRARequest(
+            lora_name=name, lora_int_id=number, lora_path=path, load_inplace=True
+        )
+        self._worker.model_runner.add_lora(request)
+
+    def drop_adapter(self, number: int) -> None:
+        """Forget an adapter."""
+        self._worker.model_runner.remove_lora(number)
+
+    def _holder(self, adapter: int) -> Any:
+        """Who reads back: the model's weights, or those of an adapter."""
+        from offbeat_rollout_vllm._held_adapter import HeldAdapter
+
+        return HeldAdapter(self._model.lora_manager, self._held, adapter) if adapter else self._held
 
     def check_heads(self) -> None:
         """Compare each packed head with the table it is tied to: an update may name only one of the two."""

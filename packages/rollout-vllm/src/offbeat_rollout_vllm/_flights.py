@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from offbeat_rollout_vllm._form import new_future
 from offbeat_rollout_vllm._samples import Delta, Sample
@@ -23,11 +24,13 @@ class Flight:
     Args:
         request: as asked.
         first_seed: of sample 0.
+        prompt: ids, or the engine's own form of a prompt with images.
         done: set when every sample has ended, or with the error that ended the request.
     """
 
     request: GenerateRequest
     first_seed: int
+    prompt: Any = None
     samples: list[Sample] = field(init=False)
     done: "Future[None]" = field(default_factory=new_future)
 

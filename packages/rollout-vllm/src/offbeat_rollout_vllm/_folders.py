@@ -22,6 +22,8 @@ class ModelFolder:
         optional: names an update may bring too: an output embedding that is tied to the input embedding.
         eos_ids: end-of-sequence ids.
         vocab_size: ids lie in [0, vocab_size).
+        has_vision: the model takes images.
+        image_token_id: placeholder of an image, where the config names one.
     """
 
     path: Path
@@ -29,6 +31,8 @@ class ModelFolder:
     optional: dict[str, tuple[int, ...]]
     eos_ids: frozenset[int]
     vocab_size: int
+    has_vision: bool = False
+    image_token_id: int | None = None
 
     @classmethod
     def read(cls, path: Path) -> "ModelFolder":
@@ -51,6 +55,8 @@ class ModelFolder:
             optional=optional,
             eos_ids=_eos_ids(path, config, text),
             vocab_size=int(text.get("vocab_size", 0)),
+            has_vision="vision_config" in config,
+            image_token_id=config.get("image_token_id", config.get("image_token_index")),
         )
 
 

@@ -5,9 +5,12 @@ from concurrent.futures import Future
 from typing import Any, Final, Protocol
 
 from offbeat_rollout_vllm._samples import Delta
+from offbeat_types import Image
 
 OnDelta = Callable[[str, Delta], None]
 """Called in the owner's thread with the id of a sample and what a step added to it."""
+AdapterUse = tuple[str, int]
+"""Name and vLLM's number of an adapter."""
 OnFailure = Callable[[str, Exception], None]
 """Called in the owner's thread with the id of a sample, or "" for all, and why it will not go on."""
 
@@ -25,8 +28,12 @@ class EngineForm(Protocol):
         """Run a short function in the owner's thread."""
         ...
 
-    def add(self, sample_id: str, prompt_ids: list[int], params: dict[str, Any]) -> None:
-        """Queue one sample. In the owner's thread."""
+    def prepare(self, prompt_ids: list[int], images: Sequence[Image]) -> "Future[Any]":
+        """The engine's own form of a prompt with images, which `add` takes as often as it is wanted."""
+        ...
+
+    def add(self, sample_id: str, prompt: Any, params: dict[str, Any], adapter: AdapterUse | None) -> None:
+        """Queue one sample: of a list of ids, or of what `prepare` gave. In the owner's thread."""
         ...
 
     def abort(self, sample_ids: Sequence[str]) -> None:
@@ -45,7 +52,7 @@ class EngineForm(Protocol):
         """Call `WORKER_METHOD` of all workers; their replies in order of rank."""
         ...
 
-    def publish(self, version: int) -> "Future[None]":
+    def publish(self, label: int) -> "Future[None]":
         """Drop every cached key and value and label what is sampled from now on. Only while frozen."""
         ...
 

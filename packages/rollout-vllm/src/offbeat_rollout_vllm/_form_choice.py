@@ -17,7 +17,7 @@ def choose_form(config: RolloutEngineConfig, options: VllmRolloutOptions, *, is_
         is_cpu: whether it is vLLM's build for CPUs.
     """
     arguments = engine_arguments(config, options, is_cpu=is_cpu)
-    num_workers = int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
+    num_workers = config.tensor_parallel * int(arguments.get("pipeline_parallel_size", 1))
     variables = start_variables(config, num_workers)
     if options.form == "async":
         return AsyncForm(arguments, variables), num_workers

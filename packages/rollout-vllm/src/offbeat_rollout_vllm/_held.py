@@ -103,10 +103,13 @@ class HeldWeights:
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module | None:
+    """The layer itself, where vLLM has put one with LoRA adapters around it."""
     try:
-        return model.get_submodule(path)
+        found = model.get_submodule(path)
     except AttributeError:
         return None
+    inner: nn.Module = getattr(found, "base_layer", found)
+    return inner
 
 
 def is_packed(module: nn.Module) -> bool:

@@ -12,10 +12,11 @@ from importlib import import_module
 from typing import Any
 
 from offbeat_rollout_vllm._environment import environment
-from offbeat_rollout_vllm._form import WORKER_METHOD, OnDelta, OnFailure, new_future, settle
-from offbeat_rollout_vllm._outputs import make_arguments, read_output, sampling_params, token_prompt
+from offbeat_rollout_vllm._form import WORKER_METHOD, AdapterUse, OnDelta, OnFailure, new_future, settle
+from offbeat_rollout_vllm._images import prepare_images
+from offbeat_rollout_vllm._outputs import adapter_request, engine_prompt, make_arguments, read_output, sampling_params
 from offbeat_rollout_vllm._samples import Delta
-from offbeat_types import OffbeatError, WeightSyncError
+from offbeat_types import Image, OffbeatError, WeightSyncError
 
 Job = tuple[Callable[[], Any], "Future[Any]"]
 
@@ -38,7 +39,7 @@ class InProcessForm:
         self._door = threading.Lock()  # a job passes before `_closed` is set, and is answered, or not at all
         self._closed = self._frozen = False
         self._engine: Any = None
-        self._version = 0
+        self._label = 0
         self._internal_ids: dict[str, str] = {}
         self._ready = new_future()
         self._thread = threading.Thread(target=self._run, name="offbeat-rollout-vllm", daemon=True)
@@ -106,22 +107,27 @@ class InProcessForm:
             self._on_failure("", error)
             return
         for output in outputs:
-            delta = read_output(output, self._version)
+            delta = read_output(output, self._label)
             if delta.finish_reason is not None:
                 self._internal_ids.pop(output.request_id, None)
             self._on_delta(output.request_id, delta)
 
-    def add(self, sample_id: str, prompt_ids: list[int], params: dict[str, Any]) -> None:
+    def prepare(self, prompt_ids: list[int], images: Sequence[Image]) -> "Future[Any]":
         """See `EngineForm`."""
-        prompt = token_prompt(prompt_ids)
-        self._internal_ids[sample_id] = self._engine.add_request(sample_id, prompt, sampling_params(params))
+        return prepare_images(self._engine.renderer, prompt_ids, images)
+
+    def add(self, sample_id: str, prompt: Any, params: dict[str, Any], adapter: AdapterUse | None) -> None:
+        """See `EngineForm`."""
+        self._internal_ids[sample_id] = self._engine.add_request(
+            sample_id, engine_prompt(prompt), sampling_params(params), lora_request=adapter_request(adapter)
+        )
 
     def abort(self, sample_ids: Sequence[str]) -> None:
         """See `EngineForm`."""
         found = [sample_id for sample_id in sample_ids if self._internal_ids.pop(sample_id, None)]
         self._engine.abort_request(found)
         for sample_id in found:
-            self._on_delta(sample_id, Delta(ids=(), logprobs=(), version=self._version, finish_reason="abort"))
+            self._on_delta(sample_id, Delta(ids=(), logprobs=(), label=self._label, finish_reason="abort"))
 
     def freeze(self) -> "Future[None]":
         """See `EngineForm`. A step delivers what it samples, so between two steps nothing is under way."""
@@ -135,7 +141,7 @@ class InProcessForm:
         """See `EngineForm`."""
         return self.run(lambda: self._engine.collective_rpc(WORKER_METHOD, deadline_s, (text,)))
 
-    def publish(self, version: int) -> "Future[None]":
+    def publish(self, label: int) -> "Future[None]":
         """See `EngineForm`."""
 
         def publish() -> None:
@@ -143,8 +149,8 @@ class InProcessForm:
                 raise WeightSyncError("vLLM did not drop its cached keys and values, so old ones could be used")
             self._engine.reset_mm_cache()
             self._engine.reset_encoder_cache()
-            self._engine.engine_core.set_weight_version(str(version))
-            self._version = int(self._engine.engine_core.get_weight_version())
+            self._engine.engine_core.set_weight_version(str(label))
+            self._label = int(self._engine.engine_core.get_weight_version())
 
         return self.run(publish)
 

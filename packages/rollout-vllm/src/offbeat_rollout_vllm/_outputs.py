@@ -5,6 +5,7 @@ from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
+from offbeat_rollout_vllm._form import AdapterUse
 from offbeat_rollout_vllm._options import check_arguments
 from offbeat_rollout_vllm._samples import Delta
 
@@ -20,9 +21,17 @@ def make_arguments(name: str, arguments: Mapping[str, Any]) -> Any:
     return kind(**arguments)
 
 
-def token_prompt(ids: list[int]) -> Any:
-    """A prompt that needs no further preparation."""
-    return import_module("vllm.inputs").tokens_input(ids)
+def engine_prompt(prompt: Any) -> Any:
+    """A prompt that needs no further preparation: of a list of ids, or one that was prepared already."""
+    return import_module("vllm.inputs").tokens_input(prompt) if isinstance(prompt, list) else prompt
+
+
+def adapter_request(adapter: AdapterUse | None) -> Any:
+    """Make vLLM's LoRARequest for an adapter that its workers have; it names a folder because it must."""
+    if adapter is None:
+        return None
+    name, number = adapter
+    return import_module("vllm.lora.request").LoRARequest(lora_name=name, lora_int_id=number, lora_path=name)
 
 
 def sampling_params(params: dict[str, Any]) -> Any:
@@ -31,12 +40,12 @@ def sampling_params(params: dict[str, Any]) -> Any:
     return module.SamplingParams(**params, output_kind=module.RequestOutputKind.DELTA, flat_logprobs=True)
 
 
-def read_output(output: Any, version: int | None) -> Delta:
+def read_output(output: Any, label: int | None) -> Delta:
     """What a RequestOutput adds to its sample.
 
     Args:
         output: vLLM's, of a request with one sample, in DELTA form.
-        version: the engine's label now, when it is known to be that of these tokens; else the labels come at the end.
+        label: the engine's now, when it is known to be that of these tokens; else the labels come at the end.
     """
     (completion,) = output.outputs
     ids = list(completion.token_ids)
@@ -44,8 +53,8 @@ def read_output(output: Any, version: int | None) -> Delta:
     return Delta(
         ids=ids,
         logprobs=_sampled_logprobs(completion.logprobs, ids),
-        version=version,
-        spans=_spans(completion.weight_versions) if version is None else (),
+        label=label,
+        spans=_spans(completion.weight_versions) if label is None else (),
         finish_reason=completion.finish_reason,
         stop_string=stopped_by if isinstance(stopped_by, str) else "",
     )
@@ -60,5 +69,5 @@ def _sampled_logprobs(logprobs: Any, ids: list[int]) -> list[float]:
 
 
 def _spans(spans: Any) -> tuple[tuple[int, int], ...]:
-    """(version, number of tokens), oldest first."""
+    """(label, number of tokens), oldest first."""
     return tuple((int(span.version), span.end - span.start) for span in spans or ())

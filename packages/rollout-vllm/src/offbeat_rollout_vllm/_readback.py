@@ -30,10 +30,11 @@ class Readback:
         workers: of the engine.
         dtype: number format of the engine, as torch names it.
         reserve: gives an arena of at least a number of bytes.
+        adapter: vLLM's number of the adapter whose tensors they are; 0: the model's own.
     """
 
-    def __init__(self, workers: Workers, dtype: str, reserve: Callable[[int], Arena]) -> None:
-        self._workers, self._dtype, self._reserve = workers, dtype, reserve
+    def __init__(self, workers: Workers, dtype: str, reserve: Callable[[int], Arena], adapter: int = 0) -> None:
+        self._workers, self._dtype, self._reserve, self._adapter = workers, dtype, reserve, adapter
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._tiny: dict[str, tuple[Tensor, Tensor]] = {}
         self._parts: dict[str, list[Part]] = {}
@@ -62,7 +63,7 @@ class Readback:
         """The name asked for, and those that came after it, as long as they fit."""
         if not self._parts:
             names = list(self._shapes)
-            answers = self._workers.call("locate", names=names)
+            answers = self._workers.call("locate", names=names, adapter=self._adapter)
             self._parts = {
                 name: [Part(tuple(shape), dim, start) for shape, dim, start in (one[index] for one in answers)]
                 for index, name in enumerate(names)
@@ -96,7 +97,7 @@ class Readback:
             for rank, part in enumerate(self._parts[name]):
                 offsets[rank].append((name, used))
                 used += aligned(self._size(part))
-        self._workers.call("read", tensors=offsets)
+        self._workers.call("read", tensors=offsets, adapter=self._adapter)
         arena = self._reserve(0)
         self._fetched = {}
         for index, name in enumerate(names):

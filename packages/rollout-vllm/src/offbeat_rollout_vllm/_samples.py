@@ -8,6 +8,8 @@ import numpy as np
 from offbeat_types import Completion, GenerateRequest, StopReason, VersionSegment
 
 Decode = Callable[[Sequence[int]], str]
+Versions = Callable[[Sequence[tuple[int, int]]], Sequence[tuple[int, int]]]
+"""From (vLLM's label, number of tokens) to (policy version, number of tokens)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,22 +19,22 @@ class Delta:
     Args:
         ids: new tokens.
         logprobs: of each.
-        version: which policy sampled them; None while it is not known.
-        spans: with the last step, where `version` is None: (version, number of tokens) of the whole sample.
+        label: vLLM's, of what sampled them; None while it is not known.
+        spans: with the last step, where `label` is None: (label, number of tokens) of the whole sample.
         finish_reason: vLLM's, when the sample has ended: "stop", "length", "abort".
         stop_string: the string that ended it, or "".
     """
 
     ids: Sequence[int]
     logprobs: Sequence[float]
-    version: int | None = None
+    label: int | None = None
     spans: tuple[tuple[int, int], ...] = ()
     finish_reason: str | None = None
     stop_string: str = ""
 
 
 class Sample:
-    """One sample: what has been drawn so far, and by which versions."""
+    """One sample: what has been drawn so far, and under which labels of vLLM's."""
 
     def __init__(self, sample_id: str, request: GenerateRequest, index: int) -> None:
         self.sample_id, self.request, self.index = sample_id, request, index
@@ -45,17 +47,17 @@ class Sample:
         """Add what a step drew."""
         self.ids.extend(delta.ids)
         self.logprobs.extend(delta.logprobs)
-        if delta.version is not None and delta.ids:
-            self._extend_segments(delta.version, len(delta.ids))
+        if delta.label is not None and delta.ids:
+            self._extend_segments(delta.label, len(delta.ids))
         if delta.spans:
             self.segments = list(delta.spans)
         if delta.finish_reason is not None:
             self.stop_reason = self._why(delta, eos_ids)
 
-    def _extend_segments(self, version: int, count: int) -> None:
-        if self.segments and self.segments[-1][0] == version:
+    def _extend_segments(self, label: int, count: int) -> None:
+        if self.segments and self.segments[-1][0] == label:
             count += self.segments.pop()[1]
-        self.segments.append((version, count))
+        self.segments.append((label, count))
 
     def _why(self, delta: Delta, eos_ids: frozenset[int]) -> StopReason:
         if delta.finish_reason == "abort":
@@ -65,12 +67,14 @@ class Sample:
         ended_by_eos = bool(self.ids) and self.ids[-1] in eos_ids and not self.request.params.ignore_eos
         return "eos" if ended_by_eos and not delta.stop_string else "stop"
 
-    def completion(self, decode: Decode) -> Completion:
+    def completion(self, decode: Decode, versions: Versions) -> Completion:
         """What the sample became; unfinished ones are marked aborted."""
         return Completion(
             ids=np.asarray(self.ids, np.int32),
             logprobs=np.asarray(self.logprobs, np.float32),
-            segments=tuple(VersionSegment(version=version, num_tokens=count) for version, count in self.segments),
+            segments=tuple(
+                VersionSegment(version=version, num_tokens=count) for version, count in versions(self.segments)
+            ),
             stop_reason=self.stop_reason or "aborted",
             text=decode(self.ids),
         )

@@ -38,7 +38,9 @@ def check_params(params: SamplingParams) -> None:
         )
 
 
-def check_request(request: GenerateRequest, vocab_size: int, max_model_len: int) -> None:
+def check_request(
+    request: GenerateRequest, vocab_size: int, max_model_len: int, image_token_id: int | None = None
+) -> None:
     """Refuse a request that cannot be served.
 
     Raises:
@@ -58,6 +60,11 @@ def check_request(request: GenerateRequest, vocab_size: int, max_model_len: int)
         raise DataError(
             f"request {name!r}: the prompt has {len(ids)} tokens and max_model_len is {max_model_len}; "
             "raise max_model_len or filter long prompts"
+        )
+    if image_token_id is not None and not request.images and (ids == image_token_id).any():
+        raise DataError(
+            f"request {name!r}: the prompt holds {int((ids == image_token_id).sum())} placeholder tokens of images (id "
+            f"{image_token_id}) and the request no image; put the images into it, or leave the tokens out"
         )
 
 

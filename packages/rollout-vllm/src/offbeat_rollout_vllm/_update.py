@@ -41,7 +41,7 @@ class WeightLoader:
         self.touched = False
         source = f"weight stream of version {version}"
         try:
-            readback = Readback(self._workers, self._dtype, self._reserve)
+            readback = Readback(self._workers, self._dtype, self.reserve)
             self._load(stream, source, readback)
             self._workers.call("check_heads")
             return stream.prove(readback)
@@ -102,19 +102,19 @@ class WeightLoader:
                 entries, half, used = [], 1 - half, 0
             if num_bytes > self._half_bytes():
                 # The workers may still read the half that was filled before: a call to open the new arena comes after.
-                self._reserve(2 * num_bytes)
+                self.reserve(2 * num_bytes)
             offset = half * self._half_bytes() + used
             dtype = str(tensor.dtype).removeprefix("torch.")
-            self._reserve(0).tensor(offset, dtype, tuple(tensor.shape)).copy_(tensor)
+            self.reserve(0).tensor(offset, dtype, tuple(tensor.shape)).copy_(tensor)
             entries.append((name, dtype, list(tensor.shape), offset))
             used += num_bytes
         if entries:
             yield entries
 
     def _half_bytes(self) -> int:
-        return self._reserve(0).num_bytes // 2
+        return self.reserve(0).num_bytes // 2
 
-    def _reserve(self, num_bytes: int) -> Arena:
+    def reserve(self, num_bytes: int) -> Arena:
         """An arena of at least this size, and of two buckets, that the workers have opened."""
         wanted = max(num_bytes, 2 * self._bucket_bytes)
         if self._arena is None or self._arena.num_bytes < wanted:

@@ -1,12 +1,17 @@
 """Tests on the real engine, which the nox session `test(rollout-vllm+engine)` has; elsewhere they are left out."""
 
 import asyncio
+import os
+import runpy
+import sys
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for what several tests share
 
 from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_testing import FakeWeightStream, reference_model
@@ -24,6 +29,11 @@ def _has_engine():
 
 
 collect_ignore_glob = [] if _has_engine() else ["test_*.py"]
+SCHEMAS = Path(__file__).parent / "torchvision_schemas"
+if _has_engine():
+    # Before anything imports torchvision, here and in children. What it made is kept, or the operators go with it.
+    OPERATORS = runpy.run_path(str(SCHEMAS / "sitecustomize.py"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SCHEMAS), os.environ.get("PYTHONPATH")]))
 
 
 class AsNew:

@@ -1,19 +1,25 @@
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from typing import ClassVar
 
+import numpy as np
 import pytest
+from image_checks import POET, Trainer, check_adapter, check_numbers_of_images, check_refusals
+from lora_adapters import draw_adapter, merged
 
 from offbeat_rollout_vllm import VllmRolloutEngine
-from offbeat_testing import RolloutConformance
-from offbeat_types import RolloutEngineConfig, load_backend
+from offbeat_testing import FakeWeightStream, RolloutConformance, tiny_model, tiny_vision_model
+from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams, load_backend
 
 DEADLINE_S = 300.0
+PROMPT = np.asarray([10, 44, 81, 7, 200, 31], np.int32)  # the suite's own
 pytestmark = pytest.mark.timeout(DEADLINE_S)  # a first start on a cold machine takes a minute
 
 
 class Vllm(RolloutConformance):
     """The suite of every engine, on one real engine for the whole class; the last test closes it."""
 
-    form = "in_process"
+    options: ClassVar = {}
     deadline_s = DEADLINE_S
 
     @pytest.fixture(autouse=True)
@@ -24,20 +30,49 @@ class Vllm(RolloutConformance):
         return await load_backend("offbeat.rollout", "vllm").create(config)
 
     @asynccontextmanager
-    async def _engine(self, folder):
+    async def open_engine(self, folder):
         config = RolloutEngineConfig(
-            model_path=str(folder), device="cpu", max_model_len=512, max_running=16, options={"form": self.form}
+            model_path=str(folder), device="cpu", max_model_len=512, max_running=16, options=self.options
         )
         async with self._shared.lend(config) as engine:
             yield engine
 
 
 class TestInProcess(Vllm):
-    form = "in_process"
+    options: ClassVar = {"form": "in_process"}
 
 
 class TestAsync(Vllm):
-    form = "async"
+    """In child processes, where a start costs most: so one that takes images and adapters too."""
+
+    options: ClassVar = {"form": "async", "enable_lora": True}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_folder(cls, tmp_path_factory):
+        if find_spec("torchvision") is None:
+            return tiny_model(tmp_path_factory.mktemp("conformance") / "model")
+        return tiny_vision_model(tmp_path_factory.mktemp("conformance") / "model")
+
+    @pytest.mark.skipif(find_spec("torchvision") is None, reason="the processor of Qwen3-VL needs torchvision")
+    @pytest.mark.parametrize("check", [check_numbers_of_images, check_refusals, check_adapter])
+    def test_images(self, model_folder, check):
+        trainer = Trainer(model_folder)
+        self.run(model_folder, lambda engine: check(engine, trainer))
+
+    def test_adapters(self, model_folder, reference):
+        async def check(engine):
+            tensors = draw_adapter(reference, seed=2, layers=(".self_attn.q_proj", ".mlp.down_proj"))
+            stream = FakeWeightStream(list(tensors.items()), 5)
+            assert await engine.update_weights(stream, 5, adapter=POET) == stream.expected()
+            params = SamplingParams(max_tokens=24, ignore_eos=True)
+            request = GenerateRequest(request_id="a", prompt_ids=PROMPT, params=params, adapter="poet")
+            (completion,) = await engine.generate(request)
+            assert completion.oldest_version == 5
+            with merged(reference, tensors, POET.scale):
+                self.assert_logprobs(reference, completion)
+
+        self.run(model_folder, check)
 
 
 def test_the_entry_point_is_the_engine():

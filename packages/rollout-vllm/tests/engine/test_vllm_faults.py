@@ -4,6 +4,7 @@ A test that shows a fault fails when vLLM has mended it: then what works around 
 """
 
 import asyncio
+import copy
 from dataclasses import replace
 from importlib import import_module
 
@@ -17,8 +18,10 @@ from offbeat_types import (
     ConfigError,
     GenerateRequest,
     PeerFailedError,
+    Reply,
     RolloutEngineConfig,
     SamplingParams,
+    Trajectory,
     WeightSyncError,
 )
 
@@ -221,9 +224,9 @@ class TestFaults:
         outputs = import_module("offbeat_rollout_vllm._in_process")
         read = outputs.read_output
 
-        def note(output, version):
+        def note(output, label):
             cached[output.request_id] = output.num_cached_tokens
-            return read(output, version)
+            return read(output, label)
 
         async def check(engine):
             await engine.update_weights(self.stream(), 1)  # nothing is cached now
@@ -255,6 +258,38 @@ class TestFaults:
 
         self.run(check)
 
+    def test_two_turns_with_an_update_between_them_and_one_within(self):
+        """A conversation: the prompt of a turn is every token so far, sampled ones as they were sampled."""
+
+        async def check(engine):
+            policies = {0: reference_model(self._folder)}
+            (first,) = await engine.generate(request("turn 1", LONG))
+            await engine.update_weights(self.stream(1, seed=3), 1)
+            policies[1] = copy.deepcopy(self._model)
+            reply = Reply(ids=np.asarray([40, 41, 42], np.int32))
+            prompt = np.concatenate([LONG, first.ids, reply.ids])
+            task = asyncio.create_task(engine.generate(request("turn 2", prompt, max_tokens=150)))
+            tokens = (await engine.health()).num_tokens
+            while (await engine.health()).num_tokens < tokens + 20:
+                await asyncio.sleep(0.001)
+            await engine.update_weights(self.stream(2, seed=4), 2)
+            policies[2] = self._model
+            (second,) = await task
+            trajectory = Trajectory(turns=(first, second), replies=(reply,), ended="max_turns")
+            assert [segment.version for segment in trajectory.segments] == [0, 1, 2]
+            sequence = trajectory.to_sequence(LONG)
+            expected = {
+                version: reference_logprobs(model, sequence.ids)[sequence.loss_mask]
+                for version, model in policies.items()
+            }
+            start = 0
+            for segment in trajectory.segments:
+                run = slice(start, start + segment.num_tokens)
+                np.testing.assert_allclose(trajectory.logprobs[run], expected[segment.version][run], atol=1e-3, rtol=0)
+                start += segment.num_tokens
+
+        self.run(check)
+
     def test_end_of_sequence_is_the_folders(self):
         async def check(engine):
             (free,) = await engine.generate(request())
@@ -282,8 +317,8 @@ class TestFaults:
         self.run(check)
 
     def test_an_option_that_vllm_does_not_have_is_refused_by_name(self):
-        config = RolloutEngineConfig(model_path=str(self._folder), options={"tensor_paralel_size": 2})
-        with pytest.raises(ConfigError, match="did you mean tensor_parallel_size"):
+        config = RolloutEngineConfig(model_path=str(self._folder), options={"blok_size": 64})
+        with pytest.raises(ConfigError, match="did you mean block_size"):
             asyncio.run(VllmRolloutEngine.create(config))
 
     def test_sleep_is_refused_where_it_frees_nothing(self):

@@ -3,17 +3,20 @@
 import asyncio
 import os
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from lora_adapters import draw_adapter, merged
 
 from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_testing import FakeWeightStream, changed_weights, reference_logprobs, reference_model, tiny_model
-from offbeat_types import GenerateRequest, PeerFailedError, RolloutEngineConfig, SamplingParams
+from offbeat_types import GenerateRequest, LoraAdapter, PeerFailedError, RolloutEngineConfig, SamplingParams
 
 DEADLINE_S = 300.0
 pytestmark = pytest.mark.timeout(DEADLINE_S)  # a first start on a cold machine takes a minute
 SMALL_BUCKET_BYTES = 20_000  # several buckets, each half of the arena used again, and one tensor larger than a half
+POET = LoraAdapter(name="poet", scale=0.7)
 PROMPT = np.asarray([10, 44, 81, 7, 200, 31], np.int32)
 
 
@@ -22,9 +25,14 @@ def request(request_id, **params):
     return GenerateRequest(request_id=request_id, prompt_ids=PROMPT, num_samples=2, params=SamplingParams(**params))
 
 
-async def start(folder, **options):
+async def start(folder, tensor_parallel=1, **options):
     config = RolloutEngineConfig(
-        model_path=str(folder), device="cpu", max_model_len=512, max_running=8, options=options
+        model_path=str(folder),
+        device="cpu",
+        tensor_parallel=tensor_parallel,
+        max_model_len=512,
+        max_running=8,
+        options=options,
     )
     engine = await VllmRolloutEngine.create(config)
     engine._loader._bucket_bytes = SMALL_BUCKET_BYTES
@@ -61,6 +69,20 @@ def test_logprobs_after_five_updates_are_those_of_transformers(tmp_path, tied):
     run(tiny_model(tmp_path / "model", "qwen3", tied=tied), {}, check_five_updates)
 
 
+async def check_three_adapters(engine, model):
+    """Each in place of the one before; over parts of every layer at two ranks."""
+    await engine.update_weights(FakeWeightStream(changed_weights(model, seed=6), 6), 6)
+    for version, rank in ((7, 8), (8, 3), (9, 4)):
+        adapter = draw_adapter(model, rank=rank, seed=version)
+        stream = FakeWeightStream(list(adapter.items()), version)
+        assert await engine.update_weights(stream, version, adapter=POET) == stream.expected()
+        with merged(model, adapter, POET.scale):
+            for completion in await engine.generate(replace(request(f"a{version}"), adapter="poet")):
+                assert [segment.version for segment in completion.segments] == [version]
+                expected = reference_logprobs(model, np.concatenate([PROMPT, completion.ids]))[len(PROMPT) :]
+                np.testing.assert_allclose(completion.logprobs, expected, atol=1e-3, rtol=0)
+
+
 async def check_stale_replies(engine, model):
     """After an exception at both ranks vLLM has a reply too many; nothing may take it for an answer."""
     with pytest.raises(Exception, match="no_such_method"):
@@ -76,7 +98,7 @@ async def check_stale_replies(engine, model):
 
 def test_two_ranks_with_a_tied_head_and_an_engine_whose_workers_raised_is_thrown_away(tmp_path):
     folder = tiny_model(tmp_path / "model", "qwen3", tied=True)
-    run(folder, {"tensor_parallel_size": 2}, check_five_updates, check_stale_replies)
+    run(folder, {"tensor_parallel": 2}, check_five_updates, check_stale_replies)
 
 
 async def check_killed_worker(engine, model):
@@ -93,4 +115,5 @@ async def check_killed_worker(engine, model):
 
 def test_two_ranks_with_an_untied_head_and_an_engine_whose_worker_died_says_so(tmp_path):
     folder = tiny_model(tmp_path / "model", "qwen3", tied=False)
-    run(folder, {"tensor_parallel_size": 2}, check_five_updates, check_killed_worker)
+    options = {"tensor_parallel": 2, "enable_lora": True, "max_lora_rank": 8}
+    run(folder, options, check_five_updates, check_three_adapters, check_killed_worker)

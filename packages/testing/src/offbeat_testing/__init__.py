@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from offbeat_testing._rollout_conformance import RolloutConformance
     from offbeat_testing._running_command import RunningCommand, wait_until_gone
     from offbeat_testing._tiny_models import TinyFamily, tiny_model, tiny_tokenizer
+    from offbeat_testing._tiny_vision_models import tiny_vision_model
     from offbeat_testing._train_conformance import TrainEngineConformance
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "reference_model",
     "tiny_model",
     "tiny_tokenizer",
+    "tiny_vision_model",
     "wait_until_gone",
 ]
 
@@ -54,6 +56,7 @@ _MODULES = {
     "reference_model": "_reference",
     "tiny_model": "_tiny_models",
     "tiny_tokenizer": "_tiny_models",
+    "tiny_vision_model": "_tiny_vision_models",
     "wait_until_gone": "_running_command",
 }
 

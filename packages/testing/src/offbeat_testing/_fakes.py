@@ -12,6 +12,7 @@ from offbeat_types import (
     Completion,
     EngineHealth,
     GenerateRequest,
+    LoraAdapter,
     OffbeatError,
     PauseMode,
     RolloutCapabilities,
@@ -112,6 +113,7 @@ class FakeRolloutEngine:
         """Play the script."""
         if self._closed:
             raise OffbeatError("the engine is closed: make a new one")
+        self.capabilities.check(request, "fake engine")
         self.requests.append(request)
         self._aborted[request.request_id] = aborted = asyncio.Event()
         await _first(self._may_start, aborted)
@@ -161,13 +163,19 @@ class FakeRolloutEngine:
         self._may_start.set()
         self._may_sample.set()
 
-    async def update_weights(self, stream: WeightStream, version: int) -> WeightProof:
+    async def update_weights(
+        self, stream: WeightStream, version: int, *, adapter: LoraAdapter | None = None
+    ) -> WeightProof:
         """Keep a copy of every tensor; on an error the old version stays."""
+        self.capabilities.check_adapter(adapter, "fake engine")
         if stream.version != version:
             raise WeightSyncError(f"asked for version {version}, the stream holds version {stream.version}")
         weights = {name: np.array(tensor) for name, tensor in stream}
         self.weights, self.version = weights, version
         return stream.prove(weights.__getitem__)
+
+    async def drop_adapter(self, name: str) -> None:
+        """Do nothing: there is none."""
 
     async def sleep(self, level: int) -> None:
         """Forget the weights at level 2."""

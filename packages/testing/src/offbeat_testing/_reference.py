@@ -10,11 +10,13 @@ from offbeat_types import Floats, Ids
 
 
 def reference_model(folder: Path) -> Any:
-    """Load a model folder with transformers, float32, on the CPU, for inference."""
+    """Load a model folder with transformers, float32, on the CPU, for inference; its vision tower too, if any."""
     import torch
 
     transformers: Any = import_module("transformers")
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    has_vision = hasattr(transformers.AutoConfig.from_pretrained(folder), "vision_config")
+    kind = transformers.AutoModelForImageTextToText if has_vision else transformers.AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def reference_logprobs(model: Any, ids: Ids, *, temperature: float = 1.0) -> Floats:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from offbeat_testing._reference import changed_weights, reference_logprobs, refe
 from offbeat_testing._tiny_models import TinyFamily, tiny_model
 from offbeat_types import (
     Completion,
+    ConfigError,
+    DataError,
     GenerateRequest,
+    LoraAdapter,
     OffbeatError,
     RolloutEngine,
     RolloutEngineConfig,
@@ -41,7 +45,8 @@ class RolloutConformance:
                 return await MyEngine.create(config)
 
     The model is a tiny one made by `tiny_model`; override `model_folder` for another, which the engine must serve
-    unchanged in float32 with room for 512 tokens. Everything runs under a deadline of `deadline_s`.
+    unchanged in float32 with room for 512 tokens. Everything runs under a deadline of `deadline_s`. An engine that is
+    dear to start can be lent from test to test: override `open_engine`.
     """
 
     family: TinyFamily = "qwen3"
@@ -67,13 +72,14 @@ class RolloutConformance:
         """Make an engine, run `check` on it, close it; all under the deadline."""
 
         async def bounded() -> None:
-            async with asyncio.timeout(self.deadline_s), self._engine(folder) as engine:
+            async with asyncio.timeout(self.deadline_s), self.open_engine(folder) as engine:
                 await check(engine)
 
         asyncio.run(bounded())
 
     @asynccontextmanager
-    async def _engine(self, folder: Path) -> AsyncIterator[RolloutEngine]:
+    async def open_engine(self, folder: Path) -> AsyncIterator[RolloutEngine]:
+        """Give out an engine that serves the folder's weights as version 0, with its counters at zero; then end it."""
         engine = await self.make_engine(
             RolloutEngineConfig(model_path=str(folder), device="cpu", max_model_len=512, max_running=16)
         )
@@ -300,6 +306,54 @@ class RolloutConformance:
             return
         assert completion.oldest_version == 0, what
         self.assert_logprobs(old, completion)
+
+    # What an engine does not declare
+
+    def test_what_is_not_declared_is_refused_and_the_engine_serves_on(self, model_folder: Path, reference: Any) -> None:
+        """An image, an adapter or an adapter's update that the engine does not take is one clear error, at once."""
+
+        async def check(engine: RolloutEngine) -> None:
+            image = np.zeros((16, 24, 3), np.uint8)
+            stream = FakeWeightStream(changed_weights(reference), 1)
+            if not engine.capabilities.multimodal:
+                with pytest.raises(ConfigError, match=r"request 'r' holds 1 image, .* not multimodal"):
+                    await engine.generate(replace(_request(), images=(image,)))
+            if not engine.capabilities.lora:
+                with pytest.raises(ConfigError, match=r"request 'r' wants the adapter 'poet', .* not do lora"):
+                    await engine.generate(replace(_request(), adapter="poet"))
+                with pytest.raises(ConfigError, match=r"brings the adapter 'poet', .* not do lora"):
+                    await engine.update_weights(stream, 1, adapter=LoraAdapter(name="poet", scale=2.0))
+            await engine.drop_adapter("nobody")
+            (completion,) = await engine.generate(_request())
+            assert completion.oldest_version == 0
+            self.assert_logprobs(reference_model(model_folder), completion)
+
+        self.run(model_folder, check)
+
+    def test_an_adapter_that_was_not_sent_is_refused_by_name(self, model_folder: Path) -> None:
+        """An engine with adapters names those that it has."""
+
+        async def check(engine: RolloutEngine) -> None:
+            if not engine.capabilities.lora:
+                pytest.skip("the engine takes no adapters")
+            with pytest.raises(ConfigError, match="'nobody'"):
+                await engine.generate(replace(_request(), adapter="nobody"))
+            assert len((await engine.generate(_request()))[0].ids) == 24
+
+        self.run(model_folder, check)
+
+    def test_an_image_that_is_none_is_refused(self, model_folder: Path) -> None:
+        """Another dtype or number of axes than [H, W, 3] uint8 is an error and not a guess."""
+
+        async def check(engine: RolloutEngine) -> None:
+            if not engine.capabilities.multimodal:
+                pytest.skip("the engine takes no images")
+            wrong: list[Any] = [np.zeros((16, 24, 3), np.float32), np.zeros((16, 24), np.uint8)]
+            for image in wrong:
+                with pytest.raises(DataError, match="image 0 must be"):
+                    await engine.generate(replace(_request(), images=(image,)))
+
+        self.run(model_folder, check)
 
     # Life
 

@@ -39,6 +39,26 @@ class RunFolderError(UserError):
     """A run folder exists already, is missing, cannot be written, or has no room."""
 
 
+class PlacementError(UserError):
+    """The ranks wanted do not fit on the nodes, or do not lie where they should.
+
+    Args:
+        reason: what was required and what was got.
+        shortfall: for each node, or several alike, what it has and what it lacks.
+        changes: the smallest changes that would make it fit, the smallest first.
+    """
+
+    def __init__(self, reason: str, shortfall: tuple[str, ...] = (), changes: tuple[str, ...] = ()) -> None:
+        super().__init__(reason, shortfall, changes)
+        self.reason, self.shortfall, self.changes = reason, shortfall, changes
+
+    def __str__(self) -> str:
+        lines = [self.reason, *(f"  {each}" for each in self.shortfall)]
+        if self.changes:
+            lines.append("what fits: " + "; or ".join(self.changes))
+        return "\n".join(lines)
+
+
 class ShapeError(OffbeatError):
     """Two arrays that belong together differ in shape or dtype. Our own bug, or a caller's."""
 

@@ -1,20 +1,22 @@
 """The rollout contract: what every engine that samples completions takes and gives.
 
-Shapes: P prompt tokens, T completion tokens.
+Shapes: P prompt tokens, T completion tokens; H, W height and width of an image in pixels.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from offbeat_types._errors import ShapeError
+from offbeat_types._errors import ConfigError, DataError, ShapeError
 from offbeat_types._settings import REQUIRED, setting
 
 Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
+Image = npt.NDArray[np.uint8]
+"""[H, W, 3] uint8: red, green, blue, the top row first. Pixels and not a file: decoders of one JPEG may differ."""
 
 StopReason = Literal["eos", "stop", "length", "aborted"]
 PauseMode = Literal["abort", "wait", "keep"]
@@ -44,16 +46,28 @@ class SamplingParams:
 class GenerateRequest:
     """One prompt, to be completed `num_samples` times.
 
+    `prompt_ids` are the tokens that the model sees, and so those to train on. An image stands in them as all its
+    placeholder tokens: what a Hugging Face processor returns as `input_ids` (of Qwen-VL `<|vision_start|>`, one
+    `<|image_pad|>` for each square of merged patches, `<|vision_end|>`). An engine never adds to them or takes away:
+    it works out how many tokens each image takes, and refuses a prompt that holds another number.
+
+    A further turn of a conversation is a request like any other: its prompt is the first prompt, the tokens that were
+    sampled, what was read since, and the images of all turns.
+
     Args:
         request_id: unique among requests in flight.
         prompt_ids: [P] int32, P >= 1.
         num_samples: completions wanted; sample i draws with seed `params.seed + i` when a seed is given.
+        images: each [H, W, 3] uint8, in the order of their placeholders.
+        adapter: name of the LoRA adapter to sample with; "" is the model itself.
     """
 
     request_id: str
     prompt_ids: Ids
     num_samples: int = 1
     params: SamplingParams = field(default_factory=SamplingParams)
+    images: tuple[Image, ...] = ()
+    adapter: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +112,18 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutCapabilities:
-    """What an engine can do, declared by it and never guessed from its name."""
+    """What an engine can do, declared by it and never guessed from its name.
+
+    It may depend on the model, the device and the options, so an instance says it and not its class.
+
+    Args:
+        pause_modes: modes that `pause` knows.
+        sleep_levels: levels that `sleep` knows; a level is declared where it gives memory back.
+        shares_prompt_prefix: samples of a group compute their prompt once.
+        partial_update: an update may bring some of the tensors.
+        multimodal: requests may hold images.
+        lora: updates may bring an adapter, and requests name one.
+    """
 
     pause_modes: tuple[PauseMode, ...]
     sleep_levels: tuple[int, ...] = ()
@@ -107,13 +132,74 @@ class RolloutCapabilities:
     multimodal: bool = False
     lora: bool = False
 
+    def check(self, request: GenerateRequest, engine: str) -> None:
+        """Refuse a request that asks for more than this.
+
+        Args:
+            request: as it came.
+            engine: what to call the engine in the error, such as "rollout-torch".
+
+        Raises:
+            ConfigError: an image or an adapter, and the engine takes none.
+            DataError: an image that is not one.
+        """
+        name = f"request {request.request_id!r}"
+        if request.adapter and not self.lora:
+            raise ConfigError(
+                f"{name} wants the adapter {request.adapter!r}, and this {engine} does not do lora: use an engine, or "
+                "options, that declare it, or send merged weights"
+            )
+        if request.images and not self.multimodal:
+            raise ConfigError(
+                f"{name} holds {len(request.images)} image{'s' * (len(request.images) > 1)}, and this {engine} is not "
+                "multimodal: use an engine, and a model, that declare it"
+            )
+        for index, image in enumerate(request.images):
+            found = np.asarray(image)
+            if found.dtype != np.uint8 or found.ndim != 3 or found.shape[2] != 3 or not found.size:
+                raise DataError(f"{name}: image {index} must be [H, W, 3] uint8, got {found.shape} {found.dtype}")
+
+    def check_adapter(self, adapter: "LoraAdapter | None", engine: str) -> None:
+        """Refuse an update that brings an adapter, where there can be none.
+
+        Raises:
+            ConfigError: there can be none.
+        """
+        if adapter is not None and not self.lora:
+            raise ConfigError(
+                f"an update brings the adapter {adapter.name!r}, and this {engine} does not do lora: use an engine, or "
+                "options, that declare it, or send merged weights"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraAdapter:
+    """A low-rank change of some of a model's matrices: each W becomes W + scale B A, A [rank, in], B [out, rank].
+
+    Its tensors travel in a `WeightStream` under the names of Hugging Face PEFT, such as
+    "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight".
+
+    Source: arXiv:2106.09685; https://github.com/huggingface/peft, peft/tuners/lora/layer.py.
+
+    Args:
+        name: what requests call it; not "".
+        scale: alpha / rank, or what another recipe makes of the two.
+    """
+
+    name: str
+    scale: float
+
+    def __post_init__(self) -> None:
+        if not self.name or not np.isfinite(self.scale):
+            raise ConfigError(f"an adapter needs a name and a finite scale, got {self.name!r} and {self.scale}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineHealth:
     """A snapshot of a rollout engine.
 
     Args:
-        version: policy version it serves.
+        version: policy version of the last update, of the model or of an adapter.
         num_running: samples being decoded now.
         num_waiting: samples queued.
         num_tokens: tokens sampled since start.
@@ -161,7 +247,10 @@ class WeightStream(Protocol):
 class RolloutEngine(Protocol):
     """Samples completions. All methods are safe to await at once from one event loop."""
 
-    capabilities: ClassVar[RolloutCapabilities]
+    @property
+    def capabilities(self) -> RolloutCapabilities:
+        """What it can do. The rest of the contract holds within this: what is beyond it is a ConfigError."""
+        ...
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """Return `request.num_samples` completions, in order.
@@ -183,11 +272,25 @@ class RolloutEngine(Protocol):
         """Sample again after `pause`."""
         ...
 
-    async def update_weights(self, stream: WeightStream, version: int) -> WeightProof:
+    async def update_weights(
+        self, stream: WeightStream, version: int, *, adapter: LoraAdapter | None = None
+    ) -> WeightProof:
         """Load every tensor of the stream, drop cached keys and values, serve `version` from now on.
+
+        With an adapter the stream holds its tensors alone. It is added, or takes the place of the one of that name;
+        the model stays. What is sampled with an adapter has the version of the last update of either.
 
         Raises:
             WeightSyncError: a name, shape or count differs; the engine then serves the old version or refuses.
+            ConfigError: an adapter, and the engine takes none, or no more.
+        """
+        ...
+
+    async def drop_adapter(self, name: str) -> None:
+        """Forget an adapter. Unknown names are ignored.
+
+        Raises:
+            OffbeatError: a request in flight uses it.
         """
         ...
 
@@ -216,6 +319,7 @@ class RolloutEngineSettings:
     dtype: str = setting(
         "float32", "Number format of the weights while sampling.", choices=("float32", "bfloat16", "float16")
     )
+    tensor_parallel: int = setting(1, "Devices that one engine is split over, each with a part of every layer.", ge=1)
     max_running: int = setting(64, "Samples decoded together at most.", "samples", ge=1)
     max_model_len: int = setting(4096, "Prompt and completion together at most.", "tokens", ge=8)
     options: dict[str, Any] = setting({}, "Extras of the backend, checked against its own settings.")

@@ -1,0 +1,224 @@
+"""LoRA adapters: what the engine holds by name, and an update that brings one.
+
+An adapter is small, so it is taken whole before anything changes: a stream that fails leaves the old one in place. vLLM
+loads adapters from folders, and so gets one in memory that is gone again afterwards. Its scale is multiplied into B
+before that, so that what is held can be compared with what was sent.
+
+Source: vllm 0.32.0, vllm/lora/request.py (LoRARequest, load_inplace), vllm/lora/worker_manager.py
+(LRUCacheWorkerLoRAManager.add_adapter), vllm/lora/peft_helper.py (adapter_config.json).
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from offbeat_rollout_vllm._arena import Arena
+from offbeat_rollout_vllm._environment import SHARED_MEMORY
+from offbeat_rollout_vllm._folders import ModelFolder
+from offbeat_rollout_vllm._options import AdapterLimits
+from offbeat_rollout_vllm._readback import Readback
+from offbeat_rollout_vllm._workers import Workers
+from offbeat_types import ConfigError, LoraAdapter, OffbeatError, WeightProof, WeightStream, WeightSyncError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DOWN: Final = ".lora_A."
+UP: Final = ".lora_B."
+PEFT_PREFIX: Final = "base_model.model."
+
+
+class Adapters:
+    """The adapters of one engine.
+
+    Args:
+        workers: of the engine.
+        folder: says which layers there are.
+        limits: of vLLM.
+        dtype: number format of the adapters.
+        reserve: gives an arena of at least a number of bytes.
+    """
+
+    def __init__(
+        self, workers: Workers, folder: ModelFolder, limits: AdapterLimits, dtype: str, reserve: Callable[[int], Arena]
+    ) -> None:
+        self._workers, self._folder, self._limits, self._dtype = workers, folder, limits, dtype
+        self._reserve = reserve
+        self._numbers: dict[str, int] = {}
+        self._broken: dict[str, str] = {}
+        self.touched = False
+
+    def number(self, name: str) -> int:
+        """Return vLLM's number of an adapter that serves.
+
+        Raises:
+            ConfigError: there is none of that name.
+            WeightSyncError: its last update failed.
+        """
+        if name in self._broken:
+            raise WeightSyncError(f"the adapter {name!r} has no usable weights: {self._broken[name]}; send it again")
+        if name not in self._numbers:
+            there = ", ".join(map(repr, self._numbers)) or "none"
+            raise ConfigError(f"the engine has no adapter {name!r} (it has: {there}); send it first")
+        return self._numbers[name]
+
+    def check_room(self, name: str) -> None:
+        """Refuse one adapter too many, which vLLM would put in another's place.
+
+        Raises:
+            ConfigError: there is no room.
+        """
+        if name not in self._numbers and len(self._numbers) >= self._limits.num_adapters:
+            raise ConfigError(
+                f"the engine holds {self._limits.num_adapters} adapters and has {', '.join(map(repr, self._numbers))}: "
+                f"drop one before {name!r} comes, or raise options.max_loras"
+            )
+
+    def load(self, adapter: LoraAdapter, stream: WeightStream, source: str) -> WeightProof:
+        """Take an adapter and prove what is held. `touched` says whether anything was changed before a failure.
+
+        Raises:
+            WeightSyncError: a name, shape, count or checksum differs, or the stream failed.
+            DeadlineError, PeerFailedError: the workers cannot be relied on any more.
+        """
+        self.touched = False
+        try:
+            sent = self._take(stream, source)
+            number = self._numbers.get(adapter.name) or max(self._numbers.values(), default=0) + 1
+            scaled = {name: _scaled(name, tensor, adapter.scale) for name, tensor in sent.items()}
+            with tempfile.TemporaryDirectory(prefix="offbeat-adapter-", dir=_memory_folder()) as folder:
+                _write(Path(folder), scaled)
+                self.touched = True
+                self._numbers[adapter.name] = number
+                self._workers.call("add_adapter", number=number, name=adapter.name, path=folder)
+            proof = stream.prove(AdapterReadback(sent, scaled, self._readback(number), self._limits.max_rank))
+        except OffbeatError:
+            raise
+        except Exception as error:
+            raise WeightSyncError(f"{source}: {error}") from error
+        self._broken.pop(adapter.name, None)
+        return proof
+
+    def _readback(self, number: int) -> Readback:
+        return Readback(self._workers, self._dtype, self._reserve, adapter=number)
+
+    def _take(self, stream: WeightStream, source: str) -> "dict[str, Tensor]":
+        """Copies of all tensors, checked."""
+        import torch
+
+        sent: dict[str, Tensor] = {}
+        for name, value in stream:
+            if name in sent:
+                raise WeightSyncError(f"{source}: the tensor {name!r} came twice")
+            tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+            sent[name] = tensor.cpu().clone()
+        check_adapter_shapes({name: tuple(tensor.shape) for name, tensor in sent.items()}, self._folder.shapes, source)
+        rank = max(tensor.shape[0] for name, tensor in sent.items() if DOWN in name)
+        if rank > self._limits.max_rank:
+            raise WeightSyncError(
+                f"{source}: rank {rank} is more than max_lora_rank = {self._limits.max_rank}; raise that option"
+            )
+        return sent
+
+    def spoil(self, name: str, reason: str) -> None:
+        """Serve nothing with an adapter until it comes again."""
+        self._broken[name] = reason
+
+    def spoil_all(self, reason: str) -> None:
+        """Serve nothing with any adapter until it comes again."""
+        self._broken |= dict.fromkeys(self._numbers, reason)
+
+    def drop(self, name: str) -> None:
+        """Forget an adapter."""
+        self._broken.pop(name, None)
+        if name in self._numbers:
+            self._workers.call("drop_adapter", number=self._numbers.pop(name))
+
+
+class AdapterReadback:
+    """A function from a tensor's name to what the engine holds, as the sender would have to have sent it.
+
+    Args:
+        sent: by name.
+        scaled: what vLLM was given for each.
+        readback: of this adapter.
+        max_rank: to which vLLM pads.
+    """
+
+    def __init__(
+        self, sent: "Mapping[str, Tensor]", scaled: "Mapping[str, Tensor]", readback: Readback, max_rank: int
+    ) -> None:
+        self._sent, self._scaled, self._readback, self._max_rank = sent, scaled, readback, max_rank
+        for name, tensor in scaled.items():
+            readback.expect(name, self._padded(name, tensor))
+
+    def _padded(self, name: str, tensor: "Tensor") -> "Tensor":
+        dim = 0 if DOWN in name else 1
+        shape = list(tensor.shape)
+        shape[dim] = self._max_rank
+        padded = tensor.new_zeros(shape)
+        padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+        return padded
+
+    def __call__(self, name: str) -> "Tensor":
+        """The tensor as it was sent, in the engine's number format, if the engine holds what follows from it."""
+        import torch
+
+        held = self._readback(name)
+        if torch.equal(held, self._padded(name, self._scaled[name]).to(held.dtype)):
+            return self._sent[name].to(held.dtype)
+        return held[tuple(map(slice, self._sent[name].shape))]
+
+
+def check_adapter_shapes(
+    found: Mapping[str, tuple[int, ...]], layers: Mapping[str, tuple[int, ...]], source: str
+) -> None:
+    """Refuse an adapter that is not whole, or not of this model.
+
+    Args:
+        found: shape of each tensor of the adapter, by PEFT's name.
+        layers: shape of each tensor of the model, by its Hugging Face name.
+        source: who sends, for the error.
+
+    Raises:
+        WeightSyncError: a name is of no LoRA matrix, its layer unknown, its partner missing, or its shape another.
+    """
+    if not found:
+        raise WeightSyncError(f"{source}: an adapter needs tensors, got none")
+    for name, shape in found.items():
+        if (DOWN in name) == (UP in name) or not name.endswith(".weight"):
+            raise WeightSyncError(f"{source}: {name!r} must end in lora_A.weight or lora_B.weight, as PEFT names them")
+        down, up = name.replace(UP, DOWN), name.replace(DOWN, UP)
+        if down not in found or up not in found:
+            raise WeightSyncError(f"{source}: {name!r} needs {up if name == down else down!r}, which did not come")
+        target = down.removeprefix(PEFT_PREFIX).replace(DOWN, ".")
+        layer = layers.get(target, ())
+        if len(layer) != 2:
+            raise WeightSyncError(f"{source}: this model has no matrix {target!r} for {name!r} to adapt")
+        rank = found[down][0] if found[down] else 0
+        wanted = (rank, layer[1]) if name == down else (layer[0], rank)
+        if not rank or shape != wanted:
+            raise WeightSyncError(f"{source}: {name!r} must have shape {wanted}, got {shape}")
+
+
+def _scaled(name: str, tensor: "Tensor", scale: float) -> "Tensor":
+    return tensor if DOWN in name else (tensor.float() * scale).to(tensor.dtype)
+
+
+def _memory_folder() -> Path | None:
+    """Memory that looks like a folder, where there is one; else the system's folder for temporary files."""
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+
+
+def _write(folder: Path, tensors: "Mapping[str, Tensor]") -> None:
+    """An adapter in PEFT's form, whose scale is 1."""
+    from safetensors.torch import save_file
+
+    ranks = {tensor.shape[0] for name, tensor in tensors.items() if DOWN in name}
+    layers = sorted({name.split(DOWN)[0].rpartition(".")[2] for name in tensors if DOWN in name})
+    config = {"peft_type": "LORA", "r": max(ranks), "lora_alpha": max(ranks), "target_modules": layers}
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    named = {PEFT_PREFIX + name.removeprefix(PEFT_PREFIX): tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(named, str(folder / "adapter_model.safetensors"))

@@ -1,0 +1,126 @@
+"""The engine's side of adapters and images, without an engine: versions by label, shapes, folders, placeholders."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from offbeat_rollout_vllm._adapters import check_adapter_shapes
+from offbeat_rollout_vllm._folders import ModelFolder
+from offbeat_rollout_vllm._images import _embedded
+from offbeat_rollout_vllm._peft_folder import PeftFolder
+from offbeat_rollout_vllm._sampling import check_request
+from offbeat_rollout_vllm._served import ServedVersions
+from offbeat_testing import tiny_model
+from offbeat_types import DataError, GenerateRequest, ModelError, WeightSyncError
+
+LAYERS = {"model.q_proj.weight": (6, 4), "model.norm.weight": (4,)}
+DOWN, UP = (f"base_model.model.model.q_proj.lora_{part}.weight" for part in "AB")
+
+
+def test_a_label_stands_for_the_last_update_of_the_adapter_or_the_model():
+    served = ServedVersions()
+    for version, adapter in ((3, ""), (4, "poet"), (4, "clerk"), (5, "poet"), (7, "")):
+        label = served.next_label
+        served.update(version, adapter)
+        assert served.next_label == label + 1
+    spans = [(label, 10) for label in range(6)]
+    assert served.segments(spans) == [(0, 10), (3, 40), (7, 10)]
+    assert served.segments(spans, "poet") == [(0, 10), (3, 10), (4, 20), (5, 10), (7, 10)]
+    assert served.segments(spans, "clerk") == [(0, 10), (3, 20), (4, 20), (7, 10)]
+    assert served.segments([], "poet") == []
+
+
+def test_an_adapter_that_fits_is_taken_with_and_without_pefts_prefix():
+    check_adapter_shapes({DOWN: (2, 4), UP: (6, 2)}, LAYERS, "it")
+    prefix = len("base_model.model.")
+    check_adapter_shapes({DOWN[prefix:]: (2, 4), UP[prefix:]: (6, 2)}, LAYERS, "it")
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({}, "got none"),
+        ({DOWN: (2, 4)}, r"needs 'base_model\.model\.model\.q_proj\.lora_B\.weight', which did not come"),
+        ({DOWN: (2, 4), UP: (6, 3)}, r"lora_B\.weight' must have shape \(6, 2\), got \(6, 3\)"),
+        ({DOWN: (2, 5), UP: (6, 2)}, r"lora_A\.weight' must have shape \(2, 4\), got \(2, 5\)"),
+        ({DOWN: (0, 4), UP: (6, 0)}, "must have shape"),
+        ({"model.q_proj.weight": (6, 4)}, "as PEFT names them"),
+        ({DOWN.replace("q_", "z_"): (2, 4), UP.replace("q_", "z_"): (6, 2)}, r"no matrix 'model\.z_proj\.weight'"),
+        ({DOWN.replace("q_proj", "norm"): (2, 4), UP.replace("q_proj", "norm"): (4, 2)}, "no matrix 'model.norm"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_by_name(found, words):
+    with pytest.raises(WeightSyncError, match=f"it: .*{words}"):
+        check_adapter_shapes(found, LAYERS, "it")
+
+
+@pytest.fixture
+def peft_folder(tmp_path):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    save_file({DOWN: torch.ones(2, 4), UP: torch.ones(6, 2)}, str(tmp_path / "adapter_model.safetensors"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("config", "scale"),
+    [({"r": 4, "lora_alpha": 6}, 1.5), ({"r": 4, "lora_alpha": 6, "use_rslora": True}, 3.0)],
+)
+def test_the_scale_is_that_of_the_recipe(peft_folder, config, scale):
+    (peft_folder / "adapter_config.json").write_text(json.dumps(config))
+    stream = PeftFolder(peft_folder, "poet", 3)
+    assert (stream.adapter.name, stream.adapter.scale, stream.version) == ("poet", scale, 3)
+    held = dict(stream)
+    assert stream.prove(held.__getitem__).num_tensors == 2
+    with pytest.raises(WeightSyncError, match=r"other numbers than the folder's in .*lora_A"):
+        stream.prove(lambda name: held[name] + (name == DOWN))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"r": 4, "lora_alpha": 6, "use_dora": True}, "has use_dora"),
+        ({"r": 4, "lora_alpha": 6, "alpha_pattern": {"q_proj": 3}}, "has alpha_pattern"),
+        ({"r": 4, "lora_alpha": 6, "bias": "all"}, "trains biases"),
+        ({"r": 0, "lora_alpha": 6}, "must name r and lora_alpha, got 0 and 6"),
+        ([], "r and lora_alpha, got None"),
+    ],
+)
+def test_what_is_no_plain_lora_is_refused(peft_folder, config, words):
+    (peft_folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=words):
+        PeftFolder(peft_folder, "poet", 0)
+
+
+def test_a_folder_without_an_adapter_is_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"adapter_config\.json cannot be read"):
+        PeftFolder(tmp_path, "poet", 0)
+    (tmp_path / "adapter_config.json").write_text('{"r": 1, "lora_alpha": 1}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ModelError, match=r"adapter_model\.safetensors cannot be read"):
+        PeftFolder(tmp_path, "poet", 0)
+
+
+def test_placeholders_without_an_image_are_refused():
+    request = GenerateRequest(request_id="r", prompt_ids=np.array([1, 9, 9, 2], np.int32))
+    check_request(request, 10, 100)
+    with pytest.raises(DataError, match=r"holds 2 placeholder tokens of images \(id 9\) and the request no image"):
+        check_request(request, 10, 100, image_token_id=9)
+
+
+def test_separators_between_an_images_tokens_are_not_placeholders():
+    is_embed = lambda tokens: np.array([token == 9 for token in tokens])  # noqa: E731 - vLLM's own form
+    assert _embedded(SimpleNamespace(full=[9, 5, 9], is_embed=is_embed)) == [9, 9]
+    assert _embedded(SimpleNamespace(full=[9, 9], is_embed=None)) == [9, 9]
+
+
+def test_a_model_folder_says_whether_it_takes_images(tmp_path):
+    folder = tiny_model(tmp_path / "model")
+    assert not ModelFolder.read(folder).has_vision
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vision_config": {}, "image_token_id": 7}))
+    found = ModelFolder.read(folder)
+    assert (found.has_vision, found.image_token_id) == (True, 7)

@@ -1,0 +1,111 @@
+"""A tiny vision-language model folder, made on the spot: Qwen3-VL with its real processor, and no file fetched."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+from offbeat_testing._tiny_models import tiny_tokenizer
+
+VISION_TOKENS: Final = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+PATCH_PIXELS: Final = 4
+MERGE: Final = 2
+
+
+def tiny_vision_model(folder: Path, *, tied: bool = True, spread: float = 0.1, seed: int = 0) -> Path:
+    """Write a random Qwen3-VL, float32, with tokenizer and processor, ready for `AutoProcessor`.
+
+    A placeholder token stands for 8 x 8 pixels, and an image for 4 to 64 of them. The processor needs torchvision.
+
+    Args:
+        folder: made when missing.
+        tied: input and output embedding are one tensor.
+        spread: standard deviation of the weights; larger means a more peaked next-token distribution.
+        seed: of the weights.
+
+    Returns:
+        `folder`.
+    """
+    import torch
+
+    transformers: Any = import_module("transformers")
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = tiny_tokenizer(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    config = transformers.Qwen3VLConfig(**_settings(tokenizer, tied=tied, spread=spread))
+    model = transformers.Qwen3VLForConditionalGeneration(config).float().eval()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if tensor.ndim == 1:
+                tensor.add_(torch.randn_like(tensor) * spread)
+    torch.random.set_rng_state(state)
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(folder)
+    _processor(tokenizer).save_pretrained(folder)
+    return folder
+
+
+def _settings(tokenizer: Any, *, tied: bool, spread: float) -> dict[str, Any]:
+    start, end, image, video = tokenizer.convert_tokens_to_ids(list(VISION_TOKENS))
+    text = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "initializer_range": spread,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        },
+        "tie_word_embeddings": tied,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "in_channels": 3,
+        "patch_size": PATCH_PIXELS,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0],
+        "initializer_range": spread,
+    }
+    return {
+        "text_config": text,
+        "vision_config": vision,
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+        "image_token_id": image,
+        "video_token_id": video,
+        "tie_word_embeddings": tied,
+    }
+
+
+def _processor(tokenizer: Any) -> Any:
+    transformers: Any = import_module("transformers")
+    patches = {"patch_size": PATCH_PIXELS, "merge_size": MERGE, "temporal_patch_size": 2}
+    pixels = (PATCH_PIXELS * MERGE) ** 2
+    images = transformers.Qwen2VLImageProcessor(
+        size={"shortest_edge": 4 * pixels, "longest_edge": 64 * pixels}, **patches
+    )
+    return transformers.Qwen3VLProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        video_processor=transformers.Qwen3VLVideoProcessor(**patches),
+        chat_template=tokenizer.chat_template,
+    )
