@@ -7,9 +7,11 @@ of the whole sync, from the call to the last proof; trainer and engine are two p
 
     memcpy     one copy of as many bytes by one thread, from and to memory of the tensors' kind, all of it touched:
                nothing that fills another process's own memory does less
+    tensors    the same, from the trainer's tensors to others like them, one after the other
     two-copy   two processes copy as many bytes each, at the same time and without a word: one into shared memory that
                stays in the cache, the other out of it. Between processes that keep their own tensors nothing does less
     loopback   a plain TCP connection on 127.0.0.1, one process sends and another receives as many bytes
+    gloo       torch.distributed's broadcast of as many bytes in windows of 8 MiB, from and to memory that is there
     write      a plain file of as many bytes, written and fsynced, on the same disk
     read       the same file, read after its pages were dropped from the cache
 
@@ -30,6 +32,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the modules beside this one, here and in the other process
 
+import torch
 from bench.weightsync_floors import (
     DEADLINE_S,
     SIZES,
@@ -37,17 +40,27 @@ from bench.weightsync_floors import (
     Folder,
     FreePort,
     Weights,
+    broadcast_all,
     copy,
     copy_in,
+    copy_tensors,
     drop_from_cache,
     read_plain,
     send_all,
     write_plain,
 )
-from bench.weightsync_peers import Peer, be_broadcast_engine, be_shared_memory_engine, take
+from bench.weightsync_peers import Peer, be_broadcast_engine, be_shared_memory_engine, be_tcp_engine, take
 
 from offbeat_dist import Mesh, join_world
-from offbeat_weightsync import SharedMemorySender, broadcast_weights, new_socket_path, read_weights, write_weights
+from offbeat_weightsync import (
+    SharedMemorySender,
+    broadcast_weights,
+    new_address,
+    new_socket_path,
+    open_sender,
+    read_weights,
+    write_weights,
+)
 
 
 @dataclass
@@ -104,6 +117,7 @@ def results_of(size: str, transport: str, times: Times) -> Iterator[Result]:
 def time_shared_memory(size: str, repeats: int) -> Times:
     """Two processes of one host."""
     weights = Weights(size)
+    weights.others = {name: torch.full_like(tensor, 0.25) for name, tensor in weights.tensors.items()}
     times = Times(weights.plan.num_bytes)
     with (
         SharedMemorySender(new_socket_path(), weights.plan, deadline_s=DEADLINE_S) as sender,
@@ -112,8 +126,26 @@ def time_shared_memory(size: str, repeats: int) -> Times:
     ):
         for version in range(repeats):
             times.measure("memcpy", lambda: copy(weights))
+            times.measure("tensors", lambda: copy_tensors(weights))
             times.measure("two-copy", lambda: peer.do_with(lambda: copy_in(weights, shared.bytes)))
             times.measure("sync", partial(sender.send, weights.tensors.items(), version, 1))
+    return times
+
+
+def time_tcp(size: str, repeats: int) -> Times:
+    """Two processes, as if of two hosts."""
+    weights = Weights(size)
+    times = Times(weights.plan.num_bytes)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        open_sender(new_address("127.0.0.1"), weights.plan, deadline_s=DEADLINE_S) as sender,
+        Peer(be_tcp_engine, sender.address, listener.getsockname()[1], size, repeats) as peer,
+    ):
+        plain, _ = listener.accept()
+        with plain:
+            for version in range(repeats):
+                times.measure("loopback", lambda: peer.do_with(lambda: send_all(plain, weights)))
+                times.measure("sync", partial(sender.send, weights.tensors.items(), version, 1))
     return times
 
 
@@ -129,6 +161,7 @@ def time_broadcast(size: str, repeats: int) -> Times:
                 group = Mesh(dp=2).group("dp", channel="weights")
                 for version in range(repeats):
                     times.measure("loopback", lambda: peer.do_with(lambda: send_all(plain, weights)))
+                    times.measure("gloo", lambda: peer.do_with(lambda: broadcast_all(weights)))
                     send = partial(broadcast_weights, group, weights.plan, deadline_s=DEADLINE_S)
                     times.measure("sync", partial(send, weights.tensors.items(), version))
     return times
@@ -171,6 +204,7 @@ def time_disk_read(size: str, repeats: int) -> Times:
 
 TRANSPORTS: dict[str, Callable[[str, int], Times]] = {
     "shared-memory": time_shared_memory,
+    "tcp": time_tcp,
     "broadcast": time_broadcast,
     "disk-write": time_disk_write,
     "disk-read": time_disk_read,

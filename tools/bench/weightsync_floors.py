@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 from offbeat_weightsync import BucketPlan, describe_tensors
 
@@ -18,6 +19,7 @@ Shapes = list[tuple[str, tuple[int, ...]]]
 Bytes = npt.NDArray[np.uint8]
 
 CHUNK_BYTES = 4 << 20
+WINDOW_BYTES = 8 << 20
 SHARED_BYTES = 8 << 20
 """Of shared memory, used over and over: it stays in the cache between the two processes."""
 OWN_BYTES = 256 << 20
@@ -62,6 +64,7 @@ class Weights:
         torch.set_num_threads(1)
         shapes = llama_shapes(SIZES[size])
         self.tensors = {name: torch.full(shape, 0.5, dtype=torch.bfloat16) for name, shape in shapes}
+        self.others: dict[str, torch.Tensor] = {}
         self.plan = BucketPlan.build(describe_tensors(self.tensors.items()))
         whole_chunks = -(-self.plan.num_bytes // CHUNK_BYTES) * CHUNK_BYTES
         # torch's memory, as the tensors' is: numpy's would have huge pages, which are copied faster. All of it touched.
@@ -85,6 +88,12 @@ def copy(weights: Weights) -> None:
     """One copy by one thread, in the longest runs."""
     for _, length in weights.parts(len(weights.source)):
         np.copyto(weights.target[:length], weights.source[:length])
+
+
+def copy_tensors(weights: Weights) -> None:
+    """The same from tensor to tensor, one after the other."""
+    for name, tensor in weights.tensors.items():
+        np.copyto(weights.others[name].view(torch.uint8).numpy(), tensor.view(torch.uint8).numpy())
 
 
 def copy_in(weights: Weights, shared: memoryview) -> None:
@@ -111,6 +120,14 @@ def receive_all(plain: socket.socket, weights: Weights) -> None:
         done = 0
         while done < len(chunk):
             done += plain.recv_into(chunk[done:])
+
+
+def broadcast_all(weights: Weights) -> None:
+    """Gloo's own rate, on either side."""
+    whole = torch.from_numpy(weights.target)
+    for start, length in weights.parts(WINDOW_BYTES):
+        first = start % len(whole)
+        dist.broadcast(whole[first : first + length], 0)
 
 
 def write_plain(path: Path, weights: Weights) -> None:

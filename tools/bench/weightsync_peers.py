@@ -9,6 +9,7 @@ from multiprocessing.shared_memory import SharedMemory
 from bench.weightsync_floors import (
     DEADLINE_S,
     Weights,
+    broadcast_all,
     copy_out,
     receive_all,
     whole,
@@ -63,6 +64,19 @@ def be_shared_memory_engine(commands: Connection, socket_path: str, shared_name:
             take(weights, stream)
 
 
+def be_tcp_engine(commands: Connection, address: str, plain_port: int, size: str, repeats: int) -> None:
+    """Receive plain bytes when told to, then take a version."""
+    weights = Weights(size)
+    with socket.create_connection(("127.0.0.1", plain_port)) as plain:
+        commands.send("ready")
+        for version in range(repeats):
+            commands.recv()
+            receive_all(plain, weights)
+            commands.send("received")
+            with receive(address, version, DEADLINE_S) as stream:
+                take(weights, stream)
+
+
 def be_broadcast_engine(commands: Connection, address: str, plain_port: int, size: str, repeats: int) -> None:
     """The other rank: receive plain bytes when told to, then take a version."""
     weights = Weights(size)
@@ -73,6 +87,9 @@ def be_broadcast_engine(commands: Connection, address: str, plain_port: int, siz
         for version in range(repeats):
             commands.recv()
             receive_all(plain, weights)
+            commands.send("received")
+            commands.recv()
+            broadcast_all(weights)
             commands.send("received")
             with receive_broadcast(group, version, deadline_s=DEADLINE_S) as stream:
                 take(weights, stream)

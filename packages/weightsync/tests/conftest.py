@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from offbeat_weightsync import new_socket_path
+from offbeat_weightsync import BucketPlan, WeightSender, describe_tensors, new_address, new_socket_path, open_sender
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the processes of weightsync_peers
 
-from weightsync_peers import be_engine, be_trainer_that_dies
+from weightsync_peers import be_engine
 from weightsync_ranks import RankTeam, RunRanks
 
 # Processes are forked from a fresh one that has imported torch once, and nothing else has happened in.
@@ -53,6 +53,7 @@ class Peer:
 
 
 StartEngine = Callable[..., Peer]
+Listen = Callable[..., WeightSender]
 
 
 @pytest.fixture
@@ -87,11 +88,30 @@ def peers() -> Iterator[list[Peer]]:
         peer.end()
 
 
-@pytest.fixture
-def start_engine(address: str, peers: list[Peer]) -> StartEngine:
-    """Start an engine that asks for weights at `address`; returns when it is about to connect."""
+@pytest.fixture(params=["", "127.0.0.1"], ids=["shared-memory", "tcp"])
+def host(request: pytest.FixtureRequest) -> str:
+    """The transports between processes, for the tests that hold for each of them."""
+    return str(request.param)
 
-    def start(fault: str = "", *, name: str = "rollout-0", version: int = 1, deadline_s: float = 30) -> Peer:
+
+@pytest.fixture
+def listen(host: str) -> Listen:
+    """Make a sender of some weights that listens at an address of its own."""
+
+    def make(weights: dict[str, Tensor], dtype: str | None = None, bucket_bytes: int = 4096) -> WeightSender:
+        plan = BucketPlan.build(describe_tensors(weights.items(), dtype), bucket_bytes)
+        return open_sender(new_address(host), plan, deadline_s=30)
+
+    return make
+
+
+@pytest.fixture
+def start_engine(peers: list[Peer]) -> StartEngine:
+    """Start an engine that asks for weights at an address; returns when it is about to connect."""
+
+    def start(
+        address: str, fault: str = "", *, name: str = "rollout-0", version: int = 1, deadline_s: float = 30
+    ) -> Peer:
         peers.append(Peer(be_engine, address, name, version, deadline_s, fault))
         assert peers[-1].next_text() == "ready"
         return peers[-1]
@@ -105,18 +125,6 @@ def start_peer(peers: list[Peer]) -> StartEngine:
 
     def start(target: Callable[..., None], *args: object) -> Peer:
         peers.append(Peer(target, *args))
-        assert peers[-1].next_text() == "ready"
-        return peers[-1]
-
-    return start
-
-
-@pytest.fixture
-def start_trainer_that_dies(address: str, peers: list[Peer]) -> Callable[[], Peer]:
-    """Start a trainer that listens at `address` and dies between two buckets."""
-
-    def start() -> Peer:
-        peers.append(Peer(be_trainer_that_dies, address))
         assert peers[-1].next_text() == "ready"
         return peers[-1]
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,16 +14,27 @@ from weightsync_peers import load, spoil
 from weightsync_ranks import RunRanks
 
 from offbeat_dist import Group
-from offbeat_types import OffbeatError, WeightSyncError
+from offbeat_types import OffbeatError
 from offbeat_weightsync import BucketPlan, broadcast_weights, describe_tensors, receive_broadcast
 
 BUCKET_BYTES = 4096
 Named = Iterable[tuple[str, Tensor]]
 
 
+STREAMS = True
+"""How `send` sends: set by the fixture, and inherited by the ranks that a test forks."""
+
+
+@pytest.fixture(params=[True, False], ids=["streams", "windows"], autouse=True)
+def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Both ways that the bytes can go."""
+    monkeypatch.setattr(sys.modules[__name__], "STREAMS", request.param)
+    return bool(request.param)
+
+
 def send(group: Group, tensors: Named, version: int, planned: dict[str, Tensor], deadline_s: float = 20) -> str:
     plan = BucketPlan.build(describe_tensors(planned.items()), BUCKET_BYTES)
-    proofs = broadcast_weights(group, plan, tensors, version, deadline_s=deadline_s)
+    proofs = broadcast_weights(group, plan, tensors, version, deadline_s=deadline_s, streams=STREAMS)
     return f"{len(proofs)} proofs of version {version}"
 
 
@@ -61,7 +73,7 @@ def test_weights_are_loaded_in_place_and_converted_on_the_way(weights: dict[str,
     def body(group: Group) -> str:
         plan = BucketPlan.build(describe_tensors(floats.items(), "bfloat16"), BUCKET_BYTES)
         if group.rank == 0:
-            return f"{len(broadcast_weights(group, plan, floats.items(), 7, deadline_s=20))}"
+            return f"{len(broadcast_weights(group, plan, floats.items(), 7, deadline_s=20, streams=STREAMS))}"
         held = {spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in plan.specs}
         with receive_broadcast(group, 7, deadline_s=20) as stream:
             stream.load(held.__getitem__)
@@ -78,7 +90,7 @@ def test_weights_are_loaded_in_place_and_converted_on_the_way(weights: dict[str,
         ("lose norm", "norm: was sent, but the engine holds no tensor of that name"),
         ("reshape wide", "wide: planned with shape (1000, 3), the engine has (3000,)"),
         ("widen norm", "norm: planned as bfloat16, the engine has float64"),
-        ("forget", "the weights of version 1 were taken but not confirmed"),
+        ("forget", "rank 1 took the weights of version 1 but did not confirm them"),
         ("refuse wide", "ValueError: no room for wide"),
         ("refuse head", "ValueError: no room for head"),
     ],
@@ -121,6 +133,7 @@ def test_a_failure_early_in_a_long_sync_ends_it_early(
             if failing == 0 and name == "t2":
                 raise RuntimeError("no memory left")
             gathered.append(name)
+            time.sleep(0.05)  # the kernel takes more than these small tensors, so a failure needs time to be heard
             yield name, tensor
 
     def body(group: Group) -> str:
@@ -152,6 +165,7 @@ def test_a_false_proof_is_found_by_every_rank(weights: dict[str, Tensor], run_ra
         return "confirmed"
 
     for said in run_ranks(3, body):
+        said = said.replace("rank 0 gave up: ", "")  # over streams it is the sender that finds it
         assert said.startswith("WeightSyncError: rank 2 holds other bytes than were sent, in bucket 0 of 5"), said
 
 
@@ -241,10 +255,13 @@ def test_an_engine_that_stands_still_is_named_at_the_deadline(weights: dict[str,
         if group.rank == 0:
             return send(group, weights.items(), 1, weights, deadline_s=2)
         with receive_broadcast(group, 1, deadline_s=2 if group.rank == 2 else 6) as stream:
-            for _ in stream:
-                if group.rank == 1:
+            held = {}
+            for name, tensor in stream:
+                held[name] = tensor.clone()
+                if group.rank == 1 and name == "embed":
                     time.sleep(3.5)
-            raise WeightSyncError("the sync should have ended")
+            stream.confirm(stream.prove(held.__getitem__))
+        return "the sync should have ended"
 
     sender, _, other = run_ranks(3, body)
     for said in (sender, other):
@@ -266,7 +283,7 @@ def test_the_peak_of_extra_memory_is_two_buckets(run_ranks: RunRanks) -> None:
         before = peak_bytes(reset=True)
         if group.rank == 0:
             tensors = ((name, shared.fill_(index)) for index, name in enumerate(names))
-            broadcast_weights(group, plan, tensors, 1, deadline_s=20)
+            broadcast_weights(group, plan, tensors, 1, deadline_s=20, streams=STREAMS)
         else:
             with receive_broadcast(group, 1, deadline_s=20) as stream:
                 stream.load(place.__getitem__)
@@ -275,7 +292,7 @@ def test_the_peak_of_extra_memory_is_two_buckets(run_ranks: RunRanks) -> None:
         return str((peak_bytes() - before) / bucket_bytes)
 
     for said in run_ranks(2, body):
-        assert 0.3 < float(said) < 2.0, said  # two windows of 4 MiB, in buckets of 24
+        assert float(said) < 2.0, said  # of two windows at most
 
 
 def peak_bytes(*, reset: bool = False) -> int:

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,11 +11,11 @@ from torch import Tensor
 from weightsync_peers import be_trainer
 
 from offbeat_types import DeadlineError, WeightSyncError
-from offbeat_weightsync import BucketPlan, SharedMemorySender, SharedMemoryStream, _rounds, describe_tensors, receive
-from offbeat_weightsync._lanes import assign_slots, choose_cpus, run_lanes
-from offbeat_weightsync._windows import cut_windows
+from offbeat_weightsync import BucketPlan, PeerStream, WeightSender, _rounds, describe_tensors, receive
+from offbeat_weightsync._lanes import assign_lanes, choose_cpus, run_lanes
 
 BUCKET_BYTES = 128 << 10
+Listen = Callable[..., WeightSender]
 
 pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2 or not choose_cpus(9), reason="lanes need two cores")
 
@@ -32,10 +32,16 @@ def weights() -> dict[str, Tensor]:
     }
 
 
-def make_sender(address: str, weights: dict[str, Tensor], dtype: str | None = None) -> SharedMemorySender:
-    plan = BucketPlan.build(describe_tensors(weights.items(), dtype), BUCKET_BYTES)
-    assert choose_cpus(len(plan.buckets))
-    return SharedMemorySender(address, plan, deadline_s=30)
+@pytest.fixture
+def make_sender(listen: Listen) -> Listen:
+    """A sender whose plan has buckets for several lanes."""
+
+    def make(weights: dict[str, Tensor], dtype: str | None = None) -> WeightSender:
+        sender = listen(weights, dtype, BUCKET_BYTES)
+        assert choose_cpus(len(sender.plan.buckets))
+        return sender
+
+    return make
 
 
 def take(address: str, held: dict[str, Tensor], found: list[object], deadline_s: float = 30) -> threading.Thread:
@@ -56,7 +62,7 @@ def take(address: str, held: dict[str, Tensor], found: list[object], deadline_s:
 
 
 def test_engines_hold_the_bytes_that_were_sent_whether_they_load_or_iterate(
-    address: str, weights: dict[str, Tensor], start_engine: Any, monkeypatch: pytest.MonkeyPatch
+    make_sender: Listen, weights: dict[str, Tensor], start_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_lanes = []
 
@@ -69,9 +75,9 @@ def test_engines_hold_the_bytes_that_were_sent_whether_they_load_or_iterate(
     held["embed"] = torch.zeros(300, 100).t()  # does not lie in a row, so this engine loads in one lane after the other
     rows = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights.items()}
     found: list[object] = []
-    with make_sender(address, weights) as sender:
-        threads = [take(address, held, found), take(address, rows, found)]
-        engine = start_engine()
+    with make_sender(weights) as sender:
+        threads = [take(sender.address, held, found), take(sender.address, rows, found)]
+        engine = start_engine(sender.address)
         proofs = sender.send(weights.items(), 1, 3)
         for thread in threads:
             thread.join()
@@ -84,12 +90,12 @@ def test_engines_hold_the_bytes_that_were_sent_whether_they_load_or_iterate(
         assert torch.equal(rows[name], tensor)
 
 
-def test_lanes_convert_and_prove_what_one_lane_does(address: str, weights: dict[str, Tensor]) -> None:
+def test_lanes_convert_and_prove_what_one_lane_does(make_sender: Listen, weights: dict[str, Tensor]) -> None:
     held = {name: torch.zeros(tensor.shape, dtype=torch.bfloat16) for name, tensor in weights.items()}
-    with make_sender(address, weights, "bfloat16") as sender:
+    with make_sender(weights, "bfloat16") as sender:
         for tensors in (weights.items(), iter(weights.items())):  # an iterator goes in one lane
             found: list[object] = []
-            thread = take(address, held, found)
+            thread = take(sender.address, held, found)
             proofs = sender.send(tensors, 1, 1)
             thread.join()
             assert found == ["held"]
@@ -108,27 +114,29 @@ def test_lanes_convert_and_prove_what_one_lane_does(address: str, weights: dict[
     ],
 )
 def test_an_engine_that_fails_or_dies_is_named_on_all_sides(
-    address: str, weights: dict[str, Tensor], start_engine: Any, fault: str, words: str
+    make_sender: Listen, weights: dict[str, Tensor], start_engine: Any, fault: str, words: str
 ) -> None:
     held = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights.items()}
     found: list[object] = []
-    with make_sender(address, weights) as sender:
-        start_engine(fault, name="rollout-7")
-        thread = take(address, held, found)
+    with make_sender(weights) as sender:
+        start_engine(sender.address, fault, name="rollout-7")
+        thread = take(sender.address, held, found)
         with pytest.raises(WeightSyncError, match=words):
             sender.send(weights.items(), 1, 2)
         thread.join()
         assert f"trainer-0 gave up: {words}" in str(found[0])
-        start_engine()  # the sender is as good as new
+        start_engine(sender.address)  # the sender is as good as new
         sender.send(weights.items(), 1, 1)
 
 
-def test_an_engine_without_room_says_so_before_anything_is_written(address: str, weights: dict[str, Tensor]) -> None:
+def test_an_engine_without_room_says_so_before_anything_is_written(
+    make_sender: Listen, weights: dict[str, Tensor]
+) -> None:
     held = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights.items()}
     held["head"] = torch.zeros(3)
     found: list[object] = []
-    with make_sender(address, weights) as sender:
-        thread = take(address, held, found)
+    with make_sender(weights) as sender:
+        thread = take(sender.address, held, found)
         with pytest.raises(WeightSyncError, match=r"^rollout-0 gave up: head: planned with shape \(100, 300\)"):
             sender.send(weights.items(), 1, 1)
         thread.join()
@@ -136,46 +144,47 @@ def test_an_engine_without_room_says_so_before_anything_is_written(address: str,
     assert "head: planned with shape" in str(found[0])
 
 
-def test_tensors_that_differ_from_the_plan_fail_both_sides(address: str, weights: dict[str, Tensor]) -> None:
+def test_tensors_that_differ_from_the_plan_fail_both_sides(make_sender: Listen, weights: dict[str, Tensor]) -> None:
+    held = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights.items()}
     found: list[object] = []
-    with make_sender(address, weights) as sender:
-        thread = take(address, {}, found)
+    with make_sender(weights) as sender:
+        thread = take(sender.address, held, found)
         with pytest.raises(WeightSyncError, match="head: planned, but the trainer's tensors ended before it"):
             sender.send(list(weights.items())[:-1], 1, 1)
         thread.join()
+    assert not any(tensor.any() for tensor in held.values())
     assert "trainer-0 gave up: head: planned, but" in str(found[0])
 
 
 def test_an_engine_that_stands_still_is_named_at_the_deadline(
-    address: str, weights: dict[str, Tensor], start_engine: Any
+    make_sender: Listen, weights: dict[str, Tensor], start_engine: Any
 ) -> None:
-    with make_sender(address, weights) as sender:
-        start_engine("stop at wide", name="rollout-7")
+    with make_sender(weights) as sender:
+        start_engine(sender.address, "stop at wide", name="rollout-7")
         with pytest.raises(DeadlineError, match="waited 2 s for rollout-7"):
             sender.send(weights.items(), 1, 1, deadline_s=2)
 
 
-def test_a_trainer_that_dies_between_two_buckets_is_named_at_once(address: str, start_peer: Any) -> None:
-    trainer = start_peer(be_trainer, address)
+def test_a_trainer_that_dies_between_two_buckets_is_named_at_once(host: str, start_peer: Any) -> None:
+    trainer = start_peer(be_trainer, host)
 
-    def read_one(stream: SharedMemoryStream) -> None:
+    def read_one(stream: PeerStream) -> None:
         for _ in stream:
             trainer.kill()
 
     with (
         pytest.raises(WeightSyncError, match="trainer-0 hung up or died"),
-        receive(address, 1, 30) as stream,
+        receive(trainer.next_text(), 1, 30) as stream,
     ):
         read_one(stream)
 
 
-def test_each_lane_has_slots_of_its_own_and_uses_them_in_turn(weights: dict[str, Tensor]) -> None:
+def test_buckets_are_spread_over_the_lanes_so_that_all_have_the_same_to_do(weights: dict[str, Tensor]) -> None:
     plan = BucketPlan.build(describe_tensors(weights.items()), BUCKET_BYTES)
-    windows = cut_windows(plan, BUCKET_BYTES // 4)
-    assert sum(piece.num_bytes for window in windows for piece in window.pieces) == plan.num_bytes
     for num_lanes in (1, 2, 3):
-        places = assign_slots(windows, num_lanes, 2 * num_lanes)
-        used = Counter(places)
-        assert {slot // 2 for _, slot in used} == set(range(num_lanes))
-        assert all(slot // 2 == lane for lane, slot in used)
-        assert all(lane == window.bucket % num_lanes for (lane, _), window in zip(places, windows, strict=True))
+        lanes = assign_lanes(plan, num_lanes)
+        loads = [0] * num_lanes
+        for lane, bucket in zip(lanes, plan.buckets, strict=True):
+            loads[lane] += bucket.num_bytes
+        assert sum(loads) == sum(bucket.num_bytes for bucket in plan.buckets)
+        assert max(loads) - min(loads) <= BUCKET_BYTES

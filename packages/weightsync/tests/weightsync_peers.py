@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offbeat_types import OffbeatError
-from offbeat_weightsync import BucketPlan, SharedMemorySender, SharedMemoryStream, describe_tensors, receive
+from offbeat_weightsync import BucketPlan, PeerStream, describe_tensors, new_address, open_sender, receive
 
 
 def be_engine(texts: Connection, address: str, name: str, version: int, deadline_s: float, fault: str) -> None:
@@ -32,7 +32,7 @@ def take(address: str, name: str, version: int, deadline_s: float, fault: str) -
     return held
 
 
-def load(stream: SharedMemoryStream, fault: str) -> dict[str, Tensor]:
+def load(stream: PeerStream, fault: str) -> dict[str, Tensor]:
     held: dict[str, Tensor] = {}
     for name, tensor in stream:
         if fault == f"die at {name}":
@@ -59,20 +59,22 @@ def spoil(held: dict[str, Tensor], fault: str) -> None:
         held[name] = held[name].double()
 
 
-def be_trainer(texts: Connection, address: str) -> None:
-    """Send tensors of two buckets and more, each in a lane."""
+def be_trainer(texts: Connection, host: str) -> None:
+    """Say where it listens, and send tensors of two buckets and more, each in a lane."""
     tensors = {f"t{index}": torch.full((30_000,), float(index)) for index in range(9)}
     plan = BucketPlan.build(describe_tensors(tensors.items()), 128 << 10)
-    sender = SharedMemorySender(address, plan, deadline_s=30)
+    sender = open_sender(new_address(host), plan, deadline_s=30)
     texts.send("ready")
+    texts.send(sender.address)
     sender.send(tensors.items(), 1, 1)
 
 
-def be_trainer_that_dies(texts: Connection, address: str) -> None:
-    """Send one tensor, and die while the second is asked for."""
+def be_trainer_that_dies(texts: Connection, host: str) -> None:
+    """Say where it listens, send one tensor, and die while the second is asked for."""
     tensors = {"a": torch.ones(5000), "b": torch.ones(5000)}
-    sender = SharedMemorySender(address, BucketPlan.build(describe_tensors(tensors.items()), 4096), deadline_s=30)
+    sender = open_sender(new_address(host), BucketPlan.build(describe_tensors(tensors.items()), 4096), deadline_s=30)
     texts.send("ready")
+    texts.send(sender.address)
 
     def give() -> Iterator[tuple[str, Tensor]]:
         yield "a", tensors["a"]

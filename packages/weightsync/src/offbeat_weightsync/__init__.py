@@ -1,9 +1,9 @@
 """Moves weights from a trainer to rollout engines, and proves that they arrived: bucket plan and transports."""
 
 from offbeat_weightsync._adapters import merge_adapter, select_adapter
-from offbeat_weightsync._addresses import new_socket_path
+from offbeat_weightsync._addresses import new_address, new_socket_path
 from offbeat_weightsync._arrivals import ArrivingStream
-from offbeat_weightsync._broadcast import BroadcastStream, broadcast_weights, receive_broadcast
+from offbeat_weightsync._broadcast import broadcast_weights, receive_broadcast
 from offbeat_weightsync._changes import tensor_checksums
 from offbeat_weightsync._disk_reader import DiskStream, read_weights, wait_for_proofs
 from offbeat_weightsync._disk_writer import remove_partial_versions, write_weights
@@ -16,11 +16,17 @@ from offbeat_weightsync._fp8 import (
     quantize_blocks,
     quantize_tensors,
 )
+from offbeat_weightsync._group_windows import BroadcastStream
 from offbeat_weightsync._in_process import InProcessStream
 from offbeat_weightsync._names import EXPERTS, GATE_UP, QKV, Fusion, NameMap, Place
+from offbeat_weightsync._peer_stream import PeerStream
 from offbeat_weightsync._plan import DEFAULT_BUCKET_BYTES, Bucket, BucketPlan, Piece, TensorSpec
-from offbeat_weightsync._receiver import SharedMemoryStream, receive
-from offbeat_weightsync._sender import SharedMemorySender
+from offbeat_weightsync._receiver import receive
+from offbeat_weightsync._sender import WeightSender
+from offbeat_weightsync._shared_sender import SharedMemorySender
+from offbeat_weightsync._shared_stream import SharedMemoryStream
+from offbeat_weightsync._tcp_sender import TcpSender, open_sender
+from offbeat_weightsync._tcp_stream import TcpStream
 from offbeat_weightsync._tensors import describe_tensors
 
 __all__ = [
@@ -36,11 +42,15 @@ __all__ = [
     "Fusion",
     "InProcessStream",
     "NameMap",
+    "PeerStream",
     "Piece",
     "Place",
     "SharedMemorySender",
     "SharedMemoryStream",
+    "TcpSender",
+    "TcpStream",
     "TensorSpec",
+    "WeightSender",
     "broadcast_weights",
     "dequantize_blocks",
     "describe_tensors",
@@ -49,7 +59,9 @@ __all__ = [
     "is_fp8_weight",
     "list_versions",
     "merge_adapter",
+    "new_address",
     "new_socket_path",
+    "open_sender",
     "quantize_blocks",
     "quantize_tensors",
     "read_weights",

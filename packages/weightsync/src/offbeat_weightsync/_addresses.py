@@ -1,11 +1,12 @@
-"""Where a sender listens: a Unix socket, named without a file on Linux."""
+"""Where a sender listens: a Unix socket, named without a file on Linux; or host, port and a secret token."""
 
 import os
 import secrets
 import sys
 import tempfile
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
+from urllib.parse import urlsplit
 
 from offbeat_types import WeightSyncError
 
@@ -13,6 +14,73 @@ _NAMELESS: Final = sys.platform == "linux"
 
 _MAX_PATH_BYTES: Final = 100
 """The kernel's own limit is 108 bytes on Linux and 104 on macOS, with the closing zero."""
+
+
+_TCP: Final = "tcp"
+
+_EVERYWHERE: Final = ("0.0.0.0", "::", "*")
+
+
+class TcpAddress(NamedTuple):
+    """Where a sender listens for receivers of any host. As text it is without the token: that is for errors and logs.
+
+    Args:
+        host: IP address or name under which receivers reach it, and of the interface it listens on.
+        port: 0: any that is free.
+        token: whoever knows it may connect.
+    """
+
+    host: str
+    port: int
+    token: str
+
+    @classmethod
+    def parse(cls, address: str) -> "TcpAddress | None":
+        """Read what `with_token` wrote; None: it is an address of another kind.
+
+        Raises:
+            WeightSyncError: it lacks host, port or token.
+        """
+        if not address.startswith(f"{_TCP}://"):
+            return None
+        try:
+            parts = urlsplit(address)
+            host, port, token = parts.hostname, parts.port, parts.username
+        except ValueError:
+            host = port = token = None
+        if not host or port is None or not token:
+            raise WeightSyncError("an address over TCP reads tcp://TOKEN@HOST:PORT; use new_address(host)")
+        return cls(host, port, token)
+
+    def with_token(self) -> str:
+        """Text to hand to receivers, and to nobody else."""
+        return f"{_TCP}://{self.token}@{self._place}"
+
+    def __str__(self) -> str:
+        return f"{_TCP}://{self._place}"
+
+    @property
+    def _place(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def new_address(host: str = "", port: int = 0) -> str:
+    """Make an address for `open_sender`; the sender's own `address` is then what receivers are given.
+
+    Args:
+        host: "" for receivers of this machine, by shared memory. Otherwise the IP address or name under which receivers
+            of other machines reach this one: the address gets a secret token, and whoever has it may connect. The bytes
+            are not encrypted: use networks that you trust.
+        port: to listen on over TCP; 0 takes a free one.
+
+    Raises:
+        WeightSyncError: the host stands for every interface.
+    """
+    if not host:
+        return new_socket_path()
+    if host in _EVERYWHERE:
+        raise WeightSyncError(f"receivers must know where to connect: give this machine's own address, not {host}")
+    return TcpAddress(host, port, secrets.token_hex(16)).with_token()
 
 
 def new_socket_path() -> str:

@@ -1,7 +1,7 @@
 """The receiving half of every transport: windows come in, tensors go out or into place, and what is held is proved."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ class ArrivingStream:
         windows: in which it comes.
     """
 
-    def __init__(self, plan: BucketPlan, version: int, windows: list[Window]) -> None:
+    def __init__(self, plan: BucketPlan, version: int, windows: Sequence[Window]) -> None:
         self.version, self.plan, self._windows = version, plan, windows
         self._begun = False
         self._sent: WeightProof | None = None
@@ -101,17 +101,21 @@ class ArrivingStream:
 
 
 class Place:
-    """An engine's tensor to be written, piece by piece where its elements lie in a row."""
+    """An engine's tensor to be written, piece by piece where its elements lie in a row.
+
+    Args:
+        tensor: the engine's own. `bytes` are its elements, where they lie in a row in host memory.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.flat = tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() else None
-        self._bytes = self.flat.numpy() if self.flat is not None and tensor.is_cpu else None
+        self.bytes = self.flat.numpy() if self.flat is not None and tensor.is_cpu else None
 
     def write(self, offset: int, part: Tensor) -> None:
         """Copy bytes to where they belong."""
-        if self._bytes is not None and part.is_cpu:
-            np.copyto(self._bytes[offset : offset + len(part)], part.numpy())  # torch's copy_ is up to a third slower
+        if self.bytes is not None and part.is_cpu:
+            np.copyto(self.bytes[offset : offset + len(part)], part.numpy())  # torch's copy_ is up to a third slower
         else:
             assert self.flat is not None
             self.flat[offset : offset + len(part)].copy_(part)

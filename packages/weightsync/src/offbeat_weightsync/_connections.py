@@ -1,11 +1,14 @@
-"""A Unix socket with messages, deadlines, and errors that name the other side."""
+"""A socket with messages, deadlines, and errors that name the other side."""
 
 import contextlib
 import os
+import selectors
 import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Final, TypeVar
 
 import msgspec
@@ -15,8 +18,17 @@ from offbeat_types import DeadlineError, WeightSyncError
 from offbeat_weightsync._messages import Failure, Message
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+
+PATIENCE_S: Final = 0.05
+"""A shorter wait is nobody's business. A longer one is declared to the liveness monitor, and ends with the deadline."""
+
+_LAST_READ_S: Final = 1.0
+"""How long a side that has said why it gives up still takes what was sent to it: see `Connection.close`."""
 
 _HEADER: Final = struct.Struct("<I")
+_MAX_MESSAGE_BYTES: Final = 256 << 20
+_SIGNAL_BYTES: Final = 4
 _UCRED: Final = struct.Struct("3i")
 _CLOSE_ON_EXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
@@ -46,19 +58,34 @@ class Deadline:
         return DeadlineError(self.waiting, on, self.seconds, "is it stuck, or is the deadline too short?")
 
 
+def was_heard(error: BaseException) -> bool:
+    """Whether an error is what another side said, or that it is gone: the fault is not here."""
+    return getattr(error, "heard", False)
+
+
+def _heard(text: str) -> WeightSyncError:
+    error = WeightSyncError(text)
+    error.heard = True  # type: ignore[attr-defined]
+    return error
+
+
 class LaneLostError(WeightSyncError):
     """A connection of a lane has ended. Why, the principal one says."""
 
     def __init__(self, text: str, principal: "Connection") -> None:
         super().__init__(text)
-        self.principal = principal
+        self._principal = principal
+
+    def reason(self) -> WeightSyncError:
+        """What the other side has said; if nothing, that it is gone."""
+        return self._principal.last_words(str(self))
 
 
 class Connection:
     """One connected socket of a sync.
 
     Args:
-        sock: connected Unix stream socket.
+        sock: connected stream socket.
         peer: who is at the other end, for errors.
         deadline: of the sync.
         principal: the connection to the same process on which it says why it gives up; None: this one.
@@ -68,11 +95,16 @@ class Connection:
         self, sock: socket.socket, peer: str, deadline: Deadline, principal: "Connection | None" = None
     ) -> None:
         self.peer, self.deadline, self._principal = peer, deadline, principal
-        self._socket = sock
+        self._socket, self._failed = sock, False
+        sock.settimeout(PATIENCE_S)
 
     def fileno(self) -> int:
         """For selectors."""
         return self._socket.fileno()
+
+    def join(self, principal: "Connection", peer: str) -> None:
+        """Become a lane to the same process."""
+        self._principal, self.peer = principal, peer
 
     def send(self, message: Message) -> None:
         """Send one message.
@@ -82,13 +114,7 @@ class Connection:
             DeadlineError: it does not read.
         """
         body = msgspec.msgpack.encode(message)
-        try:
-            self._socket.settimeout(self.deadline.left_s() or 1e-3)
-            self._socket.sendall(_HEADER.pack(len(body)) + body)
-        except TimeoutError as error:
-            raise self.deadline.missed(self.peer) from error
-        except OSError as error:
-            raise self.last_words() from error
+        self.send_bytes(memoryview(_HEADER.pack(len(body)) + body))
 
     def receive(self, kind: type[M], what: str) -> M:
         """Return the next message, which must be of this kind.
@@ -101,13 +127,49 @@ class Connection:
             WeightSyncError: the other side failed, with its reason, or is gone.
             DeadlineError: nothing came.
         """
-        with self.deadline.declared(self.peer):
-            message = self._receive_any(what)
+        message = self.receive_any(what)
         if isinstance(message, Failure):
-            raise WeightSyncError(f"{self.peer} gave up: {message.text}")
+            raise _heard(f"{self.peer} gave up: {message.text}")
         if not isinstance(message, kind):
             raise WeightSyncError(f"{self.peer} sent {type(message).__name__} where {kind.__name__} was due")
         return message
+
+    def send_bytes(self, data: memoryview) -> None:
+        """Send plain bytes; raises as `send` does."""
+        done = 0
+        try:
+            while done < len(data):
+                done += self._patiently(partial(self._socket.send, data[done:]), self.peer)
+        except OSError as error:
+            raise self.last_words() from error
+
+    def receive_bytes(self, room: memoryview, what: str) -> None:
+        """Fill memory with plain bytes; raises as `receive` does."""
+        done = 0
+        while done < len(room):
+            done += self._read(partial(self._socket.recv_into, room[done:]), what)
+
+    def signal(self, number: int) -> None:
+        """Send a number, at a tenth of a message's cost; raises as `send` does."""
+        self.send_bytes(memoryview(number.to_bytes(_SIGNAL_BYTES, "little")))
+
+    def receive_signal(self, what: str) -> int:
+        """Return the next number; raises as `receive` does."""
+        if self.deadline.left_s() > PATIENCE_S:
+            with contextlib.suppress(OSError):  # it takes long, or is gone: see below
+                quick = self._socket.recv(_SIGNAL_BYTES)
+                if len(quick) == _SIGNAL_BYTES:  # four bytes that were sent at once come at once, over a Unix socket
+                    return int.from_bytes(quick, "little")
+        number = bytearray(_SIGNAL_BYTES)
+        self.receive_bytes(memoryview(number), what)
+        return int.from_bytes(number, "little")
+
+    def raise_if_spoken(self) -> None:
+        """Raise if the other side, from which nothing is due, has given up or is gone."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self, selectors.EVENT_READ)
+            if selector.select(0):
+                raise self.last_words()
 
     def send_descriptor(self, fd: int) -> None:
         """Give the other side a copy of an open file."""
@@ -118,19 +180,20 @@ class Connection:
 
     def receive_descriptor(self) -> int:
         """Take what `send_descriptor` gave; the caller closes it."""
-        self._socket.settimeout(self.deadline.left_s() or 1e-3)
+        when = "before it handed over the memory"
         try:
-            _, fds, _, _ = socket.recv_fds(self._socket, 1, 1, _CLOSE_ON_EXEC)
-        except TimeoutError as error:
-            raise self.deadline.missed(f"{self.peer} to hand over the memory") from error
+            _, fds, _, _ = self._patiently(
+                lambda: socket.recv_fds(self._socket, 1, 1, _CLOSE_ON_EXEC), f"{self.peer} to hand over the memory"
+            )
         except OSError as error:
-            raise self._gone("before it handed over the memory") from error
+            raise self._gone(when) from error
         if not fds:
-            raise self._gone("before it handed over the memory")
+            raise self._gone(when)
         return fds[0]
 
     def fail(self, text: str) -> None:
         """Tell the other side why this one gives up, if it still listens."""
+        self._failed = True
         with contextlib.suppress(WeightSyncError, DeadlineError):
             self.send(Failure(text))
 
@@ -141,44 +204,73 @@ class Connection:
 
     def close(self) -> None:
         """Hang up."""
+        if self._failed and self._socket.family != getattr(socket, "AF_UNIX", None):
+            self._read_to_the_end()
         self._socket.close()
 
-    def _receive_any(self, what: str) -> Message:
+    def _read_to_the_end(self) -> None:
+        """TCP that is closed with bytes unread is reset, and the reset may overtake the reason that was given."""
+        end = time.monotonic() + _LAST_READ_S
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            while self._socket.recv(1 << 20) and time.monotonic() < end:
+                pass
+
+    def receive_any(self, what: str) -> Message:
+        """Return the next message, of whatever kind; raises as `receive` does."""
         try:
-            (length,) = _HEADER.unpack(self._read(_HEADER.size))
-            message: Message = msgspec.msgpack.decode(self._read(length), type=Message)
-        except TimeoutError as error:
-            raise self.deadline.missed(f"{self.peer} ({what})") from error
-        except (EOFError, OSError) as error:
-            raise self._gone(f"while {what} was awaited") from error
+            header = bytearray(_HEADER.size)
+            self.receive_bytes(memoryview(header), what)
+            (num_bytes,) = _HEADER.unpack(header)
+            if num_bytes > _MAX_MESSAGE_BYTES:
+                raise WeightSyncError(f"{self.peer} announced a message of {num_bytes} bytes: it is none of ours")
+            body = bytearray(num_bytes)
+            self.receive_bytes(memoryview(body), what)
+            message: Message = msgspec.msgpack.decode(body, type=Message)
         except msgspec.MsgspecError as error:
             raise WeightSyncError(f"{self.peer} sent a message that cannot be read: {error}") from error
         return message
 
-    def _read(self, num_bytes: int) -> bytes:
-        chunks = []
-        while num_bytes:
-            self._socket.settimeout(self.deadline.left_s() or 1e-3)
-            chunk = self._socket.recv(min(num_bytes, 1 << 20))
-            if not chunk:
-                raise EOFError
-            chunks.append(chunk)
-            num_bytes -= len(chunk)
-        return b"".join(chunks)
+    def _read(self, operation: Callable[[], int], what: str) -> int:
+        """Do one read; it gives the number of bytes."""
+        try:
+            num_bytes = self._patiently(operation, f"{self.peer} ({what})")
+        except OSError as error:
+            raise self._gone(f"while {what} was awaited") from error
+        if not num_bytes:
+            raise self._gone(f"while {what} was awaited")
+        return num_bytes
 
-    def last_words(self) -> WeightSyncError:
+    def _patiently(self, operation: Callable[[], T], on: str) -> T:
+        """Do what may wait, declared if it takes long, until the deadline."""
+        if self.deadline.left_s() > PATIENCE_S:
+            try:
+                return operation()
+            except TimeoutError:
+                pass  # it takes long
+        try:
+            with self.deadline.declared(self.peer):
+                self._socket.settimeout(self.deadline.left_s() or 1e-3)
+                return operation()
+        except TimeoutError as error:
+            raise self.deadline.missed(on) from error
+        finally:
+            with contextlib.suppress(OSError):
+                self._socket.settimeout(PATIENCE_S)
+
+    def last_words(self, otherwise: str = "") -> WeightSyncError:
         """Why sending failed: a side that gives up says so before it hangs up."""
         if self._principal is not None:
             return self._gone("before all was sent")
         with contextlib.suppress(WeightSyncError, DeadlineError):
-            while not isinstance(message := self._receive_any("its last words"), Failure):
+            while not isinstance(message := self.receive_any("its last words"), Failure):
                 pass
-            return WeightSyncError(f"{self.peer} gave up: {message.text}")
-        return self._gone("before all was sent")
+            return _heard(f"{self.peer} gave up: {message.text}")
+        return _heard(otherwise) if otherwise else self._gone("before all was sent")
 
     def _gone(self, when: str) -> WeightSyncError:
         text = f"{self.peer} hung up or died {when}"
-        return WeightSyncError(text) if self._principal is None else LaneLostError(text, self._principal)
+        return _heard(text) if self._principal is None else LaneLostError(text, self._principal)
 
 
 def same_user(sock: socket.socket) -> bool:

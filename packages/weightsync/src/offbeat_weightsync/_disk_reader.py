@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -80,7 +80,7 @@ class DiskStream(ArrivingStream):
     """A `WeightStream` from a folder. Made by `read_weights`."""
 
     def __init__(
-        self, plan: BucketPlan, version: int, windows: list[Window], sent: WeightProof, handover: Handover
+        self, plan: BucketPlan, version: int, windows: Sequence[Window], sent: WeightProof, handover: Handover
     ) -> None:
         super().__init__(plan, version, windows)
         self._written, self._handover = sent, handover
@@ -146,12 +146,12 @@ def _report(folder: Path, name: str, said: object) -> None:
         write_synced(folder / f"proof-{name}.json", json.dumps(said).encode())
 
 
-def _buffers(windows: list[Window]) -> list[Tensor]:
+def _buffers(windows: Sequence[Window]) -> list[Tensor]:
     longest = max(window.num_bytes for window in windows)
     return [torch.empty(longest, dtype=torch.uint8) for _ in range(min(NUM_BUFFERS, len(windows)))]
 
 
-def _read_ahead(windows: list[Window], files: "_OpenFiles", handover: Handover) -> list[WeightProof]:
+def _read_ahead(windows: Sequence[Window], files: "_OpenFiles", handover: Handover) -> list[WeightProof]:
     """Read window after window, while the engine loads the one before."""
     for index, window in enumerate(windows):
         buffer, failure = handover.wait_empty(

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -110,7 +110,7 @@ def _check_same(final: Path, plan: BucketPlan, tensors: Iterable[tuple[str, Tens
     compare_proofs(plan, ours, proof, f"{final}, which exists,")
 
 
-def _memory_for(windows: list[Window]) -> Tensor:
+def _memory_for(windows: Sequence[Window]) -> Tensor:
     return torch.empty(max(window.num_bytes for window in windows), dtype=torch.uint8)
 
 

@@ -1,9 +1,10 @@
 """The trainer's tensors into windows of buckets: checked, converted, copied, and hashed while they are in the cache."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import numpy as np
+import torch
 import xxhash
 from torch import Tensor
 
@@ -12,8 +13,26 @@ from offbeat_weightsync._plan import BucketPlan, Piece, TensorSpec
 from offbeat_weightsync._tensors import Bytes, check_tensor, tensor_bytes, torch_dtype
 from offbeat_weightsync._windows import Window
 
-CHUNK_BYTES: Final = 1 << 20
-"""Copied, then hashed: short enough to be still in the cache of its core."""
+CHUNK_BYTES: Final = 512 << 10
+"""Copied, then hashed: short enough for what was read and what was written to be in the cache of the core (L2)."""
+
+
+Copies = list[tuple[Bytes, Bytes]]
+"""(target, source) of runs that are copied one after the other."""
+
+
+def cut_copies(
+    target: Bytes, target_offset: int, source: Bytes, source_offset: int, num_bytes: int, most_bytes: int = CHUNK_BYTES
+) -> Copies:
+    """A copy of so many bytes, cut into runs of `most_bytes`."""
+    ends = [*range(most_bytes, num_bytes, most_bytes), num_bytes]
+    return [
+        (
+            target[target_offset + start : target_offset + end],
+            source[source_offset + start : source_offset + end],
+        )
+        for start, end in zip([0, *ends], ends, strict=False)
+    ]
 
 
 class PlannedTensors:
@@ -31,31 +50,74 @@ class PlannedTensors:
         self._checksums: list[str] = []
         self._held: list[tuple[Tensor, Bytes | None]] | None = None
         self._index = -1
+        self._scratch: Tensor | None = None
         self._flat: Tensor | None = None
         self._bytes: Bytes | None = None
 
-    def fill(self, window: Window, memory: Tensor) -> None:
+    def plan_copies(self, window: Window, memory: Tensor) -> Copies | None:
+        """What `fill` has to copy into that memory, from tensors that are all held; None: that shows when it fills.
+
+        Made before the first byte moves: once the caches are full of weights, Python's steps are many times dearer.
+        """
+        if self._held is None or not memory.is_cpu:
+            return None
+        room, copies = memory.numpy(), Copies()
+        for piece in window.pieces:
+            held = self._held[piece.tensor][1]
+            if held is None:
+                return None
+            copies += cut_copies(room, piece.bucket_offset, held, piece.tensor_offset, piece.num_bytes)
+        return copies
+
+    def fill(self, window: Window, memory: Tensor, copies: Copies | None = None) -> None:
         """Copy the pieces of a window into memory, and hash what lies there then.
 
         Args:
             window: its layout; windows are filled in order.
             memory: [bytes] uint8 on any device, at least `window.num_bytes` long.
+            copies: from `plan_copies` for this window and memory.
 
         Raises:
             WeightSyncError: the tensor that is due is missing, or another came.
         """
+        if copies is not None:
+            update = self._hasher.update
+            for place, run in copies:
+                np.copyto(place, run)
+                update(place.data)
+            self._end(window)
+            return
         room = memory.numpy() if memory.is_cpu else None
         for piece in window.pieces:
-            self._require(piece)
-            for done in range(0, piece.num_bytes, CHUNK_BYTES):
-                start, end = piece.bucket_offset + done, piece.bucket_offset + min(piece.num_bytes, done + CHUNK_BYTES)
-                offset = piece.tensor_offset + done
-                if room is not None and self._bytes is not None:  # nothing to convert, and no tensors made on the way
-                    np.copyto(room[start:end], self._bytes[offset : offset + end - start])
+            source = self._require(piece)
+            for offset in range(0, piece.num_bytes, CHUNK_BYTES):
+                end = min(offset + CHUNK_BYTES, piece.num_bytes)
+                first, last = piece.bucket_offset + offset, piece.bucket_offset + end
+                if room is not None and source is not None:  # nothing to convert, and no tensors made on the way
+                    target = room[first:last]
+                    np.copyto(target, source[piece.tensor_offset + offset : piece.tensor_offset + end])
                 else:
-                    self._convert(offset, memory[start:end])
-                # What has arrived is hashed, not what was sent off.
-                self._hasher.update(room[start:end].data if room is not None else tensor_bytes(memory[start:end]).data)
+                    self._convert(piece.tensor_offset + offset, memory[first:last])
+                    target = room[first:last] if room is not None else tensor_bytes(memory[first:last])
+                self._hasher.update(target.data)  # what has arrived, not what was sent off
+        self._end(window)
+
+    def read(self, window: Window) -> Iterator[memoryview]:
+        """Hash the pieces of a window, and give their bytes in runs; each is valid until the next is asked for.
+
+        Args:
+            window: its layout; windows are read in order.
+
+        Raises:
+            WeightSyncError: the tensor that is due is missing, or another came.
+        """
+        for piece in window.pieces:
+            source = self._require(piece)
+            for offset in range(piece.tensor_offset, piece.tensor_offset + piece.num_bytes, CHUNK_BYTES):
+                end = min(offset + CHUNK_BYTES, piece.tensor_offset + piece.num_bytes)
+                run = source[offset:end].data if source is not None else self._converted(offset, end - offset)
+                self._hasher.update(run)
+                yield run
         self._end(window)
 
     def _end(self, window: Window) -> None:
@@ -63,10 +125,11 @@ class PlannedTensors:
             self._checksums.append(self._hasher.hexdigest())
             self._hasher.reset()
 
-    def _require(self, piece: Piece) -> None:
-        """Make its tensor the present one."""
+    def _require(self, piece: Piece) -> Bytes | None:
+        """Make its tensor the present one, and give its bytes, if they are what travels."""
         if piece.tensor != self._index:
             self._take(piece.tensor)
+        return self._bytes
 
     def _convert(self, offset: int, target: Tensor) -> None:
         """Copy so many bytes of the present tensor, in the dtype planned for it."""
@@ -74,6 +137,14 @@ class PlannedTensors:
         elements = target.view(torch_dtype(self._specs[self._index].dtype))
         first = offset // elements.element_size()
         elements.copy_(self._flat[first : first + elements.numel()])
+
+    def _converted(self, offset: int, num_bytes: int) -> memoryview:
+        """The same, in memory of our own."""
+        if self._scratch is None:
+            self._scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+        target = self._scratch[:num_bytes]
+        self._convert(offset, target)
+        return target.numpy().data
 
     def finish(self) -> tuple[str, ...]:
         """The checksum of each bucket that was filled; WeightSyncError if there are more tensors than planned."""
@@ -109,8 +180,8 @@ class PlannedTensors:
             raise WeightSyncError(f"{name}: came where {spec.name} was planned; {surplus}")
         check_tensor(tensor, spec, "the trainer", dtype=False)
         self._index, self._flat = index, tensor.detach().reshape(-1)
-        if tensor.is_cpu and tensor.dtype == torch_dtype(spec.dtype):
-            self._bytes = tensor_bytes(self._flat)
+        if tensor.is_cpu and tensor.dtype is torch_dtype(spec.dtype):
+            self._bytes = self._flat.view(torch.uint8).numpy()
 
 
 def _describe_surplus(name: str, sent: Iterable[TensorSpec]) -> str:

@@ -1,18 +1,17 @@
-"""What sender and receivers of one sync say to each other. The weights themselves lie in shared memory.
+"""What sender and receivers of one sync say to each other. The weights themselves go another way: in lanes.
 
     receiver                         sender
     Join          ->
                   <-                 Welcome
-                  <-                 Hello, then one byte that carries the memory's file descriptor
+                  <-                 Hello; by shared memory then its descriptor, and one for each lane
     Ready         ->
-                  <-                 Filled(0), Filled(1)
-    Loaded(0)     ->
-                  <-                 Filled(2)   slot 0 again, once every receiver has loaded window 0
-    ...
+    ...                              the windows
                   <-                 End
     Proof         ->
                   <-                 Accepted    once every receiver has proved
-Either side may say Failure at any point, and then hangs up.
+
+Either side may say Failure at any point, and then hangs up. In a lane of shared memory only numbers are said: that of a
+window, by the sender when it lies in its slot, by a receiver when it has taken it. In a lane over TCP, the bytes go.
 """
 
 import msgspec
@@ -22,11 +21,23 @@ from offbeat_weightsync._cuda_ipc import CudaHandle
 
 
 class Join(msgspec.Struct, tag="join", frozen=True):
-    """A receiver asks for the weights of a version. `held`: a checksum of each tensor it has, for changes alone."""
+    """A receiver asks for the weights of a version. `held`: a checksum of each tensor it has, for changes alone.
+
+    Over TCP it opens its lanes too, under a ticket of its own making.
+    """
 
     name: str
     version: int
     held: dict[str, str] | None = None
+    ticket: str = ""
+    num_lanes: int = 0
+
+
+class JoinLane(msgspec.Struct, tag="lane", frozen=True):
+    """What it comes over is a lane of the receiver with this ticket."""
+
+    ticket: str
+    index: int
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
@@ -35,12 +46,12 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     name: str
 
 
-class Hello(msgspec.Struct, tag="hello", frozen=True):
+class Hello(msgspec.Struct, tag="hello"):
     """The sender says what will come. The receiver builds the plan itself, and the digests must be equal.
 
     No window is longer than a slot. `kept` is the digest of what will not come because the receiver holds it; "" when
     all will come. `cuda` is where the slots lie, if not in the memory whose descriptor follows. `lanes` are the cores
-    that lanes run on; a byte with the descriptor of a socket follows for each; none: all goes over this connection.
+    that lanes run on, -1 for any.
     """
 
     specs: list[tuple[str, str, tuple[int, ...]]]
@@ -57,18 +68,6 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     """The receiver has mapped the memory and built the plan of this digest."""
 
     digest: str
-
-
-class Filled(msgspec.Struct, tag="filled", frozen=True):
-    """A window lies in its slot."""
-
-    window: int
-
-
-class Loaded(msgspec.Struct, tag="loaded", frozen=True):
-    """The receiver has taken a window; its slot may be filled again."""
-
-    window: int
 
 
 class End(msgspec.Struct, tag="end", frozen=True):
@@ -93,4 +92,4 @@ class Failure(msgspec.Struct, tag="failure", frozen=True):
     text: str
 
 
-Message = Join | Welcome | Hello | Ready | Filled | Loaded | End | Proof | Accepted | Failure
+Message = Join | JoinLane | Welcome | Hello | Ready | End | Proof | Accepted | Failure

@@ -74,7 +74,7 @@ class Bucket(NamedTuple):
     num_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BucketPlan:
     """Tensors laid out in buckets, in order. Make one with `build`.
 
@@ -107,6 +107,12 @@ class BucketPlan:
         _check(specs, bucket_bytes)
         buckets = tuple(lay_out(((index, 0, spec.num_bytes) for index, spec in enumerate(specs)), bucket_bytes))
         return cls(specs, bucket_bytes, buckets, _digest(specs, bucket_bytes))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BucketPlan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
     @property
     def num_bytes(self) -> int:

@@ -1,7 +1,6 @@
 """Proofs: checksums of what a side holds, bucket by bucket, and their comparison."""
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
@@ -32,16 +31,19 @@ def prove_tensors(
     Raises:
         WeightSyncError: a tensor is missing, or has another shape or dtype.
     """
-    num_hashers = min(MAX_HASHERS, os.cpu_count() or 1, len(plan.buckets))
-    with ThreadPoolExecutor(num_hashers, "offbeat-weight-proof") as hashers:
-        pending: deque[Future[str]] = deque()
-        checksums = []
+    num_helpers = min(MAX_HASHERS, os.cpu_count() or 1, len(plan.buckets)) - 1
+    checksums: list[str | Future[str]] = []
+    with ThreadPoolExecutor(max(1, num_helpers), "offbeat-weight-proof") as helpers:
+        busy: list[Future[str]] = []
         for parts in _read_buckets(plan, read, holder):
-            if len(pending) > num_hashers:  # an engine may have to unpack what it reads: hold little of that at once
-                checksums.append(pending.popleft().result())
-            pending.append(hashers.submit(_checksum, parts))
-        checksums += [each.result() for each in pending]
-    return WeightProof(version=version, num_tensors=len(plan.specs), checksums=tuple(checksums))
+            busy = [each for each in busy if not each.done()]
+            if len(busy) < num_helpers:
+                busy.append(helpers.submit(_checksum, parts))
+                checksums.append(busy[-1])
+            else:  # this thread hashes, too: it reads no further ahead, for an engine may have to unpack what it reads
+                checksums.append(_checksum(parts))
+        found = tuple(each if isinstance(each, str) else each.result() for each in checksums)
+    return WeightProof(version=version, num_tensors=len(plan.specs), checksums=found)
 
 
 def compare_proofs(plan: BucketPlan, sent: WeightProof, held: WeightProof, holder: str) -> None:
@@ -92,7 +94,7 @@ def _read_buckets(plan: BucketPlan, read: Callable[[str], Any], holder: str) -> 
     """What the holder has of each bucket: the bytes of its pieces."""
     held: tuple[int, Bytes] | None = None
     for bucket in plan.buckets:
-        parts = []
+        parts: list[Bytes] = []
         for piece in bucket.pieces:
             if held is None or held[0] != piece.tensor:  # the pieces of one tensor follow each other
                 held = piece.tensor, _read_bytes(plan, piece.tensor, read, holder)

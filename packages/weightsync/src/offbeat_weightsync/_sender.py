@@ -1,58 +1,53 @@
-"""The trainer's side of the shared-memory transport."""
+"""The trainer's side of the transports between processes: who listens, who has joined, and how a sync ends."""
 
-import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from typing import Self
 
 from torch import Tensor
 
 from offbeat_types import OffbeatError, WeightProof, WeightSyncError
-from offbeat_weightsync._addresses import kernel_address, remove_socket
 from offbeat_weightsync._changes import kept_digest, plan_changes, planned_checksums
-from offbeat_weightsync._connections import Connection, Deadline, same_user
+from offbeat_weightsync._connections import Connection, Deadline
 from offbeat_weightsync._messages import Join, Welcome
 from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._rounds import Round
-from offbeat_weightsync._slots import open_slots
 
 
-class SharedMemorySender:
-    """Sends weights to any number of receivers on this machine. Blocking; one thread at a time.
+class WeightSender(ABC):
+    """Sends weights to any number of receivers. Blocking; one thread at a time. Make one with `open_sender`.
 
     It listens from construction to `close`, so a receiver may connect before `send` is called.
 
     Args:
-        socket_path: where to listen; see `new_socket_path`.
+        address: where receivers find it.
         plan: the tensors, in the order in which they will be given, and the dtypes in which they travel.
         deadline_s: time allowed for each sync, from `send` to the last proof.
         name: this side, for the receivers' errors.
-        device: a CUDA device to hold what is on its way, such as "cuda:0", which the receivers open by CUDA
-            IPC; None: it lies in host memory.
-
-    Raises:
-        WeightSyncError: there is no such device, the address is taken or too long, or there is not enough memory.
     """
 
-    def __init__(
-        self,
-        socket_path: str | Path,
-        plan: BucketPlan,
-        *,
-        deadline_s: float = 300.0,
-        name: str = "trainer-0",
-        device: str | None = None,
-    ) -> None:
-        self.socket_path, self.plan = str(socket_path), plan
+    def __init__(self, address: str, plan: BucketPlan, *, deadline_s: float, name: str) -> None:
+        self.address, self.plan = address, plan
         self._deadline_s, self._name = deadline_s, name
-        self._listener = _listen(socket_path)
-        try:
-            self._slots = open_slots(device, plan)
-        except BaseException:
-            self.close()
-            raise
 
-    def __enter__(self) -> "SharedMemorySender":
+    @abstractmethod
+    def close(self) -> None:
+        """Stop listening and let go of the memory."""
+
+    @abstractmethod
+    def _accept(self, deadline: Deadline, missing: str) -> tuple[Connection, Join] | None:
+        """Wait for the next receiver; None: it was none, or not yet all of it."""
+
+    @abstractmethod
+    def _round(self, joined: dict[Connection, Join], plan: BucketPlan, kept: str) -> Round:
+        """A sync with receivers that have joined."""
+
+    @abstractmethod
+    def _part(self, peer: Connection) -> None:
+        """Hang up."""
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -79,7 +74,7 @@ class SharedMemorySender:
             DeadlineError: somebody did not come, load or prove in time.
         """
         with self._joined(version, num_receivers, deadline_s) as joined:
-            return Round(list(joined), self.plan, self._slots).send(tensors, version)
+            return self._round(joined, self.plan, "").send(tensors, version)
 
     def send_changed(
         self,
@@ -110,17 +105,7 @@ class SharedMemorySender:
             sent = {spec.name for spec in plan.specs}
             kept = kept_digest(ours, sent) if len(sent) < len(ours) else ""
             changed = ((name, tensor) for name, tensor in weights() if name in sent)
-            return Round(list(joined), plan, self._slots, kept).send(changed, version)
-
-    def close(self) -> None:
-        """Stop listening and let go of the memory."""
-        if self._listener.fileno() < 0:
-            return
-        self._listener.close()
-        remove_socket(self.socket_path)
-        if hasattr(self, "_slots"):
-            self._slots.close()
-            del self._slots
+            return self._round(joined, plan, kept).send(changed, version)
 
     @contextmanager
     def _joined(self, version: int, num_receivers: int, deadline_s: float | None) -> Iterator[dict[Connection, Join]]:
@@ -136,7 +121,7 @@ class SharedMemorySender:
             raise
         finally:
             for peer in joined:
-                peer.close()
+                self._part(peer)
 
     def _gather(self, joined: dict[Connection, Join], version: int, num_receivers: int, deadline: Deadline) -> None:
         """Wait until all receivers have asked for this version."""
@@ -144,47 +129,17 @@ class SharedMemorySender:
         while len(joined) < num_receivers:
             names = ", ".join([peer.peer for peer in joined]) or "none"
             missing = f"{num_receivers - len(joined)} of {num_receivers} receivers to connect (here: {names})"
-            peer = self._accept(deadline, "; ".join([missing, *refused]))
-            if peer is None:
+            arrived = self._accept(deadline, "; ".join([missing, *refused]))
+            if arrived is None:
                 continue
-            try:
-                join = peer.receive(Join, "its request")
-            except WeightSyncError:
-                peer.close()  # nobody: it connected and left before it said who it was
-                continue
+            peer, join = arrived
             peer.peer = join.name
             if join.version < version:  # left over from a sync that failed
                 refused.append(f"refused {join.name}, which asked for version {join.version}")
                 peer.fail(f"version {join.version} was asked for; {self._name} sends version {version}")
-                peer.close()
+                self._part(peer)
                 continue
             joined[peer] = join
             if join.version != version:
                 raise WeightSyncError(f"{join.name} asked for version {join.version}; version {version} is being sent")
             peer.send(Welcome(self._name))
-
-    def _accept(self, deadline: Deadline, missing: str) -> Connection | None:
-        self._listener.settimeout(deadline.left_s() or 1e-3)
-        try:
-            with deadline.declared("rollout"):
-                sock, _ = self._listener.accept()
-        except TimeoutError:
-            raise deadline.missed(missing) from None
-        if not same_user(sock):
-            sock.close()
-            return None
-        return Connection(sock, "a receiver", deadline)
-
-
-def _listen(socket_path: str | Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(kernel_address(socket_path))
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        raise WeightSyncError(f"cannot listen for receivers at {socket_path}: {error.strerror or error}") from error
-    except WeightSyncError:
-        listener.close()
-        raise
-    return listener

@@ -1,6 +1,7 @@
 """Tensors as specs and as bytes."""
 
 from collections.abc import Iterable
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,7 @@ def describe_tensors(named_tensors: Iterable[tuple[str, Tensor]], dtype: str | N
     ]
 
 
+@cache
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a spec's dtype name."""
     dtype = getattr(torch, name)
@@ -39,12 +41,15 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def tensor_bytes(tensor: Tensor) -> Bytes:
     """The elements as [bytes] uint8, row-major: a view where the tensor is contiguous and in host memory."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    plain = tensor.detach()
+    if not (plain.is_cpu and plain.is_contiguous()):
+        plain = plain.cpu().contiguous()
+    return plain.view(-1).view(torch.uint8).numpy()
 
 
 def check_tensor(tensor: Tensor, spec: TensorSpec, holder: str, *, dtype: bool = True) -> None:
     """Raise WeightSyncError unless the tensor has the shape, and the dtype, that the plan gives it."""
-    if tuple(tensor.shape) != spec.shape:
+    if tensor.shape != spec.shape:  # torch.Size is a tuple
         raise WeightSyncError(f"{spec.name}: planned with shape {spec.shape}, {holder} has {tuple(tensor.shape)}")
     if dtype:
         check_dtype(tensor, spec, holder)
@@ -56,5 +61,6 @@ def check_dtype(tensor: Tensor, spec: TensorSpec, holder: str) -> None:
         raise WeightSyncError(f"{spec.name}: planned as {spec.dtype}, {holder} has {_dtype_name(tensor.dtype)}")
 
 
+@cache
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -1,5 +1,6 @@
 """Windows: what travels in one go. A bucket, or a part of one, for one side to begin before the other is done."""
 
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from offbeat_weightsync._plan import BucketPlan, Piece, lay_out
@@ -24,16 +25,17 @@ class Window(NamedTuple):
     is_last: bool
 
 
-def cut_windows(plan: BucketPlan, window_bytes: int) -> list[Window]:
-    """All windows of a plan, in order. Pure, as the plan is: both sides cut alike.
+@lru_cache(maxsize=8)
+def cut_windows(plan: BucketPlan, window_bytes: int) -> tuple[Window, ...]:
+    """All windows of a plan, in order. Pure, as the plan is: both sides cut alike, and a plan lives for many syncs.
 
     Args:
         plan: no window spans two of its buckets.
         window_bytes: no window is longer; a multiple of 64.
     """
-    windows = []
+    windows: list[Window] = []
     for index, bucket in enumerate(plan.buckets):
         runs = ((piece.tensor, piece.tensor_offset, piece.num_bytes) for piece in bucket.pieces)
         parts = lay_out(runs, window_bytes)
         windows += [Window(index, *part, is_last=part is parts[-1]) for part in parts]
-    return windows
+    return tuple(windows)

@@ -1,0 +1,86 @@
+"""The bytes of a broadcast over TCP streams of our own: straight from the sender's tensors into each receiver's.
+
+gloo moves bytes as fast as a plain connection, but only from and into one stretch of memory, so that each side would
+copy them once more, and one at a time. The group itself says where to connect, with a token, and what became of it all.
+"""
+
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from offbeat_dist import current_world
+from offbeat_types import WeightProof, WeightSyncError
+from offbeat_weightsync._addresses import new_address
+from offbeat_weightsync._connections import was_heard
+from offbeat_weightsync._group_talk import GroupTalk, Terms, apart, one_line
+from offbeat_weightsync._peer_stream import PeerStream
+from offbeat_weightsync._plan import BucketPlan
+from offbeat_weightsync._receiver import receive
+from offbeat_weightsync._tcp_sender import TcpSender
+
+
+class GroupStreams:
+    """The sender.
+
+    Args:
+        talk: of the group.
+        plan: of the tensors.
+    """
+
+    def __init__(self, talk: GroupTalk, plan: BucketPlan) -> None:
+        self._talk, self._plan = talk, plan
+        self._name = f"rank {talk.group.ranks[talk.group.rank]}"
+
+    def send(self, tensors: Iterable[tuple[str, Tensor]]) -> list[WeightProof]:
+        """Send to all receivers, and return what each has proved, by group rank; raises as `broadcast_weights`."""
+        talk, failure = self._talk, None
+        proofs: list[WeightProof] = []
+        with TcpSender(new_address(own_host()), self._plan, name=self._name) as sender:
+            apart(lambda: talk.offer(Terms(self._plan, address=sender.address)))
+            try:
+                if talk.group.size > 1:
+                    proofs = sender.send(tensors, talk.version, talk.group.size - 1, deadline_s=talk.left_s())
+            except BaseException as error:  # noqa: BLE001 - raised on all ranks
+                failure = error
+        _agree_on_end(talk, failure)
+        return proofs  # all are equal
+
+
+@contextmanager
+def receive_by_streams(talk: GroupTalk, terms: Terms) -> Iterator[PeerStream]:
+    """A receiver; raises as `receive_broadcast`."""
+    failure: BaseException | None = None
+    name = f"rank {talk.group.ranks[talk.group.rank]}"
+    try:
+        with receive(terms.address, talk.version, talk.left_s(), name=name) as stream:
+            yield stream
+    except BaseException as error:  # noqa: BLE001 - raised on all ranks
+        failure = error
+    _agree_on_end(talk, failure)
+
+
+def own_host() -> str:
+    """The address under which other ranks reach this one: the one that leads to the world's store; else loopback."""
+    world = current_world()
+    store = None if world is None else world.store
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return "127.0.0.1"
+    family, kind, _, _, target = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # sends nothing for a datagram socket: it only picks the route
+        return str(probe.getsockname()[0])
+
+
+def _agree_on_end(talk: GroupTalk, failure: BaseException | None) -> None:
+    """Raise on all ranks unless all have come to a good end. Who has only heard of a failure names nobody itself."""
+    text = None if failure is None or was_heard(failure) else one_line(failure)
+    for rank, said in zip(talk.group.ranks, apart(lambda: talk.gather(text)), strict=True):
+        if said is not None:
+            raise failure if failure and text else WeightSyncError(f"rank {rank} gave up: {said}")
+    if failure is not None:
+        raise failure
