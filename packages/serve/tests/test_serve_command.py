@@ -1,0 +1,62 @@
+"""The command `offbeat-serve`: what it is told and how it leaves; and the README's example."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from offbeat_serve import TOKEN_VARIABLE
+from offbeat_serve._cli import main
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nowhere"], "model folder nowhere does not exist"),
+        (["{model}", "--backend", "tourch"], "offbeat.rollout backend 'tourch' is not installed (installed: "),
+        (["{model}", "--host", "0.0.0.0"], "a server that can be reached from elsewhere needs a token"),
+        (["{model}", "--port", "70000"], "--port must be a number >= 0 and <= 65535, got 70000"),
+        (["{model}", "--max-in-flight", "10"], "must be at most max_in_flight: got 16 times 64, and 10"),
+        (["{model}", "--dtype", "int3"], "--dtype must be one of float32"),
+        (["{model}", "--options", '{"kv_cash": 1}', "--device", "cpu"], "rollout-torch has no option 'kv_cash'"),
+        (["{model}", "--token-file", "nowhere"], "token file nowhere cannot be read"),
+    ],
+    ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
+)
+def test_a_wrong_setting_is_one_line_and_exit_code_2(model, words, told, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    assert main([word.format(model=model) if word.startswith("{m") else word for word in words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("offbeat-serve: ")
+    assert told in error
+    assert len(error.splitlines()) == 1
+
+
+def test_an_engine_that_takes_too_long_to_load_is_exit_code_4(model, capsys):
+    assert main([str(model), "--start-deadline-s", "1e-6", "--device", "cpu", "--port", "0"]) == 4
+    assert "waited 1e-06 s for the torch engine to load" in capsys.readouterr().err
+
+
+def test_a_token_cannot_be_given_on_the_command_line(model, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([str(model), "--token", "secret"])
+    assert left.value.code == 2
+
+
+def test_help_tells_every_setting_with_its_unit(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = capsys.readouterr().out
+    for option in ("--max-in-flight SAMPLES", "--body-deadline-s S", "--max-model-len TOKENS", "--token-file"):
+        assert option in told
+    assert "exit codes: 0 ended by Ctrl-C or SIGTERM" in re.sub(r"\s+", " ", told)
+
+
+def test_the_readme_s_example_runs(model, capsys):
+    (source,) = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    exec(compile(source.replace("SmolLM2-135M-Instruct", str(model)), "README.md", "exec"), {"__name__": "readme"})
+    told = capsys.readouterr().out
+    assert re.search(r"policy 0 .* never tokenised again: True", told)

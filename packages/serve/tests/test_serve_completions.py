@@ -1,0 +1,179 @@
+"""/v1/completions through OpenAI's own client, on the real embedded engine."""
+
+import asyncio
+
+import numpy as np
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat_data import load_tokenizer
+from offbeat_serve._answering import Answerer, Sampled
+from offbeat_serve._requests import CompletionRequest
+from offbeat_types import Completion, GenerateRequest, SamplingParams, VersionSegment
+
+pytestmark = pytest.mark.asyncio
+PROMPT = [67, 68, 69, 70]
+EXTRA = {"return_token_ids": True}
+
+
+async def test_what_a_client_is_answered_is_what_the_engine_sampled(serving):
+    async with serving() as served:
+        answer = await served.openai.completions.create(
+            model="tiny", prompt=PROMPT, n=3, max_tokens=12, temperature=0.7, seed=5, logprobs=1, extra_body=EXTRA
+        )
+        params = SamplingParams(max_tokens=12, temperature=0.7, seed=5)
+        request = GenerateRequest(
+            request_id="direct", prompt_ids=np.array(PROMPT, np.int32), num_samples=3, params=params
+        )
+        direct = await served.engine.generate(request)
+    assert answer.policy_version == 0
+    for index, (choice, completion) in enumerate(zip(answer.choices, direct, strict=True)):
+        assert choice.index == index
+        assert choice.prompt_token_ids == PROMPT
+        assert choice.token_ids == completion.ids.tolist()
+        assert np.array_equal(np.array(choice.logprobs.token_logprobs, np.float32), completion.logprobs)
+        assert choice.text == completion.text
+        assert choice.version_segments == [{"version": 0, "num_tokens": len(completion.ids)}]
+    assert answer.usage.completion_tokens == sum(len(completion.ids) for completion in direct)
+
+
+async def test_texts_are_encoded_and_several_prompts_answered_in_order(serving, model):
+    texts = ["one and one", "the sum"]
+    encoded = [ids.tolist() for ids in load_tokenizer(model).encode(texts, add_special_tokens=True)]
+    async with serving() as served:
+        answer = await served.openai.completions.create(
+            model="tiny", prompt=texts, n=2, max_tokens=4, seed=1, extra_body=EXTRA
+        )
+        by_ids = await served.openai.completions.create(
+            model="tiny", prompt=encoded, n=2, max_tokens=4, seed=1, extra_body=EXTRA
+        )
+    assert [choice.prompt_token_ids for choice in answer.choices] == [encoded[0]] * 2 + [encoded[1]] * 2
+    assert [choice.token_ids for choice in answer.choices] == [choice.token_ids for choice in by_ids.choices]
+    assert answer.usage.prompt_tokens == sum(map(len, encoded))
+
+
+async def test_sampling_parameters_reach_the_engine(serving):
+    async with serving() as served:
+        create = served.openai.completions.create
+        greedy = await create(model="tiny", prompt=PROMPT, temperature=0, max_tokens=6, n=2, extra_body=EXTRA)
+        top_1 = await create(model="tiny", prompt=PROMPT, max_tokens=6, extra_body={**EXTRA, "top_k": 1})
+        nucleus = await create(model="tiny", prompt=PROMPT, max_tokens=6, top_p=1e-6, extra_body=EXTRA)
+        likely = await create(model="tiny", prompt=PROMPT, max_tokens=6, extra_body={**EXTRA, "min_p": 1})
+        stopped_by = greedy.choices[0].token_ids[2]
+        body = {**EXTRA, "stop_token_ids": [stopped_by], "ignore_eos": True}
+        stopped = await create(model="tiny", prompt=PROMPT, temperature=0, max_tokens=6, extra_body=body)
+    expected = greedy.choices[0].token_ids
+    assert [choice.token_ids for one in (greedy, top_1, nucleus, likely) for choice in one.choices] == [expected] * 5
+    assert stopped.choices[0].token_ids == expected[: expected.index(stopped_by) + 1]
+    assert (stopped.choices[0].finish_reason, stopped.choices[0].ended_by) == ("stop", "stop")
+
+
+async def test_without_a_limit_openai_s_own_holds_and_never_more_than_fits(serving):
+    async with serving() as served:
+        free = {"ignore_eos": True, **EXTRA}
+        default = await served.openai.completions.create(model="tiny", prompt=PROMPT, extra_body=free)
+        too_many = await served.openai.completions.create(
+            model="tiny", prompt=[67] * 500, max_tokens=10**9, extra_body=free
+        )
+    assert len(default.choices[0].token_ids) == 16
+    assert len(too_many.choices[0].token_ids) == 12
+    assert too_many.choices[0].finish_reason == "length"
+
+
+async def test_a_stream_tells_what_the_whole_answer_says(serving):
+    ask = {"model": "tiny", "prompt": PROMPT, "n": 2, "max_tokens": 8, "seed": 3, "logprobs": 0, "extra_body": EXTRA}
+    async with serving() as served:
+        whole = await served.openai.completions.create(**ask)
+        stream = await served.openai.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+        chunks = [chunk async for chunk in stream]
+    told = [choice for chunk in chunks for choice in chunk.choices]
+    assert [choice.token_ids for choice in told] == [choice.token_ids for choice in whole.choices]
+    assert [choice.text for choice in told] == [choice.text for choice in whole.choices]
+    assert [choice.finish_reason for choice in told] == [choice.finish_reason for choice in whole.choices]
+    assert chunks[-1].usage == whole.usage
+
+
+@given(st.text(max_size=12), st.lists(st.text(min_size=1, max_size=3), max_size=3))
+async def test_a_text_ends_before_the_stop_text_that_ended_it(model_answerer, text, stops):
+    completion = Completion(
+        ids=np.zeros(1, np.int32),
+        logprobs=np.zeros(1, np.float32),
+        segments=(VersionSegment(version=0, num_tokens=1),),
+        stop_reason="stop",
+        text=text,
+    )
+    request = CompletionRequest(prompt="x", stop=stops)
+    sampled = Sampled(np.zeros(1, np.int32), [completion])
+    [choice] = model_answerer.completion(request, "id", [sampled], 0).choices
+    assert text.startswith(choice.text)
+    assert not any(stop in choice.text for stop in stops)
+
+
+@pytest.fixture(scope="session")
+def model_answerer(model):
+    return Answerer(load_tokenizer(model), "tiny")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"n": 0}, "n"),
+        ({"n": 65}, "n"),
+        ({"temperature": 1e-9}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"stop": ""}, "stop"),
+        ({"seed": -1}, "seed"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [["a"]]}, "prompt"),
+        ({"prompt": ["a"] * 17}, "prompt"),
+        ({"prompt": [320]}, "prompt"),
+        ({"prompt": [1] * 512}, "prompt"),
+        ({"extra_body": {"best_of": 2}}, "best_of"),
+    ],
+    ids=str,
+)
+async def test_what_cannot_be_is_refused_by_name(serving, wrong, param):
+    async with serving() as served:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await served.openai.completions.create(**{"model": "tiny", "prompt": "a", "max_tokens": 1, **wrong})
+    assert refused.value.param.startswith(param)
+    assert refused.value.type == "invalid_request_error"
+    assert len(refused.value.message.splitlines()) == 1
+
+
+async def test_an_engine_s_refusal_is_told_in_one_sentence(serving):
+    async with serving() as served:
+        too_long = "a b c " * 300
+        with pytest.raises(openai.BadRequestError, match="max_model_len is 512"):
+            await served.openai.completions.create(model="tiny", prompt=too_long)
+        with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
+            await served.openai.completions.create(model="gpt-9", prompt="a")
+
+
+async def test_many_clients_at_once_get_their_own_answers(serving):
+    async with serving() as served:
+
+        async def ask(seed: int) -> list[int]:
+            answer = await served.openai.completions.create(
+                model="tiny", prompt=PROMPT, max_tokens=9, seed=seed, extra_body=EXTRA
+            )
+            return answer.choices[0].token_ids
+
+        together = await asyncio.gather(*(ask(seed) for seed in range(24)))
+        alone = [await ask(seed) for seed in range(24)]
+    assert together == alone
+
+
+async def test_models_and_health_name_the_policy(serving):
+    async with serving() as served:
+        [card] = (await served.openai.models.list()).data
+        health = await served.http.get("/health")
+    assert (card.id, card.policy_version, card.max_model_len) == ("tiny", 0, 512)
+    assert health.headers["X-Policy-Version"] == "0"
+    assert health.json()["status"] == "ok"

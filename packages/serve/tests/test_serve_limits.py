@@ -1,0 +1,189 @@
+"""Nothing is taken on without a bound, nothing waited for without a deadline, nothing left in the engine."""
+
+import asyncio
+import json
+from urllib.parse import urlparse
+
+import pytest
+
+from offbeat_serve import ServeSettings
+from offbeat_testing import FakeRolloutEngine
+from offbeat_types import ConfigError, OffbeatError
+
+pytestmark = pytest.mark.asyncio
+ASK = {"prompt": [67, 68, 69], "max_tokens": 500, "ignore_eos": True}
+DEADLINE_S = 60.0
+
+
+async def until_running(served, num_running):
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            health = await served.engine.health()
+            if health.num_running + health.num_waiting == num_running:
+                return
+            await asyncio.sleep(0.005)
+
+
+async def open_raw(served):
+    address = urlparse(served.server.url)
+    return await asyncio.open_connection(address.hostname, address.port)
+
+
+def raw_request(served, body: bytes, length: int | None = None) -> bytes:
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {urlparse(served.server.url).netloc}\r\n"
+    return f"{head}Content-Type: application/json\r\nContent-Length: {length or len(body)}\r\n\r\n".encode() + body
+
+
+async def test_a_client_that_leaves_ends_its_samples(serving):
+    async with serving() as served:
+        await served.engine.pause("keep")
+        _, writer = await open_raw(served)
+        writer.write(raw_request(served, json.dumps({**ASK, "prompt": [[67], [68]], "n": 3}).encode()))
+        await writer.drain()
+        await until_running(served, 6)
+        writer.close()
+        await until_running(served, 0)
+        await served.engine.resume()
+        after = await served.post("/v1/completions", **{**ASK, "max_tokens": 1})
+    assert after.status_code == 200
+
+
+async def test_more_samples_than_allowed_are_sent_away_for_now(serving):
+    async with serving(max_in_flight=4, max_prompts=2, max_samples=2) as served:
+        await served.engine.pause("keep")
+        first = asyncio.create_task(served.post("/v1/completions", **{**ASK, "max_tokens": 2, "n": 2}))
+        second = asyncio.create_task(served.post("/v1/completions", **{**ASK, "max_tokens": 2}))
+        await until_running(served, 3)
+        refused = await served.post("/v1/completions", **ASK, n=2)
+        await served.engine.resume()
+        answered = [(await first).status_code, (await second).status_code]
+        again = await served.post("/v1/completions", **{**ASK, "max_tokens": 1, "n": 2})
+    assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert "3 samples are in flight, and 4 may be (max_in_flight)" in refused.json()["error"]["message"]
+    assert [*answered, again.status_code] == [200, 200, 200]
+
+
+async def test_a_body_has_a_longest_length_announced_or_not(serving):
+    async def chunks():
+        for _ in range(40):
+            yield b" " * 100
+
+    json_type = {"Content-Type": "application/json"}
+    async with serving(max_body_bytes=2048) as served:
+        announced = await served.post("/v1/completions", prompt="a" * 4000)
+        streamed = await served.http.post("/v1/completions", content=chunks(), headers=json_type)
+        fits = await served.post("/v1/completions", prompt="a" * 100, max_tokens=1)
+    assert [announced.status_code, streamed.status_code, fits.status_code] == [413, 413, 200]
+    assert "2048 bytes at most (max_body_bytes)" in streamed.json()["error"]["message"]
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(serving):
+    async with serving(body_deadline_s=0.2) as served:
+        reader, writer = await open_raw(served)
+        writer.write(raw_request(served, b'{"prompt": ', 1000))
+        async with asyncio.timeout(DEADLINE_S):
+            status = await reader.readline()
+        writer.close()
+    assert b"408" in status
+
+
+@pytest.mark.parametrize(
+    ("content", "content_type", "status"),
+    [
+        (b'{"prompt": "a"', "application/json", 400),
+        (b"\xff\xfe", "application/json", 400),
+        (b'{"prompt": "\xff"}', "application/json", 400),
+        (b"[" * 100_000, "application/json", 400),
+        (b'{"messages": [], "chat_template_kwargs": {"a": ' + b"[" * 100_000, "application/json", 400),
+        (b"", "application/json", 400),
+        (b'{"prompt": "a"}', "text/plain", 415),
+        (b"prompt=a", "application/x-www-form-urlencoded", 415),
+    ],
+    ids=range(8),
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_what_is_no_json_is_refused(serving, path, content, content_type, status):
+    async with serving(engine=FakeRolloutEngine(lambda *_: [1])) as served:
+        answer = await served.http.post(path, content=content, headers={"Content-Type": content_type})
+    assert answer.status_code == status
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_paths_and_methods_that_are_not_there_are_told_in_openai_s_form(serving):
+    async with serving(engine=FakeRolloutEngine(lambda *_: [1])) as served:
+        nowhere, put = await served.http.get("/v2"), await served.http.put("/v1/models")
+    assert [nowhere.status_code, put.status_code] == [404, 405]
+    assert set(put.headers["Allow"].split(", ")) == {"GET", "HEAD"}
+    assert "/openapi.json says what there is" in put.json()["error"]["message"]
+
+
+async def test_closing_answers_who_is_waiting_and_lets_nobody_in(serving):
+    async with serving() as served:
+        await served.engine.pause("keep")
+        asked = asyncio.create_task(served.post("/v1/completions", **ASK))
+        await until_running(served, 1)
+        async with asyncio.timeout(DEADLINE_S):
+            await served.server.close()
+            answer = await asked
+        await served.server.close()
+        with pytest.raises(OSError):
+            await open_raw(served)
+    assert answer.json()["choices"][0]["finish_reason"] == "abort"
+
+
+class StuckEngine(FakeRolloutEngine):
+    """Never answers, and hears of no abort."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: [1])
+        self.num_given_up = 0
+
+    async def generate(self, request):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.num_given_up += 1
+
+    async def abort(self, request_id: str) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_an_engine_that_is_stuck_is_not_waited_for(serving):
+    engine = StuckEngine()
+    async with serving(engine=engine, generate_deadline_s=0.1, abort_deadline_s=0.1) as served:
+        async with asyncio.timeout(DEADLINE_S):
+            answer = await served.post("/v1/completions", **ASK, n=2)
+        assert engine.num_given_up == 1
+    assert answer.status_code == 504
+    assert answer.json()["error"]["code"] == "deadline"
+
+
+class BrokenEngine(FakeRolloutEngine):
+    """Fails in its own way."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(lambda *_: [1])
+        self._error = error
+
+    async def generate(self, request):
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(ZeroDivisionError("a secret"), "unexpected ZeroDivisionError"), (OffbeatError("the end"), "the end")],
+    ids=["bug", "typed"],
+)
+async def test_an_engine_that_fails_is_a_500_that_tells_no_secret(serving, error, told, caplog):
+    async with serving(engine=BrokenEngine(error)) as served:
+        answer = await served.post("/v1/completions", **ASK)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"].startswith(told)
+    assert "a secret" not in answer.text
+    assert ("a secret" in caplog.text) == (told != "the end")
+
+
+async def test_one_request_may_not_ask_for_more_than_may_be_in_flight():
+    with pytest.raises(ConfigError, match="max_in_flight: got 16 times 64, and 100"):
+        ServeSettings(max_in_flight=100)
