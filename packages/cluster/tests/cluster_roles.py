@@ -146,6 +146,11 @@ class Patient:
     async def environment(self, key: str) -> str:
         return os.environ[key]
 
+    async def visible_devices(self) -> list[str]:
+        """What Ray's variables of visible devices say, whatever their kind."""
+        lists = {value for key, value in os.environ.items() if "VISIBLE_DEVICES" in key}
+        return [device for value in lists for device in value.split(",") if device]
+
     async def open_files(self) -> list[str]:
         return sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd))
 
@@ -217,6 +222,20 @@ class Faulty:
     async def hold_lock(self) -> None:
         """Compute without ever giving the interpreter lock back."""
         ctypes.PyDLL(None).sleep(100)
+
+
+class Sleeper:
+    """An engine that goes to sleep, unless it is stuck."""
+
+    def __init__(self) -> None:
+        self.stuck = False
+
+    async def get_stuck(self) -> None:
+        self.stuck = True
+
+    async def sleep(self, level: int) -> None:
+        while self.stuck:
+            await asyncio.sleep(1)
 
 
 class RefusesConfig:

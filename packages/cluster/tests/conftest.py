@@ -1,25 +1,73 @@
-"""What the cluster tests share."""
+"""What the cluster tests share. A test that asks for `launchers` or `start_role` runs on every launcher."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from offbeat_cluster import ActorHandle, LocalLauncher, RoleSpec
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside it
+
+from fake_ray import FakeCluster, SharedHomeLauncher, fake_cluster
+from role_processes import MARK
+
+from offbeat_cluster import ActorHandle, ClusterConfig, LocalLauncher, RoleSpec
 
 StartRole = Callable[..., AbstractAsyncContextManager[ActorHandle]]
 
 
-@pytest.fixture
-def roles_folder() -> str:
-    """Folder of cluster_roles.py, for PYTHONPATH."""
-    return str(Path(__file__).parent)
+@dataclass
+class Launchers:
+    """Makes launchers of one kind.
+
+    Args:
+        kind: its name, as in `cluster.launcher`.
+        place: how its errors say where a process was.
+        make: a launcher with settings of `ClusterConfig`.
+        address: of the cluster.
+    """
+
+    kind: str
+    place: str
+    make: Callable[..., Any]
+    address: str = "local"
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[FakeCluster]:
+    """Two nodes of 8 accelerators, and a head without."""
+    if find_spec("ray") is None:
+        pytest.skip("Ray is not installed: pip install 'offbeat-cluster[ray]'")
+    with fake_cluster(2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(params=["local", "ray"])
+def launchers(request: pytest.FixtureRequest) -> Launchers:
+    """Each kind of launcher in turn."""
+    if request.param == "local":
+        return Launchers("local", "", lambda **settings: LocalLauncher("test-run", ClusterConfig(**settings)))
+    cluster: FakeCluster = request.getfixturevalue("ray_cluster")
+    place = f" on {cluster.ray.util.get_node_ip_address()}"
+
+    def make(**settings: Any) -> SharedHomeLauncher:
+        return SharedHomeLauncher(cluster, ClusterConfig(launcher="ray", address=cluster.address, **settings))
+
+    return Launchers("ray", place, make, cluster.address)
 
 
 @pytest.fixture
-def start_role(tmp_path: Path, roles_folder: str) -> StartRole:
+def role_env(tmp_path: Path) -> dict[str, str]:
+    """Environment of every role of a test: it finds cluster_roles.py, and is found by `role_processes`."""
+    return {"PYTHONPATH": str(Path(__file__).parent), MARK: str(tmp_path)}
+
+
+@pytest.fixture
+def start_role(tmp_path: Path, role_env: dict[str, str], launchers: Launchers) -> StartRole:
     """Start a role of cluster_roles.py that logs to tmp_path/NAME.log, and stop it after the block."""
 
     @asynccontextmanager
@@ -30,11 +78,11 @@ def start_role(tmp_path: Path, roles_folder: str) -> StartRole:
             name,
             f"cluster_roles:{target}",
             kwargs or {},
-            env={"PYTHONPATH": roles_folder, **options.pop("env", {})},
+            env={**role_env, **options.pop("env", {})},
             log_path=tmp_path / f"{name}.log",
             **options,
         )
-        async with LocalLauncher("test-run") as launcher:
-            yield await launcher.start(spec, deadline_s=30)
+        async with launchers.make() as launcher:
+            yield await launcher.start(spec, deadline_s=60)
 
     return start

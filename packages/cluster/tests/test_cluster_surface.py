@@ -7,6 +7,7 @@ from pathlib import Path
 
 import offbeat_cluster
 from offbeat_cluster import Launcher, LocalLauncher
+from offbeat_cluster.ray import RayLauncher
 from offbeat_types import load_backend
 
 
@@ -16,15 +17,22 @@ def test_the_local_launcher_is_found_by_its_entry_point() -> None:
     assert launcher is not None
 
 
+def test_the_ray_launcher_is_found_by_its_entry_point() -> None:
+    assert load_backend("offbeat.launcher", "ray") is RayLauncher
+    launcher: Launcher = RayLauncher("a run")
+    assert launcher is not None
+
+
 def test_importing_it_brings_neither_torch_nor_ray() -> None:
     code = (
-        "import offbeat_cluster, offbeat_cluster._child, sys; print(*{'torch', 'ray', 'offbeat_dist'} & {*sys.modules})"
+        "import offbeat_cluster.ray, offbeat_cluster._child, sys; "
+        "print(*{'torch', 'ray', 'offbeat_dist'} & {*sys.modules})"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout == "\n"
 
 
 def test_no_module_imports_pickle() -> None:
-    for path in Path(offbeat_cluster.__file__).parent.glob("*.py"):
+    for path in Path(offbeat_cluster.__file__).parent.rglob("*.py"):
         tree = ast.parse(path.read_text())
         imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from offbeat_cluster._binding import bind_arguments, load_target
-from offbeat_cluster._channel import Channel
+from offbeat_cluster._channel import Channel, SocketStream
 from offbeat_cluster._failures import describe_failure
 from offbeat_cluster._frames import (
     START_ID,
@@ -170,7 +170,7 @@ def _prepare_process() -> None:
 
 
 async def _serve(sock: socket.socket) -> None:
-    server = _Server(Channel(sock))
+    server = _Server(Channel(SocketStream(sock)))
     try:
         await server.run()
     except Exception:  # noqa: BLE001  the boundary of the process: a broken frame; say it in the log and leave

@@ -1,12 +1,12 @@
-"""The caller's side of one role process."""
+"""The caller's side of one role process, wherever it runs."""
 
 import asyncio
 import contextlib
 import itertools
-import os
 import signal
+import time
 from collections.abc import Mapping
-from typing import Any, Final, TypeVar, overload
+from typing import Any, Final, Protocol, TypeVar, overload
 
 import msgspec
 
@@ -25,7 +25,7 @@ from offbeat_cluster._frames import (
     write_frame,
 )
 from offbeat_cluster._log_tail import read_log_tail
-from offbeat_cluster._specs import ClusterConfig, RoleSpec
+from offbeat_cluster._specs import ClusterConfig, RoleSpec, Wait
 from offbeat_types import DeadlineError, OffbeatError, PeerFailedError
 
 T = TypeVar("T")
@@ -34,15 +34,61 @@ _GRACE_S: Final = 0.5
 """The end of a process and the end of its socket are seen one after the other; how long to wait for the second."""
 
 
-class LocalActor:
-    """A role in a child process: the `ActorHandle` of the local launcher."""
+_STATE_TIMEOUT_S: Final = 2.0
+"""For asking what a process that did not answer in time is doing."""
 
-    def __init__(
-        self, spec: RoleSpec, process: asyncio.subprocess.Process, channel: Channel, config: ClusterConfig
-    ) -> None:
+
+class RoleProcess(Protocol):
+    """The process of a role, here or on another machine."""
+
+    @property
+    def pid(self) -> int:
+        """Process id on its machine, which is also that of its process group."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """IP address of its machine."""
+        ...
+
+    @property
+    def place(self) -> str:
+        """Where it runs, for error texts: "" for this machine, else such as " on 10.0.0.7"."""
+        ...
+
+    @property
+    def alive(self) -> bool:
+        """False once it is gone."""
+        ...
+
+    async def wait(self) -> int | str:
+        """Wait for its end: its exit code, minus the signal that killed it, or words when nobody saw how it ended."""
+        ...
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to its process group. After SIGKILL `wait` returns before long, whatever has happened."""
+        ...
+
+    async def state(self) -> str:
+        """What it is doing, in words for an error text; "" when nothing is odd about it."""
+        ...
+
+
+class RoleActor:
+    """A started role: the `ActorHandle` of every launcher.
+
+    Args:
+        spec: what was started.
+        process: its process.
+        channel: to its process.
+        config: deadlines.
+    """
+
+    def __init__(self, spec: RoleSpec, process: RoleProcess, channel: Channel, config: ClusterConfig) -> None:
         self._spec, self._process, self._channel, self._config = spec, process, channel, config
         self._ids = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Frame]] = {}
+        self._calls: dict[int, tuple[str, float, float]] = {}
         self._stopping = False
         self._reason: str | None = None
         self._end = asyncio.create_task(self._watch())
@@ -58,9 +104,14 @@ class LocalActor:
         return self._process.pid
 
     @property
+    def address(self) -> str:
+        """IP address of the machine where it runs."""
+        return self._process.address
+
+    @property
     def alive(self) -> bool:
         """False once its process is gone."""
-        return self._reason is None and self._process.returncode is None
+        return self._reason is None and self._process.alive
 
     @property
     def log(self) -> str:
@@ -82,18 +133,29 @@ class LocalActor:
         deadline_s = self._config.call_timeout_s if deadline_s is None else deadline_s
         call_id = next(self._ids)
         frame = _write_call(call_id, method, args, kwargs)
+        self._calls[call_id] = (method, time.monotonic(), deadline_s)
         try:
             async with asyncio.timeout(deadline_s):
                 answer = await self.request(call_id, frame)
         except TimeoutError:
-            advice = f"it is alive, so it is slow or waits itself: see {self.log}, or raise the deadline"
-            raise DeadlineError(f"{self.name}.{method}", self.name, deadline_s, advice) from None
+            waiting = f"{self.name}.{method}"
+            raise DeadlineError(waiting, self.name, deadline_s, await self._advise()) from None
+        finally:
+            self._calls.pop(call_id, None)
         if returns is None or not isinstance(answer.message, Result):
             return None
         try:
             return answer.unpack(answer.message.value, returns)
         except msgspec.ValidationError as error:
             raise PeerFailedError(self.name, f"{method} returned something else than declared: {error}") from error
+
+    def waits(self) -> list[Wait]:
+        """Calls that have not been answered."""
+        now_s = time.monotonic()
+        return [
+            Wait(f"{self.name}.{method}", self.name, now_s - since_s, deadline_s)
+            for method, since_s, deadline_s in self._calls.values()
+        ]
 
     async def request(self, call_id: int, frame: Bytes) -> Frame:
         """Send one frame and wait for the answer to `call_id`; abandoned when cancelled."""
@@ -130,7 +192,7 @@ class LocalActor:
 
     def kill(self) -> None:
         """End the process, and those it has started, now."""
-        self._signal(signal.SIGKILL)
+        self._process.send_signal(signal.SIGKILL)
 
     async def destroy(self) -> None:
         """Kill, and wait until nothing is left."""
@@ -149,15 +211,19 @@ class LocalActor:
 
     async def _end_process(self, patience_s: float) -> None:
         if self.alive:
-            self._signal(signal.SIGTERM)
+            self._process.send_signal(signal.SIGTERM)
             await asyncio.wait({self._end}, timeout=patience_s)
         if self.alive:
-            self._signal(signal.SIGKILL)
+            self.kill()
         await self.wait_dead()
 
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
+    async def _advise(self) -> str:
+        state = ""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STATE_TIMEOUT_S):
+                state = await self._process.state()
+        doing = state or "it is alive, so it is slow or waits itself"
+        return f"{doing}: see {self.log}, or raise the deadline"
 
     async def _watch(self) -> str:
         """Hand out answers until the process or its socket ends, then fail every call that still waits."""
@@ -169,7 +235,7 @@ class LocalActor:
         fault = reading.exception() if reading.done() and not reading.cancelled() else None
         reading.cancel()
         # A role without its socket is of no use, and what it has started must not outlive it.
-        self._signal(signal.SIGKILL)
+        self._process.send_signal(signal.SIGKILL)
         self._reason = self._explain(await exiting, fault)
         for answer in self._pending.values():
             if not answer.done():
@@ -189,16 +255,17 @@ class LocalActor:
             else:
                 answer.set_result(frame)
 
-    def _explain(self, code: int, fault: BaseException | None) -> str:
+    def _explain(self, end: int | str, fault: BaseException | None) -> str:
         if self._stopping:
             return "stopped by its launcher"
         if fault is not None:
             return f"sent a message that cannot be read: {fault}"
-        if code >= 0:
-            return f"its process exited with code {code}"
-        signal_name = signal.Signals(-code).name
-        hint = " (nobody here sent it: out of memory? see dmesg)" if code == -signal.SIGKILL else ""
-        return f"its process was killed by {signal_name}{hint}"
+        if isinstance(end, str):
+            return end
+        if end >= 0:
+            return f"its process{self._process.place} exited with code {end}"
+        hint = " (nobody here sent it: out of memory? see dmesg)" if end == -signal.SIGKILL else ""
+        return f"its process{self._process.place} was killed by {signal.Signals(-end).name}{hint}"
 
     def _death(self) -> PeerFailedError:
         return PeerFailedError(self.name, self._reason or "", self._log_tail())

@@ -1,0 +1,197 @@
+"""Finds a Ray cluster or starts one, within a deadline, and reads what its nodes have free."""
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any, Final
+
+from offbeat_cluster._cpus import available_cpus
+from offbeat_cluster._specs import ClusterConfig
+from offbeat_cluster.placement import Node, local_node
+from offbeat_cluster.ray._import import import_ray
+from offbeat_types import ConfigError, DeadlineError
+
+LOCAL: Final = "local"
+_STORE_BYTES: Final = 256 << 20
+"""Object store of a cluster of our own: messages are cut in pieces of 4 MiB, so it never has to hold much."""
+_LOOPBACK_SWITCH: Final = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
+
+class Connection:
+    """The connection of this process to Ray, which knows one cluster at a time.
+
+    Args:
+        config: names the cluster. A connection that somebody else has made in this process is used, and left as it is.
+
+    Raises:
+        BackendError: Ray is not installed.
+        ConfigError: nothing answers at the address, or this process is connected to another cluster.
+        DeadlineError: no connection in `connect_timeout_s`.
+    """
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.ray = import_ray()
+        self._owner: _Owner | None = None
+        if self.ray.is_initialized():
+            _check_same(self.ray, config.address)
+        else:
+            self._owner = _Owner(self.ray, config)
+            self._owner.connect()
+
+    def close(self) -> None:
+        """Disconnect, and end a cluster of our own."""
+        if self._owner is not None:
+            self._owner.disconnect()
+
+    @property
+    def own_node(self) -> str:
+        """Ray's id of the node this process is on."""
+        return str(self.ray.get_runtime_context().get_node_id())
+
+    def nodes(self) -> dict[str, Node]:
+        """The living nodes by Ray's id. Ray knows how many devices are free, and which only once it gives them."""
+        alive = [node for node in self.ray.nodes() if node["Alive"]]
+        kinds = self.ray.get_runtime_context().get_accelerator_ids().keys()
+        free = self.ray._private.state.available_resources_per_node()
+        addresses = [node["NodeManagerAddress"] for node in alive]
+        return {node["NodeID"]: _read_node(node, free.get(node["NodeID"], {}), kinds, addresses) for node in alive}
+
+
+def cluster_nodes(config: ClusterConfig) -> list[Node]:
+    """The machines of a Ray cluster, and what is free there now; this machine where the run starts its own cluster.
+
+    Raises:
+        BackendError: Ray is not installed.
+        ConfigError: nothing answers at `cluster.address`.
+        DeadlineError: no connection in `connect_timeout_s`.
+    """
+    if config.address == LOCAL and not import_ray().is_initialized():
+        return [local_node()]
+    connection = Connection(config)
+    try:
+        return list(connection.nodes().values())
+    finally:
+        connection.close()
+
+
+def _read_node(node: dict[str, Any], free: dict[str, float], kinds: Any, addresses: list[str]) -> Node:
+    address = node["NodeManagerAddress"]
+    held = {kind: int(node["Resources"].get(kind, 0)) for kind in kinds}
+    return Node(
+        name=address if addresses.count(address) == 1 else f"{address}/{node['NodeID'][:8]}",
+        address=address,
+        free={kind: tuple(range(int(free.get(kind, 0)))) for kind in kinds},
+        total={kind: num for kind, num in held.items() if num},
+        num_cpus=free.get("CPU", 0.0),
+        memory_bytes=free.get("memory", 0.0),
+    )
+
+
+def _check_same(ray: Any, address: str) -> None:
+    connected = ray.get_runtime_context().gcs_address
+    if address != LOCAL and address.rpartition(":")[2] != connected.rpartition(":")[2]:
+        raise ConfigError(
+            f"cluster.address = {address!r}, but this process is connected to the Ray cluster at {connected}: "
+            "a process has one at a time"
+        )
+
+
+class _Owner(threading.Thread):
+    """Calls ray.init, and stays until the connection is closed.
+
+    A thread, because ray.init knows no deadline, and for an address where nobody is it never returns. It stays, because
+    the processes of a cluster of our own die with the thread that has started them (PR_SET_PDEATHSIG).
+    """
+
+    def __init__(self, ray: Any, config: ClusterConfig) -> None:
+        super().__init__(name="ray.init", daemon=True)
+        self._ray, self._config = ray, config
+        self._connected, self._closing = threading.Event(), threading.Event()
+        self._error: BaseException | None = None
+
+    def connect(self) -> None:
+        """Connect within the deadline: see `Connection`."""
+        address, deadline_s = self._config.address, self._config.connect_timeout_s
+        if address != LOCAL:
+            _check_listening(address, deadline_s)
+        self.start()
+        if not self._connected.wait(deadline_s):
+            on = "a Ray cluster of our own" if address == LOCAL else f"the Ray cluster at {address}"
+            advice = "is that its address, and is its version of Ray the same? or raise cluster.connect_timeout_s"
+            raise DeadlineError("connecting to Ray", on, deadline_s, advice)
+        if self._error:
+            raise ConfigError(f"cluster.address = {address!r}: Ray says: {self._error}") from self._error
+
+    def disconnect(self) -> None:
+        """Disconnect, which ends a cluster of our own."""
+        self._closing.set()
+        self.join()
+
+    def run(self) -> None:
+        """Be the thread."""
+        address = self._config.address
+        try:
+            with _loopback_only(self._ray) if _is_loopback(address) else contextlib.nullcontext():
+                self._ray.init(address=address, **(_own_cluster() if address == LOCAL else {}), **_quiet())
+        except Exception as error:  # noqa: BLE001  the boundary to Ray, whose errors have no common base here
+            self._error = error
+            return
+        finally:
+            self._connected.set()
+        self._closing.wait()
+        self._ray.shutdown()
+
+
+def _check_listening(address: str, deadline_s: float) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"cluster.address is host:port of the head of a Ray cluster, or local: got {address!r}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=deadline_s).close()
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.address = {address!r}: nothing answers there ({error}); start one with "
+            f'`ray start --head --node-ip-address=HOST --port=PORT`, or set cluster.address = "local"'
+        ) from error
+
+
+def _own_cluster() -> dict[str, Any]:
+    return {
+        "num_cpus": available_cpus(),
+        "include_dashboard": False,
+        "object_store_memory": _STORE_BYTES,
+        # Workers started ahead would compete with the roles for the CPUs while these load their models.
+        "_system_config": {"prestart_worker_first_driver": False},
+    }
+
+
+def _quiet() -> dict[str, Any]:
+    return {"log_to_driver": False, "logging_level": "error"}
+
+
+def _is_loopback(address: str) -> bool:
+    return address == LOCAL or address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
+
+
+@contextlib.contextmanager
+def _loopback_only(ray: Any) -> Iterator[None]:
+    """Have Ray take 127.0.0.1 as the address of this machine, so that all its servers listen there alone.
+
+    Expected: `ray.init(address="local", _node_ip_address="127.0.0.1")` does that. What happens: Ray replaces loopback
+    addresses by that of the network, and its servers listen on all interfaces (`resolve_ip_for_localhost` in
+    ray/_private/services.py, Ray 2.60); given `address="127.0.0.1:..."` of a cluster on loopback, it waits for ever.
+    The switch is the one that keeps Ray on loopback on other systems. To go when Ray takes such an address at its word.
+    """
+    constants, before = ray._private.ray_constants, os.environ.get(_LOOPBACK_SWITCH)
+    enabled = constants.ENABLE_RAY_CLUSTER
+    constants.ENABLE_RAY_CLUSTER, os.environ[_LOOPBACK_SWITCH] = False, "0"
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = enabled
+        if before is None:
+            del os.environ[_LOOPBACK_SWITCH]
+        else:
+            os.environ[_LOOPBACK_SWITCH] = before

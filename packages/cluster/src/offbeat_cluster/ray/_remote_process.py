@@ -1,0 +1,163 @@
+"""A role process that a keeper runs, as the driver has it."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from offbeat_cluster._spawn import open_log
+from offbeat_cluster.ray._kept_process import CHUNK_BYTES
+from offbeat_cluster.ray._messages import Report, decode
+
+_PATIENCE_S: Final = 10.0
+"""A keeper reports at least so often, even when there is nothing to tell."""
+_KILL_S: Final = 5.0
+"""After SIGKILL: how long the keeper has to report the end, before it is given up itself."""
+
+
+class KeeperLink:
+    """One keeper, as the driver has it.
+
+    Args:
+        ray: the module.
+        actor: its handle.
+        node: Ray's id of its node.
+        address: of its node.
+    """
+
+    def __init__(self, ray: Any, actor: Any, node: str, address: str) -> None:
+        self.ray, self.actor, self.node, self.address = ray, actor, node, address
+        self.lost = ""
+
+    def kill(self) -> None:
+        """End it and all its processes."""
+        with contextlib.suppress(self.ray.exceptions.RayError):
+            self.ray.kill(self.actor)
+
+    async def explain_loss(self, error: BaseException) -> str:
+        """Say in one line how it was lost, and remember that it is."""
+        text = str(error)
+        alive = await asyncio.to_thread(self._node_is_alive)
+        if not alive or "node has died" in text or "node was terminated" in text:
+            self.lost = f"its node {self.address} was lost"
+        else:
+            last = [type(error).__name__, *(line.strip() for line in text.splitlines() if line.strip())][-1]
+            self.lost = f"its keeper, a Ray actor on {self.address}, died: {last}"
+        return self.lost
+
+    def _node_is_alive(self) -> bool:
+        return any(node["NodeID"] == self.node and node["Alive"] for node in self.ray.nodes())
+
+
+class RemoteProcess:
+    """Implements `RoleProcess` and `ByteStream` over the reports of a keeper.
+
+    Args:
+        link: to the keeper that has started it.
+        key: what the keeper calls it.
+        pid: its process id there.
+        log_path: takes what it writes, when the node does not have this file itself.
+    """
+
+    def __init__(self, link: KeeperLink, key: str, pid: int, log_path: Path | None) -> None:
+        self._link, self._key, self.pid, self._log_path = link, key, pid, log_path
+        self._loop = asyncio.get_running_loop()
+        self._end: asyncio.Future[int | str] = self._loop.create_future()
+        self._chunks: asyncio.Queue[bytes] = asyncio.Queue()
+        self._chunk = memoryview(b"")
+        self._heard_s = time.monotonic()
+        self._listening = asyncio.create_task(self._listen())
+
+    @property
+    def address(self) -> str:
+        """IP address of its machine."""
+        return self._link.address
+
+    @property
+    def place(self) -> str:
+        """Where it runs, for error texts."""
+        return f" on {self.address}"
+
+    @property
+    def alive(self) -> bool:
+        """False once its end is known."""
+        return not self._end.done()
+
+    async def wait(self) -> int | str:
+        """Wait for its end: exit code, minus signal, or words."""
+        return await asyncio.shield(self._end)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Have the keeper send it. After SIGKILL a keeper that reports no end is ended itself."""
+        if not self.alive:
+            return
+        self._link.actor.send_signal.remote(self._key, int(number))
+        if number == signal.SIGKILL:
+            self._loop.call_later(_KILL_S, self._give_up)
+
+    async def state(self) -> str:
+        """What it is doing, when that is odd."""
+        try:
+            async with asyncio.timeout(1.0):
+                return str(await self._link.actor.state.remote(self._key))
+        except TimeoutError:
+            silent_s = time.monotonic() - self._heard_s
+            return f"nothing has been heard of its node {self.address} for {silent_s:.0f} s: stopped, or cut off?"
+        except self._link.ray.exceptions.RayError as error:
+            return await self._link.explain_loss(error)
+
+    async def receive_into(self, buffer: memoryview) -> int:
+        """Fill the front of the buffer: see `ByteStream`."""
+        if not self._chunk:
+            self._chunk = memoryview(await self._chunks.get())
+        part = self._chunk[: len(buffer)]
+        buffer[: len(part)] = part
+        self._chunk = self._chunk[len(part) :]
+        return len(part)
+
+    async def send(self, data: memoryview) -> None:
+        """Send it in pieces, each when the one before has been written: see `ByteStream`."""
+        for start in range(0, len(data), CHUNK_BYTES):
+            try:
+                await self._link.actor.send.remote(self._key, bytes(data[start : start + CHUNK_BYTES]))
+            except self._link.ray.exceptions.RayError as error:
+                raise ConnectionError(str(error)) from error
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._listening.cancel()
+
+    async def _listen(self) -> None:
+        try:
+            while self.alive:
+                report = decode(await self._link.actor.receive.remote(self._key, _PATIENCE_S), Report)
+                self._heard_s = time.monotonic()
+                self._take(report)
+        except self._link.ray.exceptions.RayError as error:
+            self._finish(await self._link.explain_loss(error))
+
+    def _take(self, report: Report) -> None:
+        if report.log and self._log_path is not None:
+            log = open_log(self._log_path, self._key)
+            with contextlib.closing(os.fdopen(log, "wb")) as file:
+                file.write(report.log)
+        if report.stream:
+            self._chunks.put_nowait(report.stream)
+        if report.ended is not None:
+            self._finish(report.ended)
+        elif report.closed:
+            self._chunks.put_nowait(b"")
+
+    def _finish(self, end: int | str) -> None:
+        self._chunks.put_nowait(b"")
+        if not self._end.done():
+            self._end.set_result(end)
+
+    def _give_up(self) -> None:
+        if self.alive:
+            self._link.lost = f"its keeper on {self.address} did not answer and was ended"
+            self._link.kill()
+            self._finish(self._link.lost)

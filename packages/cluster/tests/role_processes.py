@@ -1,0 +1,20 @@
+"""Finds the processes that a test has started, whoever their parent is."""
+
+import os
+from pathlib import Path
+
+MARK = "OFFBEAT_TEST_FOLDER"
+"""Environment variable that every role of a test carries, and whatever it starts."""
+
+
+def role_processes(folder: Path) -> set[int]:
+    """Ids of the living processes whose MARK is this folder."""
+    wanted = f"{MARK}={folder}".encode()
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if wanted in path.read_bytes().split(b"\0"):
+                found.add(int(path.parent.name))
+        except OSError:  # gone meanwhile, or somebody else's
+            continue
+    return found - {os.getpid()}

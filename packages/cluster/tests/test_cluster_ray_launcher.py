@@ -1,0 +1,162 @@
+"""What is Ray's own: connecting, a cluster of our own on loopback alone, keepers that die, logs of other machines."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from fake_ray import FakeCluster
+from role_processes import role_processes
+from test_cluster_failures import error_of
+
+from offbeat_cluster import ClusterConfig, RoleSpec
+from offbeat_cluster.placement import RankGroup, plan_placement
+from offbeat_cluster.ray import RayLauncher, _launcher, cluster_nodes
+from offbeat_cluster.ray._messages import LogFile
+
+LISTEN = "0A"
+
+
+def run_python(code: str, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, env={**os.environ, **(env or {})})
+
+
+def listening(pids: set[int]) -> set[str]:
+    """Hexadecimal addresses at which processes listen. Source: proc_pid_net(5) and proc_pid_fd(5)."""
+    inodes = set()
+    for pid in pids:
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(file)):
+                inodes.add(match[1])
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return {line[1].split(":")[0] for line in lines[1:] if line[3] == LISTEN and line[9] in inodes}
+
+
+OWN_CLUSTER = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from role_processes import role_processes
+from test_cluster_ray_launcher import listening
+from offbeat_cluster import ClusterConfig, RoleSpec
+from offbeat_cluster.ray import RayLauncher
+
+async def main():
+    async with RayLauncher("test", ClusterConfig(launcher="ray")) as launcher:
+        role = await launcher.start(RoleSpec("rollout-0", "cluster_roles:Patient"))
+        assert await role.call("started", returns=bool)
+        print("at", role.address, *sorted(listening(role_processes(Path(sys.argv[2])))))
+
+asyncio.run(main())
+print("left", *role_processes(Path(sys.argv[2])))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at sockets through /proc")
+def test_a_cluster_of_our_own_listens_on_loopback_alone_and_is_gone_afterwards(
+    role_env: dict[str, str], tmp_path: Path
+) -> None:
+    pytest.importorskip("ray")
+    done = run_python(OWN_CLUSTER, str(Path(__file__).parent), str(tmp_path), env=role_env)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    at = next(line for line in lines if line[0] == "at")
+    assert at[1] == "127.0.0.1"
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    assert len(at) > 2
+    assert set(at[2:]) <= loopback
+    assert ["left"] in lines
+
+
+CONNECT = """
+import sys
+sys.modules.update({name: None for name in sys.argv[2:]})
+from offbeat_cluster import ClusterConfig
+from offbeat_cluster.ray import RayLauncher
+try:
+    RayLauncher.nodes(ClusterConfig(launcher="ray", address=sys.argv[1], connect_timeout_s=5))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "head", "head:port"])
+def test_an_address_where_no_cluster_is_is_refused(address: str) -> None:
+    pytest.importorskip("ray")
+    said = run_python(CONNECT, address).stdout
+    assert said.startswith(f"ConfigError cluster.address {'= ' if ':1' in address else 'is '}"), said
+    assert repr(address) in said
+
+
+def test_without_ray_the_install_line_is_told() -> None:
+    said = run_python(CONNECT, "127.0.0.1:1", "ray").stdout
+    assert said == 'BackendError cluster.launcher = "ray" needs Ray: pip install "offbeat-cluster[ray]"\n'
+
+
+def test_a_program_that_is_connected_already_is_not_connected_elsewhere(ray_cluster: FakeCluster) -> None:
+    assert {node.address for node in cluster_nodes(ClusterConfig(address=ray_cluster.address))} > {"127.0.0.2"}
+    with pytest.raises(Exception, match="this process is connected to the Ray cluster at"):
+        cluster_nodes(ClusterConfig(address="10.0.0.1:1"))
+    assert ray_cluster.ray.is_initialized()
+
+
+def test_a_keeper_that_dies_takes_its_roles_along_and_is_replaced(
+    ray_cluster: FakeCluster, role_env: dict[str, str], tmp_path: Path
+) -> None:
+    spec = RoleSpec("rollout-0", "cluster_roles:Faulty", env=role_env, log_path=tmp_path / "rollout-0.log")
+
+    async def scenario() -> None:
+        config = ClusterConfig(launcher="ray", address=ray_cluster.address)
+        async with RayLauncher("test-run", config) as launcher:
+            first = await launcher.start(spec)
+            call = asyncio.create_task(error_of(first, "hang"))
+            await error_of(first, "value_error")
+            keeper = int(Path(f"/proc/{first.pid}/stat").read_text().rpartition(")")[2].split()[1])
+            os.kill(keeper, signal.SIGKILL)
+            assert "rollout-0 failed: its keeper, a Ray actor on " in str(await call)
+            assert not first.alive
+            for _ in range(100):
+                if not role_processes(tmp_path):
+                    break
+                await asyncio.sleep(0.1)
+            assert not role_processes(tmp_path)
+            second = await launcher.start(spec)
+            assert "7 is not even" in str(await error_of(second, "value_error"))
+
+    asyncio.run(scenario())
+
+
+def test_the_log_of_a_machine_that_does_not_share_files_comes_to_the_driver(
+    ray_cluster: FakeCluster, role_env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = _launcher.describe_log
+    monkeypatch.setattr(_launcher, "describe_log", lambda path: replace_inode(described(path)))
+    log_path = tmp_path / "logs" / "rollout-0.log"
+    groups = [RankGroup(role="rollout", tensor_parallel=2, process_per_replica=True)]
+
+    async def scenario() -> None:
+        config = ClusterConfig(launcher="ray", address=ray_cluster.address)
+        async with RayLauncher("test-run", config) as launcher:
+            await launcher.place(plan_placement(cluster_nodes(config), groups), groups)
+            role = await launcher.start(RoleSpec("rollout-0", "cluster_roles:Faulty", env=role_env, log_path=log_path))
+            await error_of(role, "value_error")
+            for _ in range(100):
+                if "7 is not even" in log_path.read_text():
+                    break
+                await asyncio.sleep(0.1)
+            error = await error_of(role, "leave", 3)
+            assert f"its process on {role.address} exited with code 3\n" in str(error)
+            assert str(error).endswith("these are my last words")
+
+    asyncio.run(scenario())
+    assert "7 is not even" in log_path.read_text()
+
+
+def replace_inode(log: LogFile) -> LogFile:
+    return msgspec.structs.replace(log, inode=log.inode + 1)

@@ -1,0 +1,216 @@
+"""Plans on a Ray cluster: every engine on its node, verified; what cannot be is refused, and nothing stays reserved."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_ray import NUM_GPUS, FakeCluster
+
+from offbeat_cluster import ClusterConfig, RoleSpec, call_all
+from offbeat_cluster.placement import Plan, RankGroup, plan_placement
+from offbeat_cluster.ray import RayLauncher, cluster_nodes
+from offbeat_types import DeadlineError, PeerFailedError, PlacementError
+
+ALL_FREE = {"127.0.0.2": NUM_GPUS, "127.0.0.3": NUM_GPUS}
+NONE_FREE = dict.fromkeys(ALL_FREE, 0)
+
+
+@pytest.fixture(autouse=True)
+def _all_free(ray_cluster: FakeCluster) -> Iterator[None]:
+    """Every test leaves the cluster as it found it."""
+    yield
+    assert ray_cluster.held_groups() == []
+    ray_cluster.wait_free_gpus(ALL_FREE)
+
+
+def engines(num: int, width: int, **more: Any) -> RankGroup:
+    """Rollout engines, each one process with `width` devices."""
+    return RankGroup(role="rollout", num_replicas=num, tensor_parallel=width, process_per_replica=True, **more)
+
+
+def config(cluster: FakeCluster, **settings: Any) -> ClusterConfig:
+    return ClusterConfig(launcher="ray", address=cluster.address, **settings)
+
+
+def launcher(cluster: FakeCluster, **settings: Any) -> RayLauncher:
+    return RayLauncher("test-run", config(cluster, **settings))
+
+
+def plan(cluster: FakeCluster, groups: Sequence[RankGroup]) -> Plan:
+    return plan_placement(cluster_nodes(config(cluster)), groups)
+
+
+def role(name: str, target: str, env: dict[str, str], log_folder: Path) -> RoleSpec:
+    return RoleSpec(name, f"cluster_roles:{target}", env=env, log_path=log_folder / f"{name}.log")
+
+
+@contextmanager
+def taken(cluster: FakeCluster, *bundles: dict[str, float]) -> Iterator[None]:
+    """Hold resources as another run would."""
+    tools = cluster.ray.util
+    groups = [tools.placement_group([bundle], name="another run") for bundle in bundles]
+    try:
+        for group in groups:
+            assert group.wait(30)
+        yield
+    finally:
+        for group in groups:
+            tools.remove_placement_group(group)
+        cluster.wait_free_gpus(ALL_FREE)
+
+
+def test_every_role_sits_on_its_node_and_sees_its_own_devices(
+    ray_cluster: FakeCluster, role_env: dict[str, str], tmp_path: Path
+) -> None:
+    groups = [RankGroup(role="trainer", num_replicas=4), engines(3, 4)]
+    wanted = plan(ray_cluster, groups)
+
+    async def scenario() -> list[list[str]]:
+        async with launcher(ray_cluster) as started:
+            await started.place(wanted, groups)
+            ray_cluster.wait_free_gpus(NONE_FREE)
+            names = [*(f"trainer-{rank}" for rank in range(4)), *(f"rollout-{number}" for number in range(3))]
+            roles = await asyncio.gather(*(started.start(role(name, "Patient", role_env, tmp_path)) for name in names))
+            for actor in roles:
+                first = next(r for r in wanted.ranks if actor.name in (f"{r.role}-{r.rank}", f"{r.role}-{r.replica}"))
+                assert actor.address == first.node or actor.name.startswith("rollout")
+            devices = await call_all(roles, "visible_devices", returns=list[str], deadline_s=30)
+            return [[actor.address, *held] for actor, held in zip(roles, devices, strict=True)]
+
+    placed = asyncio.run(scenario())
+    assert [len(devices) for _, *devices in placed] == [1] * 4 + [4] * 3
+    held = [(address, device) for address, *devices in placed for device in devices]
+    assert len(set(held)) == len(held) == 2 * NUM_GPUS  # no device twice
+    assert [devices for _, *devices in placed[:4]] == sorted(devices for _, *devices in placed[:4])
+
+
+def test_colocated_roles_share_their_devices(
+    ray_cluster: FakeCluster, role_env: dict[str, str], tmp_path: Path
+) -> None:
+    groups = [
+        RankGroup(role="trainer", num_replicas=2, tensor_parallel=2),
+        engines(1, 4, shares_devices_with="trainer"),
+    ]
+
+    async def scenario() -> list[list[str]]:
+        async with launcher(ray_cluster) as started:
+            await started.place(plan(ray_cluster, groups), groups)
+            names = [*(f"trainer-{rank}" for rank in range(4)), "rollout-0"]
+            roles = [await started.start(role(name, "Patient", role_env, tmp_path)) for name in names]
+            return await call_all(roles, "visible_devices", returns=list[str], deadline_s=30)
+
+    *trainers, rollout = asyncio.run(scenario())
+    assert [device for devices in trainers for device in devices] == rollout
+
+
+def test_an_engine_wider_than_a_node_takes_whole_nodes_when_asked(ray_cluster: FakeCluster) -> None:
+    groups = [engines(1, 2 * NUM_GPUS, spans_nodes=True)]
+
+    async def scenario() -> None:
+        async with launcher(ray_cluster) as started:
+            await started.place(plan(ray_cluster, groups), groups)
+            ray_cluster.wait_free_gpus(NONE_FREE)
+
+    asyncio.run(scenario())
+    with pytest.raises(PlacementError):
+        plan(ray_cluster, [engines(1, 2 * NUM_GPUS)])
+
+
+def test_what_no_single_node_has_is_refused_and_named_before_anything_waits(ray_cluster: FakeCluster) -> None:
+    with taken(ray_cluster, {"GPU": 2, "node:127.0.0.2": 0.01}, {"GPU": 6, "node:127.0.0.3": 0.01}):
+        ray_cluster.wait_free_gpus({"127.0.0.2": 6, "127.0.0.3": 2})
+        plan(ray_cluster, [engines(1, 6)])
+        with pytest.raises(PlacementError, match=r"127.0.0.2[^\n]*6") as refused:
+            plan(ray_cluster, [engines(1, 8)])
+        assert "127.0.0.3" in str(refused.value)
+
+
+def test_a_node_that_is_busy_meanwhile_is_named_at_the_deadline_and_nothing_stays_reserved(
+    ray_cluster: FakeCluster,
+) -> None:
+    groups = [engines(4, 4)]
+    wanted = plan(ray_cluster, groups)  # made while all was free
+
+    async def scenario() -> None:
+        async with launcher(ray_cluster) as started:
+            with pytest.raises(DeadlineError) as waited:
+                await started.place(wanted, groups, deadline_s=3)
+            assert str(waited.value).startswith("placing 4 blocks: waited 3 s for rollout-")
+            assert "4 GPU on 127.0.0.2, which has " in waited.value.on
+            assert "127.0.0.3" not in waited.value.on
+            assert ray_cluster.held_groups() == ["another run"]
+
+    with taken(ray_cluster, {"GPU": 1, "node:127.0.0.2": 0.01}):
+        asyncio.run(scenario())
+
+
+def test_a_plan_for_more_than_a_node_has_is_refused_at_once(ray_cluster: FakeCluster) -> None:
+    groups = [engines(1, 4, cpus_per_rank=1000)]
+    nodes = [node for node in cluster_nodes(config(ray_cluster)) if node.total]
+    wanted = plan_placement([_with_cpus(node) for node in nodes], groups)
+
+    async def scenario() -> None:
+        async with launcher(ray_cluster, place_timeout_s=1000) as started:
+            with pytest.raises(PlacementError, match=r"has 8 CPU, needs 4000"):
+                await started.place(wanted, groups)
+
+    asyncio.run(scenario())
+
+
+def _with_cpus(node: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(node, num_cpus=1e6)
+
+
+def test_an_engine_that_is_never_ready_is_named_within_its_deadline(
+    ray_cluster: FakeCluster, role_env: dict[str, str], tmp_path: Path
+) -> None:
+    groups = [engines(2, 4)]
+
+    async def scenario() -> None:
+        async with launcher(ray_cluster) as started:
+            await started.place(plan(ray_cluster, groups), groups)
+            ready = started.start(role("rollout-0", "Patient", role_env, tmp_path))
+            never = started.start(role("rollout-1", "NeverReady", role_env, tmp_path), deadline_s=3)
+            with pytest.raises(DeadlineError, match=r"starting rollout-1: waited 3 s for rollout-1"):
+                await asyncio.gather(ready, never)
+
+    asyncio.run(scenario())
+    assert "loading the model" in (tmp_path / "rollout-1.log").read_text()
+
+
+def test_a_node_lost_under_an_engine_is_named_and_the_engine_can_be_placed_elsewhere(
+    ray_cluster: FakeCluster, role_env: dict[str, str], tmp_path: Path
+) -> None:
+    doomed = ray_cluster.add_node(9)
+    ray_cluster.cluster.wait_for_nodes()
+    ray_cluster.wait_free_gpus({**ALL_FREE, "127.0.0.9": NUM_GPUS})
+    groups = [engines(3, 8)]
+
+    async def scenario() -> None:
+        async with launcher(ray_cluster) as started:
+            wanted = plan(ray_cluster, groups)
+            await started.place(wanted, groups)
+            on_doomed = next(rank.replica for rank in wanted.ranks if rank.node == "127.0.0.9")
+            name = f"rollout-{on_doomed}"
+            actor = await started.start(role(name, "Faulty", role_env, tmp_path))
+            call = asyncio.create_task(actor.call("hang", deadline_s=60))
+            starting = asyncio.create_task(started.start(role(f"{name}b", "NeverReady", role_env, tmp_path)))
+            await asyncio.sleep(0.5)
+            await asyncio.to_thread(ray_cluster.cluster.remove_node, doomed, allow_graceful=False)
+            with pytest.raises(PeerFailedError, match=rf"{name} failed: its node 127.0.0.9 was lost.*\n.*\nhanging"):
+                await call
+            starting.cancel()
+            assert not actor.alive
+            with pytest.raises(PeerFailedError, match="place it anew"):
+                await started.start(role(name, "Echo", role_env, tmp_path))
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        if doomed in ray_cluster.cluster.worker_nodes:
+            ray_cluster.cluster.remove_node(doomed, allow_graceful=False)
