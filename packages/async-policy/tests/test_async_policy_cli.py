@@ -1,5 +1,6 @@
 """The command line, in a process of its own where that is the point."""
 
+import html.parser
 import json
 import subprocess
 import sys
@@ -8,53 +9,91 @@ import pytest
 
 from offbeat_async_policy._cli import main
 
-SMALL = ["simulate", "--num-groups", "64", "--mini-batch-size", "8", "--num-engines", "2", "--update-s", "20"]
+SMALL = ["--async.mini_batch_size", "8", "--work.num_syncs", "6", "--machines.rollout=2", "--machines.trainer", "2"]
 
 
 def test_the_table_has_a_row_for_each_threshold(capsys):
-    assert main([*SMALL, "--staleness-threshold", "0,0.5,1"]) == 0
+    assert main(["simulate", *SMALL, "--sigmas", "0,0.5,1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 5
-    assert lines[0].split()[:3] == ["sigma", "mode", "hours"]
-    assert [line.split()[0] for line in lines[1:4]] == ["0", "0.5", "1"]
-    assert lines[1].split()[6] == "1.00", "sigma 0 and K 1 is the baseline itself"
-    assert len({len(line) for line in lines[:4]}) == 1
+    assert lines[0].startswith("2 accelerators train, 2 generate (2 engines of 1)")
+    assert lines[1].split()[:3] == ["sigma", "mode", "s/sync"]
+    assert [line.split()[0] for line in lines[2:6]] == ["0", "0.5", "1", "colocated"]
+    assert len({len(line) for line in lines[1:6]}) == 1
+    assert "where the time goes, sigma 1:" in lines
+    assert lines[-1].startswith("- ")
 
 
 def test_json_holds_the_same_runs(capsys):
-    assert main([*SMALL, "--staleness-threshold", "0.5", "--partial-rollout", "--json"]) == 0
+    assert main(["simulate", *SMALL, "--async.partial_rollout", "true", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     (run,) = printed["runs"]
     assert run["mode"] == "partial"
-    assert run["trained"] == printed["synchronous"]["trained"] == 64
-    assert run["speedup"] == pytest.approx(run["groups_per_s"] / printed["synchronous"]["groups_per_s"])
+    assert run["trained"] == printed["colocated"]["trained"] == 48
+    assert run["speedup"] == pytest.approx(run["groups_per_s"] / printed["colocated"]["groups_per_s"])
+    assert run["advice"]
+
+
+def test_the_chart_is_one_page_that_loads_nothing(tmp_path, capsys):
+    page = tmp_path / "chart.html"
+    assert main(["simulate", *SMALL, "--sigmas", "0,0.5", "--html", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    tags = []
+    reader = html.parser.HTMLParser()
+    reader.handle_starttag = lambda tag, attributes: tags.append((tag, dict(attributes)))
+    reader.feed(text)
+    assert sum(tag == "svg" for tag, _ in tags) == 3
+    assert not [tag for tag, attributes in tags if {"src", "href"} & attributes.keys()]
+    assert "http" not in text
+    widths = [float(attributes["width"]) for tag, attributes in tags if tag == "rect"]
+    assert all(0 < width <= 560.1 for width in widths)
+
+
+def test_propose_prints_what_to_change(capsys):
+    assert main(["propose", *SMALL, "--trainer.group_s", "60", "--machines.rollout", "6"]) == 0
+    out = capsys.readouterr().out
+    assert "--machines.trainer" in out
+    assert main(["propose", *SMALL, "--json", "--max-groups-behind", "8"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"]["groups_behind"] <= 8
+
+
+def test_keys_explains_every_key(capsys):
+    assert main(["keys"]) == 0
+    out = capsys.readouterr().out
+    assert all(text in out for text in ("[machines]", "per_engine = 1", "[[colocated]]"))
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--staleness-threshold", "0,x"], "--staleness-threshold: numbers required"),
-        (["--staleness-threshold", "0.01"], "has no effect"),
-        (["--on-exceed", "drop"], "set max_version_lag"),
-        (["--decode-curve", "5"], "decode curve"),
-        (["--lengths-file", "absent.txt"], "absent.txt: No such file"),
-        (["--num-engines", "0"], "num_engines: required at least 1, got 0"),
-        (["--update-s", "nan"], "update_s: required a finite number"),
-        (["--filtered-share", "1.5"], "filtered_share: required a share"),
-        (["--num-groups", "0"], "num_groups: required at least 1"),
+        (["--sigmas", "0,x"], "--sigmas: numbers required"),
+        (["--sigmas", "0.01"], "has no effect"),
+        (["--async.on_exceed", "drop"], "set max_version_lag"),
+        (["--engines.decode_curve", "5:x"], "decode curve"),
+        (["--lengths.file", "absent.txt"], "absent.txt: No such file"),
+        (["--machines.rolout", "4"], "--machines.rolout: no such key; did you mean rollout?"),
+        (["--machinery.rollout", "4"], "no such section; did you mean machines?"),
+        (["--machines.rollout", "0"], "required a number >= 1, got 0"),
+        (["--trainer.step_s", "nan"], "required a finite number"),
+        (["--work.filtered_share", "1.5"], "required a number >= 0 and <= 1"),
+        (["--work.filtered_share", "1"], "leaves nothing to train"),
+        (["--work.seed"], "--work.seed: needs a value"),
+        (["absent.toml"], "absent.toml: No such file"),
+        (["--recipe", "absent.toml"], "absent.toml: No such file"),
+        (["--html", "absent/chart.html"], "--html absent/chart.html: No such file"),
     ],
 )
-def test_bad_input_gives_one_line_and_exit_code_2(arguments, text, capsys):
-    assert main([*SMALL, *arguments]) == 2
+def test_bad_input_gives_one_line_and_a_nonzero_exit_code(arguments, text, capsys):
+    assert main(["simulate", *SMALL, *arguments]) > 0
     errors = capsys.readouterr().err
     assert errors.startswith("offbeat-async-policy: ")
     assert text in errors
     assert errors.count("\n") == 1
 
 
-def test_an_unknown_option_exits_2():
+@pytest.mark.parametrize("arguments", [["simulate", "--stale", "1"], ["measure", "run", "--work.seed", "1"], []])
+def test_an_unknown_option_exits_2(arguments):
     with pytest.raises(SystemExit) as left:
-        main(["simulate", "--stale", "1", "--nonsense"])
+        main(arguments)
     assert left.value.code == 2
 
 

@@ -161,6 +161,20 @@ def test_a_sync_on_request_waits_for_the_trainer_and_comes_before_the_next_updat
     assert policy.actions() == [Sync(version=1, interrupt=False)]
 
 
+def test_an_engine_that_came_up_between_two_syncs_may_sample_under_the_trainers_newest_version():
+    policy = AsyncPolicy(AsyncConfig(staleness_threshold=0.0, mini_batch_size=2, trigger_parameter_sync_step=2), 20)
+    policy.actions()
+    for group in range(2):
+        policy.group_finished(group, 0)
+    assert isinstance(policy.actions()[0], Update)
+    policy.update_finished()
+    assert (policy.version, policy.engine_version) == (1, 0)
+    policy.group_lost(2)  # its engine died; the new one got what the trainer held: version 1
+    policy.actions()
+    policy.group_finished(2, 1)
+    assert dict(policy.state()["finished"]) == {2: 1}
+
+
 def test_news_that_cannot_be_is_refused():
     policy = AsyncPolicy(CONFIG, 20)
     policy.actions()

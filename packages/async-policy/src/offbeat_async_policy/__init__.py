@@ -2,13 +2,20 @@
 
 from offbeat_async_policy._actions import Action, Drop, Finish, Submit, Sync, Update
 from offbeat_async_policy._backend import GroupResult, LoopBackend
+from offbeat_async_policy._cluster import Cluster, Workload
 from offbeat_async_policy._config import AsyncConfig
 from offbeat_async_policy._describe import PolicyStatus
 from offbeat_async_policy._loop import LoopSummary, run_loop
+from offbeat_async_policy._measured_lengths import read_lengths
 from offbeat_async_policy._policy import AsyncPolicy
-from offbeat_async_policy._simulate import Cluster, SimulationReport, Workload, simulate
+from offbeat_async_policy._run_measures import RunMeasures, read_run, scenario_text
+from offbeat_async_policy._scenario import Scenario
+from offbeat_async_policy._scenario_file import read_scenario
+from offbeat_async_policy._scenario_model import ScenarioModel
+from offbeat_async_policy._simulate import simulate
+from offbeat_async_policy._simulation_report import SimulationReport
 from offbeat_async_policy._statistics import Statistics
-from offbeat_async_policy._workload import DecodeCurve, Lengths
+from offbeat_async_policy._workload import DecodeCurve, DecodeTime, Lengths
 
 __all__ = [
     "Action",
@@ -16,6 +23,7 @@ __all__ = [
     "AsyncPolicy",
     "Cluster",
     "DecodeCurve",
+    "DecodeTime",
     "Drop",
     "Finish",
     "GroupResult",
@@ -23,12 +31,19 @@ __all__ = [
     "LoopBackend",
     "LoopSummary",
     "PolicyStatus",
+    "RunMeasures",
+    "Scenario",
+    "ScenarioModel",
     "SimulationReport",
     "Statistics",
     "Submit",
     "Sync",
     "Update",
     "Workload",
+    "read_lengths",
+    "read_run",
+    "read_scenario",
     "run_loop",
+    "scenario_text",
     "simulate",
 ]

@@ -4,167 +4,179 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Final
+from typing import Any
 
+from offbeat_async_policy._advice import advise
+from offbeat_async_policy._chart import chart_page
 from offbeat_async_policy._config import AsyncConfig
-from offbeat_async_policy._simulate import Cluster, SimulationReport, Workload, simulate
-from offbeat_async_policy._workload import DecodeCurve, Lengths
-from offbeat_types import ConfigError, OffbeatError
+from offbeat_async_policy._run_measures import read_run, scenario_text
+from offbeat_async_policy._scenario_file import describe_keys, read_scenario
+from offbeat_async_policy._scenario_model import ScenarioModel
+from offbeat_async_policy._search import Candidate, propose
+from offbeat_async_policy._simulation_report import SimulationReport
+from offbeat_async_policy._tables import describe_model, proposal_text, simulation_text
+from offbeat_types import ConfigError, DataError, OffbeatError
 
-COLUMNS: Final = (
-    *("sigma", "mode", "hours", "groups/s", "tokens/s", "speed-up"),
-    *("trainer idle", "engines idle", "slots used", "mean lag", "max lag", "dropped"),
-)
+Runs = list[tuple[AsyncConfig, SimulationReport]]
+Overrides = list[tuple[str, str | None]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit code."""
-    parsed = _parser().parse_args(argv)
+    words, overrides = _split(list(sys.argv[1:] if argv is None else argv))
+    parser = _parser()
+    parsed = parser.parse_args(words)
+    if overrides and parsed.command in ("measure", "keys"):
+        parser.error(f"{parsed.command} takes no keys of a scenario, got {overrides[0][0]}")
     try:
-        runs, baseline = _simulate_all(parsed)
+        print(_COMMANDS[parsed.command](parsed, overrides))
     except OffbeatError as error:
         print(f"offbeat-async-policy: {error}", file=sys.stderr)
         return error.exit_code
-    print(_as_json(runs, baseline) if parsed.json else _as_table(runs, baseline))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="offbeat-async-policy", description="Control logic of asynchronous RL.")
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser(
+    simulate = commands.add_parser(
         "simulate",
-        help="compare settings on a simulated cluster",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        description="Run the real control logic on a simulated cluster, beside synchronous training (sigma 0, K 1).",
+        help="compare settings on a simulated cluster, and say where the time goes",
+        description="Run the real control logic on a simulated cluster, beside colocated training on as many machines.",
+        epilog="Any key of the scenario can be given: --section.key VALUE. See offbeat-async-policy keys.",
     )
-    command.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    _add_policy_options(command.add_argument_group("settings, as in section async"))
-    _add_workload_options(command.add_argument_group("workload"))
-    _add_cluster_options(command.add_argument_group("cluster"))
+    _add_scenario(simulate)
+    simulate.add_argument("--sigmas", metavar="SIGMA[,SIGMA]", help="a row for each staleness threshold")
+    simulate.add_argument("--html", type=Path, metavar="FILE", help="write a chart")
+    search = commands.add_parser(
+        "propose",
+        help="search a better split of the accelerators and better settings",
+        description="Simulate other splits, staleness thresholds, R and K, and propose what is fastest.",
+        epilog="Any key of the scenario can be given: --section.key VALUE. See offbeat-async-policy keys.",
+    )
+    _add_scenario(search)
+    search.add_argument(
+        "--max-groups-behind", type=float, metavar="GROUPS", help="trained, on average, since a group's oldest token"
+    )
+    measure = commands.add_parser(
+        "measure",
+        help="write a scenario from finished runs",
+        description="Write a scenario from one synchronous run, or from two of different mini_batch_size.",
+    )
+    measure.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder of grpo-async-app")
+    commands.add_parser("keys", help="explain every key of a scenario")
     return parser
 
 
-def _add_policy_options(group: "argparse._ArgumentGroup") -> None:
-    add = group.add_argument
-    add("--staleness-threshold", default="0,0.1,0.5,1", metavar="SIGMA[,SIGMA]", help="one row of the table for each")
-    add("--trigger-parameter-sync-step", type=int, default=1, metavar="K", help="updates between two syncs")
-    add("--require-batches", type=int, default=1, metavar="N", help="mini batches of one update")
-    add("--mini-batch-size", type=int, default=64, metavar="GROUPS", help="prompt groups of one mini batch")
-    add("--partial-rollout", action="store_true", help="go on with what is in flight after a sync; not for sigma 0")
-    add("--max-version-lag", type=int, metavar="M", help="bound on the lag, in updates")
-    add("--on-exceed", choices=("wait", "drop"), default="wait", help="how the bound is kept; not for sigma 0")
-    add("--max-in-flight", type=int, default=0, metavar="GROUPS", help="groups generating at once; 0: no own bound")
+def _add_scenario(command: argparse.ArgumentParser) -> None:
+    command.add_argument("scenario", nargs="?", type=Path, help="TOML or JSON; left out: the defaults")
+    command.add_argument("--recipe", type=Path, help="of grpo-async-app; its settings win over the scenario's")
+    command.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _add_workload_options(group: "argparse._ArgumentGroup") -> None:
-    add = group.add_argument
-    add("--num-groups", type=int, default=1280, help="prompt groups of the run")
-    add("--group-size", type=int, default=8, help="samples of one group")
-    add("--median-length", type=float, default=1000.0, metavar="TOKENS", help="of log-normal completion lengths")
-    add("--length-spread", type=float, default=0.8, help="standard deviation of the logarithm of the lengths")
-    add("--longest", type=int, default=8192, metavar="TOKENS", help="limit on every length; 0: none")
-    add("--lengths-file", type=Path, metavar="FILE", help="measured lengths in tokens, separated by blanks")
-    add("--filtered-share", type=float, default=0.0, help="groups without learning signal, in [0, 1]")
-    add("--seed", type=int, default=0, help="of everything random")
-
-
-def _add_cluster_options(group: "argparse._ArgumentGroup") -> None:
-    add = group.add_argument
-    add("--num-engines", type=int, default=8, help="rollout engines")
-    add("--max-running", type=int, default=128, metavar="SAMPLES", help="samples one engine decodes at once")
-    add("--decode-curve", default="1:60,16:700,128:3000", metavar="SAMPLES:TOKENS_PER_S,...", help="of one engine")
-    add("--update-s", type=float, default=60.0, metavar="S", help="time of one update")
-    add("--update-tokens-per-s", type=float, default=0.0, metavar="N", help="trained on top of update-s; 0: none")
-    add("--sync-s", type=float, default=5.0, metavar="S", help="time of one weight sync")
-
-
-def _simulate_all(parsed: argparse.Namespace) -> tuple[dict[float, SimulationReport], SimulationReport]:
-    """Return one report per staleness threshold, and that of synchronous training on the same cluster."""
-    workload, cluster = _workload(parsed), _cluster(parsed)
-    configs = {sigma: _config(parsed, sigma) for sigma in _staleness_thresholds(parsed.staleness_threshold)}
-    synchronous = AsyncConfig(
-        staleness_threshold=0.0, require_batches=parsed.require_batches, mini_batch_size=parsed.mini_batch_size
-    )
-    reports = {sigma: simulate(config, workload=workload, cluster=cluster) for sigma, config in configs.items()}
-    return reports, simulate(synchronous, workload=workload, cluster=cluster)
-
-
-def _staleness_thresholds(text: str) -> list[float]:
-    try:
-        return [float(word) for word in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"--staleness-threshold: numbers required, separated by commas, got {text!r}") from error
-
-
-def _config(parsed: argparse.Namespace, sigma: float) -> AsyncConfig:
-    """Settings of one row. With sigma 0 nothing is ever stale, so what is about stale groups does not apply to it."""
-    return AsyncConfig(
-        staleness_threshold=sigma,
-        trigger_parameter_sync_step=parsed.trigger_parameter_sync_step,
-        require_batches=parsed.require_batches,
-        mini_batch_size=parsed.mini_batch_size,
-        partial_rollout=parsed.partial_rollout and sigma > 0,
-        max_version_lag=parsed.max_version_lag,
-        on_exceed=parsed.on_exceed,
-        max_in_flight=parsed.max_in_flight,
-    )
-
-
-def _workload(parsed: argparse.Namespace) -> Workload:
-    lengths = (
-        Lengths.read(parsed.lengths_file, parsed.longest)
-        if parsed.lengths_file
-        else Lengths(median=parsed.median_length, spread=parsed.length_spread, longest=parsed.longest)
-    )
-    return Workload(
-        num_groups=parsed.num_groups,
-        group_size=parsed.group_size,
-        lengths=lengths,
-        filtered_share=parsed.filtered_share,
-        seed=parsed.seed,
-    )
-
-
-def _cluster(parsed: argparse.Namespace) -> Cluster:
-    return Cluster(
-        num_engines=parsed.num_engines,
-        max_running=parsed.max_running,
-        decode_curve=DecodeCurve.parse(parsed.decode_curve),
-        update_s=parsed.update_s,
-        update_tokens_per_s=parsed.update_tokens_per_s,
-        sync_s=parsed.sync_s,
-    )
-
-
-def _as_json(runs: dict[float, SimulationReport], baseline: SimulationReport) -> str:
+def _simulate(parsed: argparse.Namespace, rest: Overrides) -> str:
+    model = _model(parsed, rest)
+    runs: Runs = [(config, model.run(config)) for config in _configs(model, parsed.sigmas)]
+    colocated = model.run_colocated()
+    if parsed.html:
+        _write_chart(parsed.html, model, runs, colocated)
+    if not parsed.json:
+        return simulation_text(model, runs, colocated)
     rows = [
-        {"staleness_threshold": sigma, **report.to_plain(), "speedup": report.speedup_over(baseline)}
-        for sigma, report in runs.items()
+        {
+            "staleness_threshold": config.staleness_threshold,
+            **report.to_plain(),
+            "speedup": report.speedup_over(colocated),
+            "advice": advise(config, report),
+        }
+        for config, report in runs
     ]
-    return json.dumps({"runs": rows, "synchronous": baseline.to_plain()}, indent=2)
+    return json.dumps({"runs": rows, "colocated": colocated.to_plain()}, indent=2)
 
 
-def _as_table(runs: dict[float, SimulationReport], baseline: SimulationReport) -> str:
-    rows = [COLUMNS, *(_row(sigma, report, baseline) for sigma, report in runs.items())]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([*lines, "speed-up: over synchronous training (sigma 0, K 1) on the same engines and trainer"])
+def _propose(parsed: argparse.Namespace, rest: Overrides) -> str:
+    model = _model(parsed, rest)
+    proposal = propose(model, parsed.max_groups_behind)
+    if not parsed.json:
+        return proposal_text(model, proposal)
+    plain = {
+        "present": _plain(proposal.present),
+        "best": _plain(proposal.best),
+        "front": [_plain(each) for each in proposal.front],
+        "num_tried": proposal.num_tried,
+    }
+    return json.dumps(plain, indent=2)
 
 
-def _row(sigma: float, report: SimulationReport, baseline: SimulationReport) -> tuple[str, ...]:
-    return (
-        f"{sigma:g}",
-        report.mode,
-        f"{report.elapsed_s / 3600:.2f}",
-        f"{report.groups_per_s:.2f}",
-        f"{report.tokens_per_s:,.0f}",
-        f"{report.speedup_over(baseline):.2f}",
-        f"{report.trainer_idle_share:.0%}",
-        f"{report.engine_idle_share:.0%}",
-        f"{report.slot_use:.0%}",
-        f"{report.mean_lag:.2f}",
-        f"{report.max_lag}",
-        f"{report.dropped}",
-    )
+def _measure(parsed: argparse.Namespace, _: Overrides) -> str:
+    if len(parsed.runs) > 2:
+        raise ConfigError(f"measure: one run or two required, got {len(parsed.runs)}")
+    return scenario_text([read_run(folder) for folder in parsed.runs])
+
+
+def _keys(_: argparse.Namespace, rest: Overrides) -> str:
+    return describe_keys()
+
+
+_COMMANDS = {"simulate": _simulate, "propose": _propose, "measure": _measure, "keys": _keys}
+
+
+def _model(parsed: argparse.Namespace, rest: Overrides) -> ScenarioModel:
+    return ScenarioModel.of(read_scenario(parsed.scenario, _checked(rest), parsed.recipe))
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], Overrides]:
+    """Take `--section.key value` and `--section.key=value` out of the words; a value that is missing is None."""
+    others, pairs, rest = [], [], list(words)
+    while rest:
+        word, equals, value = rest.pop(0).partition("=")
+        if word.startswith("--") and "." in word:
+            pairs.append((word, value if equals else rest.pop(0) if rest else None))
+        else:
+            others.append(word + equals + value)
+    return others, pairs
+
+
+def _checked(overrides: Overrides) -> list[tuple[str, str]]:
+    for word, value in overrides:
+        if value is None:
+            raise ConfigError(f"{word}: needs a value")
+    return [(word, value) for word, value in overrides if value is not None]
+
+
+def _configs(model: ScenarioModel, sigmas: str | None) -> list[AsyncConfig]:
+    """Settings of the rows. With sigma 0 nothing is ever stale, so what is about stale groups is left out there."""
+    config = model.scenario.async_
+    if sigmas is None:
+        return [config]
+    try:
+        thresholds = [float(word) for word in sigmas.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--sigmas: numbers required, separated by commas, got {sigmas!r}") from error
+    return [
+        replace(config, staleness_threshold=sigma, partial_rollout=config.partial_rollout and sigma > 0)
+        for sigma in thresholds
+    ]
+
+
+def _write_chart(path: Path, model: ScenarioModel, runs: Runs, colocated: SimulationReport) -> None:
+    page = chart_page(describe_model(model), runs, colocated, advise(*runs[-1]))
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"--html {path}: {error.strerror}") from error
+
+
+def _plain(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "async": asdict(candidate.config),
+        "machines": asdict(candidate.machines),
+        "groups_behind": candidate.groups_behind,
+        "report": candidate.report.to_plain(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

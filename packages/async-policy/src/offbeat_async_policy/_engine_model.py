@@ -3,7 +3,7 @@
 import heapq
 from collections import deque
 
-from offbeat_async_policy._workload import DecodeCurve
+from offbeat_async_policy._workload import DecodeSpeed
 
 
 class EngineModel:
@@ -14,7 +14,7 @@ class EngineModel:
         max_running: samples decoded at once; the others queue in order.
     """
 
-    def __init__(self, curve: DecodeCurve, max_running: int) -> None:
+    def __init__(self, curve: DecodeSpeed, max_running: int) -> None:
         self._speeds = [0.0] + [curve.tokens_per_s(n) / n for n in range(1, max_running + 1)]
         self._max_running = max_running
         self._running: list[tuple[float, int]] = []  # heap of (token counter at which it ends, group)
@@ -27,9 +27,9 @@ class EngineModel:
         self.sample_s = 0.0  # running samples, summed over time
 
     @property
-    def num_samples(self) -> int:
-        """Samples running or queued."""
-        return len(self._running) + len(self._queue)
+    def num_running(self) -> int:
+        """Samples running."""
+        return len(self._running)
 
     def add(self, now_s: float, group_id: int, lengths: list[int]) -> list[int]:
         """Take the samples of a group; return the groups that begin to decode now."""

@@ -178,14 +178,14 @@ class AsyncPolicy:
 
         Args:
             group_id: in flight.
-            oldest_version: engine version that sampled its oldest token.
+            oldest_version: version that sampled its oldest token. It may be newer than what the engines serve, by the
+                book: one that was started again, or has joined, got what the trainer held then.
         """
         submitted_at = self._end_flight(group_id)
-        newest = self.version if self._syncing else self._engine_version
-        if not submitted_at <= oldest_version <= newest:
+        if not submitted_at <= oldest_version <= self.version:
             raise ValueError(
-                f"group {group_id}: oldest_version must be in [{submitted_at}, {newest}], the versions served since "
-                f"its submission; got {oldest_version}"
+                f"group {group_id}: oldest_version must be in [{submitted_at}, {self.version}], the versions there "
+                f"were since its submission; got {oldest_version}"
             )
         self._finished[group_id] = oldest_version
         self._filtered_in_a_row = 0

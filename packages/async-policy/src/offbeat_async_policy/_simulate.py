@@ -7,114 +7,15 @@ A sync stops all engines and the trainer for `sync_s`. Real runs are slower; it 
 
 import heapq
 import random
-from dataclasses import asdict, dataclass, field
 from itertools import count
-from typing import Any
 
 from offbeat_async_policy._actions import Action, Drop, Finish, Submit, Sync, Update
+from offbeat_async_policy._cluster import Cluster, Workload
 from offbeat_async_policy._config import AsyncConfig
 from offbeat_async_policy._engine_model import EngineModel
 from offbeat_async_policy._policy import AsyncPolicy
-from offbeat_async_policy._workload import DecodeCurve, Lengths
-from offbeat_types import ConfigError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What is generated and trained.
-
-    Args:
-        num_groups: prompt groups of the run.
-        group_size: samples of one group.
-        lengths: of the completions.
-        filtered_share: share of groups without learning signal, in [0, 1].
-        seed: of everything random.
-    """
-
-    num_groups: int
-    group_size: int = 8
-    lengths: Lengths = field(default_factory=Lengths)
-    filtered_share: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _require(self.num_groups >= 1, "num_groups", "at least 1", self.num_groups)
-        _require(self.group_size >= 1, "group_size", "at least 1", self.group_size)
-        _require(0 <= self.filtered_share <= 1, "filtered_share", "a share in [0, 1]", self.filtered_share)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """What it runs on.
-
-    Args:
-        num_engines: rollout engines.
-        max_running: samples one engine decodes at once.
-        decode_curve: throughput of one engine.
-        update_s: time of one full update.
-        update_tokens_per_s: completion tokens trained per second, on top of update_s; 0 for none.
-        sync_s: time of one weight sync.
-    """
-
-    num_engines: int
-    max_running: int
-    decode_curve: DecodeCurve
-    update_s: float
-    update_tokens_per_s: float = 0.0
-    sync_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        _require(self.num_engines >= 1, "num_engines", "at least 1", self.num_engines)
-        _require(self.max_running >= 1, "max_running", "at least 1", self.max_running)
-        for name in ("update_s", "update_tokens_per_s", "sync_s"):
-            value = getattr(self, name)
-            _require(0 <= value < float("inf"), name, "a finite number, at least 0", value)
-
-    def seconds_for_update(self, share: float, num_tokens: int) -> float:
-        """Time of an update with this share of its full number of groups."""
-        return self.update_s * share + (num_tokens / self.update_tokens_per_s if self.update_tokens_per_s else 0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulationReport:
-    """What came of it.
-
-    Args:
-        mode: name of the asynchronous mode.
-        elapsed_s: simulated seconds of the run.
-        updates, syncs, submitted, trained, filtered, dropped: see `Statistics`.
-        groups_per_s, tokens_per_s: trained groups, and completion tokens of trained groups, per simulated second.
-        trainer_idle_share: share of the time in which no update ran.
-        engine_idle_share: share of the time in which an engine decoded nothing, over all engines.
-        slot_use: samples running, as a share of max_running, over all engines and the whole time.
-        mean_lag, max_lag: in updates.
-        lags: trained groups by lag.
-    """
-
-    mode: str
-    elapsed_s: float
-    updates: int
-    syncs: int
-    submitted: int
-    trained: int
-    filtered: int
-    dropped: int
-    groups_per_s: float
-    tokens_per_s: float
-    trainer_idle_share: float
-    engine_idle_share: float
-    slot_use: float
-    mean_lag: float
-    max_lag: int
-    lags: dict[int, int]
-
-    def speedup_over(self, other: "SimulationReport") -> float:
-        """Trained groups per second, as a multiple of the other run's; nan when the other trained nothing."""
-        return self.groups_per_s / other.groups_per_s if other.groups_per_s else float("nan")
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
+from offbeat_async_policy._simulation_report import SimulationReport
+from offbeat_async_policy._time_account import ENGINE_KINDS, TRAINER_KINDS, WAITING, TimeAccount, shares
 
 
 def simulate(config: AsyncConfig, *, workload: Workload, cluster: Cluster) -> SimulationReport:
@@ -131,6 +32,8 @@ class _Simulation:
         self._workload, self._cluster = workload, cluster
         self._policy = AsyncPolicy(config, workload.num_groups)
         self._engines = [EngineModel(cluster.decode_curve, cluster.max_running) for _ in range(cluster.num_engines)]
+        self._loads = [0] * cluster.num_engines  # samples running or queued on each
+        self._account = TimeAccount(cluster.num_engines)
         self._now_s = 0.0
         self._events: list[tuple[float, int, str, int, int]] = []  # (time, tie-break, kind, engine, its epoch)
         self._tie_break = count()
@@ -140,11 +43,15 @@ class _Simulation:
         self._tokens: dict[int, int] = {}  # group, untrained -> its completion tokens
         self._filtered: set[int] = set()  # groups in flight that will turn out to have no learning signal
         self._trained_tokens = 0
+        self._wasted_tokens = 0
+        self._updating = False
         self._updating_s = 0.0
 
     def run(self) -> SimulationReport:
         while not self._perform(self._policy.actions()):
-            self._take_in(heapq.heappop(self._events))
+            self._note_who_waits()
+            while not self._take_in(heapq.heappop(self._events)):
+                pass  # nothing that the policy would hear of
         return self._report()
 
     def _perform(self, actions: list[Action]) -> bool:
@@ -162,26 +69,49 @@ class _Simulation:
                     return True
         return False
 
-    def _take_in(self, event: tuple[float, int, str, int, int]) -> None:
+    def _take_in(self, event: tuple[float, int, str, int, int]) -> bool:
+        """Let the event happen; return whether the policy was told something."""
         time_s, _, kind, engine, epoch = event
         if kind == "sample" and epoch != self._engines[engine].epoch:
-            return  # something changed on the engine since this was foreseen
+            return False  # something changed on the engine since this was foreseen
+        self._account.advance(time_s - self._now_s)
         self._now_s = time_s
         if kind == "sample":
-            self._end_sample(engine)
-        elif kind == "update":
+            return self._end_sample(engine)
+        if kind == "update":
+            self._updating = False
             self._policy.update_finished()
         else:
+            self._account.syncing = False
             self._policy.sync_finished()
             for index, model in enumerate(self._engines):
                 self._note_begun(model.resume(self._now_s))
                 self._foresee(index)
+        return True
+
+    def _note_who_waits(self) -> None:
+        """Tell the account what holds until the next event, in the words of `_time_account`."""
+        status = self._policy.status
+        if status.sync_is_due:
+            closed = "drain"
+        elif status.rollouter_closed_because:
+            closed = "bound" if status.num_not_started else "end"
+        else:
+            closed = "open"
+        self._account.closed = closed
+        if self._updating:
+            self._account.trainer = "training"
+        elif status.syncing:
+            self._account.trainer = "sync"
+        else:
+            self._account.trainer = "drain" if closed == "drain" else WAITING
 
     def _submit(self, group_id: int) -> None:
         # Drawn from the group's own random numbers, so that a group is the same under every setting.
         draws = random.Random(f"{self._workload.seed}/{group_id}")
         lengths = [self._workload.lengths.draw(draws) for _ in range(self._workload.group_size)]
-        engine = min(range(len(self._engines)), key=lambda index: self._engines[index].num_samples)
+        engine = self._loads.index(min(self._loads))
+        self._loads[engine] += len(lengths)
         self._holder[group_id] = engine
         self._samples_left[group_id] = len(lengths)
         self._tokens[group_id] = sum(lengths)
@@ -190,42 +120,49 @@ class _Simulation:
         self._note_begun(self._engines[engine].add(self._now_s, group_id, lengths))
         self._foresee(engine)
 
-    def _end_sample(self, engine: int) -> None:
+    def _end_sample(self, engine: int) -> bool:
         group_id, begun = self._engines[engine].end_next(self._now_s)
+        self._loads[engine] -= 1
         self._note_begun(begun)
         self._foresee(engine)
         self._samples_left[group_id] -= 1
         if self._samples_left[group_id]:
-            return
+            return False
         oldest_version = self._began_at[group_id]
         is_filtered = group_id in self._filtered
         self._forget_flight(group_id)
         if is_filtered:
-            del self._tokens[group_id]
+            self._wasted_tokens += self._tokens.pop(group_id)
             self._policy.group_filtered(group_id)
         else:
             self._policy.group_finished(group_id, oldest_version)
+        return True
 
     def _update(self, update: Update) -> None:
         num_tokens = sum(self._tokens.pop(group) for group in update.group_ids)
         share = len(update.group_ids) / self._policy.config.groups_per_update
         seconds = self._cluster.seconds_for_update(share, num_tokens)
         self._trained_tokens += num_tokens
+        self._updating = True
         self._updating_s += seconds
         self._expect(self._now_s + seconds, "update")
 
     def _pause_for_sync(self) -> None:
+        self._account.syncing = True
         for model in self._engines:
             model.pause(self._now_s)
         self._expect(self._now_s + self._cluster.sync_s, "sync")
 
     def _drop(self, group_id: int) -> None:
-        del self._tokens[group_id]
-        if group_id in self._holder:
-            engine = self._holder[group_id]
-            self._forget_flight(group_id)
-            self._note_begun(self._engines[engine].remove(self._now_s, group_id))
-            self._foresee(engine)
+        tokens = self._tokens.pop(group_id)
+        if group_id not in self._holder:
+            self._wasted_tokens += tokens
+            return
+        engine = self._holder[group_id]
+        self._loads[engine] -= self._samples_left[group_id]
+        self._forget_flight(group_id)
+        self._note_begun(self._engines[engine].remove(self._now_s, group_id))
+        self._foresee(engine)
 
     def _forget_flight(self, group_id: int) -> None:
         del self._holder[group_id], self._samples_left[group_id]
@@ -238,6 +175,7 @@ class _Simulation:
 
     def _foresee(self, engine: int) -> None:
         model = self._engines[engine]
+        self._account.engine_runs(engine, model.num_running)
         end_s = model.next_end_s()
         if end_s is not None:
             self._expect(end_s, "sample", engine, model.epoch)
@@ -249,6 +187,8 @@ class _Simulation:
         statistics, elapsed_s = self._policy.statistics, self._now_s
         engine_seconds = elapsed_s * len(self._engines) or 1.0
         per_second = 1 / elapsed_s if elapsed_s else 0.0
+        groups_per_s = statistics.trained * per_second
+        sampled = self._trained_tokens + self._wasted_tokens
         return SimulationReport(
             mode=self._policy.config.mode,
             elapsed_s=elapsed_s,
@@ -258,17 +198,16 @@ class _Simulation:
             trained=statistics.trained,
             filtered=statistics.filtered,
             dropped=statistics.dropped,
-            groups_per_s=statistics.trained * per_second,
+            groups_per_s=groups_per_s,
             tokens_per_s=self._trained_tokens * per_second,
+            seconds_per_sync=self._policy.config.groups_per_sync / groups_per_s if groups_per_s else 0.0,
             trainer_idle_share=1 - self._updating_s * per_second,
             engine_idle_share=1 - sum(model.busy_s for model in self._engines) / engine_seconds,
             slot_use=sum(model.sample_s for model in self._engines) / engine_seconds / self._cluster.max_running,
+            wasted_token_share=self._wasted_tokens / sampled if sampled else 0.0,
+            trainer_shares=shares(self._account.trainer_s, TRAINER_KINDS),
+            engine_shares=shares(self._account.engine_s, ENGINE_KINDS),
             mean_lag=statistics.mean_lag,
             max_lag=statistics.max_lag,
             lags=dict(sorted(statistics.lags.items())),
         )
-
-
-def _require(holds: bool, name: str, required: str, got: float) -> None:
-    if not holds:
-        raise ConfigError(f"{name}: required {required}, got {got:g}")

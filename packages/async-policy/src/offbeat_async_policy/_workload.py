@@ -5,9 +5,9 @@ import random
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Protocol
 
-from offbeat_types import ConfigError, DataError
+from offbeat_types import ConfigError
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,37 @@ class Lengths:
             length = max(1, round(random_numbers.lognormvariate(math.log(self.median), self.spread)))
         return min(length, self.longest) if self.longest else length
 
-    @classmethod
-    def read(cls, path: Path, longest: int = 0) -> "Lengths":
-        """Read measured lengths: whole numbers of tokens, separated by white space.
 
-        Raises:
-            DataError: the file is missing, empty, or holds something else.
-        """
-        try:
-            measured = tuple(int(word) for word in path.read_text(encoding="utf-8").split())
-        except OSError as error:
-            raise DataError(f"lengths file {path}: {error.strerror}") from error
-        except ValueError as error:
-            raise DataError(
-                f"lengths file {path}: whole numbers of tokens required, separated by blanks: {error}"
-            ) from error
-        if not measured:
-            raise DataError(f"lengths file {path} is empty: at least one number of tokens required")
-        return cls(measured=measured, longest=longest)
+class DecodeSpeed(Protocol):
+    """How fast one engine decodes."""
+
+    def tokens_per_s(self, num_running: int) -> float:
+        """Throughput of the engine with so many samples running, at least 1."""
+        ...
+
+
+@dataclass(frozen=True)
+class DecodeTime:
+    """An engine whose decoding step takes step_s, and sample_s more for every sample that runs.
+
+    Args:
+        step_s: seconds of one step that do not depend on how many samples run: weights read, launches.
+        sample_s: seconds that each running sample adds to the step: its matrix products, its key-value cache.
+    """
+
+    step_s: float
+    sample_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.step_s < math.inf and 0 <= self.sample_s < math.inf and self.step_s + self.sample_s > 0):
+            raise ConfigError(
+                f"decode time: step_s and sample_s must be at least 0 s and not both 0, got {self.step_s:g} and "
+                f"{self.sample_s:g}"
+            )
+
+    def tokens_per_s(self, num_running: int) -> float:
+        """Throughput of the engine with so many samples running."""
+        return num_running / (self.step_s + self.sample_s * num_running)
 
 
 @dataclass(frozen=True)
