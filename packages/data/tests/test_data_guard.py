@@ -64,6 +64,13 @@ def test_a_child_that_dies_is_named_and_replaced(config: RewardConfig, prompt: P
         assert guarded.score(prompt, "fine").value == 1.0
 
 
+def test_a_child_killed_from_outside_costs_no_score(config: RewardConfig, prompt: Prompt) -> None:
+    with GuardedReward(config) as guarded:
+        for _ in range(2):
+            guarded._child.kill()
+            assert guarded.score(prompt, "fine").value == 1.0
+
+
 def test_errors_of_the_function_come_back_typed(config: RewardConfig, prompt: Prompt) -> None:
     with GuardedReward(config) as guarded:
         with pytest.raises(RewardError, match="rewards_guarded:judge raised ValueError on prompt 3: no"):
@@ -190,8 +197,6 @@ def test_a_guard_whose_child_did_not_start_again_goes_on_with_the_next(
         "if len(starts.read_text()) == 2:\n    raise SystemExit(7)\n" + module.read_text()
     )
     with GuardedReward(config) as guarded:
-        with pytest.raises(RewardError, match="ended with code 9 on prompt 3"):
-            guarded.score(prompt, "die")
         with pytest.raises(RewardError, match="ended with code 7 before it was ready"):
-            guarded.score(prompt, "fine")
+            guarded.score(prompt, "die")
         assert guarded.score(prompt, "fine").value == 1.0

@@ -52,27 +52,39 @@ class GuardedReward:
     def score(self, prompt: Prompt, completion: str) -> RewardScore:
         """Score one completion; one that takes too long is worth 0 and has the part `timed_out` 1.
 
+        A child that dies is replaced and asked once more: it may have been killed from outside.
+
         Raises:
-            RewardError: a user's function raised or returned no finite number, the child died, or this is closed.
+            RewardError: a user's function raised or returned no finite number, the child died twice over it, or this
+                is closed.
             DataError: the prompt lacks what a reward compares with.
         """
         request = {"prompt": _prompt_to_plain(prompt), "completion": completion}
         with self._lock:
             if self._is_closed:
                 raise RewardError("scoring has ended: this reward is closed")
-            self._wait_ready()
             try:
-                reply = self._child.ask(request, self._config.timeout_s)
+                reply = self._ask(request) or self._ask(request, last_of=prompt)
             except TimeoutError:
                 self._restart()
                 parts = dict.fromkeys(self._config.all_weights, 0.0)
                 return RewardScore(value=0.0, parts={**parts, "timed_out": 1.0})
-            except OSError as error:
-                code = self._restart(_DIE_DEADLINE_S)
-                raise RewardError(
-                    f"the process that scores ended with code {code} on prompt {prompt.index}; see its log above"
-                ) from error
+        assert reply is not None
         return RewardScore(value=reply["value"], parts={**reply["parts"], "timed_out": 0.0})
+
+    def _ask(self, request: dict[str, Any], last_of: Prompt | None = None) -> dict[str, Any] | None:
+        """The child's reply; None when it died, unless that is the last attempt for a prompt."""
+        self._wait_ready()
+        try:
+            return self._child.ask(request, self._config.timeout_s)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            code = self._restart(_DIE_DEADLINE_S)
+            if last_of is None and not self._is_closed:
+                return None
+            where = f" on prompt {last_of.index}" if last_of else ""
+            raise RewardError(f"the process that scores ended with code {code}{where}; see its log above") from error
 
     def close(self) -> None:
         """End the child. A completion that is being scored raises in its thread: nobody waits for a slow verifier."""

@@ -1,6 +1,6 @@
 """What every offbeat application shares: configuration, run folder, metrics, timeline, report. No torch."""
 
-from offbeat_run._atomic import atomic_folder, atomic_write
+from offbeat_run._atomic import atomic_folder, atomic_write, disk_errors
 from offbeat_run._checkpoints import Checkpoint, Checkpoints
 from offbeat_run._command import CommandWords, run_command, split_arguments
 from offbeat_run._command_table import (
@@ -59,6 +59,7 @@ __all__ = [
     "check_trackers",
     "clock_s",
     "count_text",
+    "disk_errors",
     "doctor_command",
     "dump_config",
     "duration_text",

@@ -29,7 +29,7 @@ def atomic_write(path: Path | str, mode: str = "w") -> Iterator[IO[Any]]:
     path = Path(path)
     temporary = _beside(path, TEMPORARY)
     try:
-        with _typed_errors(path), temporary.open(mode, encoding=None if "b" in mode else "utf-8") as file:
+        with disk_errors(path), temporary.open(mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -52,7 +52,7 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
     temporary = _beside(path, TEMPORARY)
     temporary.mkdir(parents=True)
     try:
-        with _typed_errors(path):
+        with disk_errors(path):
             yield temporary
             _fsync_tree(temporary)
         _rename_folder(temporary, path)
@@ -111,12 +111,22 @@ def _fsync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _typed_errors(path: Path) -> Iterator[None]:
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn the errors of a disk that takes no more into one that says what to do.
+
+    Args:
+        path: what is being written in the block.
+
+    Raises:
+        RunFolderError: no space left, a file larger than allowed, or no right to write.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise RunFolderError(f"{path}: no space left to write it; free some and resume the run") from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise RunFolderError(
+                f"{path}: no space left to write it ({error.strerror}); free some and resume the run"
+            ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise RunFolderError(f"{path}: cannot be written: {error.strerror}") from error
         raise

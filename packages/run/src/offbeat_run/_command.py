@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from offbeat_run._lock import last_locked
+from offbeat_run._secrets import hide_secrets
 from offbeat_types import ConfigError, OffbeatError, UserError
 
 INTERRUPTED = 130
@@ -112,7 +113,7 @@ def _exit_code(main: Callable[[], int | None], program: str) -> int:
     except OffbeatError as error:
         if os.environ.get(TRACEBACK_VARIABLE):
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        print(hide_secrets(f"error: {error}"), file=sys.stderr)
         if not isinstance(error, UserError) and (advice := _advice(program)):
             print(advice, file=sys.stderr)
         return error.exit_code

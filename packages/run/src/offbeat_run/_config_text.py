@@ -18,21 +18,28 @@ from offbeat_run._config_fields import (
     type_words,
 )
 from offbeat_run._config_values import NONE, escape
+from offbeat_run._secrets import refuse_literal_secrets
 from offbeat_types import ConfigError
 
 _WIDTH = 100
 
 
 def dump_config(config: Any) -> str:
-    """Write a configuration as TOML, each key under a comment with its doc and unit; it loads back equal."""
+    """Write a configuration as TOML, each key under a comment with its doc and unit; it loads back equal.
+
+    Raises:
+        ConfigError: it holds a secret as it is, instead of a reference to a variable of the environment.
+    """
     blocks = []
     for section in sections_of(type(config)).values():
         held = getattr(config, section.field_name)
         if held is not None:
             lines = [*_comment(section.doc), f"[{toml_key(section.name)}]"]
             for key in keys_of(section.cls).values():
+                value = plain(getattr(held, key.field_name))
+                refuse_literal_secrets(f"{section.name}.{key.name}", value)
                 lines += _comment(_note(key))
-                lines.append(f"{toml_key(key.name)} = {toml_value(escape(plain(getattr(held, key.field_name))))}")
+                lines.append(f"{toml_key(key.name)} = {toml_value(escape(value))}")
             blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
 

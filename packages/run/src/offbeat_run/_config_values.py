@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from offbeat_run._config_fields import bound_words, keys_of, type_words, union_arms
+from offbeat_run._secrets import mark_secrets
 from offbeat_types import ConfigError, Setting
 
 NONE = "none"
@@ -76,9 +77,13 @@ def expand(value: Any) -> Any:
 
 
 def escape(value: Any) -> Any:
-    """The inverse of `expand`."""
+    """The inverse of `expand`; what a secret variable of the environment holds becomes a reference to it again."""
     if isinstance(value, str):
-        return escape_text(value)
+        text, marks = mark_secrets(value)
+        text = escape_text(text)
+        for mark, reference in marks.items():
+            text = text.replace(mark, reference)
+        return text
     if isinstance(value, list | tuple):
         return [escape(item) for item in value]
     if isinstance(value, dict):

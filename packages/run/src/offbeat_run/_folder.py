@@ -1,17 +1,23 @@
 """The run folder: where everything a run writes has its name."""
 
 import shutil
+import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from offbeat_run._atomic import atomic_write, remove_leftovers
 from offbeat_run._checkpoints import Checkpoints
 from offbeat_run._config_text import dump_config
 from offbeat_run._lock import LOCK_NAME, FolderLock
+from offbeat_run._secrets import hide_secrets
 from offbeat_types import RunFolderError, UserError
+
+_MODE: Final = 0o750
+"""Prompts, logs and weights are for the owner, and for the group to read as far as the umask allows. Nobody else gets
+past this folder, whatever the modes of what lies in it."""
 
 
 class RunFolder:
@@ -52,7 +58,8 @@ class RunFolder:
         _refuse_contents(path)
         was_there = path.exists()
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=_MODE, parents=True, exist_ok=True)
+            _close_to_the_world(path)
             lock = FolderLock(path)
         except OSError as error:
             raise RunFolderError(
@@ -85,6 +92,7 @@ class RunFolder:
         if write:
             _require_space(path, required_bytes)
             run._lock = _lock_existing(path)
+            _close_to_the_world(path)
             run._make_folders()
             for folder in (path, run.checkpoints.path, run.generations, run.logs):
                 remove_leftovers(folder)
@@ -100,7 +108,7 @@ class RunFolder:
 
     def write_plan(self, rows: Sequence[tuple[str, str]]) -> None:
         """Write rows of (what, how much) to plan.txt."""
-        self.write_text(self.plan, "".join(f"{name}: {text}\n" for name, text in rows))
+        self.write_text(self.plan, hide_secrets("".join(f"{name}: {text}\n" for name, text in rows)))
 
     def write_text(self, path: Path, text: str) -> None:
         """Write a text file of the run in one piece."""
@@ -137,6 +145,13 @@ class RunFolder:
         if not self._stays and isinstance(error, UserError | KeyboardInterrupt):
             self._remove()
         self.close()
+
+
+def _close_to_the_world(path: Path) -> None:
+    """Take from everybody else the right to write: whoever can, can change what a run goes on from."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & stat.S_IWOTH:
+        path.chmod(mode & ~stat.S_IWOTH)
 
 
 def _lock_existing(path: Path) -> FolderLock:

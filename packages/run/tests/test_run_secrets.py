@@ -1,0 +1,86 @@
+"""Who may write to a run folder, and what never stands in it."""
+
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat_run import LogConfig, RunFolder, dump_config, parse_config, run_command
+from offbeat_types import ConfigError, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    path: str = setting("", "Where.")
+    options: dict[str, Any] = setting({}, "More.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    data: Data = field(default_factory=Data)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+@pytest.fixture
+def secret(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("WANDB_API_KEY", "ab~/cd$ef-0123456789")
+    return "ab~/cd$ef-0123456789"
+
+
+def test_others_can_neither_write_nor_read_a_run_folder(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with RunFolder.create(tmp_path / "run") as run:
+            run.write_config(Config())
+            run.keep()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(run.path.stat().st_mode) == 0o750
+
+
+def test_a_folder_that_all_may_write_to_is_closed(tmp_path: Path) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with RunFolder.create(folder) as run:
+        run.write_config(Config())
+        run.keep()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o775
+    folder.chmod(0o777)
+    RunFolder.open(folder, write=False).close()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o777  # a reader changes nothing
+    RunFolder.open(folder).close()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o775
+
+
+def test_the_resolved_configuration_names_a_secret_and_does_not_hold_it(secret: str) -> None:
+    text = '[data]\npath = "~/x?${WANDB_API_KEY}&${WANDB_API_KEY}$${x}"\noptions = {api_key = "${WANDB_API_KEY}"}'
+    config = parse_config(text, Config)
+    assert secret in config.data.path
+    dumped = dump_config(config)
+    assert secret not in dumped
+    assert dumped.count("${WANDB_API_KEY}") == 3
+    assert parse_config(dumped, Config) == config
+
+
+def test_a_secret_written_into_the_configuration_itself_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.options\.server\.api_key looks like a secret.*\$\{API_KEY\}"):
+        dump_config(Config(data=Data(options={"server": {"api_key": "sk-0123456789"}})))
+    dump_config(Config(data=Data(options={"max_tokens": 12345678, "key": "a long name", "token": "short"})))
+
+
+def test_an_error_and_the_plan_name_a_secret_and_do_not_hold_it(
+    secret: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main() -> int:
+        raise ConfigError(f"cannot reach https://user:{secret}@host")
+
+    with pytest.raises(SystemExit):
+        run_command(main, program="test")
+    assert capsys.readouterr().err == "error: cannot reach https://user:${WANDB_API_KEY}@host\n"
+    with RunFolder.create(tmp_path / "run") as run:
+        run.write_plan([("data", f"from {secret}")])
+        assert run.plan.read_text() == "data: from ${WANDB_API_KEY}\n"
