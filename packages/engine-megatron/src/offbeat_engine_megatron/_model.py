@@ -1,0 +1,305 @@
+"""The model on one rank: megatron-core's GPTModel, cut over the mesh, that answers with log-probabilities."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+from offbeat_dist import Group, Mesh
+from offbeat_engine_megatron._attention import PackedAttention, PackedParams, SequenceNorm
+from offbeat_engine_megatron._logprobs import gather_values, token_logprobs
+from offbeat_engine_megatron._options import MegatronEngineOptions
+from offbeat_engine_megatron._packing import LocalPack
+from offbeat_engine_megatron._parallel import Parallel
+from offbeat_engine_megatron._shape import ModelShape
+from offbeat_types import ModelError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a pass over one pack computes with, on this rank's device.
+
+    Args:
+        ids_1L: tokens of this rank.
+        packed: where sequences begin and end.
+        predictor_n: index among all tokens of this context parallel rank of those whose successor is asked for.
+        target_n: the ids asked for.
+        place_N: see `LocalPack`.
+        width: see `LocalPack`.
+    """
+
+    ids_1L: Tensor
+    packed: PackedParams
+    predictor_n: Tensor
+    target_n: Tensor
+    place_N: Tensor
+    width: int
+
+
+def ask(local: LocalPack, device: torch.device) -> Asked:
+    """Bring one rank's part of a pack onto its device."""
+    tensors = [torch.from_numpy(each).to(device) for each in (local.predictor_n, local.target_n, local.place_N)]
+    order = None if local.gathered_T is None else torch.from_numpy(local.gathered_T).to(device)
+    return Asked(
+        ids_1L=torch.from_numpy(local.ids_L).to(device)[None],
+        packed=PackedParams(local.lengths, order, device),
+        predictor_n=tensors[0],
+        target_n=tensors[1],
+        place_N=tensors[2],
+        width=local.width,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSettings:
+    """How the head answers.
+
+    Args:
+        tp: the ranks that share the vocabulary.
+        cp: the ranks that share the pack.
+        temperature: the sampler's.
+        entropy_gradient: whether gradient flows through the entropy.
+        sequence_parallel: each tp rank holds some of the tokens' hidden states.
+    """
+
+    tp: Group
+    cp: Group
+    temperature: float
+    entropy_gradient: bool
+    sequence_parallel: bool
+
+
+class LogprobHead(ColumnParallelLinear):  # type: ignore[misc]
+    """The vocabulary head, asked for a few tokens instead of all logits. GPTModel's head becomes one."""
+
+    settings: HeadSettings
+
+    def forward(self, hidden_L1E: Tensor, weight: Tensor | None = None, asked: Asked | None = None, **rest: Any) -> Any:
+        """[2, N] log-probabilities and entropies of the tokens asked for; without `asked` the plain layer's answer."""
+        if asked is None:
+            return super().forward(hidden_L1E, weight=weight, **rest)
+        settings = self.settings
+        if settings.sequence_parallel:
+            hidden_L1E = gather_from_sequence_parallel_region(hidden_L1E, group=settings.tp.process_group)
+        else:
+            hidden_L1E = copy_to_tensor_model_parallel_region(hidden_L1E, group=settings.tp.process_group)
+        answer = token_logprobs(
+            hidden_L1E[:, 0].index_select(0, asked.predictor_n),
+            self.weight if weight is None else weight,
+            asked.target_n,
+            settings.tp,
+            scale=1.0 / settings.temperature,
+            entropy_gradient=settings.entropy_gradient,
+        )
+        values: Tensor = torch.stack(answer)
+        alone = settings.cp.size == 1 or asked.width == 0
+        return values if alone else gather_values(values, asked.place_N, asked.width, settings.cp)
+
+
+class PolicyModel(GPTModel):  # type: ignore[misc]
+    """One part of the model: hidden states go in and come out, ids at the first part, answers at the last."""
+
+    def answer_with(self, settings: HeadSettings) -> None:
+        """Make the head, where there is one, answer what is asked."""
+        if self.post_process:
+            self.output_layer.__class__ = LogprobHead
+            self.output_layer.settings = settings
+
+    def forward(self, asked: Asked) -> Tensor:
+        """Hidden states [L, 1, E], or on the last part of the model [2, N] log-probabilities and entropies."""
+        packed = asked.packed
+        first = self.embedding(input_ids=asked.ids_1L, position_ids=None) if self.pre_process else None
+        rotary = self.rotary_pos_emb.get_emb(packed.max_seqlen_q)  # its forward keeps every model alive in a cache
+        hidden: Tensor = self.decoder(
+            hidden_states=first, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packed
+        )
+        if not self.post_process:
+            return hidden
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        answer: Tensor = self.output_layer(hidden, weight=weight, asked=asked)
+        return answer
+
+
+def transformer_config(shape: ModelShape, parallel: Parallel, options: MegatronEngineOptions, **more: Any) -> Any:
+    """megatron-core's settings for a model on these ranks.
+
+    Args:
+        shape: of the model.
+        parallel: sizes of the axes.
+        options: of the engine.
+        **more: further fields of `TransformerConfig`.
+    """
+    experts: dict[str, Any] = {}
+    if shape.num_experts:
+        experts = {
+            "num_moe_experts": shape.num_experts,
+            "moe_ffn_hidden_size": shape.expert_size,
+            "moe_router_topk": shape.experts_per_token,
+            "moe_router_pre_softmax": not shape.normalise_experts,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_layer_freq": [int(sparse) for sparse in shape.sparse_layers],
+        }
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_groups,
+        kv_channels=shape.head_size,
+        ffn_hidden_size=shape.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tp,
+        sequence_parallel=parallel.sp,
+        context_parallel_size=parallel.cp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=1,
+        pipeline_dtype=torch.float32,
+        params_dtype=torch.float32,
+        # Interleaved stages get packs of one length: on two stages their exchange of shapes takes the message of the
+        # stage before for that of the stage after, since both are one rank.
+        variable_seq_lengths=parallel.vpp == 1,
+        moe_token_dispatcher_type="alltoall",
+        batch_p2p_comm=options.batch_p2p,
+        overlap_p2p_comm=options.overlap_p2p,
+        # Losses are sums over tokens of the whole update, divided by whoever asks: nothing is averaged on the way.
+        calculate_per_token_loss=True,
+        # Not `perform_initialization=False`: that would also leave out the marks by which norms count no tensor twice.
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        **experts,
+        **more,
+    )
+
+
+def _leave(tensor: Tensor) -> Tensor:
+    """Weights come from a checkpoint."""
+    return tensor
+
+
+def build_parts(
+    config: Any, shape: ModelShape, parallel: Parallel, mesh: Mesh, settings: HeadSettings, frequencies: Tensor
+) -> list[PolicyModel]:
+    """The parts of the model that this rank holds, without weights yet: one, or with vpp several.
+
+    Args:
+        config: megatron-core's.
+        shape: of the model.
+        parallel: sizes of the axes.
+        mesh: over megatron's groups.
+        settings: of the head.
+        frequencies: [head size / 2] float32, of the rotary embedding.
+    """
+    stage, parts = mesh.coordinates["pp"], []
+    for part in range(parallel.vpp):
+        first, last = stage == 0 and part == 0, stage == parallel.pp - 1 and part == parallel.vpp - 1
+        number = part if parallel.vpp > 1 else None
+        model = PolicyModel(
+            config=config,
+            transformer_layer_spec=_block(config, shape, stage, number),
+            vocab_size=shape.vocabulary,
+            max_sequence_length=1,  # of learned positions, which rotary models lack
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="rope",
+            vp_stage=number,
+        )
+        model.rotary_pos_emb.inv_freq = frequencies
+        model.answer_with(settings)
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                # megatron-core sets it for ep > 1 only; with ep = 1 and tp > 1 the ranks of tp would not add up.
+                parameter.allreduce = False
+        parts.append(model)
+    return parts
+
+
+def _block(config: Any, shape: ModelShape, stage: int, part: int | None) -> TransformerBlockSubmodules:
+    """Layers of one part."""
+    dense, sparse = (_layer(shape, experts) for experts in (None, shape.num_experts or None))
+    first = get_transformer_layer_offset(config, vp_stage=part, pp_rank=stage)
+    count = get_num_layers_to_build(config, vp_stage=part, pp_rank=stage)
+    kinds: Sequence[bool] = shape.sparse_layers or [False] * shape.num_layers
+    return TransformerBlockSubmodules(
+        layer_specs=[sparse if kinds[layer] else dense for layer in range(first, first + count)],
+        layer_norm=SequenceNorm,
+    )
+
+
+def _layer(shape: ModelShape, num_experts: int | None) -> ModuleSpec:
+    """A layer of megatron-core's own modules, but for attention and norms."""
+    spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = SequenceNorm
+    return spec
+
+
+def rotary_frequencies(hf_config: Any, device: torch.device) -> Tensor:
+    """[head size / 2] float32, as transformers computes them.
+
+    Raises:
+        ModelError: a kind of rotary embedding that also scales attention, or turns only part of a head.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = hf_config.rope_parameters
+    kind = parameters.get("rope_type", "default")
+    size = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    if kind == "default":
+        found = 1.0 / (parameters["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
+        factor = 1.0
+    else:
+        found, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
+    if factor != 1.0 or kind in ("dynamic", "longrope") or len(found) != size // 2:
+        raise ModelError(f"the megatron engine does not compute rotary embeddings of type {kind!r}")
+    frequencies: Tensor = found.to(device)
+    return frequencies
+
+
+def initialise_groups(parallel: Parallel, deadline_s: float) -> None:
+    """Make megatron-core's groups over the joined world; all ranks call it."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=deadline_s / 60,
+        create_gloo_process_groups=False,
+    )

@@ -1,0 +1,150 @@
+"""megatron-core's optimizer, with a schedule, clipping, and the right to refuse a step."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from offbeat_engine_megatron._options import MegatronEngineOptions
+from offbeat_types import ConfigError, TrainEngineConfig
+
+
+def learning_rate_at(step: int, config: TrainEngineConfig) -> float:
+    """Learning rate of update `step`, counted from 0.
+
+    It rises linearly over the warm-up, reaching its peak at update `warmup_steps`, and falls to
+    `min_learning_rate_ratio` of it at update `total_steps`, where it stays.
+    """
+    peak, warmup, floor = config.learning_rate, config.warmup_steps, config.min_learning_rate_ratio
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    if config.schedule == "constant":
+        return peak
+    done = min((step - warmup) / max(config.total_steps - warmup, 1), 1.0)
+    left = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return peak * (floor + (1.0 - floor) * left)
+
+
+def check_schedule(config: TrainEngineConfig) -> None:
+    """Refuse a schedule that has no end, or ends before its warm-up does.
+
+    Raises:
+        ConfigError: with the setting to change.
+    """
+    if config.schedule != "constant" and config.total_steps <= config.warmup_steps:
+        raise ConfigError(
+            f"schedule {config.schedule!r} needs total_steps above warmup_steps: "
+            f"got {config.total_steps} and {config.warmup_steps}; set total_steps, or schedule = 'constant'"
+        )
+
+
+def wrap_parts(parts: Sequence[Any], config: Any, options: MegatronEngineOptions) -> list[Any]:
+    """The model's parts in megatron-core's data parallel wrapper: gradients are added up, never averaged."""
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=options.overlap_grad_reduce,
+        overlap_param_gather=options.overlap_param_gather,
+        use_distributed_optimizer=options.distributed_optimizer,
+        check_for_nan_in_grad=False,
+    )
+    wrapped = [
+        DistributedDataParallel(config=config, ddp_config=settings, module=part, disable_bucketing=number > 0)
+        for number, part in enumerate(parts)
+    ]
+    if options.overlap_grad_reduce:
+        no_sync = [part.no_sync for part in wrapped]
+        config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
+    return wrapped
+
+
+class ClippedOptimizer:
+    """AdamW over the parts of the model on this rank, float32.
+
+    Args:
+        parts: wrapped.
+        config: the schedule, betas, decay and clipping.
+        options: of the engine.
+    """
+
+    def __init__(self, parts: Sequence[Any], config: TrainEngineConfig, options: MegatronEngineOptions) -> None:
+        self.parts, self.config = list(parts), config
+        self.steps_taken = 0
+        self._overlaps = options.overlap_grad_reduce
+        self._reducing = False
+        self.megatron = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=config.learning_rate,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.adam_beta1,
+                adam_beta2=config.adam_beta2,
+                adam_eps=config.adam_eps,
+                use_distributed_optimizer=options.distributed_optimizer,
+                overlap_param_gather=options.overlap_param_gather,
+                clip_grad=0.0,
+            ),
+            self.parts,
+            use_gloo_process_groups=False,
+        )
+        self._each = getattr(self.megatron, "chained_optimizers", [self.megatron])
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        return learning_rate_at(self.steps_taken, self.config)
+
+    def begin_pass(self) -> None:
+        """A forward and backward pass comes; its gradients are added to what is there.
+
+        Raises:
+            ConfigError: the gradients of the update were reduced already.
+        """
+        if self._overlaps and self._reducing:
+            raise ConfigError(
+                "overlap_grad_reduce reduces the gradients while forward_backward computes, so an update is one "
+                "forward_backward and one step: call step(), or set overlap_grad_reduce = false"
+            )
+        self._reducing = True
+
+    def grad_norm(self) -> float:
+        """Reduce the gradients over all ranks, and take the L2 norm of all; may be infinite or NaN. A call of all."""
+        if self._overlaps and not self._reducing:
+            for part in self.parts:
+                part.start_grad_sync()
+        self._reducing = False
+        finalize_model_grads(self.parts, None)
+        self.megatron.prepare_grads()
+        return float(self.megatron.get_grad_norm())
+
+    def step(self, grad_norm: float) -> None:
+        """Clip from `grad_norm` to the configured norm, and update. A call of all."""
+        limit = self.config.max_grad_norm
+        if limit and grad_norm > limit:
+            grads = [p.grad for each in self._each for p in each.get_parameters() if p.grad is not None]
+            if grads:
+                torch._foreach_mul_(grads, limit / grad_norm)
+        for each in self._each:
+            for group in each.param_groups:
+                group["lr"] = self.learning_rate * group["lr_mult"]
+                group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
+        self.megatron.step_with_ready_grads()
+        self.steps_taken += 1
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        if self._overlaps and self._reducing:  # a reduction under way has to end first
+            for part in self.parts:
+                part.finish_grad_sync()
+        self._reducing = False
+        for part in self.parts:
+            part.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    def gather_weights(self) -> None:
+        """Make the weights on this rank those of the last step, where they would come with the next pass only."""
+        for part in self.parts:
+            if part.ddp_config.overlap_param_gather:
+                part.start_param_sync(force_sync=True)

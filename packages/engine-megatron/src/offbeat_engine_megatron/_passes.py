@@ -1,0 +1,74 @@
+"""Passes over packs through megatron-core's pipeline schedules.
+
+Shapes: N loss tokens of a micro-batch.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from offbeat_dist import Mesh
+from offbeat_engine_megatron._model import ask
+from offbeat_engine_megatron._packing import Pack, cut
+
+Found = Callable[[int, Tensor], Tensor]
+"""Given a micro-batch's number and its answer [2, N], the loss to differentiate."""
+
+
+class Passes:
+    """Runs the parts of a model that this rank holds.
+
+    Args:
+        parts: of the model, wrapped or not.
+        mesh: over megatron's groups.
+        device: of this rank.
+    """
+
+    def __init__(self, parts: Sequence[Any], mesh: Mesh, device: torch.device) -> None:
+        self._parts, self._device = list(parts), device
+        self._cp = mesh.group("cp")
+        self._run = get_forward_backward_func()
+
+    def train(self, packs: Sequence[Pack], found: Found) -> None:
+        """Forward and backward over all packs; gradients are added up. `found` is called on the last stage."""
+        self._schedule(packs, found, forward_only=False)
+
+    @torch.no_grad()
+    def answer(self, packs: Sequence[Pack]) -> list[Tensor]:
+        """[N] log-probabilities of each pack, without gradient; on the last stage, elsewhere nothing."""
+        answers: dict[int, Tensor] = {}
+
+        def keep(number: int, values_2N: Tensor) -> Tensor:
+            answers[number] = values_2N[0]
+            return values_2N
+
+        self._schedule(packs, keep, forward_only=True)
+        return [answers[number] for number in sorted(answers)]
+
+    def _schedule(self, packs: Sequence[Pack], found: Found, *, forward_only: bool) -> None:
+        asked = [ask(cut(pack, self._cp.rank, self._cp.size), self._device) for pack in packs]
+
+        def forward(numbered: Any, part: Any) -> tuple[Tensor, Callable[..., Any]]:
+            number, this = next(numbered)
+            return part(this), partial(_report, found, number)
+
+        self._run(
+            forward_step_func=forward,
+            data_iterator=[iter(enumerate(asked)) for _ in self._parts],
+            model=self._parts,
+            num_microbatches=len(asked),
+            seq_length=len(packs[0].ids_T),  # read where all are alike; else each micro-batch sends its own
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+
+def _report(found: Found, number: int, values_2N: Tensor, non_loss_data: bool = False) -> Any:
+    """What megatron-core asks for: nothing, or (loss, tokens to divide by, numbers to log)."""
+    value = found(number, values_2N)
+    return None if non_loss_data else (value, torch.zeros([], dtype=torch.int), {})

@@ -1,0 +1,125 @@
+"""What a Hugging Face folder says of its model: family, sizes, and which tensors its checkpoint holds.
+
+Source: transformers' configuration classes of Llama, Qwen2, Qwen3 and Qwen3-MoE.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from offbeat_types import ModelError
+
+FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a causal language model.
+
+    Args:
+        family: one of `FAMILIES`.
+        num_layers: decoder layers.
+        hidden_size: of the residual stream.
+        num_heads: query heads.
+        num_groups: key and value heads.
+        head_size: of a head.
+        ffn_size: width of the dense feed-forward layers.
+        vocabulary: rows of the embedding.
+        norm_eps: of the RMS norms.
+        tied: the head is the embedding.
+        qkv_bias: queries, keys and values have a bias.
+        qk_norm: queries and keys are normalised per head.
+        num_experts: of the sparse layers; 0 for a dense model.
+        experts_per_token: how many see each token.
+        expert_size: width of an expert.
+        normalise_experts: the chosen experts' weights add up to 1.
+        sparse_layers: for each layer whether it has experts.
+    """
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_groups: int
+    head_size: int
+    ffn_size: int
+    vocabulary: int
+    norm_eps: float
+    tied: bool
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    normalise_experts: bool = True
+    sparse_layers: tuple[bool, ...] = ()
+
+
+def read_model(folder: str, *, trust_remote_code: bool = False) -> tuple[Any, ModelShape]:
+    """The Hugging Face config of a folder, and what of it the engine needs.
+
+    Raises:
+        ModelError: there is no such folder, its config cannot be read, or asks for what is not supported.
+    """
+    path = Path(folder).expanduser()
+    if not (path / "config.json").is_file():
+        raise ModelError(f"model_path must be a Hugging Face model folder: {path} has no config.json; check the path")
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{path / 'config.json'} cannot be read: {error}") from error
+    return config, shape_of(config)
+
+
+def shape_of(config: Any) -> ModelShape:
+    """Read a Hugging Face config.
+
+    Raises:
+        ModelError: another family, or a feature of the family that the engine does not compute.
+    """
+    family = str(config.model_type)
+    if family not in FAMILIES:
+        raise ModelError(
+            f"the megatron engine trains {', '.join(FAMILIES)}: got {family!r}; use another engine.backend"
+        )
+    refused = {
+        "attention_bias": getattr(config, "attention_bias", False),
+        "mlp_bias": getattr(config, "mlp_bias", False),
+        "use_sliding_window": getattr(config, "use_sliding_window", False),
+        "attention_dropout": getattr(config, "attention_dropout", 0.0),
+        "hidden_act other than silu": config.hidden_act != "silu",
+    }
+    found = [name for name, value in refused.items() if value]
+    if found:
+        raise ModelError(f"the megatron engine does not compute {family} models with {', '.join(found)}")
+    return ModelShape(
+        family=family,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_groups=config.num_key_value_heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        ffn_size=config.intermediate_size,
+        vocabulary=config.vocab_size,
+        norm_eps=config.rms_norm_eps,
+        tied=bool(config.tie_word_embeddings),
+        qkv_bias=family == "qwen2",
+        qk_norm=family.startswith("qwen3"),
+        **(_experts(config) if family.endswith("_moe") else {}),
+    )
+
+
+def _experts(config: Any) -> dict[str, Any]:
+    sparse = tuple(
+        layer not in config.mlp_only_layers and config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
+        for layer in range(config.num_hidden_layers)
+    )
+    return {
+        "num_experts": config.num_experts,
+        "experts_per_token": config.num_experts_per_tok,
+        "expert_size": config.moe_intermediate_size,
+        "normalise_experts": bool(config.norm_topk_prob),
+        "sparse_layers": sparse,
+    }

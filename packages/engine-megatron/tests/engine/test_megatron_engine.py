@@ -1,0 +1,258 @@
+"""What the engine promises beyond equal results, on real ranks."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from megatron_layouts import Layout, engine_config, make_sequences, policy_loss
+
+from offbeat_dist import Mesh, current_world
+from offbeat_engine_megatron import MegatronTrainEngine
+from offbeat_testing import reference_logprobs, reference_model, tiny_model
+from offbeat_types import (
+    ConfigError,
+    ModelError,
+    PeerFailedError,
+    TrainEngineConfig,
+    TrainSequence,
+    load_backend,
+)
+
+
+def config(folder, **options):
+    return engine_config(folder, Layout(options=options))
+
+
+def copied(engine):
+    return {name: tensor.clone() for name, tensor in engine.weights()}
+
+
+@pytest.mark.mesh(tp=2, pp=2)
+@pytest.mark.mesh(tp=2, cp=2)
+@pytest.mark.mesh(pp=2, dp=2)
+def test_weights_go_round_bit_for_bit(model_folder, mesh, tmp_path_factory):
+    """In from safetensors, out by the stream and by a folder that transformers reads."""
+    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+    wanted = dict(reference_model(model_folder).named_parameters())
+    found = copied(engine)
+    assert list(found) == [slot.name for slot in engine._held.slots]
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+    folder = tmp_path_factory.getbasetemp() / f"round-{'-'.join(map(str, mesh.axes.values()))}"
+    engine.save_weights(folder)
+    saved = dict(reference_model(folder).named_parameters())
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in found.items())
+    assert (folder / "tokenizer.json").exists()
+
+
+@pytest.mark.mesh(tp=2, pp=2)
+def test_the_stream_is_cut_into_buckets(model_folder, mesh, monkeypatch):
+    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+    wanted = copied(engine)
+    monkeypatch.setattr("offbeat_engine_megatron._weights.BUCKET_BYTES", 5000)
+    assert len(list(engine._held._buckets())) > 10
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in engine.weights())
+
+
+@pytest.mark.mesh(dp=2)
+@pytest.mark.mesh(dp=2, tp=2)
+def test_weights_are_those_of_the_last_step_under_overlap(model_folder, mesh):
+    """With overlap_param_gather a step leaves this rank's copy stale until the next pass."""
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    plain, overlapped = (MegatronTrainEngine.create(config(model_folder, **each), mesh) for each in ({}, overlap))
+    for step in range(3):
+        for engine in (plain, overlapped):
+            engine.forward_backward(make_sequences(step), policy_loss)
+            engine.step()
+        stale = {name: tensor.clone() for name, tensor in overlapped._held.gather()}
+        wanted = copied(plain)
+        assert not all(torch.equal(stale[name], tensor) for name, tensor in wanted.items())
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in overlapped.weights())
+        asked = make_sequences(7)
+        for one, other in zip(plain.logprobs(asked), overlapped.logprobs(asked), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.mesh(dp=2, compare=False)
+def test_overlapped_reduction_allows_one_pass_an_update(model_folder, mesh):
+    engine = MegatronTrainEngine.create(config(model_folder, overlap_grad_reduce=True), mesh)
+    engine.forward_backward(make_sequences(0), policy_loss)
+    with pytest.raises(ConfigError, match="one forward_backward"):
+        engine.forward_backward(make_sequences(1), policy_loss)
+    engine.step()
+    engine.step()  # without a pass: nothing to learn, and nobody waits
+    engine.forward_backward(make_sequences(1), policy_loss)
+    assert engine.step()["steps_refused"].value == 0
+
+
+@pytest.mark.mesh(tp=2, cp=2)
+@pytest.mark.mesh(pp=2, dp=2)
+def test_each_rank_returns_the_same_bits(model_folder, mesh):
+    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+    told = []
+    for step in range(2):
+        told += [metric.value for metric in engine.forward_backward(make_sequences(step), policy_loss).values()]
+        told += [metric.value for metric in engine.step().values()]
+    arrays = [np.array(told), *engine.logprobs(make_sequences(5)), *engine.logprobs(make_sequences(5), reference=True)]
+    arrays += [tensor.numpy() for tensor in copied(engine).values()]
+    engine.mesh.group("dp", "cp", "tp", "pp").check_equal(
+        [array.tobytes().hex()[-1000:] for array in arrays], what="it"
+    )
+
+
+UPDATES = {
+    "one sequence": make_sequences(0)[:1],
+    "three": make_sequences(0)[:3],
+    "longer than the budget": [
+        TrainSequence(
+            ids=np.arange(3, 103, dtype=np.int32),
+            loss_mask=np.arange(100) > 50,
+            extras={"advantage": np.ones(100, np.float32)},
+        )
+    ],
+    "no loss token": [dataclasses.replace(each, loss_mask=np.zeros_like(each.loss_mask)) for each in make_sequences(0)],
+    "nothing": [],
+}
+
+
+@pytest.mark.mesh(dp=2, pp=2)
+@pytest.mark.mesh(cp=2, tp=2)
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
+def test_updates_that_do_not_divide(model_folder, mesh, update):
+    options = {"virtual_pipeline": 2} if mesh.axes["pp"] > 1 else {}
+    engine = MegatronTrainEngine.create(config(model_folder, **options), mesh)
+    model = reference_model(model_folder)
+    for sequence, found in zip(update, engine.logprobs(update), strict=True):
+        wanted = np.where(sequence.loss_mask, reference_logprobs(model, sequence.ids), 0.0)
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    engine.forward_backward(update, policy_loss)
+    norm = engine.step()["grad_norm"]
+    assert norm.weight == 1.0
+    assert (norm.value > 0) == any(sequence.loss_mask.any() for sequence in update)
+
+
+@pytest.mark.mesh(dp=2, compare=False)
+@pytest.mark.mesh(pp=2, dp=2, compare=False)
+@pytest.mark.mesh(tp=2, dp=2, compare=False)
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_loss_that_raises_on_one_share_is_raised_on_all_and_training_goes_on(model_folder, mesh, who):
+    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+    share = mesh.group("dp").rank
+
+    def raises(tokens):
+        if share == who:
+            raise ZeroDivisionError("no advantage")
+        return policy_loss(tokens)
+
+    with pytest.raises((ZeroDivisionError, PeerFailedError), match="no advantage"):
+        engine.forward_backward(make_sequences(0), raises)
+    loss = engine.forward_backward(make_sequences(0), policy_loss)["loss"].value
+    norm = engine.step()["grad_norm"].value
+    clean = MegatronTrainEngine.create(config(model_folder), mesh)
+    assert clean.forward_backward(make_sequences(0), policy_loss)["loss"].value == loss
+    assert clean.step()["grad_norm"].value == norm
+
+
+@pytest.mark.mesh(dp=2, compare=False)
+@pytest.mark.mesh(pp=2, dp=2, compare=False)
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_loss_that_is_not_finite_on_one_share_refuses_the_step_on_all(model_folder, mesh, who):
+    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+    before, share = copied(engine), mesh.group("dp").rank
+
+    def poisoned(tokens):
+        value, metrics = policy_loss(tokens)
+        return value * (float("nan") if share == who else 1.0), metrics
+
+    engine.forward_backward(make_sequences(0), poisoned)
+    assert engine.step()["steps_refused"].value == 1
+    assert "the loss is not finite" in engine.last_refusal
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.weights())
+    assert (engine.steps_taken, engine.steps_refused) == (0, 1)
+
+
+@pytest.mark.mesh(dp=2, tp=2, compare=False)
+def test_a_gradient_that_is_not_finite_is_named(model_folder, mesh):
+    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+
+    def steep(tokens):  # finite loss, infinite slope
+        return torch.sqrt(tokens.logprobs_N * 0.0 * -1.0).sum(), {}
+
+    engine.forward_backward(make_sequences(0), steep)
+    assert engine.step()["steps_refused"].value == 1
+    assert "model.embed_tokens.weight" in engine.last_refusal
+
+
+@pytest.mark.mesh(pp=2, compare=False)
+def test_ranks_that_are_given_other_sequences_are_told(model_folder, mesh):
+    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+    with pytest.raises(Exception, match="forward_backward"):
+        engine.forward_backward(make_sequences(mesh.rank), policy_loss)
+
+
+def test_one_layout_at_a_time(model_folder):
+    """Engines of one layout share megatron-core's groups; the last one to close gives them up, and its world."""
+    first, second = (MegatronTrainEngine.create(config(model_folder)) for _ in range(2))
+    first.close()
+    assert current_world() is not None
+    assert second.forward_backward(make_sequences(0), policy_loss)["num_microbatches"].value > 1
+    second.close()
+    second.close()
+    assert current_world() is None
+
+
+@pytest.mark.ranks(2, compare=False)
+def test_another_layout_is_refused_while_one_is_open(model_folder, ranks):
+    engine = MegatronTrainEngine.create(config(model_folder), Mesh(dp=2))
+    with pytest.raises(ConfigError, match="one layout per process"):
+        MegatronTrainEngine.create(config(model_folder, tensor_parallel=2), Mesh(dp=2))
+    engine.close()
+    with pytest.raises(ConfigError, match="pass a mesh"):
+        MegatronTrainEngine.create(config(model_folder))
+    MegatronTrainEngine.create(config(model_folder, tensor_parallel=2), Mesh(dp=2)).close()
+
+
+@pytest.fixture(scope="session")
+def folder_of_two(tmp_path_factory, model_folder):
+    """The weights of one model beside the config of another."""
+    folder = tiny_model(tmp_path_factory.mktemp("megatron") / "other", num_layers=4, num_kv_heads=4)
+    (folder / "config.json").write_text((model_folder / "config.json").read_text())
+    return folder
+
+
+@pytest.mark.mesh(tp=2, compare=False)
+def test_weights_of_another_model_are_refused_on_all_ranks(mesh, folder_of_two):
+    with pytest.raises((ModelError, PeerFailedError), match="must have shape"):
+        MegatronTrainEngine.create(config(folder_of_two), mesh)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=lambda value: value["rope_type"],
+)
+def test_scaled_rotary_embeddings_are_those_of_transformers(tmp_path, scaling):
+    folder = tiny_model(tmp_path / "llama", "llama", config={"rope_parameters": scaling})
+    engine = MegatronTrainEngine.create(TrainEngineConfig(model_path=str(folder), device="cpu"))
+    model = reference_model(folder)
+    for sequence, found in zip(
+        UPDATES["longer than the budget"], engine.logprobs(UPDATES["longer than the budget"]), strict=True
+    ):
+        wanted = np.where(sequence.loss_mask, reference_logprobs(model, sequence.ids), 0.0)
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    engine.close()
+
+
+def test_the_engine_is_found_by_entry_point():
+    assert load_backend("offbeat.engine", "megatron") is MegatronTrainEngine

@@ -1,0 +1,97 @@
+"""Packs, zigzag cuts and shares: every loss token is computed once, by its predictor, wherever that lies."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat_dist import Mesh
+from offbeat_engine_megatron._logprobs import token_logprobs
+from offbeat_engine_megatron._packing import cut, lay_out, lay_out_all, zigzag
+from offbeat_engine_megatron._parallel import Parallel
+from offbeat_engine_megatron._shares import plan_shares, spread_values
+from offbeat_types import TrainSequence
+
+
+def sequences_of(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        TrainSequence(ids=rng.integers(1, 1000, n).astype(np.int32), loss_mask=np.arange(n) >= rng.integers(1, n + 1))
+        for n in lengths
+    ]
+
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
+PARALLEL = st.builds(
+    lambda cp, tp: Parallel(cp=cp, tp=tp, sp=tp > 1), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4])
+)
+
+
+@given(LENGTHS, PARALLEL, st.integers(0, 9))
+def test_the_ranks_answers_laid_end_to_end_are_those_of_the_pack(lengths, parallel, seed):
+    sequences = sequences_of(lengths, seed)
+    members = [number for number, sequence in enumerate(sequences) if sequence.loss_mask.any()]
+    pack = lay_out(sequences, members, parallel)
+    assert sum(pack.lengths) == len(pack.ids_T)
+    assert len(pack.ids_T) % parallel.pack_multiple == 0
+    wanted = [(s.ids[t - 1], s.ids[t]) for s in (sequences[m] for m in members) for t in np.flatnonzero(s.loss_mask)]
+    parts = [cut(pack, rank, parallel.cp) for rank in range(parallel.cp)]
+    everywhere = np.zeros((parallel.cp * max(parts[0].width, 1), 2), np.int64)
+    for rank, part in enumerate(parts):
+        assert len(part.ids_L) * parallel.cp == len(pack.ids_T)
+        pairs = np.stack([part.ids_L[part.predictor_n], part.target_n], 1)
+        everywhere[rank * part.width : rank * part.width + len(pairs)] = pairs
+    assert [tuple(pair) for pair in everywhere[parts[0].place_N]] == wanted
+    joined = np.concatenate([part.ids_L for part in parts])
+    if parallel.cp > 1:
+        np.testing.assert_array_equal(joined[parts[0].gathered_T], pack.ids_T)
+
+
+def test_the_zigzag_gives_each_rank_the_chunks_that_mirror_each_other():
+    assert zigzag((8, 4), 0, 2).tolist() == [0, 1, 6, 7, 8, 11]
+    assert zigzag((8, 4), 1, 2).tolist() == [2, 3, 4, 5, 9, 10]
+
+
+@given(LENGTHS, st.integers(1, 5), st.integers(16, 64), st.sampled_from([1, 2, 4]))
+def test_every_sequence_is_computed_once_and_all_shares_meet_as_often(lengths, num_shares, budget, round_up_to):
+    sequences = sequences_of(lengths)
+    shares = plan_shares(sequences, budget=budget, num_shares=num_shares, round_up_to=round_up_to)
+    assert len(shares) == num_shares
+    assert len({len(share) for share in shares}) == 1
+    assert len(shares[0]) % round_up_to == 0
+    found = sorted(member for share in shares for members in share for member in members)
+    assert found == [number for number, sequence in enumerate(sequences) if sequence.loss_mask.any()]
+    for members in (members for share in shares for members in share if len(members) > 1):
+        assert sum(int(np.flatnonzero(sequences[member].loss_mask)[-1]) for member in members) <= budget
+    values = [
+        np.concatenate([[], *(sequences[m].ids[sequences[m].loss_mask] for members in share for m in members)])
+        for share in shares
+    ]
+    for sequence, found_values in zip(sequences, spread_values(sequences, shares, values), strict=True):
+        np.testing.assert_array_equal(found_values, np.where(sequence.loss_mask, sequence.ids, 0))
+
+
+def test_interleaved_stages_get_packs_of_one_length():
+    packs = lay_out_all(sequences_of([30, 5, 9, 17]), [[0], [1, 2], [3], []], Parallel(pp=2, vpp=2, cp=2))
+    assert len({len(pack.ids_T) for pack in packs}) == 1
+
+
+@pytest.mark.parametrize("entropy_gradient", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 16, 40], ids=["one token", "one chunk", "three chunks"])
+def test_log_probabilities_and_entropies_are_those_of_a_plain_softmax(num_tokens, entropy_gradient, monkeypatch):
+    """In float64, gradients included."""
+    monkeypatch.setattr("offbeat_engine_megatron._logprobs.CHUNK_BYTES", 1)
+    torch.manual_seed(num_tokens)
+    hidden = torch.randn(num_tokens, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
+    target, factor = torch.randint(11, (num_tokens,)), torch.randn(2, num_tokens, dtype=torch.float64)
+    logp = torch.log_softmax(0.5 * hidden @ weight.T, -1)
+    wanted = logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(1)
+    loss = (wanted[0] * factor[0]).sum() + ((wanted[1] * factor[1]).sum() if entropy_gradient else 0.0)
+    gradients = torch.autograd.grad(loss, (hidden, weight))
+    group = Mesh().group("tp")
+    found = token_logprobs(hidden, weight, target, group, scale=0.5, entropy_gradient=entropy_gradient)
+    torch.testing.assert_close(torch.stack(found), torch.stack(wanted))
+    ((found[0] * factor[0]).sum() + (found[1] * factor[1]).sum()).backward()
+    torch.testing.assert_close((hidden.grad, weight.grad), gradients)

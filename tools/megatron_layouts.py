@@ -1,0 +1,415 @@
+"""The parallel layouts in which offbeat-engine-megatron is compared with plain transformers, and their errors.
+
+    python tools/megatron_layouts.py [--only WORD] [--table docs/megatron.md]
+
+Every layout trains two steps of one tiny model on real ranks over gloo; the yardstick is transformers' own model of the
+same folder, each sequence alone, torch's autograd and AdamW, in one process. Run it where the engine is installed.
+`tests/engine` of the package holds every layout to 1e-5; the table is what was found, written between its two marks.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore
+
+from offbeat_dist import Mesh, join_world
+from offbeat_engine_megatron import MegatronTrainEngine
+from offbeat_testing import tiny_model
+from offbeat_types import LossTokens, Metrics, TrainEngineConfig, TrainSequence
+
+MODELS: Final[dict[str, dict[str, Any]]] = {
+    "qwen3": {"family": "qwen3", "tied": True},
+    "qwen3-untied": {"family": "qwen3", "tied": False},
+    "qwen2": {"family": "qwen2", "tied": True},
+    "llama": {"family": "llama", "tied": False},
+    "qwen3-moe": {},
+}
+START_MARK, END_MARK = "<!-- layouts: tools/megatron_layouts.py -->", "<!-- end of layouts -->"
+NUM_STEPS: Final = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A model, the sizes of the mesh's axes that are not 1, and what else is set.
+
+    Args:
+        model: one of `MODELS`.
+        axes: of the mesh.
+        options: of the engine.
+        recompute: activation checkpointing.
+    """
+
+    model: str = "qwen3"
+    axes: dict[str, int] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    recompute: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes; experts are spread over those that the other axes give."""
+        return prod(size for axis, size in self.axes.items() if axis != "ep")
+
+    def __str__(self) -> str:
+        axes = " ".join(f"{axis}{size}" for axis, size in self.axes.items()) or "one rank"
+        rest = [f"{name}={value}" for name, value in self.options.items()] + ["recompute"] * self.recompute
+        return ", ".join([self.model, axes, *rest])
+
+
+def _dense() -> Iterator[Layout]:
+    """One model in every layout."""
+    yield Layout()
+    yield Layout(recompute=True)
+    yield Layout(options={"distributed_optimizer": False})
+    for axes in (
+        {"tp": 2}, {"cp": 2}, {"pp": 2}, {"dp": 2},
+        {"tp": 4}, {"cp": 4}, {"pp": 4}, {"dp": 4},
+        {"tp": 2, "cp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}, {"cp": 2, "pp": 2}, {"cp": 2, "dp": 2},
+        {"pp": 2, "dp": 2}, {"tp": 2, "cp": 2, "dp": 2}, {"tp": 2, "cp": 2, "pp": 2}, {"tp": 2, "pp": 2, "dp": 2},
+        {"cp": 2, "pp": 2, "dp": 2}, {"tp": 4, "dp": 2}, {"cp": 4, "pp": 2}, {"tp": 2, "pp": 4},
+    ):  # fmt: skip
+        yield Layout(axes=axes)
+    for axes in ({"pp": 2}, {"tp": 2, "pp": 2}, {"cp": 2, "pp": 2}, {"pp": 2, "dp": 2}, {"tp": 2, "cp": 2, "pp": 2}):
+        yield Layout(axes=axes, options={"virtual_pipeline": 2})
+    yield Layout(axes={"pp": 2}, options={"virtual_pipeline": 2, "overlap_p2p": True})
+    yield Layout(axes={"pp": 4}, options={"batch_p2p": True})
+    yield Layout(axes={"tp": 2}, options={"sequence_parallel": False})
+    yield Layout(axes={"tp": 2, "cp": 2}, options={"sequence_parallel": False})
+    yield Layout(axes={"tp": 2, "pp": 2}, recompute=True)
+    yield Layout(axes={"tp": 2, "dp": 2}, options={"distributed_optimizer": False})
+    for axes in ({"dp": 2}, {"pp": 2, "dp": 2}, {"cp": 2, "dp": 2}):
+        yield Layout(axes=axes, options={"overlap_grad_reduce": True, "overlap_param_gather": True})
+
+
+def _families() -> Iterator[Layout]:
+    """Every family where its tensors lie differently."""
+    for model in ("qwen3-untied", "qwen2", "llama"):
+        yield Layout(model=model)
+        for axes in ({"tp": 2, "cp": 2}, {"tp": 2, "pp": 2}, {"pp": 2, "dp": 2}):
+            yield Layout(model=model, axes=axes)
+
+
+def _experts() -> Iterator[Layout]:
+    """Experts spread over the ranks of a stage."""
+    for axes in (
+        {}, {"dp": 2}, {"dp": 2, "ep": 2}, {"tp": 2}, {"tp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"pp": 2},
+        {"pp": 2, "dp": 2, "ep": 2}, {"tp": 2, "dp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {"tp": 2, "cp": 2, "ep": 4},
+        {"tp": 2, "pp": 2, "dp": 2, "ep": 2},
+    ):  # fmt: skip
+        yield Layout(model="qwen3-moe", axes=axes)
+    yield Layout(model="qwen3-moe", axes={"dp": 2, "ep": 2}, options={"distributed_optimizer": False})
+    yield Layout(model="qwen3-moe", axes={"pp": 2, "dp": 2, "ep": 2}, options={"virtual_pipeline": 2})
+
+
+LAYOUTS: Final = (*_dense(), *_families(), *_experts())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What two steps have left.
+
+    Args:
+        losses: of each step.
+        grad_norms: before clipping.
+        gradients: of the first step, by Hugging Face name; empty where it cannot be seen.
+        weights: afterwards.
+        logprobs: of the sequences, afterwards: [T] each.
+    """
+
+    losses: list[float]
+    grad_norms: list[float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    logprobs: list[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """Largest differences; of losses and norms relative where above 1, of tensors against their largest value."""
+
+    loss: float
+    grad_norm: float
+    gradient: float
+    weight: float
+    logprob_nats: float
+
+
+def make_model(folder: Path, model: str) -> Path:
+    """Write a tiny model of four layers that every layout divides."""
+    if model == "qwen3-moe":
+        return _make_moe(folder)
+    return tiny_model(folder, num_layers=4, hidden_size=32, num_kv_heads=4, **MODELS[model])
+
+
+def _make_moe(folder: Path) -> Path:
+    """Sparse layers of four experts, two for each token, after one dense layer."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tiny_model(folder)  # for its tokenizer
+    (folder / "model.safetensors").unlink()
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        norm_topk_prob=True, mlp_only_layers=[0], tie_word_embeddings=False, initializer_range=0.1,
+        max_position_embeddings=2048,
+    )  # fmt: skip
+    network = Qwen3MoeForCausalLM(config).float()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    network.save_pretrained(folder)
+    return folder
+
+
+def make_sequences(seed: int) -> list[TrainSequence]:
+    """Sequences of 4 to 30 tokens with holes in their masks."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for length in rng.integers(4, 31, 9):
+        mask = np.arange(length) >= rng.integers(1, 4)
+        mask[3:-1:5] = False
+        extras = {"advantage": rng.normal(size=length).astype(np.float32)}
+        made.append(TrainSequence(ids=rng.integers(3, 300, length).astype(np.int32), loss_mask=mask, extras=extras))
+    return made
+
+
+def policy_loss(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
+    """A policy gradient with an entropy bonus and a term per sequence, as sequence-level losses have."""
+    per_sequence = torch.zeros(tokens.num_sequences).index_add(0, tokens.sequence_N, tokens.logprobs_N)
+    loss = -(tokens.logprobs_N * tokens.extras["advantage"]).sum() - 0.1 * tokens.entropy_N.sum()
+    return loss / tokens.total_tokens + 1e-4 * (per_sequence**2).sum() / tokens.total_sequences, {}
+
+
+def engine_config(folder: Path, layout: Layout) -> TrainEngineConfig:
+    """Settings under which every rank has several micro-batches, and clipping and decay show.
+
+    A large epsilon: Adam's first steps are nearly the sign of the gradient, which rounding alone may turn where the
+    gradient is almost zero.
+    """
+    return TrainEngineConfig(
+        model_path=str(folder),
+        device="cpu",
+        learning_rate=1e-2,
+        adam_eps=1e-3,
+        weight_decay=0.1,
+        max_grad_norm=0.5,
+        max_tokens_per_microbatch=40,
+        activation_checkpointing=layout.recompute,
+        options={"entropy_gradient": True, **layout.options},
+    )
+
+
+def train_with_transformers(folder: Path) -> Trained:
+    """The yardstick."""
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    matrices = [each for each in network.parameters() if each.ndim >= 2]
+    others = [each for each in network.parameters() if each.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-3)
+    losses, norms, gradients = [], [], {}
+    for step in range(NUM_STEPS):
+        loss = _loss_of(network, make_sequences(step))
+        loss.backward()
+        if step == 0:
+            gradients = {names[id(each)]: each.grad.clone() for each in network.parameters() if each.grad is not None}
+        norms.append(float(nn.utils.clip_grad_norm_(network.parameters(), 0.5)))
+        losses.append(float(loss))
+        adam.step()
+        adam.zero_grad()
+    weights = {name: each.detach().clone() for name, each in network.named_parameters()}
+    with torch.no_grad():
+        logprobs = [_token_values(network, each)[0].numpy() for each in make_sequences(9)]
+    return Trained(
+        losses=losses,
+        grad_norms=norms,
+        gradients=_per_expert(gradients),
+        weights=_per_expert(weights),
+        logprobs=logprobs,
+    )
+
+
+def _loss_of(network: nn.Module, sequences: list[TrainSequence]) -> Tensor:
+    values = [_token_values(network, sequence) for sequence in sequences]
+    counts = [len(each) for each, _ in values]
+    extras = [each.extras["advantage"][each.loss_mask] for each in sequences]
+    tokens = LossTokens(
+        logprobs_N=torch.cat([each for each, _ in values]),
+        entropy_N=torch.cat([each for _, each in values]),
+        sequence_N=torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)),
+        num_sequences=len(sequences),
+        extras={"advantage": torch.from_numpy(np.concatenate(extras))},
+        total_tokens=sum(counts),
+        total_sequences=len(sequences),
+    )
+    loss: Tensor = policy_loss(tokens)[0]
+    return loss
+
+
+def _token_values(network: nn.Module, sequence: TrainSequence) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of one sequence's loss tokens."""
+    ids = torch.from_numpy(sequence.ids.astype(np.int64))[None]
+    logits = network(ids, use_cache=False).logits[0, :-1]
+    logp = torch.log_softmax(logits.float(), -1)[torch.from_numpy(sequence.loss_mask[1:])]
+    chosen = logp.gather(1, ids[0, 1:][torch.from_numpy(sequence.loss_mask[1:])][:, None])[:, 0]
+    return chosen, -(logp.exp() * logp).sum(1)
+
+
+def _per_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Under the names of checkpoints, which hold each expert apart."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stem, _, last = name.rpartition(".")
+        for expert, part in enumerate(tensor if ".experts" in name else ()):
+            if last == "gate_up_proj":
+                found[f"{stem}.{expert}.gate_proj.weight"], found[f"{stem}.{expert}.up_proj.weight"] = part.chunk(2)
+            else:
+                found[f"{stem}.{expert}.down_proj.weight"] = part
+        if ".experts" not in name:
+            found[name] = tensor
+    return found
+
+
+def train_with_engine(engine: MegatronTrainEngine) -> Trained:
+    """The same two steps; all ranks call it."""
+    gradients = {} if engine.config.options.get("overlap_grad_reduce") else _gradients(engine)
+    losses, norms = [], []
+    for step in range(NUM_STEPS):
+        losses.append(engine.forward_backward(make_sequences(step), policy_loss)["loss"].value)
+        norms.append(engine.step()["grad_norm"].value)
+    weights = {name: tensor.clone() for name, tensor in engine.weights()}
+    asked = make_sequences(9)
+    logprobs = [each[s.loss_mask] for each, s in zip(engine.logprobs(asked), asked, strict=True)]
+    return Trained(losses=losses, grad_norms=norms, gradients=gradients, weights=weights, logprobs=logprobs)
+
+
+def _gradients(engine: MegatronTrainEngine) -> dict[str, Tensor]:
+    """Of the first step, whole, on every rank; the engine is left as it was."""
+    from megatron.core.distributed import finalize_model_grads
+
+    engine.forward_backward(make_sequences(0), policy_loss)
+    with engine._shim:
+        finalize_model_grads(engine._optimizer.parts, None, force_all_reduce=True)
+    found = {name: tensor.clone() for name, tensor in engine._held.gather(lambda parameter: parameter.main_grad)}
+    with engine._shim:
+        engine._clear_gradients()
+    return found
+
+
+def compare(found: Trained, wanted: Trained) -> Errors:
+    """How far two runs are apart."""
+    assert not found.gradients or found.gradients.keys() == wanted.gradients.keys()
+    assert found.weights.keys() == wanted.weights.keys()
+    return Errors(
+        loss=_relative(found.losses, wanted.losses),
+        grad_norm=_relative(found.grad_norms, wanted.grad_norms),
+        gradient=max((_apart(each, wanted.gradients[name]) for name, each in found.gradients.items()), default=0.0),
+        weight=max(_apart(each, wanted.weights[name]) for name, each in found.weights.items()),
+        logprob_nats=max(float(np.abs(a - b).max()) for a, b in zip(found.logprobs, wanted.logprobs, strict=True)),
+    )
+
+
+def _relative(found: list[float], wanted: list[float]) -> float:
+    return max(abs(one - other) / max(abs(other), 1.0) for one, other in zip(found, wanted, strict=True))
+
+
+def _apart(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-3))
+
+
+def measure(layout: Layout, folder: Path, wanted: Trained) -> Errors:
+    """Train a layout on forked ranks; the largest errors of all of them.
+
+    Raises:
+        RuntimeError: a rank failed; its error is on standard error.
+    """
+    with tempfile.TemporaryDirectory() as shared:
+        children = []
+        for rank in range(layout.num_ranks):
+            child = os.fork()
+            if not child:
+                _be_rank(layout, folder, wanted, rank, Path(shared))
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if any(codes):
+            raise RuntimeError(f"{layout}: ranks ended with {codes}")
+        told = [json.loads((Path(shared) / f"rank{rank}.json").read_text()) for rank in range(layout.num_ranks)]
+    return Errors(**{name: max(each[name] for each in told) for name in told[0]})
+
+
+def _be_rank(layout: Layout, folder: Path, wanted: Trained, rank: int, shared: Path) -> None:
+    """A rank's life."""
+    code = 1
+    try:
+        store = FileStore(str(shared / "store"), layout.num_ranks)
+        with join_world(rank=rank, size=layout.num_ranks, store=store, device="cpu", deadline_s=120):
+            engine = MegatronTrainEngine.create(engine_config(folder, layout), Mesh(**layout.axes))
+            errors = compare(train_with_engine(engine), wanted)
+            (shared / f"rank{rank}.json").write_text(json.dumps(asdict(errors)))
+            engine.close()
+        code = 0
+    except BaseException as error:  # noqa: BLE001  the boundary of the process
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def table(rows: list[tuple[Layout, Errors]]) -> str:
+    """Markdown."""
+    head = "| model | layout | loss | gradient norm | gradients | weights after 2 steps | log-probabilities, nats |"
+    lines = [head, "|" + "---|" * 7]
+    for layout, errors in rows:
+        model, _, rest = str(layout).partition(", ")
+        seen = f"{errors.gradient:.1e}" if errors.gradient else "–"
+        values = [f"{errors.loss:.1e}", f"{errors.grad_norm:.1e}", seen, f"{errors.weight:.1e}"]
+        lines.append(f"| {model} | {rest} | {' | '.join(values)} | {errors.logprob_nats:.1e} |")
+    return "\n".join(lines)
+
+
+def write_table(path: Path, text: str) -> None:
+    """Put the table between its marks."""
+    before, _, rest = path.read_text().partition(START_MARK)
+    _, _, after = rest.partition(END_MARK)
+    path.write_text(f"{before}{START_MARK}\n{text}\n{END_MARK}{after}")
+
+
+def main() -> None:
+    """Measure all layouts, or those whose name holds a word."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="measure layouts whose name holds this")
+    parser.add_argument("--table", type=Path, help="write the table into this file")
+    args = parser.parse_args()
+    from offbeat_engine_megatron._megatron import load_megatron
+
+    torch.set_num_threads(1)
+    load_megatron()
+    rows: list[tuple[Layout, Errors]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        models = {name: make_model(Path(folder) / name, name) for name in MODELS}
+        wanted = {name: train_with_transformers(path) for name, path in models.items()}
+        for layout in LAYOUTS:
+            if args.only in str(layout):
+                rows.append((layout, measure(layout, models[layout.model], wanted[layout.model])))
+                print(*rows[-1], flush=True)
+    print(table(rows))
+    if args.table:
+        write_table(args.table, table(rows))
+
+
+if __name__ == "__main__":
+    main()
