@@ -12,13 +12,16 @@ every_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda package:
 # Declared for what it does when present, never imported by us.
 NEVER_IMPORTED = {"accelerate", "kaleido", "gguf", "jinja2", "protobuf", "sentencepiece", "tiktoken"}
 
+# Modules of engines, which are not installed here, where they are not named like their distribution.
+ENGINES = {"megatron": ["megatron-core"]}
+
 
 def imported(package: Package) -> set[str]:
     """Distributions that the source of a package imports, in functions too, but itself and the standard library."""
     modules: set[str] = set()
     for path in package.source.rglob("*.py"):
         modules |= imported_modules(path.read_text())
-    known = packages_distributions()
+    known = ENGINES | dict(packages_distributions())
     foreign = modules - sys.stdlib_module_names - {package.import_name}
     return {dist_name(known.get(module, [module])[0]) for module in foreign}
 

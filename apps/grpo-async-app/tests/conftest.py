@@ -13,9 +13,11 @@ from typing import NoReturn
 import pytest
 
 from grpo_async_app import _cli
-from offbeat_cluster import LocalLauncher, RoleSpec, _child, _local
-from offbeat_cluster._channel import Channel
-from offbeat_cluster._local_actor import LocalActor
+from offbeat_cluster import LocalLauncher, RoleSpec, _child
+from offbeat_cluster._channel import Channel, SocketStream
+from offbeat_cluster._local_process import LocalProcess
+from offbeat_cluster._role_actor import RoleActor
+from offbeat_cluster._spawn import open_log, own_environment
 from offbeat_testing import CommandLine, tiny_model
 from offbeat_testing._forked_process import ForkedProcess
 
@@ -117,17 +119,18 @@ class _RoleProcess(ForkedProcess):
         return code
 
 
-async def _fork_role(launcher: LocalLauncher, spec: RoleSpec) -> LocalActor:
+async def _fork_role(launcher: LocalLauncher, spec: RoleSpec) -> RoleActor:
     ours, theirs = socket.socketpair()
-    log = _local._open_log(spec)
-    assert log is not None
+    assert spec.log_path is not None
+    log = open_log(spec.log_path, spec.name)
 
     def become_role() -> None:
         ours.close()
-        os.environ.update(_local._child_environment(spec, launcher._run_name))
+        os.environ.update(own_environment(spec, launcher._run_name))
         _child.main(theirs.detach())
 
     process = _RoleProcess(become_role, [spec.name], log)
     theirs.close()
     os.close(log)
-    return LocalActor(spec, process, Channel(ours), launcher._config)  # type: ignore[arg-type]
+    local = LocalProcess(process)  # type: ignore[arg-type]
+    return RoleActor(spec, local, Channel(SocketStream(ours)), launcher._config)

@@ -94,7 +94,7 @@ def settings(name: str, **options: object) -> list[str]:
 
 
 def trained_prompts(run: Path) -> Counter[str]:
-    lines = (run / "generations" / "train.jsonl").read_text().splitlines()
+    lines = (run / "generations" / "train.jsonl").read_bytes().split(b"\n")[:-1]
     return Counter(json.loads(line)["prompt"] for line in lines)
 
 

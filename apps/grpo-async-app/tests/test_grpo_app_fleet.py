@@ -1,14 +1,15 @@
-"""A rollout engine that cannot be started again ends the run with its own error, instead of leaving it to wait."""
+"""Watching and restarting, without a run around it: what is pure, and what a launcher that starts nothing can show."""
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from grpo_async_app._config import GrpoConfig
-from grpo_async_app._fleet import Fleet, _Rollout
+from grpo_async_app._fleet import Fleet
+from grpo_async_app._restarts import RestartBudget
+from grpo_async_app._speeds import EngineSpeeds
 from offbeat_run import load_config
 from offbeat_types import PeerFailedError
 
@@ -23,17 +24,58 @@ class BrokenLauncher:
         pass
 
 
-def test_a_restart_that_fails_is_raised(config: Path, model: Path, tmp_path: Path) -> None:
+class DeadHandle:
+    """As much of an `ActorHandle` as is left of a process that is gone."""
+
+    name, alive, reason = "rollout-0", False, "its process was killed by SIGKILL"
+
+    async def wait_dead(self) -> str:
+        return self.reason
+
+    async def call(self, method: str, **_: Any) -> Any:
+        raise PeerFailedError(self.name, self.reason)
+
+
+def test_a_restart_that_fails_again_and_again_is_raised_with_its_cause(
+    config: Path, model: Path, tmp_path: Path
+) -> None:
     async def scenario() -> None:
-        fleet = Fleet(load_config(config, GrpoConfig, []), str(model), tmp_path)
-        fleet._launcher = BrokenLauncher()
-        fleet.trainer = SimpleNamespace(alive=True)  # type: ignore[assignment]
-        dead = SimpleNamespace(alive=False)
-        fleet._rollouts["rollout-0"] = _Rollout(spec=SimpleNamespace(name="rollout-0"), handle=dead)  # type: ignore[arg-type]
+        fleet = Fleet(load_config(config, GrpoConfig, ["--cluster.max_restarts=3"]), str(model), tmp_path)
+        told: list[str] = []
+        fleet._launcher, fleet.tell = BrokenLauncher(), told.append
         async with fleet:
-            fleet.restart_if_dead("rollout-0", lambda name: asyncio.sleep(0))
-            await asyncio.sleep(0.05)
-            with pytest.raises(PeerFailedError, match="no memory left"):
-                fleet.raise_if_dead()
+            fleet.engines._add("rollout-0", DeadHandle())  # type: ignore[arg-type]
+            async with asyncio.timeout(10):
+                while fleet.engines.num_restarts < 3:
+                    await asyncio.sleep(0.01)
+            with pytest.raises(PeerFailedError, match=r"no memory left.*started again 3 times within 3600 s"):
+                fleet.engines.raise_if_failed()
+        assert "SIGKILL" in told[0]
+        assert len(told) == 3
 
     asyncio.run(scenario())
+
+
+def test_restarts_long_ago_are_forgotten_and_each_role_has_its_own() -> None:
+    budget = RestartBudget(max_restarts=2, window_s=100.0)
+    for role, now_s in (("rollout-0", 0.0), ("rollout-0", 50.0), ("trainer", 60.0), ("rollout-0", 100.0)):
+        budget.spend(role, "killed", now_s)
+    with pytest.raises(PeerFailedError, match=r"rollout-0.*killed; it was started again 2 times within 100 s"):
+        budget.spend("rollout-0", "killed", 149.0)
+    budget.spend("rollout-0", "killed", 150.0)
+    assert budget.spent == {"rollout-0": 4, "trainer": 1}
+
+
+def test_a_slow_engine_is_named_and_one_that_recovers_is_not() -> None:
+    speeds, names = EngineSpeeds(), ["rollout-0", "rollout-1", "rollout-2"]
+    for number in range(4):
+        assert speeds.stragglers(names) == {}, f"after {number} answers"
+        for name, seconds in zip(names, (1.0, 1.1, 10.0), strict=True):
+            speeds.took(name, 100, seconds)
+    assert speeds.stragglers(names) == {"rollout-2": pytest.approx(9.55, abs=0.01)}
+    assert speeds.stragglers(["rollout-2"]) == {}  # nobody to compare with
+    for _ in range(12):
+        speeds.took("rollout-2", 100, 1.0)
+    assert speeds.stragglers(names) == {}
+    speeds.forget("rollout-0")
+    assert speeds.stragglers(names) == {}

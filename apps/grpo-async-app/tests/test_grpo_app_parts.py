@@ -86,7 +86,7 @@ def test_no_groups_survive_a_checkpoint_either(tmp_path: Path) -> None:
 def test_busy_shares_add_up() -> None:
     now = [0.0]
     spans: list[tuple[str, float, float]] = []
-    clock = BusyClock("trainer-0", ["rollout-0"], lambda: now[0], lambda *span: spans.append(span))
+    clock = BusyClock("trainer-0", lambda: 1, lambda: now[0], lambda *span: spans.append(span))
     with clock.busy("rollout-0"):
         now[0] = 4.0
         with clock.busy("rollout-0"), clock.busy("trainer-0"):
@@ -160,7 +160,8 @@ def test_corrections_reach_the_loss() -> None:
 def test_the_configuration_stays_small_and_documented() -> None:
     # 120 keys, and the five of the section environment, which no other section could hold: it says what the model acts
     # in, where data says what it is asked and reward what its last words are worth.
-    check_limits(GrpoConfig, max_keys=125)
+    # The rest is for runs on clusters: where roles lie, when a silent one is given up, how often one is started again.
+    check_limits(GrpoConfig, max_keys=140)
 
 
 def test_the_resolved_configuration_loads_back(config: Path) -> None:

@@ -1,9 +1,7 @@
 """Real runs on a tiny model: trained, killed, resumed, evaluated, and what the run folder then holds."""
 
 import json
-import os
 import random
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,8 +17,8 @@ Main = Callable[[], object]
 
 
 def trained_prompts(run: Path) -> Counter[str]:
-    lines = (run / "generations" / "train.jsonl").read_text().splitlines()
-    return Counter(json.loads(line)["prompt"] for line in lines)
+    with (run / "generations" / "train.jsonl").open("rb") as lines:  # what a model says may hold line ends of Unicode
+        return Counter(json.loads(line)["prompt"] for line in lines)
 
 
 def run_to_its_end(main: Main, *words: object) -> None:
@@ -127,18 +125,3 @@ def test_a_run_killed_at_random_moments_trains_every_prompt_once(
     assert sorted(trained_prompts(run).values()) == [2] * NUM_TRAIN
     assert steps_of(run, "train/reward") == list(range(1, 11))
     assert steps_of(run, "eval/reward") == [0, 2, 4, 6, 8, 10]
-
-
-def test_an_engine_that_is_killed_is_started_again_and_nothing_is_lost(config: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    words = ["--data.epochs=4", "--rollout.num_engines=2", "--log.train_generations=100"]
-    with RunningCommand("grpo_async_app", "train", config, "--out", run, *words) as process:
-        process.wait_until(lambda: bool(steps_of(run, "train/reward")), "an update")
-        os.kill(next(pid for pid in process.descendants() if "rollout-1" in command_of(pid)), signal.SIGKILL)
-        assert process.wait() == 0, process.output
-    assert set(trained_prompts(run).values()) == {4}
-    assert max(line.values.get("engines/restarts", 0.0) for line in read_metrics(run / "metrics.jsonl")) == 1.0
-
-
-def command_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")

@@ -8,16 +8,17 @@ from typing import Any
 
 from grpo_async_app._busy import BusyClock
 from grpo_async_app._config import GrpoConfig
-from grpo_async_app._evaluation import Validation, validate
+from grpo_async_app._evaluation import OutdatedError, Validation, validate
 from grpo_async_app._fleet import Fleet
 from grpo_async_app._groups import SampledGroup, save_groups
 from grpo_async_app._journal import Journal
 from grpo_async_app._rollouts import Rollouts, ScoredTrajectory
+from grpo_async_app._scaling import take_asked_engines
 from offbeat_async_policy import AsyncPolicy, GroupResult
 from offbeat_data import EpochOrder, Prompt, TurnTemplate
 from offbeat_objectives import has_signal, overlong_penalty
 from offbeat_run import RunFolder, clock_s
-from offbeat_types import GenerateRequest, Metrics, PeerFailedError, SamplingParams, Trajectory
+from offbeat_types import GenerateRequest, Metrics, SamplingParams, Trajectory
 
 LOOP_FOLDER = "loop"
 """Beside the model in a checkpoint: what the loop needs to go on. A folder, so that nobody takes it for weights."""
@@ -56,26 +57,24 @@ class GrpoBackend:
         self._order = EpochOrder(len(prompts), config.data.seed, config.data.shuffle)
         self._groups = groups or {}
         self._where: dict[int, str] = {}
-        self._validating: asyncio.Task[Validation] | None = None
+        self._validating: asyncio.Task[Validation | None] | None = None
         self._trainer_turn = asyncio.Lock()
         self._num_sampled_tokens = 0
         self._trainer_version = policy.version
-        self._clock = BusyClock("trainer-0", fleet.rollout_names, clock_s, journal.worked)
+        self._clock = BusyClock("trainer-0", lambda: len(fleet.engines.names), clock_s, journal.worked)
         self._rollouts = Rollouts(config, fleet, template, self._clock.busy)
         self._template = template
+        fleet.engines.bring_weights = self._bring_weights
 
     # ── rollouter ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def submit(self, group_id: int) -> GroupResult:
         """Sample and score one group."""
         prompt = self._prompt(group_id)
-        name = self._where[group_id] = self._fleet.least_loaded()
-        try:
+        name = self._where[group_id] = self._fleet.engines.least_loaded()
+        with self._fleet.engines.hold(name):
             samples = await self._sample(group_id, prompt, name)
             greedy_reward = await self._sample_greedy(group_id, prompt, name)
-        except PeerFailedError:
-            self._fleet.restart_if_dead(name, self._sync_restarted)
-            raise
         if not self._can_be_compared(samples):
             return GroupResult(oldest_version=self._policy.version, filtered=True)
         group = self._group(group_id, prompt, samples, greedy_reward)
@@ -137,7 +136,7 @@ class GrpoBackend:
     async def drop(self, group_id: int) -> None:
         """Forget a group, aborting it if it is being sampled."""
         if self._groups.pop(group_id, None) is None:
-            await self._fleet.abort(f"group-{group_id}")
+            await self._fleet.engines.abort(f"group-{group_id}")
 
     def where(self, group_id: int) -> str:
         """The engine that holds a group in flight."""
@@ -168,7 +167,7 @@ class GrpoBackend:
             metrics,
             self._clock.lap(),
             self._policy.statistics,
-            self._fleet.num_restarts,
+            self._fleet.metrics(),
             self._rollouts.failures,
         )
 
@@ -179,16 +178,17 @@ class GrpoBackend:
         await self._finish_validation()
         started_s = clock_s()
         async with self._trainer_turn:
-            with self._clock.held(self._fleet.rollout_names):
-                await self._fleet.sync(version, interrupt, self._sync_restarted)
+            with self._clock.held(self._fleet.engines.names):
+                await self._fleet.engines.sync(self._fleet.offer_weights(version), interrupt)
         self._journal.synced(version, started_s, clock_s())
         if self._validation_is_due(version):
             self._validating = asyncio.create_task(self._validate(version))
             self._validating.add_done_callback(self._validated)
 
-    async def _sync_restarted(self, name: str) -> None:
+    async def _bring_weights(self, name: str) -> None:
+        """Give an engine that has come up between two syncs what the trainer holds: maybe newer than what others do."""
         async with self._trainer_turn:
-            await self._fleet.sync_restarted(name, self._trainer_version)
+            await self._fleet.engines.sync_one(name, self._fleet.offer_weights(self._trainer_version))
 
     # ── validation ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -211,22 +211,35 @@ class GrpoBackend:
             validating, self._validating = self._validating, None
             await validating  # each of its answers has a deadline
 
-    async def _validate(self, version: int) -> Validation:
+    async def _validate(self, version: int) -> Validation | None:
         rollouts = Rollouts(self._config, self._fleet, self._template)
-        validation = await validate(rollouts, self._fleet.rollout_names, self._config, self._held_out, version)
-        self._rollouts.failures.update(rollouts.failures)
-        return validation
+        try:
+            return await validate(rollouts, self._fleet.engines, self._config, self._held_out, version)
+        except OutdatedError as error:
+            self._journal.message(f"the validation of version {version} is left to the next sync: {error}")
+            return None
+        finally:
+            self._rollouts.failures.update(rollouts.failures)
 
-    def _validated(self, task: "asyncio.Task[Validation]") -> None:
+    def _validated(self, task: "asyncio.Task[Validation | None]") -> None:
         if task.cancelled() or task.exception() is not None:
             return  # `_finish_validation` raises it
         validation = task.result()
+        if validation is None:
+            return
         self._run.checkpoints.set_score(validation.version, validation.reward)
         self._journal.validated(validation)
 
     async def finish(self) -> None:
         """Wait for the last validation."""
         await self._finish_validation()
+
+    async def close(self) -> None:
+        """Leave nothing behind that would go on by itself."""
+        await self._fleet.engines.forget_errands()
+        if self._validating is not None:
+            self._validating.cancel()
+            await asyncio.gather(self._validating, return_exceptions=True)
 
     # ── checkpoints ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -259,8 +272,10 @@ class GrpoBackend:
     # ── watching ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def idle(self, wait: str, idle_s: float) -> float:
-        """Show the wait; raise if a process has died without which nothing goes on."""
+        """Show the wait; let engines come and go; raise if a process has died without which nothing goes on."""
         self._fleet.raise_if_dead()
+        if (number := take_asked_engines(self._run, self._journal.message)) is not None:
+            self._fleet.engines.scale(number)
         self._journal.waiting(wait, idle_s)
         return float(self._num_sampled_tokens)
 

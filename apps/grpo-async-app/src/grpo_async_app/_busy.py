@@ -30,13 +30,15 @@ class BusyClock:
 
     Args:
         trainer: name of the trainer.
-        rollouts: names of the rollout engines.
+        num_rollouts: how many rollout engines there are now; all but the trainer count as such.
         now_s: clock, in seconds.
         on_span: told of each stretch in which a role was busy.
     """
 
-    def __init__(self, trainer: str, rollouts: Iterable[str], now_s: Callable[[], float], on_span: OnSpan) -> None:
-        self._trainer, self._rollouts = trainer, frozenset(rollouts)
+    def __init__(
+        self, trainer: str, num_rollouts: Callable[[], int], now_s: Callable[[], float], on_span: OnSpan
+    ) -> None:
+        self._trainer, self._num_rollouts = trainer, num_rollouts
         self._now_s, self._on_span = now_s, on_span
         self._open: dict[str, int] = {}
         self._held: set[str] = set()
@@ -68,11 +70,11 @@ class BusyClock:
         """Shares since the last lap."""
         self._change(lambda: None)
         wall_s = max(self._last_s - self._lap_s, 1e-9)
-        rollout_s = sum(self._busy_s.get(name, 0.0) for name in self._rollouts) / max(len(self._rollouts), 1)
+        rollout_s = sum(busy_s for role, busy_s in self._busy_s.items() if role != self._trainer)
         shares = BusyShares(
             wall_s=wall_s,
             trainer_idle=1 - self._busy_s.get(self._trainer, 0.0) / wall_s,
-            rollout_idle=1 - rollout_s / wall_s,
+            rollout_idle=max(0.0, 1 - rollout_s / max(self._num_rollouts(), 1) / wall_s),
             overlap=self._overlap_s / wall_s,
         )
         self._busy_s.clear()
@@ -85,7 +87,7 @@ class BusyClock:
         passed_s, self._last_s = now_s - self._last_s, now_s
         for role in self._since_s:
             self._busy_s[role] = self._busy_s.get(role, 0.0) + passed_s
-        if self._trainer in self._since_s and self._rollouts & self._since_s.keys():
+        if self._trainer in self._since_s and len(self._since_s) > 1:
             self._overlap_s += passed_s
         apply()
         active = {role for role, count in self._open.items() if count and role not in self._held}

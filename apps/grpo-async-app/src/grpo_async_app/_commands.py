@@ -5,8 +5,10 @@ from pathlib import Path
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._evaluation import validated_names
 from grpo_async_app._plan import describe_plan
+from grpo_async_app._plan_command import plan_command
 from grpo_async_app._preflight import Preflight, check_run, check_same_data
 from grpo_async_app._quickstart import find_lesson, make_model, quickstart_config, warm_up
+from grpo_async_app._scaling import ask_for_engines
 from grpo_async_app._train import evaluate, resume, train, with_model
 from offbeat_async_policy import LoopSummary
 from offbeat_run import (
@@ -34,7 +36,7 @@ def dispatch(words: list[str]) -> int:
     Raises:
         OffbeatError: whatever it raises.
     """
-    return run_named_command(words, _COMMANDS, GrpoConfig)
+    return run_named_command(["--format=json" if word == "--json" else word for word in words], _COMMANDS, GrpoConfig)
 
 
 def _train(words: CommandWords, file: str) -> int:
@@ -59,11 +61,6 @@ def _quickstart(words: CommandWords) -> int:
         return _conclude(preflight, train(preflight, run), run)
 
 
-def _plan(words: CommandWords, file: str) -> int:
-    print_table(describe_plan(check_run(load_config(file, GrpoConfig, words.overrides))), title="plan")
-    return 0
-
-
 def _resume(words: CommandWords, folder: str) -> int:
     with RunFolder.open(folder) as run:
         config = load_config(run.config, GrpoConfig, words.overrides)
@@ -85,11 +82,20 @@ def _eval(words: CommandWords, folder: str) -> int:
     return 0
 
 
+def _scale(words: CommandWords, folder: str) -> int:
+    number = whole_number(words, "engines")
+    with RunFolder.open(folder, write=False) as run:
+        ask_for_engines(run, number)
+    print(f"{number} rollout engines asked for; the run says when they have joined or left")
+    return 0
+
+
 _COMMANDS: dict[str, Command] = {
     "quickstart": Command(_quickstart, options=("lesson", "out", "seed"), overrides=True),
     "train": Command(_train, "FILE", options=("out",), overrides=True),
-    "plan": Command(_plan, "FILE", overrides=True),
+    "plan": Command(plan_command, "FILE", options=("cluster", "fit", "format"), overrides=True),
     "resume": Command(_resume, "RUN", overrides=True),
+    "scale": Command(_scale, "RUN", options=("engines",)),
     "eval": Command(_eval, "RUN", overrides=True),
     "report": Command(report_command, "RUN", options=("serve",)),
     "doctor": Command(doctor_command),
@@ -98,7 +104,8 @@ _COMMANDS: dict[str, Command] = {
 
 def _show_plan(preflight: Preflight, run: RunFolder) -> None:
     rows = describe_plan(preflight)
-    run.write_plan(rows)
+    run.write_plan([*rows, ("placement", f"\n{preflight.placement.picture}")])
+    print(preflight.placement.picture)
     print_table(rows, title="plan")
     print(f"run folder: {run.path}")
 

@@ -42,6 +42,12 @@ class RolloutConfig(RolloutEngineSettings):
     stop: list[str] = setting([], "Texts that end a completion.")
     seed: int = setting(0, "Seed of sampling; every sample draws from a stream of its own.", ge=0)
     sync_bucket_bytes: int = setting(64 * 2**20, "Weights travel in buckets of this size.", "bytes", ge=4096)
+    serve_port: int | None = setting(
+        None,
+        "Serve the policy in training to agents outside: engine i at loopback, port serve_port + i; 0: free ones.",
+        ge=0,
+        le=65535,
+    )
 
     def sampling(self, seed: int) -> SamplingParams:
         """How training samples are drawn, with the seed of one group."""
@@ -106,6 +112,20 @@ class GrpoConfig:
             model_path=model_path,
             trust_remote_code=self.model.trust_remote_code,
         )
+
+    def endpoint(self, engine: str) -> dict[str, Any]:
+        """What makes a rollout role serve its engine to others too; nothing where `rollout.serve_port` is none.
+
+        A request from outside may be waited for by a sync, and must not use up its deadline.
+
+        Args:
+            engine: its name, such as "rollout-0".
+        """
+        port = self.rollout.serve_port
+        if port is None:
+            return {}
+        number = int(engine.rpartition("-")[2])
+        return {"serve_port": port and port + number, "serve_deadline_s": self.async_.sync_deadline_s / 2}
 
     def train_engine(self, model_path: str, num_threads: int) -> TrainEngineConfig:
         """What the training backend is given: scores at the sampler's temperature."""

@@ -1,13 +1,15 @@
 """Validation: held-out prompts completed by the engines that also serve training."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from grpo_async_app._config import GrpoConfig
-from grpo_async_app._rollouts import Rollouts
+from grpo_async_app._engines import Engines
+from grpo_async_app._gathering import all_or_first_error
+from grpo_async_app._rollouts import Rollouts, ScoredTrajectory
 from offbeat_data import Prompt
-from offbeat_types import GenerateRequest, SamplingParams, Trajectory
+from offbeat_types import GenerateRequest, OffbeatError, PeerFailedError, SamplingParams, Trajectory
 
 VALIDATED = {
     "eval/accuracy": "accuracy",
@@ -18,6 +20,10 @@ VALIDATED = {
 
 Answered = tuple[Prompt, Trajectory, float]
 """A held-out prompt, what the model made of it, and its reward."""
+
+
+class OutdatedError(OffbeatError):
+    """An engine that died while it answered was started again with newer weights: the answers are of two versions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,19 +63,21 @@ def validation_prompts(config: GrpoConfig, held_out: tuple[Prompt, ...]) -> tupl
 
 
 async def validate(
-    rollouts: Rollouts, engines: Sequence[str], config: GrpoConfig, prompts: tuple[Prompt, ...], version: int
+    rollouts: Rollouts, engines: Engines, config: GrpoConfig, prompts: tuple[Prompt, ...], version: int
 ) -> Validation:
-    """Sample and score every prompt once.
+    """Sample and score every prompt once; a prompt whose engine dies is asked again.
 
     Args:
         rollouts: samples and scores.
-        engines: names of the rollout engines, which share the prompts.
+        engines: share the prompts by load.
         config: of the run.
         prompts: held out.
         version: policy version that the engines serve.
 
     Raises:
         DeadlineError: one answer took longer than `async.group_deadline_s`.
+        OutdatedError: an engine serves another version by now.
+        PeerFailedError: the engines died over one prompt more than `async.max_group_retries` times.
     """
     params = SamplingParams(
         max_tokens=config.rollout.max_tokens,
@@ -80,11 +88,14 @@ async def validate(
 
     async def answer(number: int, prompt: Prompt) -> Answered | None:
         request = GenerateRequest(request_id=f"eval-{version}-{number}", prompt_ids=prompt.ids, params=params)
-        for sample in await rollouts.sample(engines[number % len(engines)], prompt, request):
+        for sample in await _sample(rollouts, engines, prompt, request, config.async_.max_group_retries):
+            served = {segment.version for turn in sample.trajectory.turns for segment in turn.segments}
+            if served - {version}:
+                raise OutdatedError(f"version {max(served)} has answered a prompt of the validation of {version}")
             return prompt, sample.trajectory, sample.reward
         return None
 
-    samples = await _bounded(answer, prompts, limit=2 * config.rollout.max_running * len(engines))
+    samples = await _bounded(answer, prompts, limit=2 * config.rollout.max_running * len(engines.names))
     count, has_turns = max(len(samples), 1), bool(config.environment.name)
     return Validation(
         version=version,
@@ -96,6 +107,21 @@ async def validate(
     )
 
 
+async def _sample(
+    rollouts: Rollouts, engines: Engines, prompt: Prompt, request: GenerateRequest, max_retries: int
+) -> list[ScoredTrajectory]:
+    """One sample, from another engine when one dies over it."""
+    for retries_left in reversed(range(max_retries + 1)):
+        name = engines.least_loaded()
+        try:
+            with engines.hold(name):
+                return await rollouts.sample(name, prompt, request)
+        except PeerFailedError:
+            if not retries_left:
+                raise
+    raise AssertionError  # the last attempt returns or raises
+
+
 async def _bounded(
     answer: Callable[[int, Prompt], Awaitable[Answered | None]], prompts: tuple[Prompt, ...], limit: int
 ) -> list[Answered]:
@@ -105,5 +131,5 @@ async def _bounded(
         async with gate:
             return await answer(number, prompt)
 
-    answers = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
+    answers = await all_or_first_error([one(number, prompt) for number, prompt in enumerate(prompts)])
     return [answered for answered in answers if answered is not None]

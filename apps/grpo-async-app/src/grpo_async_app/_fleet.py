@@ -1,50 +1,29 @@
-"""The processes of a run: one trainer, some rollout engines, a verifier; started, called, restarted, stopped."""
+"""The processes of a run: trainer, rollout engines, environments, a verifier; started, called, restarted, stopped."""
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from grpo_async_app._config import GrpoConfig
+from grpo_async_app._engines import Engines
 from grpo_async_app._environment_process import EnvironmentProcess
 from grpo_async_app._gathering import all_or_first_error
-from grpo_async_app._trainers import DEATH_SEEN_AFTER_S, Trainers, start_trainers
+from grpo_async_app._handover import WeightOffer
+from grpo_async_app._placement import Placement
+from grpo_async_app._restarts import RestartBudget, Tell, start_again
+from grpo_async_app._trainers import Trainers, start_trainers
 from offbeat_cluster import ActorHandle, Launcher, RoleSpec, available_cpus, split_threads
 from offbeat_data import GuardedReward, Prompt, RewardScore
-from offbeat_types import (
-    Completion,
-    ConfigError,
-    DeadlineError,
-    GenerateRequest,
-    PeerFailedError,
-    WeightProof,
-    WeightSyncError,
-    load_backend,
-)
+from offbeat_types import ConfigError, Metric, Metrics, PeerFailedError, WeightProof, load_backend
 from offbeat_weightsync import new_socket_path
 
 _log = logging.getLogger(__name__)
 
-
-SyncOne = Callable[[str], Awaitable[None]]
-"""Brings the trainer's weights to the engine of this name, when no update and no other sync runs."""
-
 QUICK_STOP_S = 2.0
 """Time for all roles to stop when the run has failed or was interrupted: nobody waits for an update to finish then."""
-
-
-@dataclass
-class _Rollout:
-    """One rollout engine: its process, and how much it has to do."""
-
-    spec: RoleSpec
-    handle: ActorHandle
-    num_groups: int = 0
-    restarting: bool = False
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Fleet:
@@ -54,18 +33,22 @@ class Fleet:
         config: of the run.
         model_path: folder the engines start from.
         log_folder: takes one log file per role.
-    """
 
-    trainer: Trainers
+    Attributes:
+        tell: takes a line when something has happened to a role.
+        engines: the rollout engines.
+        environment: where the run has one.
+    """
 
     def __init__(self, config: GrpoConfig, model_path: str, log_folder: Path) -> None:
         self._config, self._model_path, self._log_folder = config, model_path, log_folder
         self._launcher: Launcher = load_backend("offbeat.launcher", config.cluster.launcher)("grpo", config.cluster)
-        self._rollouts: dict[str, _Rollout] = {}
         self._socket_path = new_socket_path()
-        self._restarts: set[asyncio.Task[None]] = set()
         self._threads = plan_threads(config)
-        self.num_restarts = 0
+        self._trainer: Trainers | None = None
+        self.tell: Tell = _log.warning
+        self._budget = RestartBudget(config.cluster.max_restarts, config.cluster.restart_window_s)
+        self.engines = Engines(config, self._start_rollout, self._budget, self._say)
         self.environment = self._environment() if config.environment.name else None
         self._reward = (
             GuardedReward(config.reward, start_timeout_s=config.cluster.start_timeout_s)
@@ -79,8 +62,9 @@ class Fleet:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for restart in self._restarts:
-            restart.cancel()
+        await self.engines.close()
+        if self._trainer is not None:
+            await self._trainer.forget()
         await self._launcher.close(QUICK_STOP_S if error else None)
         if self._reward is not None:
             self._reward.close()
@@ -89,69 +73,35 @@ class Fleet:
         """End every role now; leaving the block then takes no time."""
         self._launcher.kill()
 
-    @property
-    def rollout_names(self) -> list[str]:
-        """Names of the rollout engines, in order."""
-        return [f"rollout-{number}" for number in range(self._config.rollout.num_engines)]
+    def _say(self, line: str) -> None:
+        self.tell(line)
 
-    async def start_training(self, num_updates: int, checkpoint: Path | None) -> None:
+    async def start_training(self, placement: Placement, num_updates: int, checkpoint: Path | None) -> None:
         """Start every role at once, and wait until all are ready. No engine samples before its first weight sync.
 
         Args:
+            placement: of the roles.
             num_updates: of the whole run, for the learning rate's schedule.
             checkpoint: folder the trainer goes on from.
         """
-        cluster, spec = self._config.cluster, self._trainer_spec(num_updates, checkpoint)
-        trainers = start_trainers(
-            self._launcher,
-            spec,
-            self._config.engine.num_ranks,
-            start_deadline_s=cluster.start_timeout_s,
-            call_deadline_s=self._config.async_.update_deadline_s,
+        await self._launcher.place(placement.plan, placement.groups)
+        self._trainer, *_ = await all_or_first_error(
+            [self._start_trainers(num_updates, checkpoint), self._start_serving()]
         )
-        self.trainer, *_ = await all_or_first_error([trainers, self._start_serving()])
 
     async def start(self) -> None:
         """Start the rollout engines alone: they serve the model folder as it is."""
         await self._start_serving()
-        for rollout in self._rollouts.values():
-            rollout.ready.set()
+        self.engines.serve()
 
     async def _start_serving(self) -> None:
-        specs = self._rollout_specs()
         environments = [self.environment.start()] if self.environment else []
-        handles = await all_or_first_error([*(self._launcher.start(spec) for spec in specs), *environments])
-        for spec, handle in zip(specs, handles, strict=False):  # the environment keeps its own
-            self._rollouts[spec.name] = _Rollout(spec=spec, handle=handle)
+        await all_or_first_error([self.engines.start(), *environments])
 
-    # ── sampling and scoring ──────────────────────────────────────────────────────────────────────────────────────
+    async def _start_rollout(self, name: str) -> ActorHandle:
+        return await self._launcher.start(self._rollout_spec(name))
 
-    def least_loaded(self) -> str:
-        """The ready rollout engine with the fewest groups; any engine when none is ready."""
-        ready = {name: rollout for name, rollout in self._rollouts.items() if rollout.ready.is_set()}
-        pool = ready or self._rollouts
-        return min(pool, key=lambda name: pool[name].num_groups)
-
-    async def generate(self, name: str, request: GenerateRequest, deadline_s: float) -> list[Completion]:
-        """Sample on one engine, once it is ready.
-
-        Raises:
-            PeerFailedError: the engine died; it is being started again.
-        """
-        rollout = self._rollouts[name]
-        rollout.num_groups += 1
-        try:
-            async with asyncio.timeout(deadline_s):
-                await rollout.ready.wait()
-            return await rollout.handle.call("generate", request, returns=list[Completion], deadline_s=deadline_s)
-        except TimeoutError:
-            raise DeadlineError("generate", f"{name} to be ready", deadline_s, "see its log") from None
-        finally:
-            rollout.num_groups -= 1
-
-    async def abort(self, request_id: str) -> None:
-        """End a request wherever it runs."""
-        await asyncio.gather(*(rollout.handle.call("abort", request_id) for rollout in self._rollouts.values()))
+    # ── scoring ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def score(self, prompt: Prompt, texts: list[str]) -> list[RewardScore]:
         """Rewards of completions of one prompt. One that takes its verifier too long gets 0 and is counted.
@@ -167,76 +117,70 @@ class Fleet:
             )
         return await asyncio.to_thread(lambda: [reward.score(prompt, text) for text in texts])
 
-    # ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the trainer ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def sync(self, version: int, interrupt: bool, sync_one: SyncOne) -> None:
-        """Bring the trainer's weights to every engine, one after the other: the fleet never stops as a whole."""
-        for name, rollout in self._rollouts.items():
-            if rollout.restarting:
-                continue  # it gets its weights when it is up again
-            try:
-                await self._sync_one(name, version, interrupt)
-            except (PeerFailedError, WeightSyncError) as error:
-                await self._raise_unless_dead(rollout, error)
-                self.restart_if_dead(name, sync_one)
+    @property
+    def trainer(self) -> Trainers:
+        """The trainer, started."""
+        assert self._trainer is not None
+        return self._trainer
 
-    async def _sync_one(self, name: str, version: int, interrupt: bool) -> None:
-        rollout, deadline_s = self._rollouts[name], self._config.async_.sync_deadline_s
-        if rollout.ready.is_set():
-            await rollout.handle.call("pause", "keep" if interrupt else "wait", deadline_s=deadline_s)
-        send = self.trainer.call(
-            "send_weights", version, deadline_s, returns=list[WeightProof], deadline_s=deadline_s + 5
+    async def trainer_death(self) -> PeerFailedError | None:
+        """How the trainer has ended; None when it goes on, or was never started."""
+        return await self._trainer.death() if self._trainer is not None else None
+
+    async def restart_trainer(self, cause: str, num_updates: int, checkpoint: Path | None) -> None:
+        """Start all ranks of a trainer again that has died; the engines wait meanwhile.
+
+        Args:
+            cause: how it has ended, in words.
+            num_updates: of the whole run.
+            checkpoint: folder the trainer goes on from; None: from the beginning.
+
+        Raises:
+            PeerFailedError: it has died too often; with the cause.
+        """
+        await self.trainer.destroy()
+        start = partial(self._start_trainers, num_updates, checkpoint)
+        self._trainer = await start_again(self._budget, "trainer", cause, start, self._say)
+
+    async def _start_trainers(self, num_updates: int, checkpoint: Path | None) -> Trainers:
+        cluster = self._config.cluster
+        self._socket_path = new_socket_path()  # what still looks for a former trainer shall not find this one
+        return await start_trainers(
+            self._launcher,
+            self._trainer_spec(num_updates, checkpoint),
+            self._config.engine.num_ranks,
+            start_deadline_s=cluster.start_timeout_s,
+            call_deadline_s=self._config.async_.update_deadline_s,
+            silent_after_s=cluster.silent_after_s,
         )
-        take = rollout.handle.call(
-            "receive_weights",
-            self._socket_path,
-            version,
-            deadline_s,
-            name,
-            returns=WeightProof,
-            deadline_s=deadline_s + 5,
+
+    def offer_weights(self, version: int) -> WeightOffer:
+        """The weights the trainer holds, under this version, for engines to fetch."""
+        trainer, deadline_s = self.trainer, self._config.async_.sync_deadline_s
+        send = partial(
+            trainer.call, "send_weights", version, deadline_s, returns=list[WeightProof], deadline_s=deadline_s + 5
         )
-        await all_or_first_error([send, take])
-        await rollout.handle.call("resume", deadline_s=deadline_s)
-        rollout.ready.set()
+        return WeightOffer(version=version, socket_path=self._socket_path, send=send)
 
-    # ── life and death ────────────────────────────────────────────────────────────────────────────────────────────
-
-    def restart_if_dead(self, name: str, sync_one: SyncOne) -> None:
-        """Start a dead rollout engine again in the background; `sync_one` brings it the trainer's weights."""
-        rollout = self._rollouts[name]
-        if rollout.handle.alive or rollout.restarting:
-            return
-        rollout.restarting = True
-        rollout.ready.clear()
-        task = asyncio.create_task(self._restart(rollout, sync_one))
-        self._restarts.add(task)
-
-    async def _restart(self, rollout: _Rollout, sync_one: SyncOne) -> None:
-        self.num_restarts += 1
-        _log.warning("%s died and is started again", rollout.spec.name)
-        rollout.handle = await self._launcher.start(rollout.spec)
-        await sync_one(rollout.spec.name)
-        rollout.restarting = False
-
-    async def _raise_unless_dead(self, rollout: _Rollout, error: Exception) -> None:
-        """Raise the error when the engine lives: then it is not a matter of starting it again."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DEATH_SEEN_AFTER_S):
-                await rollout.handle.wait_dead()
-        if rollout.handle.alive:
-            raise error
-
-    async def sync_restarted(self, name: str, version: int) -> None:
-        """Bring the weights to one engine that has been started again."""
-        await self._sync_one(name, version, interrupt=False)
+    # ── how it goes ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def raise_if_dead(self) -> None:
         """Raise when a role is gone without which the run cannot go on."""
-        for restart in self._restarts:
-            if restart.done() and not restart.cancelled() and (error := restart.exception()):
-                raise error
+        self.engines.raise_if_failed()
         self.trainer.raise_if_dead()
+
+    def metrics(self) -> Metrics:
+        """What has happened to the roles, where anything has: the line of a run without accidents holds none of it."""
+        num_engines = len(self.engines.names)
+        counts = {
+            "engines/restarts": self.engines.num_restarts,
+            "engines/stragglers": len(self.engines.stragglers),
+            "engines/serving": num_engines if num_engines != self._config.rollout.num_engines else 0,
+            "trainer/restarts": self._budget.spent["trainer"],
+        }
+        return {name: Metric(value=float(count), how="last") for name, count in counts.items() if count}
 
     # ── what is started ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -274,20 +218,18 @@ class Fleet:
         )
         return EnvironmentProcess(self._launcher, spec, self._config.environment.step_timeout_s)
 
-    def _rollout_specs(self) -> list[RoleSpec]:
-        return [
-            RoleSpec(
-                name=name,
-                target="grpo_async_app._roles.rollout:RolloutRole",
-                kwargs={
-                    "backend": self._config.rollout.backend,
-                    "config": self._config.rollout_engine(self._model_path, self._threads["rollout"]),
-                },
-                num_threads=self._threads["rollout"],
-                log_path=self._log_folder / f"{name}.log",
-            )
-            for name in self.rollout_names
-        ]
+    def _rollout_spec(self, name: str) -> RoleSpec:
+        return RoleSpec(
+            name=name,
+            target="grpo_async_app._roles.rollout:RolloutRole",
+            kwargs={
+                "backend": self._config.rollout.backend,
+                "config": self._config.rollout_engine(self._model_path, self._threads["rollout"]),
+                **self._config.endpoint(name),
+            },
+            num_threads=self._threads["rollout"],
+            log_path=self._log_folder / f"{name}.log",
+        )
 
 
 def plan_threads(config: GrpoConfig) -> dict[str, int]:

@@ -63,7 +63,7 @@ class Journal:
         trained: Metrics,
         shares: BusyShares,
         statistics: Statistics,
-        num_restarts: int,
+        accidents: Metrics,
         failures: Mapping[str, int],
     ) -> None:
         """Write down one update.
@@ -75,7 +75,7 @@ class Journal:
             trained: metrics of the trainer.
             shares: of the time since the update before.
             statistics: of the policy; its lags do not hold this update yet.
-            num_restarts: times a rollout engine was started again.
+            accidents: what has happened to the roles: restarts, stragglers.
             failures: episodes whose environment failed since the start, by reason.
         """
         values = {
@@ -91,9 +91,8 @@ class Journal:
             "groups/filtered": Metric(value=float(statistics.filtered), how="last"),
             "groups/dropped": Metric(value=float(statistics.dropped), how="last"),
             "groups/reissued": Metric(value=float(statistics.reissued), how="last"),
+            **accidents,
         }
-        if num_restarts:  # seldom: not in the line of every run
-            values["engines/restarts"] = Metric(value=float(num_restarts), how="last")
         values.update({f"environment/{reason}": _count(number) for reason, number in failures.items()})
         self._log.write(version, {**values, "async/lag_histogram": _lag_histogram(groups, version - 1)})
         shown = groups[: self._config.log.train_generations]

@@ -1,35 +1,26 @@
 """The plan of a run in words: resources, memory, batch arithmetic. Starts nothing."""
 
+from grpo_async_app._batch import BatchArithmetic
 from grpo_async_app._fleet import plan_threads
 from grpo_async_app._preflight import Preflight
 from offbeat_cluster import available_cpus
 from offbeat_run import count_text, size_text
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
     """Rows of (what, how much), in the order to read them."""
     config, model, prompts = preflight.config, preflight.model, preflight.prompts
-    threads, policy = plan_threads(config), config.async_
-    samples = policy.groups_per_update * config.rollout.samples_per_prompt
+    threads, batch, memory = plan_threads(config), BatchArithmetic.of(config), preflight.memory
+    memory_rows = memory.rows(preflight.placement)[1:] if memory else [("memory", _weights_text(preflight))]
     rows = [
         ("model", f"{model.family}, {count_text(model.num_parameters)} parameters, {model.path}"),
         ("data", _describe_data(preflight)),
         ("processes", _describe_processes(preflight, threads)),
-        ("memory", _describe_memory(preflight)),
-        (
-            "batch",
-            f"{policy.groups_per_update} prompts x {config.rollout.samples_per_prompt} samples = {samples} samples an "
-            f"update, in {policy.require_batches} optimizer step(s) of {policy.mini_batch_size} prompts",
-        ),
-        (
-            "asynchrony",
-            f"{policy.mode}: sync every {policy.trigger_parameter_sync_step} update(s), at most "
-            f"{policy.max_admitted} prompts started between two syncs",
-        ),
+        *memory_rows,
+        *batch.rows(),
+        ("asynchrony", f"{config.async_.mode}, staleness {config.async_.staleness_threshold:g}"),
         *_describe_environment(preflight),
-        ("length", f"{preflight.num_updates} updates of {policy.groups_per_update} prompts each"),
+        ("length", f"{preflight.num_updates} updates of {batch.groups_per_update} prompts each"),
         ("objective", f"{config.algorithm.advantage} advantages, {config.algorithm.loss} loss"),
         (
             "checkpoints",
@@ -40,7 +31,8 @@ def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
         rows.append(
             ("validation", f"{len(preflight.held_out)} held-out prompts every {config.eval.every_updates} updates")
         )
-    rows += [("notice", notice) for notice in (*preflight.notices, *_thread_notice(preflight, threads))]
+    notices = [*preflight.notices, *batch.notices(), *_thread_notice(preflight, threads)]
+    rows += [("notice", notice) for notice in [*notices, *(memory.notices(preflight.placement) if memory else [])]]
     return [*rows, ("prompt tokens", f"longest {prompts.train_counts.longest}, limit {config.data.max_prompt_tokens}")]
 
 
@@ -84,14 +76,9 @@ def _thread_notice(preflight: Preflight, threads: dict[str, int]) -> list[str]:
     ]
 
 
-def _describe_memory(preflight: Preflight) -> str:
-    config, count = preflight.config, preflight.model.num_parameters
-    moments = 1 if config.engine.lora_rank else 4  # float32 weights; gradients and two moments of all
-    trainer = count * 4 * moments // config.engine.num_ranks
-    rollout = count * _BYTES[config.rollout.dtype]
-    buckets = 2 * config.rollout.sync_bucket_bytes
+def _weights_text(preflight: Preflight) -> str:
+    """What can be said of a family whose formulas are not known."""
+    held = 4 * preflight.model.num_parameters // preflight.config.engine.num_ranks
     return (
-        f"each trainer {size_text(trainer)} (weights, and what is trained of gradients and moments) + activations of "
-        f"{config.engine.max_tokens_per_microbatch} tokens; each rollout {size_text(rollout)} + KV cache; "
-        f"weight sync up to {size_text(buckets)}"
+        f"of {preflight.model.family} only the weights can be told: {size_text(held)} in float32 on each trainer rank"
     )

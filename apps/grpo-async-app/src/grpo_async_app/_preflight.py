@@ -5,6 +5,8 @@ from inspect import signature
 
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._evaluation import validation_prompts
+from grpo_async_app._memory import RunMemory, estimate_memory
+from grpo_async_app._placement import Placement, find_site, place_run
 from offbeat_data import (
     Prompt,
     PromptSet,
@@ -17,7 +19,7 @@ from offbeat_data import (
 )
 from offbeat_objectives import check_algorithm
 from offbeat_run import ModelFolder, check_trackers, inspect_model
-from offbeat_types import ConfigError, load_backend
+from offbeat_types import ConfigError, ModelError, load_backend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,8 @@ class Preflight:
         model: the model folder.
         prompts: training prompts, held-out prompts and their counts.
         held_out: the held-out prompts a validation uses.
+        placement: every rank in its place, on the nodes that the launcher would start it on.
+        memory: estimates of one rank of each role; None for a family whose formulas are not known.
         template: puts an environment's words into tokens; None without an environment.
         notices: choices that work and are probably not meant.
     """
@@ -37,6 +41,8 @@ class Preflight:
     model: ModelFolder
     prompts: PromptSet
     held_out: tuple[Prompt, ...]
+    placement: Placement
+    memory: RunMemory | None = None
     template: TurnTemplate | None = None
     notices: tuple[str, ...] = ()
 
@@ -75,16 +81,11 @@ def check_run(config: GrpoConfig) -> Preflight:
     Raises:
         UserError: the first thing that is wrong, with what to do.
     """
-    config.environment.check(has_reward=config.reward.is_set)
-    notices = check_algorithm(
-        config.algorithm,
-        samples_per_prompt=config.rollout.samples_per_prompt,
-        max_tokens=config.max_response_tokens,
-    )
+    notices = check_settings(config)
     check_trackers(config.log)
+    placement = place_run(config, find_site(config))
     model = inspect_model(config.model.path)
-    _check_lengths(config, model)
-    load_backend("offbeat.launcher", config.cluster.launcher)
+    _check_positions(config, model)
     load_backend("offbeat.engine", config.engine.backend)
     load_backend("offbeat.rollout", config.rollout.backend)
     _check_devices(config)
@@ -99,7 +100,42 @@ def check_run(config: GrpoConfig) -> Preflight:
         raise ConfigError(
             "eval.every_updates needs held-out prompts: set data.eval_size or data.eval_path, or set it to 0"
         )
-    return Preflight(config=config, model=model, prompts=prompts, held_out=held_out, template=template, notices=notices)
+    return Preflight(
+        config=config,
+        model=model,
+        prompts=prompts,
+        held_out=held_out,
+        placement=placement,
+        memory=_estimate_memory(config),
+        template=template,
+        notices=notices,
+    )
+
+
+def check_settings(config: GrpoConfig) -> tuple[str, ...]:
+    """Check what settings alone tell, wherever the run will be.
+
+    Returns:
+        Choices that work and are probably not meant.
+
+    Raises:
+        ConfigError: the first thing that is wrong, with what to do.
+    """
+    config.environment.check(has_reward=config.reward.is_set)
+    notices = check_algorithm(
+        config.algorithm,
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        max_tokens=config.max_response_tokens,
+    )
+    _check_lengths(config)
+    return tuple(notices)
+
+
+def _estimate_memory(config: GrpoConfig) -> RunMemory | None:
+    try:
+        return estimate_memory(config)
+    except ModelError:
+        return None  # an estimate is a help: a family without one can be trained all the same
 
 
 def check_same_data(begun: GrpoConfig, now: GrpoConfig) -> None:
@@ -117,7 +153,7 @@ def check_same_data(begun: GrpoConfig, now: GrpoConfig) -> None:
             )
 
 
-def _check_lengths(config: GrpoConfig, model: ModelFolder) -> None:
+def _check_lengths(config: GrpoConfig) -> None:
     longest = config.data.max_prompt_tokens + config.max_response_tokens
     limit = "environment.max_tokens" if config.environment.name else "rollout.max_tokens"
     if longest > config.rollout.max_model_len:
@@ -125,6 +161,9 @@ def _check_lengths(config: GrpoConfig, model: ModelFolder) -> None:
             f"data.max_prompt_tokens + {limit} = {longest} is more than rollout.max_model_len = "
             f"{config.rollout.max_model_len}: raise the last or lower one of the others"
         )
+
+
+def _check_positions(config: GrpoConfig, model: ModelFolder) -> None:
     if model.max_positions and config.rollout.max_model_len > model.max_positions:
         raise ConfigError(
             f"rollout.max_model_len = {config.rollout.max_model_len} is more than the {model.max_positions} positions "

@@ -117,7 +117,7 @@ class Rollouts:
 
     async def _generate(self, name: str, request: GenerateRequest) -> list[Completion]:
         with self._busy(name):
-            return await self._fleet.generate(name, request, self._deadline_s)
+            return await self._fleet.engines.generate(name, request, self._deadline_s)
 
 
 def _later_turn(request: GenerateRequest, context_ids: Ids, index: int, turn: int, max_tokens: int) -> GenerateRequest:

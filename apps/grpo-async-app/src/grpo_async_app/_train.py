@@ -12,16 +12,15 @@ from grpo_async_app._interrupt import run_interruptible
 from grpo_async_app._journal import Journal
 from grpo_async_app._preflight import Preflight
 from grpo_async_app._rollouts import Rollouts
+from grpo_async_app._scaling import take_asked_engines
 from offbeat_async_policy import AsyncPolicy, LoopSummary, run_loop
-from offbeat_run import Checkpoint, RunFolder
-from offbeat_types import RunFolderError
+from offbeat_run import Checkpoint, RunFolder, disk_errors
+from offbeat_types import OffbeatError, PeerFailedError, RunFolderError
 
 
 def train(preflight: Preflight, run: RunFolder) -> LoopSummary:
     """Train from the first policy to the end of the data."""
-    policy = AsyncPolicy(preflight.config.async_, preflight.num_groups, preflight.max_updates)
-    policy.request_sync()  # the engines prove that they hold the trainer's weights before anything is sampled
-    return _run(_Session(preflight, run, policy, {}, None))
+    return _run(_Session.from_start(preflight, run))
 
 
 def resume(preflight: Preflight, run: RunFolder) -> LoopSummary:
@@ -32,12 +31,7 @@ def resume(preflight: Preflight, run: RunFolder) -> LoopSummary:
     """
     if not preflight.config.checkpoint.save_optimizer:
         raise RunFolderError(f"{run.path} was run with checkpoint.save_optimizer = false: it cannot be resumed")
-    checkpoint = run.checkpoints.latest()
-    if checkpoint is None:
-        return train(preflight, run)
-    state = read_loop_state(checkpoint.path)
-    policy = AsyncPolicy.restore(preflight.config.async_, state["policy"], preflight.num_groups, preflight.max_updates)
-    return _run(_Session(preflight, run, policy, load_groups(checkpoint.path / LOOP_FOLDER), checkpoint))
+    return _run(_Session.from_latest(preflight, run))
 
 
 def evaluate(preflight: Preflight, log_folder: Path) -> Validation:
@@ -48,20 +42,47 @@ def evaluate(preflight: Preflight, log_folder: Path) -> Validation:
         async with fleet:
             await fleet.start()
             rollouts = Rollouts(preflight.config, fleet, preflight.template)
-            return await validate(rollouts, fleet.rollout_names, preflight.config, preflight.held_out, 0)
+            return await validate(rollouts, fleet.engines, preflight.config, preflight.held_out, 0)
 
     return run_interruptible(once(), fleet.kill)
 
 
 @dataclass(frozen=True)
 class _Session:
-    """What one process does of a run."""
+    """A run from one point on, with one trainer."""
 
     preflight: Preflight
     run: RunFolder
     policy: AsyncPolicy
     groups: dict[int, SampledGroup]
     checkpoint: Checkpoint | None
+
+    @classmethod
+    def from_start(cls, preflight: Preflight, run: RunFolder) -> "_Session":
+        """The whole run."""
+        policy = AsyncPolicy(preflight.config.async_, preflight.num_groups, preflight.max_updates)
+        policy.request_sync()  # the engines prove that they hold the trainer's weights before anything is sampled
+        return cls(preflight, run, policy, {}, None)
+
+    @classmethod
+    def from_latest(cls, preflight: Preflight, run: RunFolder) -> "_Session":
+        """What is left after the latest whole checkpoint; the whole run when there is none."""
+        checkpoint = run.checkpoints.latest()
+        if checkpoint is None:
+            return cls.from_start(preflight, run)
+        config, state = preflight.config.async_, read_loop_state(checkpoint.path)
+        policy = AsyncPolicy.restore(config, state["policy"], preflight.num_groups, preflight.max_updates)
+        return cls(preflight, run, policy, load_groups(checkpoint.path / LOOP_FOLDER), checkpoint)
+
+    @property
+    def folder(self) -> Path | None:
+        """Of the checkpoint."""
+        return self.checkpoint.path if self.checkpoint else None
+
+    @property
+    def step(self) -> int:
+        """Updates done at its beginning; -1 when it is the whole run."""
+        return self.checkpoint.step if self.checkpoint else -1
 
 
 def _run(session: _Session) -> LoopSummary:
@@ -70,31 +91,63 @@ def _run(session: _Session) -> LoopSummary:
 
 
 async def _train(session: _Session, fleet: Fleet) -> LoopSummary:
-    config, preflight, run = session.preflight.config, session.preflight, session.run
-    start = session.checkpoint
-    with Journal(run, config, preflight.num_updates, start.step if start else -1) as journal:
-        async with fleet:
-            journal.message("starting trainer and rollout engines ...")
-            await fleet.start_training(preflight.num_updates, start.path if start else None)
-            run.keep()
-            backend = GrpoBackend(
-                config,
-                fleet,
-                session.policy,
-                prompts=preflight.prompts.train,
-                held_out=preflight.held_out,
-                run=run,
-                journal=journal,
-                groups=session.groups,
-                template=preflight.template,
-            )
-            summary = await run_loop(session.policy, backend)
-            if session.policy.ended_early:
-                journal.message(f"ended early: {session.policy.ended_early}")
-            await backend.finish()
-            if not start or start.step < session.policy.version:
-                await backend.checkpoint(session.policy.state())
-    return summary
+    """Train to the end. A trainer that dies is started again, and goes on as a resumed run does; engines stay up."""
+    death: PeerFailedError | None = None
+    async with fleet:
+        while True:
+            preflight, run = session.preflight, session.run
+            with (
+                disk_errors(run.path),
+                Journal(run, preflight.config, preflight.num_updates, session.step) as journal,
+            ):
+                fleet.tell = journal.message
+                await _start(session, fleet, journal, death)
+                try:
+                    return await _go_on(session, fleet, journal)
+                except OffbeatError:
+                    death = await fleet.trainer_death()
+                    if death is None or not preflight.config.checkpoint.save_optimizer:
+                        raise
+            session = _Session.from_latest(preflight, run)
+
+
+async def _start(session: _Session, fleet: Fleet, journal: Journal, death: PeerFailedError | None) -> None:
+    """Start all roles, or the trainer alone after its death."""
+    num_updates = session.preflight.num_updates
+    if death is not None:
+        await fleet.restart_trainer(f"{death.peer} failed: {death.reason}", num_updates, session.folder)
+        journal.message(f"the run goes on from update {max(session.step, 0)}: what was trained since is trained again")
+        return
+    journal.message("starting trainer and rollout engines ...")
+    take_asked_engines(session.run, journal.message)  # asked of a driver that is gone
+    await fleet.start_training(session.preflight.placement, num_updates, session.folder)
+    session.run.keep()
+
+
+async def _go_on(session: _Session, fleet: Fleet, journal: Journal) -> LoopSummary:
+    """Train to the end with the trainer there is."""
+    preflight, policy = session.preflight, session.policy
+    backend = GrpoBackend(
+        preflight.config,
+        fleet,
+        policy,
+        prompts=preflight.prompts.train,
+        held_out=preflight.held_out,
+        run=session.run,
+        journal=journal,
+        groups=session.groups,
+        template=preflight.template,
+    )
+    try:
+        summary = await run_loop(policy, backend)
+        if policy.ended_early:
+            journal.message(f"ended early: {policy.ended_early}")
+        await backend.finish()
+        if session.step < policy.version:
+            await backend.checkpoint(policy.state())
+        return summary
+    finally:
+        await backend.close()
 
 
 def with_model(config: GrpoConfig, path: Path) -> GrpoConfig:

@@ -1,20 +1,20 @@
-"""The trainer's ranks, called as one."""
+"""The trainer's ranks, called and watched as one."""
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from grpo_async_app._gathering import all_or_first_error
+from grpo_async_app._handover import DEATH_SEEN_AFTER_S
 from grpo_async_app._roles.team import TeamPlace
+from grpo_async_app._watching import wait_gone
 from offbeat_cluster import ActorHandle, Launcher, RoleSpec
 from offbeat_types import PeerFailedError
 
 HOST = "127.0.0.1"
-
-DEATH_SEEN_AFTER_S = 2.0
-"""A call that fails and the death that made it fail are seen one after the other; how long to wait for the second."""
 
 
 class Trainers:
@@ -22,11 +22,16 @@ class Trainers:
 
     Args:
         ranks: in order.
+        silent_after_s: one that answers nothing for so long is killed.
         store: where they met, kept open for them.
     """
 
-    def __init__(self, ranks: Sequence[ActorHandle], store: object = None) -> None:
+    def __init__(self, ranks: Sequence[ActorHandle], silent_after_s: float, store: object = None) -> None:
         self._ranks, self._store = ranks, store
+        self._ends = {
+            rank.name: asyncio.create_task(wait_gone(rank, partial(rank.call, "beat"), silent_after_s))
+            for rank in ranks
+        }
 
     async def call(self, method: str, *args: Any, returns: Any = None, deadline_s: float) -> Any:
         """Call a method of all ranks: see `ActorHandle.call`. The first error of any of them is raised."""
@@ -35,18 +40,20 @@ class Trainers:
                 [rank.call(method, *args, returns=returns, deadline_s=deadline_s) for rank in self._ranks]
             )
         except PeerFailedError as error:
-            raise await self._cause_of(error) from error
+            raise await self.death(error.log_tail) or error from error
         return answers[0]
 
-    async def _cause_of(self, error: PeerFailedError) -> PeerFailedError:
-        """The death of a rank, when that is why another one failed: the ranks may see it before the driver does."""
-        deaths = {asyncio.ensure_future(rank.wait_dead()): rank for rank in self._ranks}
-        ended, others = await asyncio.wait(deaths, timeout=DEATH_SEEN_AFTER_S, return_when=asyncio.FIRST_COMPLETED)
-        for other in others:
-            other.cancel()
-        for death in ended:
-            return PeerFailedError(deaths[death].name, death.result(), error.log_tail)
-        return error
+    async def death(self, log_tail: str = "") -> PeerFailedError | None:
+        """The first death of a rank, when there was one: the ranks may see it before the driver does.
+
+        Args:
+            log_tail: what is known of its last words.
+        """
+        await asyncio.wait(self._ends.values(), timeout=DEATH_SEEN_AFTER_S, return_when=asyncio.FIRST_COMPLETED)
+        for name, end in self._ends.items():
+            if end.done():
+                return PeerFailedError(name, end.result(), log_tail)
+        return None
 
     def raise_if_dead(self) -> None:
         """Raise when a rank is gone.
@@ -54,15 +61,34 @@ class Trainers:
         Raises:
             PeerFailedError: with the rank's name.
         """
+        for name, end in self._ends.items():
+            if end.done():
+                raise PeerFailedError(name, end.result())
+
+    async def destroy(self) -> None:
+        """Kill every rank, and wait until none is left."""
         for rank in self._ranks:
-            if not rank.alive:
-                raise PeerFailedError(rank.name, "its process is gone; resume the run from its last checkpoint")
+            if rank.alive:
+                rank.kill()
+        await asyncio.gather(*self._ends.values())
+
+    async def forget(self) -> None:
+        """Watch over them no longer."""
+        for end in self._ends.values():
+            end.cancel()
+        await asyncio.gather(*self._ends.values(), return_exceptions=True)
 
 
 async def start_trainers(
-    launcher: Launcher, spec: RoleSpec, num_ranks: int, *, start_deadline_s: float, call_deadline_s: float
+    launcher: Launcher,
+    spec: RoleSpec,
+    num_ranks: int,
+    *,
+    start_deadline_s: float,
+    call_deadline_s: float,
+    silent_after_s: float,
 ) -> Trainers:
-    """Start every rank of the trainer at once, and wait until all are ready.
+    """Start every rank of the trainer at once, and wait until all are ready. When one fails, none is left.
 
     Args:
         launcher: starts the roles.
@@ -70,9 +96,10 @@ async def start_trainers(
         num_ranks: how many.
         start_deadline_s: for the ranks to find each other.
         call_deadline_s: for each call among them.
+        silent_after_s: a rank that answers nothing for so long is killed.
     """
     if num_ranks == 1:
-        return Trainers([await launcher.start(spec)])
+        return Trainers([await launcher.start(spec)], silent_after_s)
     from torch._C._distributed_c10d import TCPStore  # imported late: only several ranks need it
 
     # The driver keeps the place where the ranks meet, so it outlives any of them.
@@ -88,8 +115,25 @@ async def start_trainers(
         )
         for rank in range(num_ranks)
     ]
-    ranks = await all_or_first_error([launcher.start(_rank_spec(spec, place)) for place in places])
-    return Trainers(ranks, store)
+    return Trainers(await _start_all(launcher, [_rank_spec(spec, place) for place in places]), silent_after_s, store)
+
+
+async def _start_all(launcher: Launcher, specs: Sequence[RoleSpec]) -> list[ActorHandle]:
+    """Start all or none: their names must be free again for the next attempt."""
+    started: list[ActorHandle] = []
+
+    async def start(spec: RoleSpec) -> ActorHandle:
+        handle = await launcher.start(spec)
+        started.append(handle)
+        return handle
+
+    try:
+        return await all_or_first_error([start(spec) for spec in specs])
+    except BaseException:
+        for handle in started:
+            handle.kill()
+        await asyncio.gather(*(handle.wait_dead() for handle in started))
+        raise
 
 
 def _rank_spec(spec: RoleSpec, place: TeamPlace) -> RoleSpec:

@@ -1,8 +1,11 @@
 """The rollout role: one rollout engine of any backend in a process of its own."""
 
 import asyncio
+from typing import TYPE_CHECKING
 
+from offbeat_data import load_tokenizer
 from offbeat_types import (
+    BackendError,
     Completion,
     EngineHealth,
     GenerateRequest,
@@ -14,6 +17,12 @@ from offbeat_types import (
 )
 from offbeat_weightsync import receive
 
+if TYPE_CHECKING:
+    from offbeat_serve import RolloutServer
+
+SERVED_NAME = "policy"
+"""What agents outside call the model."""
+
 
 class RolloutRole:
     """Serves one engine, and takes its weights straight from the trainer.
@@ -21,16 +30,43 @@ class RolloutRole:
     Args:
         backend: name under the entry-point group `offbeat.rollout`.
         config: the engine's.
+        serve_port: where agents outside are served too, from the first weights on; 0: a free one, told in the log.
+        serve_deadline_s: seconds one of their requests may take.
     """
 
     _engine: RolloutEngine
 
-    def __init__(self, *, backend: str, config: RolloutEngineConfig) -> None:
+    def __init__(
+        self,
+        *,
+        backend: str,
+        config: RolloutEngineConfig,
+        serve_port: int | None = None,
+        serve_deadline_s: float = 600.0,
+    ) -> None:
         self._backend, self._config = backend, config
+        self._serve_port, self._serve_deadline_s = serve_port, serve_deadline_s
+        self._server: RolloutServer | None = None
 
     async def start(self) -> None:
-        """Load the model."""
+        """Load the model.
+
+        Raises:
+            BackendError: it is to be served to others, and offbeat-serve is not installed.
+        """
         self._engine = await load_backend("offbeat.rollout", self._backend).create(self._config)
+        if self._serve_port is not None:
+            self._server = self._endpoint(self._serve_port)
+
+    def _endpoint(self, port: int) -> "RolloutServer":
+        try:
+            from offbeat_serve import RolloutServer, ServedModel, ServeSettings
+        except ImportError as error:
+            line = 'pip install "grpo-async-app[serve]"'
+            raise BackendError(f"rollout.serve_port needs offbeat-serve; install it with: {line}") from error
+        settings = ServeSettings(port=port, generate_deadline_s=self._serve_deadline_s, close_deadline_s=1.0)
+        tokenizer = load_tokenizer(self._config.model_path, self._config.trust_remote_code)
+        return RolloutServer(self._engine, tokenizer, ServedModel.read(self._config, SERVED_NAME), settings)
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """See `RolloutEngine.generate`."""
@@ -59,12 +95,21 @@ class RolloutRole:
             incoming.__exit__(type(error), error, error.__traceback__)
             raise
         incoming.__exit__(None, None, None)
+        await self._serve()
         return proof
+
+    async def _serve(self) -> None:
+        """Let others in, once there is the policy in training to serve, and not what the model folder holds."""
+        if self._server and not self._server.url:
+            await self._server.start()
+            print(f"serves {SERVED_NAME} at {self._server.url}/v1", flush=True)
 
     async def health(self) -> EngineHealth:
         """See `RolloutEngine.health`."""
         return await self._engine.health()
 
     async def close(self) -> None:
-        """Free the engine."""
+        """Answer whoever waits with what there is, and free the engine."""
+        if self._server:
+            await self._server.close()
         await self._engine.close()

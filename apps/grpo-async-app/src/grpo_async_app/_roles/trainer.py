@@ -1,13 +1,16 @@
 """The trainer role: the training engine in a process of its own."""
 
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from grpo_async_app._groups import SampledGroup
 from grpo_async_app._roles.batches import TrainBatch, build_batch, split_batch
 from grpo_async_app._roles.team import TeamPlace, leave
 from offbeat_objectives import AlgorithmConfig, build_loss
+from offbeat_run import disk_errors
 from offbeat_types import (
     Metric,
     Metrics,
@@ -17,7 +20,7 @@ from offbeat_types import (
     load_backend,
     merge_metrics,
 )
-from offbeat_weightsync import BucketPlan, SharedMemorySender, describe_tensors
+from offbeat_weightsync import BucketPlan, WeightSender, describe_tensors, new_address, open_sender
 
 ALONE = TeamPlace()
 
@@ -29,7 +32,7 @@ class TrainerRole:
         backend: name under the entry-point group `offbeat.engine`.
         config: the engine's.
         algorithm: section `algorithm`.
-        socket_path: where rollout engines fetch weights.
+        socket_path: where rollout engines fetch weights: an address from `new_address` or `new_socket_path`.
         rollout_dtype: format the weights travel in.
         bucket_bytes: size of a weight bucket.
         checkpoint: folder to go on from, or empty.
@@ -56,8 +59,12 @@ class TrainerRole:
         if checkpoint:
             self._engine.load(Path(checkpoint))
         self._algorithm, self._loss = algorithm, build_loss(algorithm)
-        plan = BucketPlan.build(describe_tensors(self._engine.weights(), rollout_dtype), bucket_bytes)
-        self._sender = SharedMemorySender(socket_path, plan) if team.rank == 0 else None
+        self._plan = BucketPlan.build(describe_tensors(self._engine.weights(), rollout_dtype), bucket_bytes)
+        self._leads = team.rank == 0
+        self._senders: dict[str, WeightSender] = {}
+        if self._leads:
+            self._senders[""] = open_sender(socket_path, self._plan)
+        self._in_lanes = mesh is None and tensors_stay(self._engine.weights)
 
     def update(self, groups: list[SampledGroup], num_batches: int) -> Metrics:
         """Train on groups: one optimizer step for each of `num_batches` mini batches.
@@ -73,27 +80,70 @@ class TrainerRole:
         losses = _named(self._engine.forward_backward(batch.sequences, self._loss))
         return {**losses, **{f"engine/{name}": metric for name, metric in self._engine.step().items()}}
 
-    def send_weights(self, version: int, deadline_s: float) -> list[WeightProof]:
-        """Give the weights to one rollout engine that asks for `version`; the other ranks hand over their parts."""
+    def listen(self, host: str) -> str:
+        """Hand weights over TCP too, to engines that reach this machine as `host`.
+
+        Returns:
+            The address to give to `receive_weights` there, and to `send_weights`; "" on ranks that send nothing.
+        """
+        if not self._leads:
+            return ""
+        sender = open_sender(new_address(host), self._plan)
+        self._senders[sender.address] = sender
+        return sender.address
+
+    def send_weights(self, version: int, deadline_s: float, address: str = "") -> list[WeightProof]:
+        """Give the weights to one rollout engine that asks for `version`; the other ranks hand over their parts.
+
+        Args:
+            version: of the policy.
+            deadline_s: for the engine to come, load and prove.
+            address: what the engine was given, if it is one from `listen`.
+        """
+        if self._in_lanes:
+            return self._senders[address].send(list(self._engine.weights()), version, 1, deadline_s=deadline_s)
         weights = iter(self._engine.weights())
         try:
-            return self._sender.send(weights, version, 1, deadline_s=deadline_s) if self._sender else []
+            return self._senders[address].send(weights, version, 1, deadline_s=deadline_s) if self._leads else []
         finally:
             deque(weights, maxlen=0)  # all ranks gather every tensor, also when the receiver has failed
 
     def save(self, folder: str, with_optimizer: bool) -> None:
-        """Write a checkpoint in Hugging Face format; with the optimizer it can be resumed exactly."""
-        if with_optimizer:
-            self._engine.save(Path(folder))
-        else:
-            self._engine.save_weights(Path(folder))
+        """Write a checkpoint in Hugging Face format; with the optimizer it can be resumed exactly.
+
+        Raises:
+            RunFolderError: the disk takes no more.
+        """
+        with disk_errors(Path(folder)):
+            if with_optimizer:
+                self._engine.save(Path(folder))
+            else:
+                self._engine.save_weights(Path(folder))
+
+    async def beat(self) -> None:
+        """Answer, also while an update computes: the process is neither stopped nor stuck."""
 
     def close(self) -> None:
         """Stop listening, and free the engine."""
-        if self._sender is not None:
-            self._sender.close()
+        for sender in self._senders.values():
+            sender.close()
         self._engine.close()
         leave()
+
+
+def tensors_stay(weights: Callable[[], Iterable[tuple[str, Any]]]) -> bool:
+    """Whether what is iterated are the engine's own tensors: then all can be held at once, and sent in lanes.
+
+    Copies, merged adapters and a buffer that is filled anew show by their memory, which differs between two iterations
+    or comes twice in one.
+    """
+    seen: set[int] = set()
+    for (_, one), (_, again) in zip(weights(), weights(), strict=True):
+        place = one.data_ptr()
+        if place != again.data_ptr() or place in seen:
+            return False
+        seen.add(place)
+    return True
 
 
 _NAMES = {

@@ -1,0 +1,113 @@
+"""The arithmetic of batches: what one optimizer step, one update and one sync are made of."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from grpo_async_app._config import GrpoConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchArithmetic:
+    """Numbers that follow from the configuration alone.
+
+    Args:
+        groups_per_step: prompt groups in one optimizer step.
+        steps_per_update: optimizer steps in one update.
+        updates_per_sync: K.
+        samples_per_group: n.
+        max_admitted: groups started between two syncs at most, ⌊R·K·(1+σ)⌋.
+        num_ranks: trainer ranks that share each step.
+        tokens_per_sample: prompt and response at most.
+        tokens_per_microbatch: of one rank.
+        samples_at_once: that all engines together decode.
+    """
+
+    groups_per_step: int
+    steps_per_update: int
+    updates_per_sync: int
+    samples_per_group: int
+    max_admitted: int
+    num_ranks: int
+    tokens_per_sample: int
+    tokens_per_microbatch: int
+    samples_at_once: int
+
+    @classmethod
+    def of(cls, config: GrpoConfig) -> "BatchArithmetic":
+        """Work it out."""
+        policy, rollout = config.async_, config.rollout
+        return cls(
+            groups_per_step=policy.mini_batch_size,
+            steps_per_update=policy.require_batches,
+            updates_per_sync=policy.trigger_parameter_sync_step,
+            samples_per_group=rollout.samples_per_prompt,
+            max_admitted=policy.max_admitted,
+            num_ranks=config.engine.num_ranks,
+            tokens_per_sample=config.data.max_prompt_tokens + config.max_response_tokens,
+            tokens_per_microbatch=config.engine.max_tokens_per_microbatch,
+            samples_at_once=rollout.num_engines * rollout.max_running,
+        )
+
+    @property
+    def groups_per_update(self) -> int:
+        """R: prompt groups of one update."""
+        return self.groups_per_step * self.steps_per_update
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of one optimizer step, over all ranks."""
+        return self.groups_per_step * self.samples_per_group
+
+    @property
+    def samples_per_update(self) -> int:
+        """Samples of one update, over all ranks."""
+        return self.groups_per_update * self.samples_per_group
+
+    @property
+    def microbatches_per_rank(self) -> int:
+        """Passes of one rank in one optimizer step, when every sample is as long as it may be."""
+        tokens = self.samples_per_step * self.tokens_per_sample
+        return -(-tokens // (self.num_ranks * self.tokens_per_microbatch))
+
+    def as_data(self) -> dict[str, Any]:
+        """All numbers by name."""
+        derived = ("groups_per_update", "samples_per_step", "samples_per_update", "microbatches_per_rank")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+
+    def rows(self) -> list[tuple[str, str]]:
+        """In words."""
+        ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
+        samples = self.max_admitted * self.samples_per_group
+        return [
+            (
+                "optimizer step",
+                f"{self.groups_per_step} prompts x {self.samples_per_group} samples = {self.samples_per_step} samples, "
+                f"{self.samples_per_step / self.num_ranks:g} on each of {ranks}; at most {self.microbatches_per_rank} "
+                f"micro-batch{'es' * (self.microbatches_per_rank > 1)} of {self.tokens_per_microbatch} tokens a rank",
+            ),
+            (
+                "update",
+                f"R = {self.steps_per_update} steps x {self.groups_per_step} = {self.groups_per_update} prompts, "
+                f"{self.samples_per_update} samples; sync after K = {self.updates_per_sync}",
+            ),
+            (
+                "in the air",
+                f"at most {self.max_admitted} prompts started between two syncs, {samples} samples; the engines decode "
+                f"{self.samples_at_once} at once",
+            ),
+        ]
+
+    def notices(self) -> list[str]:
+        """What works and is probably not meant."""
+        found = []
+        if self.samples_per_step % self.num_ranks:
+            found.append(
+                f"{self.samples_per_step} samples of a step do not divide among {self.num_ranks} trainer ranks: some "
+                "wait for others; choose async.mini_batch_size so that they do"
+            )
+        if self.tokens_per_sample > self.tokens_per_microbatch:
+            found.append(
+                f"a sample may have {self.tokens_per_sample} tokens, more than engine.max_tokens_per_microbatch = "
+                f"{self.tokens_per_microbatch}: the longest need a pass larger than that"
+            )
+        return found

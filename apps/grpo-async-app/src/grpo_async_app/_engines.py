@@ -1,0 +1,327 @@
+"""The rollout engines of a run: called, watched, started again, joined by others, and let go."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from grpo_async_app._config import GrpoConfig
+from grpo_async_app._gathering import all_or_first_error
+from grpo_async_app._handover import WeightOffer, hand_over, is_lost
+from grpo_async_app._restarts import RestartBudget, Tell, start_again
+from grpo_async_app._speeds import EngineSpeeds
+from grpo_async_app._watching import wait_gone
+from offbeat_cluster import ActorHandle
+from offbeat_run import clock_s
+from offbeat_types import (
+    Completion,
+    DeadlineError,
+    EngineHealth,
+    GenerateRequest,
+    OffbeatError,
+    PeerFailedError,
+    WeightProof,
+    WeightSyncError,
+)
+
+BringWeights = Callable[[str], Coroutine[Any, Any, None]]
+"""Brings the trainer's weights to the engine of this name, when no update and no other sync runs."""
+
+
+@dataclass(eq=False)
+class _Engine:
+    """One rollout engine, through all its processes.
+
+    Args:
+        name: such as "rollout-0".
+        handle: its process; a dead one while the next is started.
+        num_groups: what it has to do.
+        serves: it holds weights and takes requests. Set as well when it has left, for those who wait.
+        empty: it has nothing to do.
+        leaving: it takes no more groups, and is stopped when it is empty.
+        has_left: it will never serve again.
+    """
+
+    name: str
+    handle: ActorHandle
+    num_groups: int = 0
+    serves: asyncio.Event = field(default_factory=asyncio.Event)
+    empty: asyncio.Event = field(default_factory=asyncio.Event)
+    leaving: bool = False
+    has_left: bool = False
+
+
+class Engines:
+    """Rollout engines, which may die, stop answering, come and go while the run goes on.
+
+    Args:
+        config: of the run.
+        start: starts the process of the engine of this name.
+        budget: of restarts.
+        tell: takes a line when something has happened to an engine.
+
+    Attributes:
+        bring_weights: called for an engine that has come up between two syncs; None while nobody can: it then gets its
+            weights with the next sync.
+    """
+
+    def __init__(
+        self, config: GrpoConfig, start: Callable[[str], Awaitable[ActorHandle]], budget: RestartBudget, tell: Tell
+    ) -> None:
+        self._config, self._start, self._budget, self._tell = config, start, budget, tell
+        self._engines: dict[str, _Engine] = {}
+        self._joining: set[str] = set()
+        self._wanted = config.rollout.num_engines
+        self._serve_as_started = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._errands: set[asyncio.Task[None]] = set()  # bring weights
+        self._speeds = EngineSpeeds()
+        self._stragglers: dict[str, float] = {}
+        self.bring_weights: BringWeights | None = None
+
+    async def start(self) -> None:
+        """Start as many as the configuration says. None serves before it has got weights, or `serve` is called."""
+        names = [f"rollout-{number}" for number in range(self._wanted)]
+        for name, handle in zip(names, await all_or_first_error([self._start(name) for name in names]), strict=True):
+            self._add(name, handle)
+
+    def serve(self) -> None:
+        """Let all serve the weights that they start with, now and after a restart."""
+        self._serve_as_started = True
+        for engine in self._engines.values():
+            engine.serves.set()
+
+    async def close(self) -> None:
+        """Look after them no longer."""
+        await self.forget_errands()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ── who is there ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def names(self) -> list[str]:
+        """Those that take part, in order; one that is being started again is among them, one that leaves is not."""
+        return sorted((engine.name for engine in self._engines.values() if not engine.leaving), key=_number)
+
+    @property
+    def num_restarts(self) -> int:
+        """Times one of them was started again."""
+        return sum(times for role, times in self._budget.spent.items() if role.startswith("rollout-"))
+
+    @property
+    def stragglers(self) -> dict[str, float]:
+        """Those much slower than the others, and how many times."""
+        return {name: times for name, times in self._stragglers.items() if name in self._engines}
+
+    def least_loaded(self) -> str:
+        """The serving engine with the fewest groups; any one when none serves."""
+        there = [self._engines[name] for name in self.names]
+        return min([each for each in there if each.serves.is_set()] or there, key=lambda each: each.num_groups).name
+
+    @contextlib.contextmanager
+    def hold(self, name: str) -> Iterator[None]:
+        """Give an engine a group to work on: it does not leave before the block ends."""
+        engine = self._engines[name]
+        engine.num_groups += 1
+        engine.empty.clear()
+        try:
+            yield
+        finally:
+            engine.num_groups -= 1
+            if not engine.num_groups:
+                engine.empty.set()
+
+    # ── sampling ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def generate(self, name: str, request: GenerateRequest, deadline_s: float) -> list[Completion]:
+        """Sample on one engine, once it serves.
+
+        Raises:
+            PeerFailedError: the engine died, or failed so that only a new process mends it; it is started again.
+        """
+        engine = self._find(name)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await engine.serves.wait()
+        except TimeoutError:
+            raise DeadlineError("generate", f"{name} to be ready", deadline_s, "see its log") from None
+        handle = self._find(name).handle
+        began_s = clock_s()
+        try:
+            completions = await handle.call("generate", request, returns=list[Completion], deadline_s=deadline_s)
+        except PeerFailedError:
+            self._give_up(engine, handle)
+            raise
+        self._note_speed(name, max((len(each.ids) for each in completions), default=0), clock_s() - began_s)
+        return completions
+
+    def _note_speed(self, name: str, num_tokens: int, seconds: float) -> None:
+        self._speeds.took(name, num_tokens, seconds)
+        slow = self._speeds.stragglers(self.names)
+        for slower in slow.keys() - self._stragglers.keys():
+            self._tell(f"{slower} is a straggler: {slow[slower]:.1f} times slower than the others; it gets less to do")
+        self._stragglers = slow
+
+    async def abort(self, request_id: str) -> None:
+        """End a request wherever it runs. An engine that is gone has ended it."""
+        handles = [engine.handle for engine in self._engines.values() if engine.handle.alive]
+        for outcome in await asyncio.gather(
+            *(handle.call("abort", request_id) for handle in handles), return_exceptions=True
+        ):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, PeerFailedError):
+                raise outcome
+
+    def _find(self, name: str) -> _Engine:
+        engine = self._engines.get(name)
+        if engine is None or engine.has_left:
+            raise PeerFailedError(name, "it has left the run")
+        return engine
+
+    # ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def sync(self, offer: WeightOffer, interrupt: bool) -> None:
+        """Bring weights to every engine, one after the other: they never stop all at once."""
+        for engine in list(self._engines.values()):
+            if engine.handle.alive:  # another gets its weights when it is up again
+                await self._sync_unless_lost(engine, offer, interrupt)
+
+    async def sync_one(self, name: str, offer: WeightOffer) -> None:
+        """Bring weights to an engine that has come up between two syncs."""
+        engine = self._engines.get(name)
+        if engine is not None and engine.handle.alive and not engine.serves.is_set():
+            await self._sync_unless_lost(engine, offer, interrupt=False)
+
+    async def _sync_unless_lost(self, engine: _Engine, offer: WeightOffer, interrupt: bool) -> None:
+        handle = engine.handle
+        try:
+            await self._sync(engine, handle, offer, interrupt)
+        except (PeerFailedError, WeightSyncError) as error:
+            if not await is_lost(handle, error):
+                raise  # it is not a matter of starting the engine again
+            self._give_up(engine, handle)
+
+    async def _sync(self, engine: _Engine, handle: ActorHandle, offer: WeightOffer, interrupt: bool) -> None:
+        deadline_s = self._config.async_.sync_deadline_s
+        if engine.serves.is_set():
+            await handle.call("pause", "keep" if interrupt else "wait", deadline_s=deadline_s)
+        take = handle.call(
+            "receive_weights",
+            offer.socket_path,
+            offer.version,
+            deadline_s,
+            engine.name,
+            returns=WeightProof,
+            deadline_s=deadline_s + 5,
+        )
+        await hand_over(take, offer.send())
+        await handle.call("resume", deadline_s=deadline_s)
+        engine.serves.set()
+
+    async def forget_errands(self) -> None:
+        """Bring no weights any more: the trainer that they would come from is gone."""
+        self.bring_weights = None
+        for errand in self._errands:
+            errand.cancel()
+        await asyncio.gather(*self._errands, return_exceptions=True)
+        self._errands.clear()
+
+    # ── life and death ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def raise_if_failed(self) -> None:
+        """Raise what went wrong with an engine and is not to be mended by starting it again; once."""
+        for task in [task for task in (*self._tasks, *self._errands) if task.done()]:
+            self._tasks.discard(task)
+            self._errands.discard(task)
+            if not task.cancelled() and (error := task.exception()):
+                raise error
+
+    def _add(self, name: str, handle: ActorHandle) -> _Engine:
+        engine = self._engines[name] = _Engine(name, handle)
+        engine.empty.set()
+        self._tasks.add(asyncio.create_task(self._look_after(engine)))
+        return engine
+
+    def _give_up(self, engine: _Engine, handle: ActorHandle) -> None:
+        """Kill what is left of a process that has failed; who looks after the engine starts it again."""
+        if engine.handle is handle:
+            engine.serves.clear()  # at once: a dead engine has the fewest groups, and would get them all
+        if handle.alive:
+            handle.kill()
+
+    async def _look_after(self, engine: _Engine) -> None:
+        """Watch an engine through all its lives."""
+        while True:
+            ask = partial(engine.handle.call, "health", returns=EngineHealth)
+            cause = await wait_gone(engine.handle, ask, self._config.cluster.silent_after_s)
+            engine.serves.clear()
+            self._speeds.forget(engine.name)
+            if engine.leaving:
+                break
+            engine.handle = await start_again(
+                self._budget, engine.name, cause, lambda: self._start(engine.name), self._tell
+            )
+            self._send_for_weights(engine)
+        del self._engines[engine.name]
+        engine.has_left = True
+        engine.serves.set()
+        self._tell(f"{engine.name} has left: {_count(self.names)}")
+
+    def _send_for_weights(self, engine: _Engine) -> None:
+        if self._serve_as_started:
+            engine.serves.set()
+        elif self.bring_weights is not None:
+            self._errands.add(asyncio.ensure_future(self.bring_weights(engine.name)))
+
+    # ── coming and going ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def scale(self, number: int) -> None:
+        """Let engines join or leave until there are so many. One that leaves finishes first what it has.
+
+        Args:
+            number: of engines wanted, at least 1.
+        """
+        self._wanted = number
+        self._adjust()
+
+    def _adjust(self) -> None:
+        if self._joining:
+            return  # each comes back here
+        staying = self.names
+        for name in staying[self._wanted :]:
+            self._engines[name].leaving = True
+            self._tasks.add(asyncio.create_task(self._dismiss(self._engines[name])))
+        for _ in range(self._wanted - len(staying)):
+            name = next(name for name in map("rollout-{}".format, range(1 << 20)) if self._is_free(name))
+            self._joining.add(name)
+            self._tasks.add(asyncio.create_task(self._join(name)))
+
+    def _is_free(self, name: str) -> bool:
+        return name not in self._engines and name not in self._joining
+
+    async def _join(self, name: str) -> None:
+        try:
+            handle = await self._start(name)
+        except OffbeatError as error:
+            self._wanted -= 1
+            self._tell(f"{name} cannot be started, so {_count(self.names)} go on: {error}")
+        else:
+            self._send_for_weights(self._add(name, handle))
+            self._tell(f"{name} has joined: {_count(self.names)}")
+        self._joining.discard(name)
+        self._adjust()
+
+    async def _dismiss(self, engine: _Engine) -> None:
+        await engine.empty.wait()
+        await engine.handle.stop()
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("-")[2])
+
+
+def _count(names: list[str]) -> str:
+    return f"{len(names)} rollout engine{'s' if len(names) != 1 else ''}"

@@ -1,0 +1,53 @@
+"""Weights from the trainer to one rollout engine, and whose fault it is when they do not arrive."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Final
+
+from offbeat_cluster import ActorHandle
+from offbeat_types import PeerFailedError, WeightSyncError
+
+DEATH_SEEN_AFTER_S: Final = 2.0
+"""A call that fails and the death that made it fail are seen one after the other; how long to wait for the second."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightOffer:
+    """The trainer's weights, to be fetched by one engine after the other.
+
+    Args:
+        version: policy version.
+        socket_path: where the trainer listens.
+        send: makes the trainer give them to the one engine that asks.
+    """
+
+    version: int
+    socket_path: str
+    send: Callable[[], Awaitable[object]]
+
+
+async def hand_over(take: Coroutine[Any, Any, object], send: Awaitable[object]) -> None:
+    """Await both sides of a transfer. When it fails, the engine's own error says more than what the trainer saw."""
+    sides = [asyncio.ensure_future(take), asyncio.ensure_future(send)]
+    try:
+        _, others = await asyncio.wait(sides, return_when=asyncio.FIRST_EXCEPTION)
+        if others:
+            await asyncio.wait(others, timeout=DEATH_SEEN_AFTER_S)
+    finally:
+        for side in sides:
+            side.cancel()
+        await asyncio.gather(*sides, return_exceptions=True)
+    for side in sides:
+        if not side.cancelled():
+            side.result()
+
+
+async def is_lost(handle: ActorHandle, error: PeerFailedError | WeightSyncError) -> bool:
+    """Whether the engine failed in such a way that only a new process mends it."""
+    if isinstance(error, PeerFailedError) and error.peer == handle.name:
+        return True
+    gone = asyncio.ensure_future(handle.wait_dead())
+    await asyncio.wait({gone}, timeout=DEATH_SEEN_AFTER_S)
+    gone.cancel()
+    return not handle.alive

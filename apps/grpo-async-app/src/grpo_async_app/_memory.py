@@ -1,0 +1,99 @@
+"""Memory of one trainer rank and one rollout rank of a run, and what of it the accelerators have."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from grpo_async_app._config import GrpoConfig
+from grpo_async_app._placement import Placement, trainer_width
+from offbeat_cluster.placement import MemoryEstimate, ModelShape, RolloutMemory, TrainMemory
+from offbeat_run import count_text, size_text
+from offbeat_types import ModelError
+
+_NUMBER_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+_HEAD_BYTES: Final = 64 * 2**20
+"""Logits of a chunk in the default engine, whose chunks have 16 tokens at least."""
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """Estimates of one rank of each role, for the default engines."""
+
+    shape: ModelShape
+    trainer: MemoryEstimate
+    rollout: MemoryEstimate
+    kv_bytes_per_token: float
+
+    def rows(self, placement: Placement) -> list[tuple[str, str]]:
+        """In words."""
+        shape = self.shape
+        model = f"{shape.family}, {count_text(shape.num_parameters)} parameters"
+        if shape.num_vision_parameters:
+            model += f", {count_text(shape.num_vision_parameters)} of them for vision"
+        rows = [("parameters", model)]
+        for role, estimate in (("trainer", self.trainer), ("rollout", self.rollout)):
+            rows.append((f"{role} memory", f"{_parts_text(estimate)}{_of_text(estimate, placement, role)}"))
+        return rows
+
+    def notices(self, placement: Placement) -> list[str]:
+        """Devices that hold too little."""
+        roles = {"trainer": self.trainer.num_bytes, "rollout": self.rollout.num_bytes}
+        advice = {
+            "trainer": "more engine.num_ranks, engine.activation_checkpointing, or fewer max_tokens_per_microbatch",
+            "rollout": "a larger rollout.tensor_parallel, or fewer rollout.max_running",
+        }
+        if placement.groups[1].shares_devices_with:
+            roles = {"trainer": sum(roles.values())}
+        return [
+            f"a {role} rank needs about {size_text(needed)} and its device has {size_text(has)}: {advice[role]}"
+            for role, needed in roles.items()
+            if (has := placement.accelerator_bytes(role)) and needed > has
+        ]
+
+
+def estimate_memory(config: GrpoConfig) -> RunMemory:
+    """Estimate from the model's config.json.
+
+    Raises:
+        ModelError: it is not there, not readable, or of a family that is not known.
+    """
+    path = Path(config.model.path).expanduser() / "config.json"
+    try:
+        held = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ModelError(f"no {path}") from None
+    except ValueError as error:
+        raise ModelError(f"{path} is corrupt: {error}; copy it again") from error
+    shape = ModelShape.from_config(held)
+    engine, rollout, width = config.engine, config.rollout, trainer_width(config)
+    trainer = TrainMemory(
+        compute_bytes=_NUMBER_BYTES[engine.dtype],
+        data_parallel=engine.num_ranks // width,
+        tensor_parallel=width,
+        tokens=engine.max_tokens_per_microbatch,
+        recomputes=engine.activation_checkpointing,
+        keeps_reference=config.algorithm.needs_reference and not engine.lora_rank,
+        lora_rank=engine.lora_rank,
+        head_tokens=max(16, _HEAD_BYTES // (4 * shape.vocabulary)),
+    )
+    number_bytes = _NUMBER_BYTES[rollout.dtype]
+    engines = RolloutMemory(
+        weight_bytes=number_bytes,
+        kv_bytes=number_bytes,
+        tensor_parallel=rollout.tensor_parallel,
+        max_running=rollout.max_running,
+        max_model_len=rollout.max_model_len,
+        sync_bytes=2 * rollout.sync_bucket_bytes,
+    )
+    return RunMemory(shape, trainer.estimate(shape), engines.estimate(shape), engines.kv_bytes_per_token(shape))
+
+
+def _parts_text(estimate: MemoryEstimate) -> str:
+    parts = " + ".join(f"{name} {size_text(size)}" for name, size in estimate.parts.items())
+    return f"{size_text(estimate.num_bytes)} a rank: {parts}"
+
+
+def _of_text(estimate: MemoryEstimate, placement: Placement, role: str) -> str:
+    has = placement.accelerator_bytes(role)
+    return f" (of {size_text(has)}, {estimate.num_bytes / has:.0%})" if has else ""

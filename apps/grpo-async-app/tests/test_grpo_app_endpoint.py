@@ -1,0 +1,93 @@
+"""`rollout.serve_port`: an agent outside rolls out on the policy in training, and is told which version it got."""
+
+import re
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from offbeat_run import RunFolder
+from offbeat_testing import RunningCommand, reference_logprobs, reference_model
+
+Main = Callable[[], object]
+DEADLINE_S = 90.0
+ASK = {"prompt": "what is 2 and one?", "max_tokens": 6, "n": 2, "logprobs": 1, "return_token_ids": True}
+FOUR_EPOCHS = ["--data.epochs=4", "--checkpoint.every=1", "--checkpoint.keep=50", "--rollout.serve_port=0"]
+
+
+def address(log: Path) -> str:
+    found = re.findall(r"serves policy at (http://127\.0\.0\.1:\d+)/v1", log.read_text() if log.is_file() else "")
+    return found[-1] if found else ""
+
+
+def ask_until(url: str, version: int) -> list[dict]:
+    """Answers of an agent that asks on and on, until the policy is of this version."""
+    answers, end_s = [], time.monotonic() + DEADLINE_S
+    with httpx.Client(base_url=url, timeout=DEADLINE_S) as client:
+        while not answers or answers[-1]["policy_version"] < version:
+            assert time.monotonic() < end_s, f"the policy did not rise to {version}: {answers[-1:]}"
+            told = client.post("/v1/completions", json=ASK)
+            assert told.status_code == 200, told.text
+            assert int(told.headers["X-Policy-Version"]) == told.json()["policy_version"]
+            answers.append(told.json())
+    return answers
+
+
+@pytest.mark.parametrize("partial", ["true", "false"], ids=["kept over syncs", "waited for"])
+def test_an_agent_outside_samples_the_policy_in_training(
+    forked_main: Main, config: Path, model: Path, tmp_path: Path, partial: str
+) -> None:
+    run = tmp_path / "run"
+    with RunningCommand(
+        forked_main, "train", config, "--out", run, *FOUR_EPOCHS, f"--async.partial_rollout={partial}"
+    ) as training:
+        log = run / "logs" / "rollout-0.log"
+        training.wait_until(lambda: bool(address(log)), "the policy to be served")
+        answers = ask_until(address(log), version=4)
+        assert training.wait() == 0, training.output
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{address(log)}/health")
+    versions = [answer["policy_version"] for answer in answers]
+    assert versions == sorted(versions)
+    assert_sampled_by(answers, {0: model, **checkpoints(run)})
+
+
+def checkpoints(run: Path) -> dict[int, Path]:
+    return {entry.step: entry.path for entry in RunFolder.open(run, write=False).checkpoints.all()}
+
+
+def assert_sampled_by(answers: list[dict], folders: dict[int, Path]) -> None:
+    """Every token's log-probability is that of the checkpoint of its version."""
+    models = {version: reference_model(path) for version, path in folders.items()}
+    checked = set()
+    for answer in answers:
+        for choice in answer["choices"]:
+            [segment, *more] = choice["version_segments"]
+            if more or segment["version"] not in models:
+                continue
+            ids = np.array(choice["prompt_token_ids"] + choice["token_ids"], np.int32)
+            expected = reference_logprobs(models[segment["version"]], ids)[len(choice["prompt_token_ids"]) :]
+            np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], expected, atol=1e-3)
+            checked.add(segment["version"])
+    assert len(checked) > 1, "a policy that never changed proves nothing"
+
+
+def test_without_the_key_nothing_listens(forked_main: Main, config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with RunningCommand(forked_main, "train", config, "--out", run, "--engine.max_updates=1") as training:
+        assert training.wait() == 0, training.output
+    assert address(run / "logs" / "rollout-0.log") == ""
+
+
+def test_a_port_in_use_ends_the_run_with_one_clear_line(forked_main: Main, config: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with RunningCommand(
+            forked_main, "train", config, "--out", tmp_path / "run", f"--rollout.serve_port={port}"
+        ) as training:
+            assert training.wait() == 2, training.output
+            assert f"cannot listen on 127.0.0.1, port {port}" in training.output

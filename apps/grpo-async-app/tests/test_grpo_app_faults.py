@@ -1,0 +1,184 @@
+"""What befalls the processes of a run that goes on, for real: each ends with every prompt trained once per epoch."""
+
+import os
+import resource
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from role_faults import accounting_complaints, last_value, role_pids, signal_role, updates
+
+from offbeat_run import RunFolder, read_timeline
+from offbeat_testing import RunningCommand, wait_until_gone
+
+Main = Callable[[], object]
+NUM_TRAIN, NUM_EPOCHS = 20, 8
+SILENT_AFTER_S = 2.0
+COMMON = (f"--data.epochs={NUM_EPOCHS}", "--eval.every_updates=10", f"--cluster.silent_after_s={SILENT_AFTER_S}")
+
+
+@contextmanager
+def begun(main: Main, config: Path, run: Path, *words: str, after: int = 3) -> Iterator[RunningCommand]:
+    """A run that has done some updates."""
+    with RunningCommand(main, "train", config, "--out", run, *COMMON, *words) as process:
+        process.wait_until(lambda: len(updates(run)) >= after, f"{after} updates")
+        yield process
+
+
+def assert_ends_well(process: RunningCommand, run: Path) -> None:
+    assert process.wait() == 0, process.output
+    assert accounting_complaints(run, NUM_TRAIN, NUM_EPOCHS, per_update=4) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("role", ["rollout-1", "trainer-0"])
+def test_a_role_that_dies_or_stops_answering_is_started_again(
+    forked_main: Main, config: Path, tmp_path: Path, role: str, number: signal.Signals
+) -> None:
+    run = tmp_path / "run"
+    with begun(forked_main, config, run, "--rollout.num_engines=2") as process:
+        gone = signal_role(process, role, number)
+        process.wait_until(lambda: role_pids(process).get(role, gone) != gone, f"a new {role}")
+        assert_ends_well(process, run)
+        assert "SIGKILL" in process.output if number == signal.SIGKILL else "answered nothing for 2 s" in process.output
+    assert last_value(run, "trainer/restarts" if role == "trainer-0" else "engines/restarts") >= 1.0
+
+
+def test_a_rank_that_dies_takes_the_others_along_and_all_go_on(forked_main: Main, config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with begun(forked_main, config, run, "--engine.num_ranks=2") as process:
+        before = role_pids(process)
+        signal_role(process, "trainer-1", signal.SIGKILL)
+        process.wait_until(lambda: role_pids(process).get("trainer-0", 0) not in (0, before["trainer-0"]), "new ranks")
+        wait_until_gone([before["trainer-0"], before["trainer-1"]], deadline_s=20)
+        assert_ends_well(process, run)
+        assert "trainer: trainer-1 failed: its process was killed by SIGKILL" in process.output
+        assert role_pids(process) == {}
+
+
+def test_a_trainer_that_dies_again_and_again_ends_the_run_with_its_cause(
+    forked_main: Main, config: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with begun(forked_main, config, run, "--cluster.max_restarts=1") as process:
+        first = signal_role(process, "trainer-0", signal.SIGKILL)
+        process.wait_until(lambda: role_pids(process).get("trainer-0", first) != first, "another trainer")
+        signal_role(process, "trainer-0", signal.SIGKILL)
+        assert process.wait() == 3, process.output
+        assert "started again 1 times within 3600 s, and cluster.max_restarts = 1 allows no more" in process.output
+        assert f"resume with: grpo-async-app resume {run}" in process.output
+    with RunningCommand(forked_main, "resume", run) as process:
+        assert_ends_well(process, run)
+
+
+def test_an_engine_without_memory_is_started_again(forked_main: Main, config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with begun(forked_main, config, run, "--rollout.num_engines=2") as process:
+        starved = role_pids(process)["rollout-1"]
+        resource.prlimit(starved, resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
+        process.wait_until(lambda: role_pids(process).get("rollout-1", starved) != starved, "a new engine")
+        assert_ends_well(process, run)
+
+
+def test_a_scorer_that_dies_is_started_again(forked_main: Main, config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with begun(forked_main, config, run) as process:
+        gone = signal_role(process, "scorer", signal.SIGKILL)
+        process.wait_until(lambda: role_pids(process).get("scorer", gone) != gone, "a new scorer")
+        assert_ends_well(process, run)
+
+
+def test_a_trainer_that_rests_holds_back_the_engines_and_nothing_is_lost(
+    forked_main: Main, config: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with begun(forked_main, config, run, "--cluster.silent_after_s=60") as process:
+        signal_role(process, "trainer-0", signal.SIGSTOP)
+        done = len(updates(run))
+        threading.Event().wait(2.0)
+        held = len(updates(run))
+        signal_role(process, "trainer-0", signal.SIGCONT)
+        assert_ends_well(process, run)
+    assert held <= done + 1
+    assert last_value(run, "trainer/restarts") == 0.0
+    # The buffer was full: nothing was sampled more than the staleness bound ahead.
+    assert last_value(run, "train/lag_max") <= 2.0
+
+
+def test_a_disk_that_is_full_ends_the_run_and_leaves_the_last_checkpoint(
+    forked_main: Main, config: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with begun(forked_main, config, run) as process:
+        trainer = role_pids(process)["trainer-0"]
+        resource.prlimit(trainer, resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+        assert process.wait() == 2, process.output
+        assert "no space left to write it" in process.output
+        assert "Traceback" not in process.output
+    latest = RunFolder.open(run, write=False).checkpoints.latest()
+    assert latest is not None
+    assert sorted(path.name for path in (run / "checkpoints").iterdir() if path.is_dir())[-1] == latest.path.name
+    with RunningCommand(forked_main, "resume", run) as process:
+        assert_ends_well(process, run)
+
+
+@contextmanager
+def slowed(pid: int, share: float, period_s: float = 0.2) -> Iterator[None]:
+    """Let a process run only so much of the time."""
+    ended = threading.Event()
+
+    def work() -> None:
+        with suppress(ProcessLookupError):
+            while not ended.wait(period_s * share):
+                os.kill(pid, signal.SIGSTOP)
+                ended.wait(period_s * (1 - share))
+                os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def busy_s(run: Path, role: str) -> float:
+    """Time in which a role had work to do, in the timeline."""
+    events = read_timeline(run / "timeline.json")
+    track = {event["args"]["name"]: event["tid"] for event in events if event["ph"] == "M"}[role]
+    return sum(event["dur"] for event in events if event["ph"] == "X" and event["tid"] == track) / 1e6
+
+
+def test_a_slow_engine_is_named_and_not_ended(forked_main: Main, config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ["--rollout.num_engines=2", "--rollout.max_tokens=64", "--rollout.max_model_len=128"]
+    with begun(forked_main, config, run, *words, after=1) as process:
+        slow = role_pids(process)["rollout-1"]
+        with slowed(slow, share=0.1):
+            process.wait_until(lambda: "rollout-1 is a straggler" in process.output, "it is named")
+        assert role_pids(process)["rollout-1"] == slow
+        assert_ends_well(process, run)
+    assert last_value(run, "engines/restarts") == 0.0
+
+
+def test_engines_join_and_leave_while_the_run_goes_on(forked_main: Main, config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with begun(forked_main, config, run, "--data.epochs=20") as process:
+        for number in (3, 1):
+            with RunningCommand(forked_main, "scale", run, "--engines", number) as asking:
+                assert asking.wait() == 0, asking.output
+            wanted = {f"rollout-{each}" for each in range(number)}
+            process.wait_until(
+                lambda wanted=wanted: {role for role in role_pids(process) if role.startswith("rollout")} == wanted,  # type: ignore[misc]
+                f"{number} engines",
+            )
+        assert process.wait() == 0, process.output
+        assert "rollout-2 has joined" in process.output
+        assert "has joined: 3 rollout engines" in process.output
+        assert "rollout-1 has left: 1 rollout engine" in process.output
+    assert accounting_complaints(run, NUM_TRAIN, 20, per_update=4) == []
+    assert last_value(run, "groups/reissued") == 0.0

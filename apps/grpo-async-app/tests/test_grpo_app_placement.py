@@ -1,0 +1,276 @@
+"""`plan` on other clusters: both parameter sets of incident D, a wrong cluster, and the recipe that is made to fit."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from grpo_async_app._batch import BatchArithmetic
+from grpo_async_app._config import GrpoConfig
+from grpo_async_app._fit import change_recipe, fit_settings
+from grpo_async_app._placement import Site, place_run
+from grpo_async_app._preflight import check_run
+from offbeat_cluster.placement import grid_nodes
+from offbeat_run import load_config, parse_config
+from offbeat_testing import CommandLine
+from offbeat_types import ConfigError, PlacementError
+
+QWEN3_VL_8B = {
+    "model_type": "qwen3_vl",
+    "tie_word_embeddings": False,
+    "text_config": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "vision_config": {
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "out_hidden_size": 4096,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [8, 16, 24],
+        "patch_size": 16,
+    },
+}
+
+OF_SMALL_LAG = """
+staleness_threshold = 0.1
+trigger_parameter_sync_step = 4
+"""
+OF_LARGE_LAG = """
+staleness_threshold = 10
+trigger_parameter_sync_step = 5
+"""
+
+
+def recipe(folder: Path, lag: str = OF_SMALL_LAG, cluster: str = "num_nodes = 2\naccelerators_per_node = 16") -> Path:
+    """16 + 16 accelerators on nodes of 16, as the recipe of the incident asks for."""
+    (folder / "config.json").write_text(json.dumps(QWEN3_VL_8B))
+    path = folder / "geo3k.toml"
+    path.write_text(f"""
+[model]
+path = "{folder}"
+[data]
+path = "geo3k.jsonl"
+max_prompt_tokens = 1024
+[reward]
+name = "number_match"
+[rollout]
+num_engines = 4
+tensor_parallel = 4
+samples_per_prompt = 4
+max_tokens = 2048
+max_model_len = 3072
+dtype = "bfloat16"
+[engine]
+num_ranks = 16
+learning_rate = 1e-6
+dtype = "bfloat16"
+activation_checkpointing = true
+[algorithm]
+correction_form = "bypass"
+[async]
+mini_batch_size = 64
+require_batches = 2
+partial_rollout = true
+{lag}
+[cluster]
+{cluster}   # as where it was written
+""")
+    return path
+
+
+@pytest.mark.parametrize("lag", [OF_SMALL_LAG, OF_LARGE_LAG], ids=["small lag", "large lag"])
+def test_a_recipe_for_nodes_of_sixteen_is_refused_on_nodes_of_eight(
+    command: CommandLine, tmp_path: Path, lag: str
+) -> None:
+    ended = command("plan", recipe(tmp_path, lag), "--cluster", "4x8")
+    assert ended.code == 2
+    assert "2 nodes × 16 GPU asked for" in ended.err
+    assert "node-0 … node-3 (4): 8 of 8 GPU free, 8 short" in ended.err
+    assert "nodes have 8: ask for 4 nodes × 8 (cluster.num_nodes = 4, cluster.accelerators_per_node = 8)" in ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize("lag", [OF_SMALL_LAG, OF_LARGE_LAG], ids=["small lag", "large lag"])
+def test_the_recipe_made_to_fit_is_the_recipe_with_two_numbers_changed(
+    command: CommandLine, tmp_path: Path, lag: str
+) -> None:
+    written, fitted = recipe(tmp_path, lag), tmp_path / "fitted.toml"
+    ended = command("plan", written, "--cluster", "4x8", "--fit", fitted)
+    assert ended.code == 0, ended.err
+    before, after = written.read_text().splitlines(), fitted.read_text().splitlines()
+    changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
+    assert changed == [
+        ("num_nodes = 2", "num_nodes = 4"),
+        (
+            "accelerators_per_node = 16   # as where it was written",
+            "accelerators_per_node = 8   # as where it was written",
+        ),
+    ]
+    ended = command("plan", fitted, "--cluster", "4x8")
+    assert ended.code == 0, ended.err
+    lines = ended.out.splitlines()
+    assert "node-1  T8   T9   T10  T11  T12  T13  T14  T15" in lines
+    assert "node-3  R2.0 R2.1 R2.2 R2.3 R3.0 R3.1 R3.2 R3.3" in lines
+    text = " ".join(ended.out.split())
+    assert "8.77 B parameters, 576 M of them for vision" in text
+    assert f"at most {563 if lag == OF_SMALL_LAG else 7040} prompts started between two syncs" in text
+
+
+def test_a_cluster_that_is_too_small_is_named_with_what_would_fit(command: CommandLine, tmp_path: Path) -> None:
+    ended = command("plan", recipe(tmp_path, cluster=""), "--cluster", "2x8")
+    assert ended.code == 2
+    assert "32 GPU wanted, 16 free" in ended.err
+    assert "rollout on the devices of trainer (cluster.colocate)" in ended.err
+    assert "2 more nodes with 8 GPU free" in ended.err
+    fitted = tmp_path / "fitted.toml"
+    assert command("plan", recipe(tmp_path, cluster=""), "--cluster", "2x8", "--fit", fitted).code == 0
+    assert "colocate = true" in fitted.read_text()
+
+
+def test_the_plan_as_json_holds_every_rank(command: CommandLine, tmp_path: Path) -> None:
+    ended = command("plan", recipe(tmp_path, cluster=""), "--cluster", "4x8", "--json")
+    plan = json.loads(ended.out)
+    assert len(plan["ranks"]) == 32
+    assert plan["ranks"][-1]["node"] == "node-3"
+    assert [driver["node"] for driver in plan["drivers"] if driver["role"] == "rollout"] == ["node-2"] * 2 + [
+        "node-3"
+    ] * 2
+    assert plan["batch"]["max_admitted"] == 563
+    assert plan["memory_bytes"]["trainer"]["weights"] == 8_767_123_696 * 4 // 16
+
+
+def test_too_little_memory_is_a_notice(command: CommandLine, tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes.toml"
+    nodes.write_text('[[nodes]]\nname = "small"\ncount = 4\naccelerators = 8\naccelerator_memory_gib = 12\n')
+    ended = command("plan", recipe(tmp_path, cluster=""), "--cluster", nodes)
+    assert "a trainer rank needs about 13.5 GiB and its device has 12 GiB" in " ".join(ended.out.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--cluster", "4by8"], "takes NODESxACCELERATORS such as 4x8"),
+        (["--cluster", "0x8"], "at least one node"),
+        (["--cluster", "4x8", "--cluster.num_nodes", "2"], "go together: set both, or neither"),
+        (["--format", "yaml"], "--format takes text or json"),
+        (["--cluster", "4x8", "--fit", "new.toml"], "fits as it is"),
+        (
+            ["--cluster", "1x4", "--rollout.tensor_parallel", "8", "--fit", "new.toml"],
+            "--fit changes the recipe's file",
+        ),
+    ],
+)
+def test_wrong_words_are_one_clear_error(command: CommandLine, tmp_path: Path, words: list[str], said: str) -> None:
+    ended = command("plan", recipe(tmp_path, cluster=""), *words)
+    assert ended.code == 2
+    assert said in ended.err
+
+
+def test_a_recipe_for_several_nodes_is_refused_before_anything_starts(
+    command: CommandLine, config: Path, tmp_path: Path
+) -> None:
+    several = ["--cluster.num_nodes", "2", "--cluster.accelerators_per_node", "8", "--out", tmp_path / "run"]
+    ended = command("train", config, *several)
+    assert ended.code == 2
+    assert "2 nodes asked for (cluster.num_nodes): launcher 'local' starts everything on 1" in ended.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_preflight_places_every_process_of_this_machine(config: Path) -> None:
+    placement = check_run(load_config(config, GrpoConfig, ["--engine.num_ranks", "2"])).placement
+    assert len(placement.nodes) == 1
+    assert [(rank.role, rank.rank, rank.device) for rank in placement.plan.ranks] == [
+        ("trainer", 0, None),
+        ("trainer", 1, None),
+        ("rollout", 0, None),
+    ]
+    assert "T0 T1 R0" in placement.picture
+
+
+def small(**cluster: int) -> GrpoConfig:
+    text = '[model]\npath = "m"\n[data]\npath = "d"\n[rollout]\nnum_engines = 2\ntensor_parallel = 4\n'
+    config = parse_config(text, GrpoConfig)
+    return replace(config, cluster=replace(config.cluster, **cluster))
+
+
+def test_threads_are_cpus_where_they_are_reserved() -> None:
+    nodes = tuple(replace(node, num_cpus=16) for node in grid_nodes(2, 8))
+    config = small(rollout_threads=8, trainer_threads=8)
+    plan = place_run(config, Site(nodes=nodes, reserves=True)).plan
+    assert {rank.node for rank in plan.ranks if rank.role == "rollout"} == {"node-0", "node-1"}
+    with pytest.raises(PlacementError):
+        place_run(small(rollout_threads=32), Site(nodes=nodes, reserves=True))
+    place_run(small(rollout_threads=32), Site(nodes=nodes, reserves=False))
+
+
+def test_a_trainers_tensor_parallel_groups_lie_on_one_node_too(command: CommandLine, tmp_path: Path) -> None:
+    cut = ["--engine.options.tensor_parallel", "8", "--rollout.num_engines", "1", "--rollout.tensor_parallel", "2"]
+    ended = command("plan", recipe(tmp_path, cluster=""), "--cluster", "3x8", *cut)
+    assert "node-0  T0.0 T0.1 T0.2 T0.3 T0.4 T0.5 T0.6 T0.7" in ended.out, ended.err
+    ended = command("plan", recipe(tmp_path, cluster=""), "--cluster", "2x8", *cut)
+    assert "engine.num_ranks 16 -> 8" in ended.err
+    ended = command("plan", recipe(tmp_path, cluster=""), "--cluster", "2x8", "--engine.options.tensor_parallel", "3")
+    assert "engine.num_ranks = 16 must be a multiple of engine.options.tensor_parallel = 3" in ended.err
+
+
+def test_devices_are_what_the_cluster_calls_them() -> None:
+    nodes = tuple(grid_nodes(2, 8, "XPU"))
+    config = small()
+    assert place_run(config, Site(nodes=nodes, reserves=True)).groups[0].accelerator == "XPU"
+    on_cpus = replace(config, engine=replace(config.engine, device="cpu"))
+    placed = place_run(on_cpus, Site(nodes=nodes, reserves=True))
+    assert [group.accelerator for group in placed.groups] == ["", "XPU"]
+
+
+def test_changes_reach_every_form_of_recipe() -> None:
+    text = '[model]\npath = "m"\n[data]\npath = "d"\n[cluster]\nlauncher = "local"\n'
+    changed = change_recipe(text, {"cluster.colocate": True, "engine.num_ranks": 4})
+    assert changed == text.replace("[cluster]\n", "[cluster]\ncolocate = true\n") + "\n[engine]\nnum_ranks = 4\n"
+    inline = 'cluster = {colocate = false}\n[model]\npath = "m"\n[data]\npath = "d"\n'
+    with pytest.raises(ConfigError):
+        change_recipe(inline, {"cluster.colocate": True})
+
+
+def test_a_recipe_that_fits_needs_no_change() -> None:
+    site = Site(nodes=tuple(grid_nodes(2, 8)), reserves=True)
+    assert fit_settings(small(), site) == {}
+    assert fit_settings(small(), Site(nodes=tuple(grid_nodes(1, 8)), reserves=True)) == {"cluster.colocate": True}
+
+
+def test_the_batch_arithmetic_adds_up(config: Path) -> None:
+    batch = BatchArithmetic.of(
+        load_config(config, GrpoConfig, ["--async.require_batches", "3", "--engine.num_ranks", "3"])
+    )
+    assert (batch.groups_per_update, batch.samples_per_step, batch.samples_per_update) == (12, 8, 24)
+    assert batch.max_admitted == 18
+    [notice] = batch.notices()
+    assert "8 samples of a step do not divide among 3 trainer ranks" in notice
+
+
+def test_a_live_cluster_is_asked_what_it_has(command: CommandLine, tmp_path: Path) -> None:
+    ray = pytest.importorskip("ray", reason="pip install 'offbeat-cluster[ray]'")
+    cluster_utils = pytest.importorskip("ray.cluster_utils")
+    words = ["--cluster", "live", "--engine.num_ranks", "8", "--rollout.num_engines", "2"]
+    cluster = cluster_utils.Cluster(
+        initialize_head=True, head_node_args={"num_gpus": 16, "num_cpus": 4, "include_dashboard": False}
+    )
+    try:
+        address = ["--cluster.address", cluster.address]
+        ended = command("plan", recipe(tmp_path, cluster=""), *words, *address)
+        assert ended.code == 0, ended.err
+        assert "1 of 1 node used, 16 of 16 free GPU" in ended.out
+        ended = command("plan", recipe(tmp_path, cluster=""), *words, *address, "--rollout.num_engines", "3")
+        assert ended.code == 2
+        assert "20 GPU wanted, 16 free" in ended.err
+        assert not ray.is_initialized()
+    finally:
+        cluster.shutdown()

@@ -1,0 +1,114 @@
+"""The trainer role hands its weights over: in lanes where its tensors stay, over TCP where the engine is elsewhere."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_async_app._roles.trainer import TrainerRole, tensors_stay
+from offbeat_objectives import AlgorithmConfig
+from offbeat_types import TrainEngineConfig, WeightSyncError
+from offbeat_weightsync import _rounds, new_address, receive
+
+
+@pytest.fixture
+def address() -> str:
+    return new_address()
+
+
+def open_role(model: Path, address: str, **options: Any) -> TrainerRole:
+    config = TrainEngineConfig(model_path=str(model), device="cpu", **options)
+    return TrainerRole(
+        backend="torch",
+        config=config,
+        algorithm=AlgorithmConfig(),
+        socket_path=address,
+        rollout_dtype="bfloat16",
+        bucket_bytes=64 << 10,
+    )
+
+
+def take(address: str, held: dict[str, Tensor]) -> threading.Thread:
+    """Receive version 1 in a thread."""
+
+    def run() -> None:
+        with receive(address, 1, 30) as stream:
+            held.update((name, tensor.clone()) for name, tensor in stream)
+            stream.confirm(stream.prove(held.__getitem__))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def count_lanes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many lanes each sync has had; a sync in one lane is not in it."""
+    counts: list[int] = []
+    run_lanes = _rounds.run_lanes
+
+    def counted(bodies: Any, *rest: Any) -> None:
+        counts.append(len(bodies))
+        run_lanes(bodies, *rest)
+
+    monkeypatch.setattr(_rounds, "run_lanes", counted)
+    return counts
+
+
+@pytest.mark.parametrize("over_tcp", [False, True])
+def test_an_engine_gets_the_trainers_weights_in_lanes(
+    model: Path, address: str, monkeypatch: pytest.MonkeyPatch, over_tcp: bool
+) -> None:
+    counts, held = count_lanes(monkeypatch), dict[str, Tensor]()
+    role = open_role(model, address)
+    try:
+        where = role.listen("127.0.0.1") if over_tcp else ""
+        thread = take(where or address, held)
+        (proof,) = role.send_weights(1, 30, where)
+        thread.join()
+        expected = {name: tensor.bfloat16() for name, tensor in role._engine.weights()}
+    finally:
+        role.close()
+    assert counts
+    assert proof.num_tensors == len(held) == len(expected)
+    assert all(torch.equal(held[name], expected[name]) for name in expected)
+
+
+def test_merged_adapters_are_made_one_at_a_time(model: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, held = count_lanes(monkeypatch), dict[str, Tensor]()
+    role = open_role(model, address, lora_rank=2)
+    try:
+        thread = take(address, held)
+        role.send_weights(1, 30)
+        thread.join()
+    finally:
+        role.close()
+    assert not counts
+    assert held
+
+
+def test_a_trainer_that_has_closed_listens_nowhere(model: Path, address: str) -> None:
+    role = open_role(model, address)
+    where = role.listen("127.0.0.1")
+    role.close()
+    for each in (address, where):
+        with pytest.raises(WeightSyncError, match="no sender listens at"), receive(each, 1, 5):
+            pass
+
+
+def test_tensors_stay_where_each_has_memory_of_its_own_at_every_turn() -> None:
+    own = {"a": torch.zeros(5), "b": torch.zeros(5)}
+    buffer = torch.zeros(5)
+
+    def copied() -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor.clone()) for name, tensor in own.items())
+
+    def refilled() -> Iterator[tuple[str, Tensor]]:
+        return ((name, buffer.copy_(tensor)) for name, tensor in own.items())
+
+    assert tensors_stay(lambda: iter(own.items()))
+    assert not tensors_stay(copied)
+    assert not tensors_stay(refilled)
