@@ -32,7 +32,8 @@ def record(wanted: Json, sources: Path) -> Json:
     """Read what is wanted out of the source files.
 
     Args:
-        wanted: package, version, repository; files: path -> {commit, symbols}, further keys are kept.
+        wanted: package, version, repository; files: path -> {commit, symbols, reads}, further keys are kept; `reads`
+            names mappings whose keys are of interest: those that the file reads by `.get("KEY")` or `.getenv("KEY")`.
         sources: folder to which the paths are relative.
 
     Raises:
@@ -46,11 +47,14 @@ def record(wanted: Json, sources: Path) -> Json:
             missing.append(path)
             continue
         source = file.read_text()
-        found = dict(_definitions(ast.parse(source).body))
+        tree = ast.parse(source)
+        found = dict(_definitions(tree.body))
         missing += [f"{path}: {name}" for name in entry["symbols"] if name not in found]
         symbols = {name: describe(found[name]) for name in entry["symbols"] if name in found}
         digest = hashlib.sha256(source.encode()).hexdigest()
         files[path] = {**entry, "sha256": digest, "symbols": symbols}
+        if "reads" in entry:
+            files[path]["reads"] = {mapping: _keys_read(tree, mapping) for mapping in entry["reads"]}
     if missing:
         raise RecordingError(f"not in {wanted['package']} {wanted['version']}: {', '.join(missing)}")
     return {**wanted, "files": files}
@@ -110,6 +114,17 @@ def _definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, Definition]]:
                     yield from _definitions(getattr(node, part, ()))
                 for handler in getattr(node, "handlers", ()):
                     yield from _definitions(handler.body)
+
+
+def _keys_read(tree: ast.AST, mapping: str) -> list[str]:
+    """Constant keys that are read from the mapping of this name."""
+    keys = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(ast.Name(name), "get" | "getenv"), args=[ast.Constant(str(key)), *_]):
+                if name == mapping:
+                    keys.add(key)
+    return sorted(keys)
 
 
 def _describe_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Json:

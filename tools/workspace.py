@@ -84,6 +84,11 @@ class Package:
         return self.folder / "tests" / "engine"
 
     @property
+    def engine_tests_beside(self) -> list[str]:
+        """Folder names of other packages that those tests use; `engine-tests-beside` of `[tool.offbeat]`."""
+        return list(self.metadata.get("tool", {}).get("offbeat", {}).get("engine-tests-beside", []))
+
+    @property
     def requirements(self) -> list[str]:
         """Requirements it has always, and those of its extras."""
         return [*self.dependencies, *(one for extra in self.extras.values() for one in extra)]

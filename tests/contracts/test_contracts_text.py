@@ -17,8 +17,8 @@ from workspace import ROOT, committed_files
 FILES = committed_files()
 SOURCES = [path for path in FILES if path.suffix == ".py"]
 SHIPPED = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in {"packages", "apps"} and "src" in path.parts]
-# Its package, prose, and the rule itself.
-ONE_PLATFORM_FOLDERS = ("docs", "packages/npu", "tests/contracts")
+# Its package, and the rule itself.
+ONE_PLATFORM_FOLDERS = ("packages/npu", "tests/contracts")
 # Files that may load a format able to run code, each with its reason.
 OWN_MEMORY = (
     "torch hands out its flight recorder with stacks as a pickle of this process's own memory; nothing is read or sent"
@@ -47,8 +47,8 @@ def test_no_file_holds_a_machine_path_or_a_registry_address() -> None:
 
 
 def test_one_platform_is_named_in_its_own_package_only() -> None:
-    elsewhere = [path for path in FILES if not str(path.relative_to(ROOT)).startswith(ONE_PLATFORM_FOLDERS)]
-    assert broken([path for path in elsewhere if path.suffix != ".md"], platform_words) == []
+    elsewhere = [path for path in SOURCES if not str(path.relative_to(ROOT)).startswith(ONE_PLATFORM_FOLDERS)]
+    assert broken(elsewhere, platform_words) == []
 
 
 @pytest.mark.parametrize("rule", [too_long, swallowed_errors], ids=lambda rule: rule.__name__)

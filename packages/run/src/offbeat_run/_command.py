@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from offbeat_run._lock import last_locked
 from offbeat_run._secrets import hide_secrets
-from offbeat_types import ConfigError, OffbeatError, UserError
+from offbeat_types import ConfigError, OffbeatError, UserError, defer_device_backends
 
 INTERRUPTED = 130
 CLOSED_PIPE = 141
@@ -103,6 +103,7 @@ def run_command(main: Callable[[], int | None], *, program: str | None = None) -
         main: the command.
         program: its name, for the line that resumes; taken from the command line when None.
     """
+    defer_device_backends()  # main imports torch
     sys.exit(_exit_code(main, program or os.path.basename(sys.argv[0])))
 
 

@@ -40,8 +40,10 @@ def _devices() -> list[tuple[str, str]]:
     rows = []
     for name in installed_backends("offbeat.device"):
         try:
-            count = load_backend("offbeat.device", name).count()
+            kind = load_backend("offbeat.device", name)
+            count = kind.count()
             rows.append((f"device {name}", f"{count} here" if count else "none on this machine"))
+            rows += getattr(kind, "findings", list)()  # what such a device needs besides, where that is worth saying
         except (OffbeatError, ImportError) as error:
             rows.append((f"device {name}", f"cannot be used: {error}"))
     return rows or [("devices", "unknown: offbeat-dist is not installed")]

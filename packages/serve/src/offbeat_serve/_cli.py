@@ -22,6 +22,7 @@ from offbeat_types import (
     RolloutEngine,
     RolloutEngineConfig,
     Setting,
+    defer_device_backends,
     load_backend,
 )
 
@@ -34,6 +35,7 @@ EXIT_CODES: Final = "exit codes: 0 ended by Ctrl-C or SIGTERM, 2 a setting or th
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit code."""
+    defer_device_backends()
     words = vars(_parser().parse_args(argv))
     try:
         settings = _read_settings(ServeSettings, words)

@@ -2,8 +2,10 @@
 
 from offbeat_types._backends import (
     INSTALL_LINES,
+    defer_device_backends,
     installed_backends,
     load_backend,
+    restore_module,
 )
 from offbeat_types._errors import (
     BackendError,
@@ -53,9 +55,12 @@ from offbeat_types._training import (
     LossTokens,
     Metric,
     Metrics,
+    SleepingTrainEngine,
+    TrainBackend,
     TrainEngine,
     TrainEngineConfig,
     TrainEngineSettings,
+    TrainLayout,
     TrainSequence,
     merge_metrics,
 )
@@ -98,10 +103,13 @@ __all__ = [
     "SamplingParams",
     "Setting",
     "ShapeError",
+    "SleepingTrainEngine",
     "StopReason",
+    "TrainBackend",
     "TrainEngine",
     "TrainEngineConfig",
     "TrainEngineSettings",
+    "TrainLayout",
     "TrainSequence",
     "Trajectory",
     "TrajectoryEnd",
@@ -110,8 +118,10 @@ __all__ = [
     "WeightProof",
     "WeightStream",
     "WeightSyncError",
+    "defer_device_backends",
     "installed_backends",
     "load_backend",
     "merge_metrics",
+    "restore_module",
     "setting",
 ]

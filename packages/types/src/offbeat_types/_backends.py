@@ -1,10 +1,13 @@
 """Finds backends by entry point, so that no caller holds `if backend == ...`."""
 
+import os
+import sys
 from importlib.metadata import entry_points
 from typing import Any, Final
 
 from offbeat_types._errors import BackendError
 
+AUTOLOAD: Final = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 INSTALL_LINES: Final = {
     ("offbeat.rollout", "torch"): "pip install offbeat-rollout-torch",
     ("offbeat.rollout", "vllm"): 'pip install "offbeat-rollout-vllm[engine]"',
@@ -38,3 +41,22 @@ def load_backend(kind: str, name: str) -> Any:
     line = INSTALL_LINES.get((kind, name))
     advice = f"install it with: {line}" if line else "check the name"
     raise BackendError(f"{kind} backend {name!r} is not installed (installed: {installed}); {advice}")
+
+
+def defer_device_backends() -> None:
+    """Let a plugin of torch for a kind of device be imported when that device is opened, and not before.
+
+    torch imports installed plugins by itself, and transformers those it knows; where a plugin's driver is missing, both
+    imports fail, and with them whatever does not need the device. So torch is told not to, and until `restore_module`
+    the plugins look as if they were not installed. Every process of a command calls this before it imports torch. Where
+    the user has set TORCH_DEVICE_BACKEND_AUTOLOAD, nothing is done.
+    """
+    if os.environ.setdefault(AUTOLOAD, "0") == "0":
+        for point in entry_points(group="torch.backends"):
+            sys.modules.setdefault(point.module.partition(".")[0], None)  # type: ignore[arg-type]
+
+
+def restore_module(name: str) -> None:
+    """Let a plugin be imported that `defer_device_backends` has hidden."""
+    if name in sys.modules and sys.modules[name] is None:
+        del sys.modules[name]

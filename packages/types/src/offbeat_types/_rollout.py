@@ -295,11 +295,18 @@ class RolloutEngine(Protocol):
         ...
 
     async def sleep(self, level: int) -> None:
-        """Give memory back: level 1 the KV cache, level 2 the weights too."""
+        """Give memory back: level 1 the KV cache, level 2 the weights too, which `update_weights` must bring anew.
+
+        Samples held by `pause("keep")` stay in flight, and go on with their tokens after `wake` and `resume`; where the
+        weights have not come by then they end as aborted, and nothing is sampled.
+        """
         ...
 
     async def wake(self, tags: tuple[str, ...] = ()) -> None:
-        """Take memory again after `sleep`: tags `weights`, `kv_cache`, or none for both."""
+        """Take memory again after `sleep`: tags `weights`, `kv_cache`, or none for both.
+
+        `weights` alone lets an update in while the memory of the cache is still somebody else's.
+        """
         ...
 
     async def health(self) -> EngineHealth:

@@ -6,7 +6,7 @@ Shapes: T tokens of one sequence, N loss tokens of one micro-batch (packed, no p
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -164,6 +164,94 @@ class TrainEngine(Protocol):
 
     def close(self) -> None:
         """Free everything."""
+        ...
+
+
+@runtime_checkable
+class SleepingTrainEngine(TrainEngine, Protocol):
+    """A training engine that can lend its device to rollout engines between updates. Every rank is told alike."""
+
+    def sleep(self, level: int) -> None:
+        """Give memory back: level 1 all but the weights, which can still be handed out; level 2 the weights too.
+
+        Everything is kept where it takes no memory of the device, and `wake` brings it back. Until then a method that
+        needs it raises. Sleeping again, or deeper, is fine.
+
+        Raises:
+            ConfigError: another level.
+            OffbeatError: in the midst of an update; or there is no room for what is put away.
+        """
+        ...
+
+    def wake(self, tags: tuple[str, ...] = ()) -> None:
+        """Take memory again after `sleep`: tags `weights`, `optimizer` (all else), or none for both."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainLayout:
+    """How the ranks of a trainer share the model and its updates.
+
+    Args:
+        dp, cp, tp, pp: data, context, tensor and pipeline parallel; their product is the number of ranks.
+        ep: expert parallel, a second way of counting the ranks of a stage.
+        zero_stage: what data and context parallel ranks share out: 0 nothing, 1 the optimizer's state, 2 gradients
+            too, 3 weights too. Source: arXiv:1910.02054, figure 1.
+    """
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    zero_stage: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """How many train together."""
+        return self.dp * self.cp * self.tp * self.pp
+
+    def held_bytes(self, num_parameters: int, *, trains_all: bool = True) -> int:
+        """Bytes of float32 weights on one rank, and of their gradients and two moments where all of them train."""
+        whole = num_parameters // (self.tp * self.pp)
+        parts = [(3, 4), (2, 4), (1, 8)] if trains_all else [(3, 4)]
+        return sum(whole * size // (self.dp * self.cp if self.zero_stage >= stage else 1) for stage, size in parts)
+
+    def __str__(self) -> str:
+        sizes = {axis: getattr(self, axis) for axis in ("tp", "cp", "pp", "dp", "ep")}
+        return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
+
+
+class TrainBackend(Protocol):
+    """What a package registers under the entry point `offbeat.engine`: the class of its engine."""
+
+    def plan(self, config: "TrainEngineConfig", num_ranks: int = 1) -> TrainLayout:
+        """Check what can be checked before anything starts, and say how the ranks will share the model.
+
+        Starts no process, joins no group and reads no weights; needs no device but those that the settings name.
+
+        Args:
+            config: of the engine; its options say how the ranks share the model, where the backend knows several ways.
+            num_ranks: processes that will train together, on devices of the kind that `config.device` names.
+
+        Raises:
+            BackendError: what the backend needs is not installed; with the install line.
+            ConfigError: a setting or option is out of range, or so many ranks cannot share this model that way.
+            ModelError: the model folder is missing, corrupt, or of a family that is not supported.
+        """
+        ...
+
+    def create(self, config: "TrainEngineConfig", mesh: Any = None) -> TrainEngine:
+        """Load the model and make the optimizer.
+
+        Args:
+            config: the same on all ranks.
+            mesh: offbeat-dist's, of the ranks that train together; with no other axis than dp it is so many ranks,
+                which the engine arranges as `plan` said. None for one process.
+
+        Raises:
+            BackendError, ConfigError, ModelError: as `plan`, and of weights that are missing or of another model.
+        """
         ...
 
 

@@ -1,0 +1,39 @@
+"""Ascend NPUs as a device of offbeat. The only package that names them."""
+
+from offbeat_npu._device import NpuDevice
+from offbeat_npu._environment import cann_version, examine_environment
+from offbeat_npu._masks import (
+    PackedBatch,
+    PaddedBatch,
+    VisionBatch,
+    dense_batch,
+    packed_batch,
+    vision_batch,
+)
+from offbeat_npu._mindspeed import patch_megatron
+from offbeat_npu._operators import REFERENCE, Operators, substitute_operators
+from offbeat_npu._visible import RAY_KEEPS_VARIABLE, RAY_RESOURCE, VISIBLE_DEVICES, visible_devices
+from offbeat_npu._vllm import check_pair, engine_environment, engine_options
+
+__all__ = [
+    "RAY_KEEPS_VARIABLE",
+    "RAY_RESOURCE",
+    "REFERENCE",
+    "VISIBLE_DEVICES",
+    "NpuDevice",
+    "Operators",
+    "PackedBatch",
+    "PaddedBatch",
+    "VisionBatch",
+    "cann_version",
+    "check_pair",
+    "dense_batch",
+    "engine_environment",
+    "engine_options",
+    "examine_environment",
+    "packed_batch",
+    "patch_megatron",
+    "substitute_operators",
+    "visible_devices",
+    "vision_batch",
+]

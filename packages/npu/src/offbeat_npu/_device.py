@@ -1,0 +1,106 @@
+"""An Ascend NPU as a device."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from offbeat_dist import DeviceMemory
+from offbeat_npu._environment import examine_environment
+from offbeat_npu._mindspeed import patch_megatron
+from offbeat_npu._operators import Operators, substitute_operators
+from offbeat_npu._runtime import load_operators, load_runtime
+from offbeat_types import BackendError
+
+MEGATRON = "megatron"
+
+
+class NpuDevice:
+    """One NPU, by its index among those visible to this process (ASCEND_RT_VISIBLE_DEVICES).
+
+    Source: torch_npu 2.13.0, torch_npu/npu/__init__.py, memory.py, random.py, utils.py.
+    """
+
+    kind: ClassVar[str] = "npu"
+    preference: ClassVar[int] = 10
+    collective_backend = "hccl"
+    packed_attention = "rows"
+    autocast_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+
+    def __init__(self, index: int = 0) -> None:
+        self._runtime = load_runtime()
+        self._index = index
+        self.torch_device = torch.device(self.kind, index)
+        self._runtime.set_device(index)  # HCCL connects the device that is current
+
+    @classmethod
+    def count(cls) -> int:
+        """Visible NPUs; 0 where torch_npu or CANN is missing, or there is none."""
+        try:
+            runtime = load_runtime()
+        except BackendError:
+            return 0
+        return int(runtime.device_count()) if runtime.is_available() else 0
+
+    @classmethod
+    def findings(cls) -> list[tuple[str, str]]:
+        """What `doctor` says: driver, CANN, torch_npu, and versions that do not belong together."""
+        return examine_environment()
+
+    def synchronize(self) -> None:
+        """Wait for every stream of the NPU."""
+        self._runtime.synchronize(self._index)
+
+    def memory(self) -> DeviceMemory:
+        """What the allocator of torch_npu holds for tensors; other users of the NPU are not counted."""
+        _, total_bytes = self._runtime.mem_get_info(self._index)
+        return DeviceMemory(
+            allocated_bytes=int(self._runtime.memory_allocated(self._index)),
+            peak_bytes=int(self._runtime.max_memory_allocated(self._index)),
+            total_bytes=int(total_bytes),
+        )
+
+    def reset_peak_memory(self) -> None:
+        """Start the peak anew."""
+        self._runtime.reset_peak_memory_stats(self._index)
+
+    def release_unused(self) -> None:
+        """Give what the allocator holds free back to the NPU."""
+        self._runtime.empty_cache()
+
+    def rng_state(self) -> torch.Tensor:
+        """State of the NPU's default generator: [n] uint8 on the CPU."""
+        state: torch.Tensor = self._runtime.get_rng_state(self._index)
+        return state
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Set what `rng_state` gave."""
+        self._runtime.set_rng_state(state, self._index)
+
+    def adapt(self, model: torch.nn.Module) -> tuple[str, ...]:
+        """Put fused operators in place of a transformers model's norms, gates and rotations; their names."""
+        return substitute_operators(model, Operators.of(load_operators()))
+
+    def prepare(self, library: str, settings: Mapping[str, Any]) -> None:
+        """Patch a library for this device; must come before the library is imported.
+
+        Args:
+            library: "megatron" is patched by MindSpeed; others are fit as they are.
+            settings: the layout and options that the library is going to be used with.
+        """
+        if library == MEGATRON:
+            patch_megatron(settings)
+
+    def profile(self, folder: Path) -> AbstractContextManager[Any]:
+        """Record NPU and CPU; afterwards a timeline for MindStudio or Perfetto lies in `folder`.
+
+        Source: torch_npu 2.13.0, torch_npu/profiler/profiler.py.
+        """
+        profiler = load_operators().profiler
+        activities = [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU]
+        profile: AbstractContextManager[Any] = profiler.profile(
+            activities=activities, on_trace_ready=profiler.tensorboard_trace_handler(str(folder))
+        )
+        return profile

@@ -1,0 +1,95 @@
+"""The real torch-npu beside no CANN: every command works but training on an NPU, and `doctor` says what is missing."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offbeat_npu import NpuDevice, examine_environment
+from offbeat_testing import tiny_model
+from offbeat_types import BackendError
+
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+pytestmark = [
+    pytest.mark.skipif(NpuDevice.count() > 0, reason="there are NPUs and CANN here: nothing is missing"),
+    pytest.mark.timeout(400),
+]
+
+
+def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != AUTOLOAD} | variables
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def application(*words: str) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "-m", "grpo_async_app", *words)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("job")
+    tiny_model(folder / "model")
+    rows = [{"prompt": f"what is {n} and one?", "answer": str(n + 1)} for n in range(12)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "job.toml").write_text(f"""
+[model]
+path = "{folder / "model"}"
+[data]
+path = "{folder / "sums.jsonl"}"
+eval_size = 2
+max_prompt_tokens = 64
+[reward]
+name = "number_match"
+[rollout]
+samples_per_prompt = 2
+max_tokens = 8
+max_model_len = 96
+[async]
+mini_batch_size = 4
+[cluster]
+trainer_threads = 1
+rollout_threads = 1
+""")
+    return folder / "job.toml"
+
+
+def test_this_is_the_trap() -> None:
+    """Without this, nothing below would show anything."""
+    ended = run(sys.executable, "-c", "import torch")
+    assert ended.returncode != 0
+    assert "Failed to load the backend extension: torch_npu" in ended.stderr
+
+
+def test_a_device_says_what_is_missing() -> None:
+    with pytest.raises(BackendError, match=r"torch_npu does not import: lib\w+\.so.*set_env\.sh"):
+        NpuDevice()
+    found = dict(examine_environment())
+    assert "missing" in found["npu CANN"]
+    assert "fits torch" in found["npu torch-npu"]
+
+
+def test_doctor_says_it_too() -> None:
+    ended = application("doctor")
+    assert ended.returncode == 0, ended.stderr
+    said = " ".join(ended.stdout.split())
+    assert "device npu none on this machine" in said
+    assert "npu CANN missing: neither ASCEND_HOME_PATH nor ASCEND_TOOLKIT_HOME is set" in said
+    assert "device cpu 1 here" in said
+
+
+def test_a_run_plans_trains_and_is_reported(job: Path, tmp_path: Path) -> None:
+    assert application("plan", str(job)).returncode == 0
+    trained = application("train", str(job), "--out", str(tmp_path / "run"))
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    assert (tmp_path / "run" / "report.html").is_file()
+    assert application("report", str(tmp_path / "run")).returncode == 0
+
+
+def test_training_on_an_npu_is_refused_with_the_devices_there_are(job: Path, tmp_path: Path) -> None:
+    ended = application("train", str(job), "--out", str(tmp_path / "run"), "--engine.device", "npu")
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert "device 'npu' is not here: this machine has cpu" in ended.stderr
+    assert not (tmp_path / "run").exists()

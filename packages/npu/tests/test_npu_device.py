@@ -1,0 +1,136 @@
+"""The device seam end to end on a stand-in device: what names another device, or mixes two, fails here.
+
+Each test runs in forked processes of its own, so that this one never knows the device.
+"""
+
+import npu_standin
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from offbeat_dist import Mesh, available_devices, join_world, open_device
+from offbeat_engine_torch import TorchTrainEngine
+from offbeat_testing import tiny_model
+from offbeat_types import TrainEngineConfig, TrainSequence
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("npu") / "model", "qwen3", tied=True, hidden_size=32)
+
+
+def sequences(seed):
+    """Pairs of completions of one prompt each, with an advantage per token."""
+    draw, made = np.random.default_rng(seed), []
+    for _ in range(4):
+        prompt = draw.integers(3, 300, 5)
+        for length in (4, 7):
+            ids = np.concatenate([prompt, draw.integers(3, 300, length)]).astype(np.int32)
+            extras = {"advantage": draw.normal(size=len(ids)).astype(np.float32)}
+            made.append(TrainSequence(ids=ids, loss_mask=np.arange(len(ids)) >= 5, extras=extras))
+    return made
+
+
+def weighted(tokens):
+    return -(tokens.logprobs_N * tokens.extras["advantage"]).sum() / tokens.total_tokens, {}
+
+
+ALONE = pytest.mark.ranks(1, join=False, deadline_s=90)
+
+
+def config(model, device, **changes):
+    return TrainEngineConfig(
+        model_path=str(model), device=device, learning_rate=1e-3, adam_eps=1e-5, max_tokens_per_microbatch=48, **changes
+    )
+
+
+def trained(engine):
+    """Losses and norms of two updates, the weights after them, and log-probabilities."""
+    told = []
+    for seed in range(2):
+        told += [engine.forward_backward(sequences(seed), weighted)["loss"].value, engine.step()["grad_norm"].value]
+    weights = {name: tensor.cpu().clone() for name, tensor in engine.weights()}
+    return told, weights, engine.logprobs(sequences(5))
+
+
+def assert_same(ours, theirs):
+    np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
+    for name, tensor in theirs[1].items():
+        torch.testing.assert_close(ours[1][name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+    for found, wanted in zip(ours[2], theirs[2], strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-5, rtol=0)
+
+
+@ALONE
+def test_the_stand_in_refuses_to_mix_devices(standin):
+    """Without this, nothing below would show anything."""
+    npu_standin.install(standin)
+    ours, of_the_cpu = torch.ones(3, device="npu"), torch.ones(3)
+    for mix in (lambda: ours + of_the_cpu, lambda: torch.cat((ours, of_the_cpu)), lambda: ours[of_the_cpu.long()]):
+        with pytest.raises(RuntimeError, match="device"):
+            mix()
+
+
+@ALONE
+def test_memory_random_state_and_count(standin):
+    npu_standin.install(standin)
+    assert available_devices()["npu"] == 2
+    device = open_device("npu:1")
+    assert device.torch_device == torch.device("npu", 1)
+    before = device.memory()
+    device.reset_peak_memory()
+    held = torch.empty(1 << 20, dtype=torch.uint8, device=device.torch_device)
+    torch.empty(1 << 20, dtype=torch.uint8, device=device.torch_device)
+    assert device.memory().allocated_bytes == before.allocated_bytes + len(held)
+    assert device.memory().peak_bytes == before.allocated_bytes + 2 * len(held)
+    state, cpu_state = device.rng_state(), torch.get_rng_state()
+    first = torch.randn(4, device=device.torch_device)
+    device.set_rng_state(state)
+    assert torch.equal(first.cpu(), torch.randn(4, device=device.torch_device).cpu())
+    assert torch.equal(cpu_state, torch.get_rng_state()), "the CPU's generator was used"
+    device.synchronize()
+
+
+@ALONE
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"lora_rank": 4}, {"activation_checkpointing": True}, {"dtype": "bfloat16"}],
+    ids=["plain", "lora", "checkpointing", "bfloat16"],
+)
+def test_training_gives_what_the_cpu_gives(standin, model, changes):
+    npu_standin.install(standin)
+    ours = TorchTrainEngine.create(config(model, "npu", **changes))
+    rough = bool(changes.get("dtype"))
+    found, wanted = trained(ours), trained(TorchTrainEngine.create(config(model, "cpu", **changes)))
+    if rough:  # the CPU attends in float32 by a kernel of its own
+        np.testing.assert_allclose(found[0], wanted[0], rtol=0.05, atol=0.05)
+    else:
+        assert_same(found, wanted)
+
+
+@ALONE
+def test_a_checkpoint_goes_on_and_random_state_with_it(standin, model, tmp_path):
+    npu_standin.install(standin)
+    engine = TorchTrainEngine.create(config(model, "npu"))
+    engine.forward_backward(sequences(0), weighted)
+    engine.step()
+    engine.save(tmp_path / "saved")
+    again = TorchTrainEngine.create(config(model, "npu"))
+    again.load(tmp_path / "saved")
+    for each in (engine, again):
+        each.forward_backward(sequences(1), weighted)
+        each.step()
+    for (name, one), (_, other) in zip(engine.weights(), again.weights(), strict=True):
+        assert torch.equal(one.cpu(), other.cpu()), name
+
+
+@pytest.mark.ranks(2, join=False, deadline_s=90)
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 2}], ids=["dp", "tp"])
+def test_two_ranks_over_hccl_train_as_one_process(standin, model, axes, rank):
+    npu_standin.install(standin)
+    join_world(device="npu", deadline_s=60)
+    engine = TorchTrainEngine.create(config(model, "npu"), Mesh(**axes))
+    assert dist.get_backend_config() == "cpu:gloo,npu:hccl"
+    assert torch.npu.current_device() == rank
+    assert_same(trained(engine), trained(TorchTrainEngine.create(config(model, "cpu"))))

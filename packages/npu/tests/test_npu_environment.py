@@ -1,0 +1,119 @@
+"""What `doctor` says of drivers, CANN and versions; names for processes; MindSpeed in time."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offbeat_npu import (
+    RAY_RESOURCE,
+    VISIBLE_DEVICES,
+    NpuDevice,
+    cann_version,
+    check_pair,
+    engine_options,
+    examine_environment,
+    visible_devices,
+)
+from offbeat_types import BackendError, ConfigError
+
+HERE = Path(__file__).parent
+
+
+def findings(tmp_path, environment):
+    return dict(
+        examine_environment(environment=environment, driver=tmp_path / "version.info", devices=tmp_path / "dev")
+    )
+
+
+def test_an_empty_machine_is_told_what_to_install(tmp_path):
+    found = findings(tmp_path, {})
+    assert found["npu driver"].startswith("missing: install the NPU driver")
+    assert found["npu devices"].startswith("none")
+    assert "ASCEND_HOME_PATH" in found["npu CANN"]
+    assert "set_env.sh" in found["npu CANN"]
+    assert found["npu torch-npu"].startswith("not installed: pip install")
+
+
+def test_a_machine_with_everything_is_described(tmp_path):
+    (tmp_path / "dev").mkdir()
+    for name in ("davinci0", "davinci7", "davinci_manager"):
+        (tmp_path / "dev" / name).touch()
+    (tmp_path / "version.info").write_text("Version=25.2.0\nascendhal_version=7.35.19\n")
+    home = tmp_path / "cann"
+    (home / "x86_64-linux").mkdir(parents=True)
+    (home / "x86_64-linux" / "ascend_toolkit_install.info").write_text("package_name=Ascend\nversion=8.5.0\n")
+    found = findings(tmp_path, {"ASCEND_HOME_PATH": str(home)})
+    assert (found["npu driver"], found["npu devices"], found["npu CANN"]) == ("25.2.0", "2 here", "8.5.0")
+    assert cann_version(home) == "8.5.0"
+
+
+def test_an_old_cann_and_a_wrong_path_are_said(tmp_path):
+    (tmp_path / "ascend_nnrt_install.info").write_text("version=8.2.RC1\n")
+    assert findings(tmp_path, {"ASCEND_HOME_PATH": str(tmp_path)})["npu CANN"].startswith("8.2.RC1: too old")
+    assert "is no folder" in findings(tmp_path, {"ASCEND_TOOLKIT_HOME": str(tmp_path / "gone")})["npu CANN"]
+
+
+def test_without_the_runtime_there_are_no_devices():
+    assert NpuDevice.count() == 0
+    with pytest.raises(BackendError, match=r"torch_npu is not installed.*offbeat-npu\[engine\]"):
+        NpuDevice()
+
+
+def test_names_are_rays_own():
+    npu = pytest.importorskip("ray._private.accelerators.npu")
+    assert npu.NPUAcceleratorManager.get_resource_name() == RAY_RESOURCE
+    assert npu.NPUAcceleratorManager.get_visible_accelerator_ids_env_var() == VISIBLE_DEVICES
+    assert visible_devices([0, 3]) == {VISIBLE_DEVICES: "0,3"}
+    assert visible_devices([]) == {VISIBLE_DEVICES: ""}
+
+
+def test_versions_of_vllm_and_its_plugin_must_agree():
+    check_pair("0.18.1", "0.18.0")
+    with pytest.raises(BackendError, match=r"vllm-ascend 0\.18\.0 is a plugin of vllm 0\.18.*pip install 'vllm==0\.18"):
+        check_pair("0.32.0", "0.18.0")
+    with pytest.raises(BackendError, match="is not installed is here"):
+        check_pair("", "0.18.0")
+
+
+def test_a_setting_that_the_plugin_does_not_read_is_refused():
+    with pytest.raises(ConfigError, match="did you mean enable_kv_nz"):
+        engine_options({"enable_kv_nx": True})
+    assert engine_options({"enable_kv_nz": True})["additional_config"]["enable_kv_nz"]
+
+
+ORDERS = {
+    "in time": ("", "patched {'tensor_model_parallel_size': 2}"),
+    "megatron was imported first": ("import megatron.core.parallel_state", "before it is imported"),
+    "groups exist": (
+        "import mindspeed.megatron_adaptor, megatron.core.parallel_state as state; state.is_made = True",
+        "before its groups exist",
+    ),
+}
+
+
+@pytest.mark.parametrize(("first", "expected"), ORDERS.values(), ids=ORDERS)
+def test_mindspeed_comes_before_megatron_or_not_at_all(tmp_path, first, expected):
+    """The order alone: neither MindSpeed nor torch_npu can run here, so modules of their names stand in for them."""
+    modules = {
+        "torch_npu.py": "",
+        "mindspeed/megatron_adaptor.py": "def repatch(args): print('patched', args)",
+        "megatron/core/parallel_state.py": "is_made = False\ndef model_parallel_is_initialized(): return is_made",
+    }
+    for name, text in modules.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    code = f"""
+import sys; sys.path.insert(0, {str(tmp_path)!r})
+{first}
+from offbeat_npu import patch_megatron
+from offbeat_types import BackendError
+try:
+    patch_megatron({{"tensor_model_parallel_size": 2}})
+except BackendError as error:
+    print(error)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert expected in ended.stdout
