@@ -1,5 +1,7 @@
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,7 @@ from offbeat_rollout_vllm._options import GIVEN_BY, AdapterLimits, check_argumen
 from offbeat_rollout_vllm._versions import installed_engine, is_cpu_build, supported_version
 from offbeat_types import BackendError, ConfigError, RolloutEngineConfig, load_backend
 
+README = Path(__file__).parents[1] / "README.md"
 CONFIG = RolloutEngineConfig(model_path="m", tensor_parallel=2, max_running=7, max_model_len=99, dtype="bfloat16")
 
 
@@ -90,18 +93,33 @@ def test_on_a_cpu_the_last_slot_for_adapters_stays_empty():
     assert AdapterLimits.read({"max_loras": 4}).num_adapters == 0
 
 
-def test_memory_is_given_back_where_the_device_and_the_options_do_so():
+def test_memory_is_given_back_where_the_device_and_the_options_do_so(monkeypatch):
     options, _ = VllmRolloutOptions.parse({})
     assert sleep_levels(options, is_cpu=False) == (1, 2)
+    monkeypatch.setattr("sys.platform", "linux")
+    assert sleep_levels(options, is_cpu=True) == (1, 2)
+    monkeypatch.setattr("sys.platform", "darwin")
     assert sleep_levels(options, is_cpu=True) == ()
-    without, _ = VllmRolloutOptions.parse({"enable_sleep_mode": False})
-    assert sleep_levels(without, is_cpu=False) == ()
+    for chosen in (False, True):
+        options, _ = VllmRolloutOptions.parse({"enable_sleep_mode": chosen})
+        assert sleep_levels(options, is_cpu=False) == ((1, 2) if chosen else ())
+        assert "enable_sleep_mode" not in engine_arguments(CONFIG, options, is_cpu=True), "vLLM would refuse it there"
 
 
 def test_a_cuda_device_is_the_first_of_as_many_as_there_are_ranks():
     options, _ = VllmRolloutOptions.parse({})
     config = RolloutEngineConfig(model_path="m", device="cuda:2", tensor_parallel=2)
     assert engine_arguments(config, options, is_cpu=False)["device_ids"] == [2, 3]
+
+
+def test_the_table_of_the_readme_knows_every_version_and_every_renamed_option():
+    (table,) = re.findall(r"## What runs where\n\n(.*?)\n\n", README.read_text(), re.DOTALL)
+    rows = [line.split("|")[1] for line in table.splitlines()]
+    assert [row.split()[1].rstrip(",") for row in rows if row.startswith(" vLLM ")] == [
+        row.release for row in SUPPORTED_VERSIONS
+    ]
+    assert {name for row in rows for name in re.findall(r"old name `(\w+)", row)} == set(RENAMED)
+    assert all(renaming.new in table for renaming in RENAMED.values())
 
 
 def test_an_unknown_name_is_refused_with_the_nearest():

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 
@@ -96,6 +97,24 @@ def test_a_folder_says_what_an_update_must_bring(tmp_path, tied, shard_bytes):
     assert folder.shapes == {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
     assert folder.optional == ({"lm_head.weight": (320, 64)} if tied else {})
     assert (folder.eos_ids, folder.vocab_size) == (frozenset([2]), 320)
+
+
+def test_names_of_a_folder_and_of_the_model_in_memory_are_one():
+    """Qwen2.5-VL: old names on disk, new ones in transformers and so in a stream. Qwen3-VL: new ones in both."""
+    old = _folder_with({"model.norm.weight": (4,), "visual.merger.weight": (2, 3)}, optional={"lm_head.weight": (9, 4)})
+    for name in ("model.norm.weight", "model.language_model.norm.weight"):
+        assert (old.stored_name(name), old.shape_of(name)) == ("model.norm.weight", (4,))
+    for name in ("visual.merger.weight", "model.visual.merger.weight"):
+        assert (old.stored_name(name), old.shape_of(name)) == ("visual.merger.weight", (2, 3))
+    assert old.shape_of("lm_head.weight") == (9, 4)
+    new = _folder_with({"model.language_model.norm.weight": (4,), "model.visual.merger.weight": (2, 3)})
+    assert new.stored_name("model.visual.merger.weight") == "model.visual.merger.weight"
+    for name in ("model.norm.weight", "visual.merger.weight", "nobody"):
+        assert (new.stored_name(name), new.shape_of(name)) == (name, None)
+
+
+def _folder_with(shapes, optional=None):
+    return ModelFolder(path=Path("m"), shapes=shapes, optional=optional or {}, eos_ids=frozenset(), vocab_size=9)
 
 
 @pytest.mark.parametrize("spoil", ["config.json", "model.safetensors"])

@@ -71,7 +71,7 @@ def test_a_handle_survives_the_wire() -> None:
 def test_weights_go_through_device_memory(address: str, weights: dict[str, Tensor], start_engine: Any) -> None:
     plan = BucketPlan.build(describe_tensors(weights.items()), 4096)
     with SharedMemorySender(address, plan, deadline_s=60, device="cuda:0") as sender:
-        engine = start_engine()
+        engine = start_engine(sender.address)
         sender.send(((name, tensor.cuda()) for name, tensor in weights.items()), 1, 1)
         total = sum(float(tensor.double().sum()) for tensor in weights.values())
         assert engine.next_text() == f"holds 8 tensors of version 1, sum {total:.6f}"

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat_types import WeightSyncError
@@ -21,6 +21,7 @@ def tensor_specs(draw: st.DrawFn) -> list[TensorSpec]:
     return [TensorSpec(name, draw(st.sampled_from(sorted(ITEM_BYTES))), draw(SHAPES)) for name in names]
 
 
+@settings(deadline=None)
 @given(tensor_specs(), BUCKET_BYTES)
 def test_every_byte_of_every_tensor_travels_once_and_in_order(specs: list[TensorSpec], bucket_bytes: int) -> None:
     plan = BucketPlan.build(specs, bucket_bytes)
@@ -34,6 +35,7 @@ def test_every_byte_of_every_tensor_travels_once_and_in_order(specs: list[Tensor
     assert plan.num_bytes == sum(piece.num_bytes for piece in pieces)
 
 
+@settings(deadline=None)
 @given(tensor_specs(), BUCKET_BYTES)
 def test_pieces_lie_aligned_in_their_bucket_without_touching(specs: list[TensorSpec], bucket_bytes: int) -> None:
     for bucket in BucketPlan.build(specs, bucket_bytes).buckets:
@@ -46,6 +48,7 @@ def test_pieces_lie_aligned_in_their_bucket_without_touching(specs: list[TensorS
         assert 0 < used == bucket.num_bytes <= bucket_bytes
 
 
+@settings(deadline=None)
 @given(tensor_specs(), BUCKET_BYTES)
 def test_only_a_tensor_longer_than_a_bucket_is_split(specs: list[TensorSpec], bucket_bytes: int) -> None:
     plan = BucketPlan.build(specs, bucket_bytes)
@@ -54,6 +57,7 @@ def test_only_a_tensor_longer_than_a_bucket_is_split(specs: list[TensorSpec], bu
         assert pieces.count(index) == -(-spec.num_bytes // bucket_bytes)
 
 
+@settings(deadline=None)
 @given(tensor_specs(), BUCKET_BYTES)
 def test_equal_plans_and_only_they_have_equal_digests(specs: list[TensorSpec], bucket_bytes: int) -> None:
     plan = BucketPlan.build(specs, bucket_bytes)

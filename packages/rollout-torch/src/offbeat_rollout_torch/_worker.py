@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from offbeat_rollout_torch._heap import trim_heap
 from offbeat_rollout_torch._samples import RequestInFlight
 from offbeat_rollout_torch._stepper import Stepper
 from offbeat_rollout_torch._weights import DecoderWeights, WeightWriter
@@ -225,13 +226,14 @@ class Worker:
             raise OffbeatError(f"the rollout engine sleeps without {tag}; call wake(({tag!r},)) first")
 
     def sleep(self, level: int) -> None:
-        """Free the cache, and at level 2 the weights."""
+        """Free the cache, and at level 2 the weights; the process has less memory when this returns."""
         stepper = self._stepper
         stepper.scheduler.cache.drop()
         self._asleep.add("kv_cache")
         if level == 2:
             stepper.weights.release()
             self._asleep.add("weights")
+        trim_heap()
 
     def wake(self, tags: tuple[str, ...]) -> None:
         """Take memory again. Weights that were given back must come anew by `update_weights`."""

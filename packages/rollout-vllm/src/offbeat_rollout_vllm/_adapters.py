@@ -114,7 +114,9 @@ class Adapters:
                 raise WeightSyncError(f"{source}: the tensor {name!r} came twice")
             tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
             sent[name] = tensor.cpu().clone()
-        check_adapter_shapes({name: tuple(tensor.shape) for name, tensor in sent.items()}, self._folder.shapes, source)
+        check_adapter_shapes(
+            {name: tuple(tensor.shape) for name, tensor in sent.items()}, self._folder.shape_of, source
+        )
         rank = max(tensor.shape[0] for name, tensor in sent.items() if DOWN in name)
         if rank > self._limits.max_rank:
             raise WeightSyncError(
@@ -173,13 +175,13 @@ class AdapterReadback:
 
 
 def check_adapter_shapes(
-    found: Mapping[str, tuple[int, ...]], layers: Mapping[str, tuple[int, ...]], source: str
+    found: Mapping[str, tuple[int, ...]], shape_of: Callable[[str], tuple[int, ...] | None], source: str
 ) -> None:
     """Refuse an adapter that is not whole, or not of this model.
 
     Args:
         found: shape of each tensor of the adapter, by PEFT's name.
-        layers: shape of each tensor of the model, by its Hugging Face name.
+        shape_of: gives the shape of a tensor of the model by its Hugging Face name, or None.
         source: who sends, for the error.
 
     Raises:
@@ -194,7 +196,7 @@ def check_adapter_shapes(
         if down not in found or up not in found:
             raise WeightSyncError(f"{source}: {name!r} needs {up if name == down else down!r}, which did not come")
         target = down.removeprefix(PEFT_PREFIX).replace(DOWN, ".")
-        layer = layers.get(target, ())
+        layer = shape_of(target) or ()
         if len(layer) != 2:
             raise WeightSyncError(f"{source}: this model has no matrix {target!r} for {name!r} to adapt")
         rank = found[down][0] if found[down] else 0

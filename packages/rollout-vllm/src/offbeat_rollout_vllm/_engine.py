@@ -249,6 +249,8 @@ class VllmRolloutEngine:
                 except OffbeatError as error:
                     flight.done.set_exception(error)
 
+        if self._unusable and not self._asleep:
+            await self._owned(self._abort_all)
         await self._thaw()
         await self._owned(resume)
 
@@ -353,8 +355,10 @@ class VllmRolloutEngine:
     async def sleep(self, level: int) -> None:
         """See `RolloutEngine`. After level 2, `wake` needs an `update_weights` before anything is sampled."""
         if level not in self.capabilities.sleep_levels:
-            levels = ", ".join(map(str, self.capabilities.sleep_levels)) or "none on this device"
+            levels = ", ".join(map(str, self.capabilities.sleep_levels)) or "none (see options.enable_sleep_mode)"
             raise ConfigError(f"sleep level must be one of: {levels}; got {level!r}")
+        if "weights" in self._asleep:
+            raise OffbeatError("the rollout engine sleeps already: wake it before it sleeps again")
         await self._freeze()
         await asyncio.wrap_future(self._form.sleep(level))
         self._asleep = {"kv_cache", "weights"}
@@ -366,13 +370,11 @@ class VllmRolloutEngine:
         """See `RolloutEngine`."""
         if unknown := set(tags) - {"weights", "kv_cache"}:
             raise ConfigError(f"wake knows the tags weights and kv_cache, got {', '.join(sorted(unknown))}")
-        if self._asleep:
-            await asyncio.wrap_future(self._form.wake(tags))
-            self._asleep -= set(tags or ("weights", "kv_cache"))
+        if wanted := self._asleep & set(tags or ("weights", "kv_cache")):
+            await asyncio.wrap_future(self._form.wake(tuple(wanted)))
+            self._asleep -= wanted
             # Fully awake, vLLM's scheduler runs again: not before we say so.
             await asyncio.wrap_future(self._form.freeze())
-            if self._unusable:
-                await self._owned(self._abort_all)
         if self._mode is None:
             await self.resume()
 

@@ -53,6 +53,9 @@ class WorkerSide:
         self._dtype = worker.model_config.dtype
         self._held = HeldWeights(self._model, self._dtype)
         if worker.device.type == "cpu":
+            from offbeat_rollout_vllm._cpu_sleep import CpuSleep
+
+            CpuSleep(worker)
             spare_generators(worker.model_runner)
         self._arena: Arena | None = None
 
@@ -74,9 +77,9 @@ class WorkerSide:
         self._arena = Arena.attach(address, num_bytes)
 
     def locate(self, names: list[str], adapter: int) -> list[list[Any]]:
-        """(shape of this rank's part, dim, start) for each of an adapter's tensors, or with 0 the model's."""
+        """(shape of this rank's part, dim, pieces) for each of an adapter's tensors, or with 0 the model's."""
         places = [self._holder(adapter).find(name) for name in names]
-        return [[list(place.shape), place.dim, place.start] for place in places]
+        return [[list(place.shape), place.dim, place.pieces] for place in places]
 
     def begin(self) -> None:
         """Make ready for new weights."""

@@ -59,6 +59,24 @@ class ModelFolder:
             image_token_id=config.get("image_token_id", config.get("image_token_index")),
         )
 
+    def stored_name(self, name: str) -> str:
+        """Return the folder's name of a tensor that transformers may call otherwise in memory, else the name as it is.
+
+        Folders of Qwen2-VL and Qwen2.5-VL say "model.layers" and "visual" for what transformers, since release 4.52,
+        loads as "model.language_model.layers" and "model.visual", and saves under the old names again.
+
+        Source: transformers 5.19.0, transformers/conversion_mapping.py ("qwen2_5_vl").
+        """
+        for candidate in (name, name.replace("model.language_model.", "model.", 1), name.removeprefix("model.")):
+            if candidate in self.shapes or candidate in self.optional:
+                return candidate
+        return name
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a tensor under either name; None: there is none."""
+        stored = self.stored_name(name)
+        return self.shapes.get(stored, self.optional.get(stored))
+
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:

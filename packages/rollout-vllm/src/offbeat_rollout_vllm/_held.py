@@ -9,6 +9,7 @@ vllm/model_executor/layers/utils.py (dispatch_cpu_unquantized_gemm), vllm/model_
 (WeightsMapper).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,7 +30,8 @@ class Place:
         first_row: within this rank's parameter.
         shape: of this rank's part.
         dim: along which ranks have different parts.
-        start: of this rank's part within the whole, along `dim`.
+        pieces: (start, size) of each run of this rank's part within the whole, along `dim` and in order: one, but of a
+            tensor that the trainer holds fused too (a vision tower's qkv) one of each matrix in it.
     """
 
     module: nn.Module
@@ -37,7 +39,7 @@ class Place:
     first_row: int
     shape: tuple[int, ...]
     dim: int
-    start: int
+    pieces: tuple[tuple[int, int], ...]
 
 
 class HeldWeights:
@@ -152,11 +154,12 @@ def _place(module: nn.Module, leaf: str, part: int | None) -> Place:
         indices = layer.shard_indices
         first, last = indices.org_vocab_start_index, indices.org_vocab_end_index
         columns = (layer.embedding_dim,) if leaf == "weight" else ()
-        return Place(module=module, leaf=leaf, first_row=0, shape=(last - first, *columns), dim=0, start=first)
+        shape, pieces = (last - first, *columns), ((first, last - first),)
+        return Place(module=module, leaf=leaf, first_row=0, shape=shape, dim=0, pieces=pieces)
     if hasattr(layer, "quant_method") and hasattr(layer, "output_size"):
         return _linear_place(layer, leaf, part)
-    shape = tuple(getattr(layer, leaf).shape)
-    return Place(module=module, leaf=leaf, first_row=0, shape=shape, dim=0, start=0)
+    held = tuple(getattr(layer, leaf).shape)
+    return Place(module=module, leaf=leaf, first_row=0, shape=held, dim=0, pieces=((0, (*held, 1)[0]),))
 
 
 def _linear_place(layer: Any, leaf: str, part: int | None) -> Place:
@@ -164,22 +167,26 @@ def _linear_place(layer: Any, leaf: str, part: int | None) -> Place:
     columns = (num_in,) if leaf == "weight" else ()
     rank = getattr(layer, "tp_rank", 0)
     if num_in != layer.input_size:  # row parallel: ranks have different columns, and all of the bias
-        start = rank * num_in if columns else 0
-        return Place(
-            module=layer, leaf=leaf, first_row=0, shape=(num_out, *columns), dim=1 if columns else 0, start=start
-        )
-    if part is None:
-        start = rank * num_out if num_out != layer.output_size else 0
-        return Place(module=layer, leaf=leaf, first_row=0, shape=(num_out, *columns), dim=0, start=start)
-    sizes, shares = _part_sizes(layer)
-    return Place(
-        module=layer,
-        leaf=leaf,
-        first_row=sum(sizes[:part]),
-        shape=(sizes[part], *columns),
-        dim=0,
-        start=rank // shares[part] * sizes[part],
-    )
+        piece = (rank * num_in, num_in) if columns else (0, num_out)
+        dim = 1 if columns else 0
+        return Place(module=layer, leaf=leaf, first_row=0, shape=(num_out, *columns), dim=dim, pieces=(piece,))
+    first_row = 0
+    pieces: tuple[tuple[int, int], ...] = ((rank * num_out if num_out != layer.output_size else 0, num_out),)
+    if hasattr(layer, "output_sizes"):
+        sizes, shares = _part_sizes(layer)
+        pieces = tuple(_pieces(layer.tp_size, rank, sizes, shares))
+        if part is not None:
+            first_row, pieces = sum(sizes[:part]), ((rank // shares[part] * sizes[part], sizes[part]),)
+    shape = (sum(size for _, size in pieces), *columns)
+    return Place(module=layer, leaf=leaf, first_row=first_row, shape=shape, dim=0, pieces=pieces)
+
+
+def _pieces(num_ranks: int, rank: int, sizes: list[int], shares: list[int]) -> Iterator[tuple[int, int]]:
+    """(start, size) of this rank's rows of each matrix, where the trainer's tensor holds them one after the other."""
+    first = 0
+    for size, share in zip(sizes, shares, strict=True):
+        yield first + rank // share * size, size
+        first += num_ranks // share * size
 
 
 def _part_sizes(layer: Any) -> tuple[list[int], list[int]]:

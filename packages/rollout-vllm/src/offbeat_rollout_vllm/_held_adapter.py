@@ -34,6 +34,11 @@ class AdapterPlace:
     start: int
 
     @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """The one run that it is."""
+        return ((self.start, self.shape[self.dim]),)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Of this rank's part."""
         return tuple(self.held.shape)
@@ -69,7 +74,8 @@ class HeldAdapter:
         part = _part(layer, place)
         held = (layer.lora_a_stacked if is_down else layer.lora_b_stacked)[part][self._slot, 0]
         split = (place.dim == 1) == is_down
-        return AdapterPlace(held=held, dim=1 if is_down else 0, start=place.start if split else 0)
+        ((start, _),) = place.pieces
+        return AdapterPlace(held=held, dim=1 if is_down else 0, start=start if split else 0)
 
     def read(self, name: str) -> Tensor:
         """Return this rank's part of the trainer's tensor `name`, as it serves."""

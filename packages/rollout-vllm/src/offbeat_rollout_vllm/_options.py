@@ -1,6 +1,7 @@
 """Options of this engine, given as `RolloutEngineConfig.options`: a few of our own, and any of vLLM's."""
 
 import difflib
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Self
@@ -93,8 +94,9 @@ class AdapterLimits:
 
 
 def sleep_levels(options: VllmRolloutOptions, *, is_cpu: bool) -> tuple[int, ...]:
-    """Levels that give memory back: none on a CPU, whose `sleep` frees nothing, nor without `enable_sleep_mode`."""
-    return () if is_cpu or not options.engine.get("enable_sleep_mode", True) else (1, 2)
+    """Levels that give memory back: none without `enable_sleep_mode`, nor on a CPU under another system than Linux."""
+    is_possible = not is_cpu or sys.platform == "linux"
+    return (1, 2) if is_possible and options.engine.get("enable_sleep_mode", True) else ()
 
 
 def engine_arguments(config: RolloutEngineConfig, options: VllmRolloutOptions, *, is_cpu: bool) -> dict[str, Any]:
@@ -109,7 +111,9 @@ def engine_arguments(config: RolloutEngineConfig, options: VllmRolloutOptions, *
     if is_cpu:
         # torch.compile costs minutes at the first start, and gains little on a CPU.
         by_device = {"enforce_eager": True, "kv_cache_memory_bytes": options.kv_cache_gb * GIB}
-        options = replace(options, engine=_with_spare_slot(options.engine))
+        # vLLM refuses to enable what this package does in its place.
+        others = {name: value for name, value in options.engine.items() if name != "enable_sleep_mode"}
+        options = replace(options, engine=_with_spare_slot(others))
     elif config.device.startswith("cuda:"):
         first = int(config.device.removeprefix("cuda:"))
         by_device["device_ids"] = list(range(first, first + config.tensor_parallel))

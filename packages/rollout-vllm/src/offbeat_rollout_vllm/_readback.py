@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """Where a rank's part lies within the whole tensor."""
+    """Where a rank's part lies within the whole tensor: (start, size) of each of its runs along `dim`."""
 
     shape: tuple[int, ...]
     dim: int
-    start: int
+    pieces: tuple[tuple[int, int], ...]
 
 
 class Readback:
@@ -65,7 +65,10 @@ class Readback:
             names = list(self._shapes)
             answers = self._workers.call("locate", names=names, adapter=self._adapter)
             self._parts = {
-                name: [Part(tuple(shape), dim, start) for shape, dim, start in (one[index] for one in answers)]
+                name: [
+                    Part(tuple(shape), dim, tuple((start, size) for start, size in pieces))
+                    for shape, dim, pieces in (one[index] for one in answers)
+                ]
                 for index, name in enumerate(names)
             }
         room = self._reserve(self._num_bytes(first)).num_bytes
@@ -118,13 +121,16 @@ class Readback:
             if not part.shape:
                 whole.copy_(held)
                 return whole
-            target = whole.narrow(part.dim, part.start, part.shape[part.dim])
-            if (part.dim, part.start) not in seen:
-                seen.add((part.dim, part.start))
-                covered += held.numel()
-                target.copy_(held)
-            elif not torch.equal(target, held):
-                raise WeightSyncError(f"{name}: ranks that hold the same part of it hold different numbers")
+            offset = 0
+            for start, size in part.pieces:
+                piece, offset = held.narrow(part.dim, offset, size), offset + size
+                target = whole.narrow(part.dim, start, size)
+                if (part.dim, start) not in seen:
+                    seen.add((part.dim, start))
+                    covered += piece.numel()
+                    target.copy_(piece)
+                elif not torch.equal(target, piece):
+                    raise WeightSyncError(f"{name}: ranks that hold the same part of it hold different numbers")
         if covered != whole.numel():
             raise WeightSyncError(f"{name}: the ranks hold {covered} of its {whole.numel()} numbers")
         return whole

@@ -73,17 +73,17 @@ class WeightLoader:
         """The stream's tensors; raises for a shape, or a name that is unknown, came twice, or is missing at the end."""
         import torch
 
-        known = self._folder.shapes | self._folder.optional
         seen = set[str]()
         for name, value in stream:
             tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-            if name not in known:
+            shape, stored = self._folder.shape_of(name), self._folder.stored_name(name)
+            if shape is None:
                 raise WeightSyncError(f"{source}: this model has no tensor {name!r}")
-            if name in seen:
+            if stored in seen:
                 raise WeightSyncError(f"{source}: the tensor {name!r} came twice")
-            if tuple(tensor.shape) != known[name]:
-                raise WeightSyncError(f"{source}: {name!r} must have shape {known[name]}, got {tuple(tensor.shape)}")
-            seen.add(name)
+            if tuple(tensor.shape) != shape:
+                raise WeightSyncError(f"{source}: {name!r} must have shape {shape}, got {tuple(tensor.shape)}")
+            seen.add(stored)
             readback.expect(name, tensor)
             yield name, tensor
         missing = [name for name in self._folder.shapes if name not in seen]

@@ -24,7 +24,7 @@ class Trainer:
         import torch
         import transformers
 
-        self.model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
         self.processor = transformers.AutoProcessor.from_pretrained(folder)
         draw = np.random.default_rng(3)
         self.images = tuple(draw.integers(0, 256, (*size, 3), np.uint8) for size in SIZES)

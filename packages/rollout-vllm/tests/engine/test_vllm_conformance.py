@@ -54,7 +54,7 @@ class TestAsync(Vllm):
             return tiny_model(tmp_path_factory.mktemp("conformance") / "model")
         return tiny_vision_model(tmp_path_factory.mktemp("conformance") / "model")
 
-    @pytest.mark.skipif(find_spec("torchvision") is None, reason="the processor of Qwen3-VL needs torchvision")
+    @pytest.mark.skipif(find_spec("torchvision") is None, reason="processors of Qwen-VL need torchvision")
     @pytest.mark.parametrize("check", [check_numbers_of_images, check_refusals, check_adapter])
     def test_images(self, model_folder, check):
         trainer = Trainer(model_folder)

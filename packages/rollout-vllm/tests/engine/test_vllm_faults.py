@@ -321,14 +321,6 @@ class TestFaults:
         with pytest.raises(ConfigError, match="did you mean block_size"):
             asyncio.run(VllmRolloutEngine.create(config))
 
-    def test_sleep_is_refused_where_it_frees_nothing(self):
-        async def check(engine):
-            assert engine.capabilities.sleep_levels == ()
-            with pytest.raises(ConfigError, match="none on this device"):
-                await engine.sleep(1)
-
-        self.run(check)
-
 
 def test_bfloat16_with_biases_is_proved_bit_by_bit(tmp_path):
     """Another family, whose matrices have biases, and a head size that vLLM's attention on a CPU takes."""

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from offbeat_testing._command_conformance import CommandConformance
     from offbeat_testing._command_line import CommandEnded, CommandLine
     from offbeat_testing._fakes import FakeRolloutEngine, FakeWeightStream, Script
+    from offbeat_testing._forked_roles import fork_roles
     from offbeat_testing._ranks._child import Ranks
     from offbeat_testing._reference import changed_weights, reference_logprobs, reference_model
     from offbeat_testing._rollout_conformance import RolloutConformance
@@ -31,6 +32,7 @@ __all__ = [
     "TinyFamily",
     "TrainEngineConformance",
     "changed_weights",
+    "fork_roles",
     "reference_logprobs",
     "reference_model",
     "tiny_model",
@@ -52,6 +54,7 @@ _MODULES = {
     "TinyFamily": "_tiny_models",
     "TrainEngineConformance": "_train_conformance",
     "changed_weights": "_reference",
+    "fork_roles": "_forked_roles",
     "reference_logprobs": "_reference",
     "reference_model": "_reference",
     "tiny_model": "_tiny_models",

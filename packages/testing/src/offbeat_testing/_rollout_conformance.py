@@ -387,6 +387,52 @@ class RolloutConformance:
 
         self.run(model_folder, check)
 
+    def test_samples_held_through_sleep_go_on_under_the_new_weights(self, model_folder: Path, reference: Any) -> None:
+        """What a colocated trainer does: its own memory while it trains, new weights first, then the cache again."""
+
+        async def check(engine: RolloutEngine) -> None:
+            _needs(engine, "keep")
+            if 2 not in engine.capabilities.sleep_levels:
+                pytest.skip("the engine does not give its weights back")
+            task = asyncio.create_task(engine.generate(_request(num_samples=2, max_tokens=LONG)))
+            await self.tokens(engine, 30)
+            await engine.pause("keep")
+            await engine.sleep(2)
+            later = asyncio.create_task(engine.generate(_request("later")))
+            await engine.wake(("weights",))
+            stream = FakeWeightStream(changed_weights(reference), version=7)
+            assert await engine.update_weights(stream, 7) == stream.expected()
+            await engine.wake(("kv_cache",))
+            await engine.resume()
+            for completion in await task:
+                assert [segment.version for segment in completion.segments] == [0, 7]
+                self.assert_logprobs(reference, completion, start=completion.segments[0].num_tokens)
+            assert (await later)[0].oldest_version == 7
+
+        self.run(model_folder, check)
+
+    def test_without_the_weights_that_sleep_gave_back_nothing_is_sampled(self, model_folder: Path) -> None:
+        """What was in flight ends as aborted, and what comes is refused, until a whole update has come."""
+
+        async def check(engine: RolloutEngine) -> None:
+            _needs(engine, "keep")
+            if 2 not in engine.capabilities.sleep_levels:
+                pytest.skip("the engine does not give its weights back")
+            task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
+            await self.tokens(engine, 4)
+            await engine.pause("keep")
+            await engine.sleep(2)
+            await engine.wake()
+            await engine.resume()
+            assert (await task)[0].stop_reason == "aborted"
+            with pytest.raises(WeightSyncError):
+                await engine.generate(_request("later"))
+            weights = [(name, tensor.detach()) for name, tensor in reference_model(model_folder).named_parameters()]
+            await engine.update_weights(FakeWeightStream(weights, 3), 3)
+            assert (await engine.generate(_request("healed")))[0].oldest_version == 3
+
+        self.run(model_folder, check)
+
     def test_close_aborts_what_is_in_flight(self, model_folder: Path) -> None:
         """In-flight requests return as aborted; later ones are refused."""
 

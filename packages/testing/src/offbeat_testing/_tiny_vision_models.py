@@ -1,8 +1,8 @@
-"""A tiny vision-language model folder, made on the spot: Qwen3-VL with its real processor, and no file fetched."""
+"""Tiny vision-language model folders, made on the spot: real architectures and processors, and no file fetched."""
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from offbeat_testing._tiny_models import tiny_tokenizer
 
@@ -10,14 +10,19 @@ VISION_TOKENS: Final = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "
 PATCH_PIXELS: Final = 4
 MERGE: Final = 2
 
+TinyVisionFamily = Literal["qwen3_vl", "qwen2_5_vl"]
 
-def tiny_vision_model(folder: Path, *, tied: bool = True, spread: float = 0.1, seed: int = 0) -> Path:
-    """Write a random Qwen3-VL, float32, with tokenizer and processor, ready for `AutoProcessor`.
+
+def tiny_vision_model(
+    folder: Path, family: TinyVisionFamily = "qwen3_vl", *, tied: bool = True, spread: float = 0.1, seed: int = 0
+) -> Path:
+    """Write a random Qwen3-VL or Qwen2.5-VL, float32, with tokenizer and processor, ready for `AutoProcessor`.
 
     A placeholder token stands for 8 x 8 pixels, and an image for 4 to 64 of them. The processor needs torchvision.
 
     Args:
         folder: made when missing.
+        family: architecture.
         tied: input and output embedding are one tensor.
         spread: standard deviation of the weights; larger means a more peaked next-token distribution.
         seed: of the weights.
@@ -33,8 +38,9 @@ def tiny_vision_model(folder: Path, *, tied: bool = True, spread: float = 0.1, s
     tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
-    config = transformers.Qwen3VLConfig(**_settings(tokenizer, tied=tied, spread=spread))
-    model = transformers.Qwen3VLForConditionalGeneration(config).float().eval()
+    name = {"qwen3_vl": "Qwen3VL", "qwen2_5_vl": "Qwen2_5_VL"}[family]
+    config = getattr(transformers, f"{name}Config")(**_settings(tokenizer, family, tied=tied, spread=spread))
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).float().eval()
     with torch.no_grad():
         for tensor in model.parameters():
             if tensor.ndim == 1:
@@ -44,34 +50,50 @@ def tiny_vision_model(folder: Path, *, tied: bool = True, spread: float = 0.1, s
         eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id
     )
     model.save_pretrained(folder)
-    _processor(tokenizer).save_pretrained(folder)
+    _processor(tokenizer, name).save_pretrained(folder)
     return folder
 
 
-def _settings(tokenizer: Any, *, tied: bool, spread: float) -> dict[str, Any]:
+def _settings(tokenizer: Any, family: TinyVisionFamily, *, tied: bool, spread: float) -> dict[str, Any]:
     start, end, image, video = tokenizer.convert_tokens_to_ids(list(VISION_TOKENS))
-    text = {
+    return {
+        "text_config": {**_text(tokenizer, family), "tie_word_embeddings": tied, "initializer_range": spread},
+        "vision_config": {**_vision(family), "initializer_range": spread},
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+        "image_token_id": image,
+        "video_token_id": video,
+        "tie_word_embeddings": tied,
+    }
+
+
+def _text(tokenizer: Any, family: TinyVisionFamily) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
+    own: dict[TinyVisionFamily, dict[str, Any]] = {
+        "qwen3_vl": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+        "qwen2_5_vl": {"num_attention_heads": 2, "num_key_value_heads": 1},
+    }
+    return {
         "vocab_size": 320,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
         "max_position_embeddings": 2048,
-        "initializer_range": spread,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": [6, 5, 5],
-            "mrope_interleaved": True,
-        },
-        "tie_word_embeddings": tied,
+        "rope_parameters": {**rope, **({"mrope_interleaved": True} if family == "qwen3_vl" else {})},
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
+        **own[family],
     }
-    vision = {
+
+
+def _vision(family: TinyVisionFamily) -> dict[str, Any]:
+    own: dict[TinyVisionFamily, dict[str, Any]] = {
+        "qwen3_vl": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+        # Windows of 4 x 4 patches: an image has several, and parts of some.
+        "qwen2_5_vl": {"window_size": 4 * PATCH_PIXELS, "fullatt_block_indexes": [1], "tokens_per_second": 2},
+    }
+    return {
         "depth": 2,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -81,31 +103,21 @@ def _settings(tokenizer: Any, *, tied: bool, spread: float) -> dict[str, Any]:
         "spatial_merge_size": MERGE,
         "temporal_patch_size": 2,
         "out_hidden_size": 64,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0],
-        "initializer_range": spread,
-    }
-    return {
-        "text_config": text,
-        "vision_config": vision,
-        "vision_start_token_id": start,
-        "vision_end_token_id": end,
-        "image_token_id": image,
-        "video_token_id": video,
-        "tie_word_embeddings": tied,
+        **own[family],
     }
 
 
-def _processor(tokenizer: Any) -> Any:
+def _processor(tokenizer: Any, name: str) -> Any:
     transformers: Any = import_module("transformers")
     patches = {"patch_size": PATCH_PIXELS, "merge_size": MERGE, "temporal_patch_size": 2}
     pixels = (PATCH_PIXELS * MERGE) ** 2
     images = transformers.Qwen2VLImageProcessor(
         size={"shortest_edge": 4 * pixels, "longest_edge": 64 * pixels}, **patches
     )
-    return transformers.Qwen3VLProcessor(
+    videos = {"Qwen3VL": "Qwen3VLVideoProcessor", "Qwen2_5_VL": "Qwen2VLVideoProcessor"}[name]
+    return getattr(transformers, f"{name}Processor")(
         image_processor=images,
         tokenizer=tokenizer,
-        video_processor=transformers.Qwen3VLVideoProcessor(**patches),
+        video_processor=getattr(transformers, videos)(**patches),
         chat_template=tokenizer.chat_template,
     )

@@ -14,18 +14,17 @@ from offbeat_weightsync._tensors import Bytes, check_tensor, tensor_bytes, torch
 from offbeat_weightsync._windows import Window
 
 CHUNK_BYTES: Final = 512 << 10
-"""Copied, then hashed: short enough for what was read and what was written to be in the cache of the core (L2)."""
+"""Copied, then hashed: short enough for what was read and what was written to be in the cache of the core (L2). Without
+a hash, too, runs of 512 KiB are copied faster than longer ones."""
 
 
 Copies = list[tuple[Bytes, Bytes]]
 """(target, source) of runs that are copied one after the other."""
 
 
-def cut_copies(
-    target: Bytes, target_offset: int, source: Bytes, source_offset: int, num_bytes: int, most_bytes: int = CHUNK_BYTES
-) -> Copies:
-    """A copy of so many bytes, cut into runs of `most_bytes`."""
-    ends = [*range(most_bytes, num_bytes, most_bytes), num_bytes]
+def cut_copies(target: Bytes, target_offset: int, source: Bytes, source_offset: int, num_bytes: int) -> Copies:
+    """A copy of so many bytes, cut into runs that fit into the cache."""
+    ends = [*range(CHUNK_BYTES, num_bytes, CHUNK_BYTES), num_bytes]
     return [
         (
             target[target_offset + start : target_offset + end],

@@ -41,13 +41,17 @@ def num_tcp_lanes() -> int:
 
 
 def assign_lanes(plan: BucketPlan, num_lanes: int) -> list[int]:
-    """The lane of each bucket: the one with the fewest bytes so far. Pure: both sides come to the same."""
+    """The lane of each bucket: the one with the fewest bytes so far. Pure: both sides come to the same.
+
+    The first lane, whose threads start first, gets the most.
+    """
     loads = [0] * num_lanes
     lanes = []
     for bucket in plan.buckets:
         lanes.append(min(range(num_lanes), key=loads.__getitem__))
         loads[lanes[-1]] += bucket.num_bytes
-    return lanes
+    by_load = sorted(range(num_lanes), key=loads.__getitem__, reverse=True)
+    return [by_load.index(lane) for lane in lanes]
 
 
 def run_lanes(bodies: Sequence[Callable[[], None]], cpus: Sequence[int], break_off: Callable[[], None]) -> None:

@@ -56,8 +56,7 @@ class SharedMemoryStream(PeerStream):
         for piece in self._windows[index].pieces:
             target = places[piece.tensor].bytes
             assert target is not None
-            offset = piece.tensor_offset
-            copies += cut_copies(target, offset, room, piece.bucket_offset, piece.num_bytes, piece.num_bytes)
+            copies += cut_copies(target, piece.tensor_offset, room, piece.bucket_offset, piece.num_bytes)
         return copies
 
     def _slot(self, lane: int, turn: int) -> Tensor:

@@ -1,0 +1,148 @@
+"""Memory that sleep gives back, measured as the resident memory of the processes that hold it."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offbeat_rollout_vllm import VllmRolloutEngine
+from offbeat_rollout_vllm._extension import WorkerSide
+from offbeat_testing import FakeWeightStream, changed_weights, reference_logprobs, reference_model, tiny_model
+from offbeat_types import (
+    ConfigError,
+    GenerateRequest,
+    OffbeatError,
+    RolloutEngineConfig,
+    SamplingParams,
+    WeightSyncError,
+)
+
+DEADLINE_S = 300.0
+pytestmark = pytest.mark.timeout(DEADLINE_S)  # a first start on a cold machine takes a minute
+MIB = 1 << 20
+CACHE_BYTES = 160 * MIB
+REQUEST = GenerateRequest(
+    request_id="r",
+    prompt_ids=(np.arange(300, dtype=np.int32) * 7919) % 250 + 20,  # more than two blocks of vLLM's prefix cache
+    params=SamplingParams(max_tokens=24, ignore_eos=True, seed=5),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """With 160 MiB of weights, so that they can be seen in a process."""
+    path = tmp_path_factory.mktemp("sleep") / "model"
+    return tiny_model(path, "qwen3", hidden_size=1024, num_layers=5, spread=0.03, config={"head_dim": 128})
+
+
+def config_of(folder, **options):
+    return RolloutEngineConfig(model_path=str(folder), device="cpu", max_model_len=512, max_running=8, options=options)
+
+
+def resident_bytes(engine):
+    """Of the workers."""
+    pids = {worker["pid"] for worker in engine.workers}
+    lines = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+
+
+def error(model, completion):
+    """Largest distance from transformers, in nats."""
+    expected = reference_logprobs(model, np.concatenate([REQUEST.prompt_ids, completion.ids]))
+    return float(np.abs(completion.logprobs - expected[len(REQUEST.prompt_ids) :]).max())
+
+
+def run(check):
+    async def bounded():
+        async with asyncio.timeout(DEADLINE_S):
+            await check()
+
+    asyncio.run(bounded())
+
+
+def fill_cache(self):
+    for held in self._worker.model_runner.kv_caches:
+        held.fill_(1)
+
+
+def test_both_levels_give_memory_back_and_leave_no_trace(folder, monkeypatch):
+    monkeypatch.setattr(WorkerSide, "fill_cache", fill_cache, raising=False)
+    model = reference_model(folder)
+    weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+
+    async def check():
+        engine = await VllmRolloutEngine.create(config_of(folder, kv_cache_memory_bytes=CACHE_BYTES))
+        try:
+            assert engine.capabilities.sleep_levels == (1, 2)
+            (before,) = await engine.generate(REQUEST)
+            engine._workers.call("fill_cache")
+            awake = resident_bytes(engine)
+            await engine.pause("wait")
+            await engine.sleep(1)
+            assert awake - resident_bytes(engine) > 0.9 * CACHE_BYTES
+            with pytest.raises(OffbeatError, match="sleeps already"):
+                await engine.sleep(2)
+            await engine.wake()
+            await engine.resume()
+            (after,) = await engine.generate(REQUEST)
+            assert after.ids.tolist() == before.ids.tolist(), "its keys and values are computed anew"
+            assert error(model, after) < 1e-3
+            await check_level_2(engine)
+        finally:
+            await engine.close()
+
+    async def check_level_2(engine):
+        engine._workers.call("fill_cache")
+        awake = resident_bytes(engine)
+        await engine.pause("wait")
+        await engine.sleep(2)
+        asleep = resident_bytes(engine)
+        assert awake - asleep > 0.9 * (CACHE_BYTES + weight_bytes)
+        with pytest.raises(OffbeatError, match="sleeps without weights"):
+            await engine.update_weights(FakeWeightStream([], 1), 1)
+        await engine.wake(("weights",))
+        stream = FakeWeightStream(changed_weights(model), 1)
+        assert await engine.update_weights(stream, 1) == stream.expected()
+        assert resident_bytes(engine) - asleep > 0.9 * weight_bytes
+        waiting = asyncio.create_task(engine.generate(REQUEST))
+        await engine.wake(("weights", "kv_cache"))
+        await engine.resume()
+        (completion,) = await waiting
+        assert completion.oldest_version == 1
+        assert error(model, completion) < 1e-3
+        await engine.sleep(2)
+        await engine.wake()
+        with pytest.raises(WeightSyncError, match="given back by sleep"):
+            await engine.generate(REQUEST)
+
+    run(check)
+
+
+def test_vllm_s_own_sleep_gives_nothing_back(folder, monkeypatch):
+    """What this package's is there for: when this fails, vLLM's own will do."""
+    monkeypatch.setattr("offbeat_rollout_vllm._cpu_sleep.CpuSleep", lambda worker: None)
+    monkeypatch.setattr(WorkerSide, "fill_cache", fill_cache, raising=False)
+
+    async def check():
+        engine = await VllmRolloutEngine.create(config_of(folder, kv_cache_memory_bytes=CACHE_BYTES))
+        try:
+            engine._workers.call("fill_cache")
+            awake = resident_bytes(engine)
+            await engine.sleep(2)
+            assert awake - resident_bytes(engine) < 0.1 * CACHE_BYTES
+        finally:
+            await engine.close()
+
+    run(check)
+
+
+async def _refusal(engine):
+    with pytest.raises(ConfigError, match=r"none \(see options.enable_sleep_mode\)"):
+        await engine.sleep(1)
+
+
+def test_it_is_refused_where_it_was_switched_off(folder):
+    engine = VllmRolloutEngine(config_of(folder, enable_sleep_mode=False))
+    assert engine.capabilities.sleep_levels == ()
+    asyncio.run(_refusal(engine))

@@ -1,0 +1,55 @@
+"""Roles of a launcher as forks of the process that starts them: a run of many processes imports torch once.
+
+Only the way the roles come to life differs from a real run: they are called over the same sockets, die with their
+driver, and take signals alike.
+"""
+
+import asyncio
+import os
+import socket
+
+from offbeat_cluster import LocalLauncher, RoleSpec, _child
+from offbeat_cluster._channel import Channel, SocketStream
+from offbeat_cluster._local_process import LocalProcess
+from offbeat_cluster._role_actor import RoleActor
+from offbeat_cluster._spawn import open_log, own_environment
+from offbeat_testing._forked_process import ForkedProcess
+
+_LOOK_EVERY_S = 0.02
+
+
+def fork_roles() -> None:
+    """Have the local launcher fork its roles, from here on, in this process and those forked from it.
+
+    Call it in the fork that a `RunningCommand` makes; what the roles import must be imported before that.
+    """
+    LocalLauncher._spawn = _fork_role  # type: ignore[method-assign]
+
+
+class _RoleProcess(ForkedProcess):
+    """As much of `asyncio.subprocess.Process` as an actor needs."""
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    async def wait(self) -> int:
+        while (code := self.poll()) is None:
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return code
+
+
+async def _fork_role(launcher: LocalLauncher, spec: RoleSpec) -> RoleActor:
+    ours, theirs = socket.socketpair()
+    log = os.dup(2) if spec.log_path is None else open_log(spec.log_path, spec.name)
+
+    def become_role() -> None:
+        ours.close()
+        os.environ.update(own_environment(spec, launcher._run_name))
+        _child.main(theirs.detach())
+
+    process = _RoleProcess(become_role, [spec.name], log)
+    theirs.close()
+    os.close(log)
+    local = LocalProcess(process)  # type: ignore[arg-type]
+    return RoleActor(spec, local, Channel(SocketStream(ours)), launcher._config)

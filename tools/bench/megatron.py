@@ -1,0 +1,241 @@
+"""Seconds, tokens and memory of a training step by layout: offbeat-engine-megatron, engine-torch, megatron's own loop.
+
+    python tools/bench/megatron.py [--size tiny|small|base|1b] [--model FOLDER] [--only WORD] [--steps 3] [--json]
+
+One model, one set of sequences of unequal lengths, one run: each row trains the same updates on forked ranks, on CUDA
+devices where there are enough of them and on the CPU over gloo elsewhere. A step is `forward_backward` and `step`; the
+seconds are the best step's of the slowest rank, the tokens are those of the sequences (what packing or padding adds is
+not counted), the memory is the largest rank's peak during the steps: resident, or allocated on the device.
+
+engine-megatron's and the loop's rows need megatron-core, engine-torch's need it; what is not installed is left out.
+megatron's own loop is its GPTModel, its attention, its loss and its schedule over sequences padded to one length.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+TOOLS: Final = Path(__file__).resolve().parents[1]
+# Not the folder of this file: it would stand in for the library of the same name.
+sys.path[:] = [str(TOOLS), *(each for each in sys.path if Path(each or ".").resolve() != TOOLS / "bench")]
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from torch._C._distributed_c10d import FileStore  # noqa: E402
+
+from offbeat_dist import Device, Mesh, join_world, open_device  # noqa: E402
+from offbeat_testing import tiny_model  # noqa: E402
+from offbeat_types import LossTokens, Metrics, TrainEngineConfig, TrainSequence, load_backend  # noqa: E402
+
+SIZES: Final = {
+    "tiny": {"hidden_size": 32, "num_layers": 4, "num_kv_heads": 4},
+    "small": {"hidden_size": 256, "num_layers": 4, "num_kv_heads": 4, "vocab_size": 4096},
+    "base": {"hidden_size": 768, "num_layers": 8, "num_heads": 12, "num_kv_heads": 4, "vocab_size": 32000},
+    "1b": {"hidden_size": 2048, "num_layers": 16, "num_heads": 16, "num_kv_heads": 8, "vocab_size": 151936},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What is measured.
+
+    Args:
+        who: "engine-megatron", "engine-torch" or "megatron's loop".
+        axes: sizes of the mesh's axes that are not 1.
+        options: of the engine.
+        recompute: activation checkpointing.
+    """
+
+    who: str
+    axes: dict[str, int] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    recompute: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes."""
+        return prod(self.axes.values())
+
+    def __str__(self) -> str:
+        axes = " ".join(f"{axis}{size}" for axis, size in self.axes.items()) or "one rank"
+        rest = [f"{name}={value}" for name, value in self.options.items()] + ["recompute"] * self.recompute
+        return f"{self.who}: {', '.join([axes, *rest])}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """Of one row."""
+
+    step_s: float
+    tokens_per_s: float
+    peak_mb: float
+
+
+def rows() -> Iterator[Row]:
+    """All that can be measured here."""
+    if find_spec("offbeat_engine_torch"):
+        for axes in ({}, {"dp": 2}, {"tp": 2}):
+            yield Row(who="engine-torch", axes=axes)
+    if find_spec("offbeat_engine_megatron") and find_spec("megatron"):
+        for axes in ({}, {"dp": 2}, {"tp": 2}, {"pp": 2}):
+            yield Row(who="megatron's loop", axes=axes)
+        for axes in ({}, {"dp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "cp": 2}):
+            yield Row(who="engine-megatron", axes=axes)
+        yield Row(who="engine-megatron", axes={"pp": 2}, options={"virtual_pipeline": 2})
+        yield Row(who="engine-megatron", recompute=True)
+
+
+def make_sequences(args: argparse.Namespace, vocabulary: int) -> list[TrainSequence]:
+    """Random sequences whose lengths are spread evenly from a quarter of the longest to all of it."""
+    rng = np.random.default_rng(0)
+    made = []
+    for length in np.linspace(args.tokens // 4, args.tokens, args.sequences).astype(int):
+        mask = np.arange(length) >= length // 4
+        advantage = np.full(length, rng.normal(), np.float32)
+        ids = rng.integers(1, vocabulary, length).astype(np.int32)
+        made.append(TrainSequence(ids=ids, loss_mask=mask, extras={"advantage": advantage}))
+    return made
+
+
+def policy_gradient(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
+    """The plainest policy loss."""
+    return -(tokens.logprobs_N * tokens.extras["advantage"]).sum() / tokens.total_tokens, {}
+
+
+def prepare(row: Row, folder: Path, sequences: list[TrainSequence], args: argparse.Namespace) -> Callable[[], None]:
+    """What one step of a row does; the row's engine is made."""
+    mesh = Mesh(**row.axes)
+    if row.who == "megatron's loop":
+        from bench.megatron_loop import MegatronLoop
+
+        return MegatronLoop(folder, mesh, sequences).step
+    config = TrainEngineConfig(
+        model_path=str(folder),
+        max_tokens_per_microbatch=args.budget,
+        activation_checkpointing=row.recompute,
+        options=row.options,
+    )
+    engine = load_backend("offbeat.engine", row.who.removeprefix("engine-")).create(config, mesh)
+
+    def step() -> None:
+        engine.forward_backward(sequences, policy_gradient)
+        engine.step()
+
+    return step
+
+
+def measure(row: Row, folder: Path, sequences: list[TrainSequence], args: argparse.Namespace) -> Figures:
+    """Train a row on forked ranks.
+
+    Raises:
+        RuntimeError: a rank failed; its error is on standard error.
+    """
+    with tempfile.TemporaryDirectory() as shared:
+        children = []
+        for rank in range(row.num_ranks):
+            child = os.fork()
+            if not child:
+                _be_rank(row, folder, sequences, args, rank, Path(shared))
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if any(codes):
+            raise RuntimeError(f"{row}: ranks ended with {codes}")
+        told = [json.loads((Path(shared) / f"rank{rank}.json").read_text()) for rank in range(row.num_ranks)]
+    step_s, peak_mb = (max(each[name] for each in told) for name in ("step_s", "peak_mb"))
+    num_tokens = sum(len(sequence.ids) for sequence in sequences)
+    return Figures(step_s=step_s, tokens_per_s=num_tokens / step_s, peak_mb=peak_mb)
+
+
+def _be_rank(
+    row: Row, folder: Path, sequences: list[TrainSequence], args: argparse.Namespace, rank: int, shared: Path
+) -> None:
+    """A rank's life."""
+    code = 1
+    try:
+        torch.set_num_threads(max(1, args.threads // row.num_ranks))
+        store = FileStore(str(shared / "store"), row.num_ranks)
+        device = device_of(rank, row.num_ranks)
+        with join_world(rank=rank, size=row.num_ranks, store=store, device=device, deadline_s=600) as world:
+            found = _time_steps(prepare(row, folder, sequences, args), open_device(device), args.steps)
+            (shared / f"rank{rank}.json").write_text(json.dumps(found))
+            del world
+        code = 0
+    except BaseException as error:  # noqa: BLE001  the boundary of the process
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def device_of(rank: int, num_ranks: int) -> str:
+    """An accelerator of its own for each rank where there are enough, else the CPU for all. Starts no driver."""
+    accelerator = torch.accelerator.current_accelerator(check_available=False)
+    kind = accelerator.type if accelerator is not None else ""
+    return f"{kind}:{rank}" if kind and torch.accelerator.device_count() >= num_ranks else "cpu"
+
+
+def _time_steps(step: Callable[[], None], device: Device, num_steps: int) -> dict[str, float]:
+    """The first step, which also makes the moments and warms up, is not counted."""
+    step()
+    device.reset_peak_memory()
+    seconds = []
+    for _ in range(num_steps):
+        device.synchronize()
+        start = time.perf_counter()
+        step()
+        device.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return {"step_s": min(seconds), "peak_mb": device.memory().peak_bytes / 2**20}
+
+
+def table(found: list[tuple[Row, Figures]]) -> str:
+    """Markdown."""
+    lines = ["| engine | layout | step, s | tokens/s | peak of a rank, MB |", "|" + "---|" * 5]
+    for row, figures in found:
+        who, _, layout = str(row).partition(": ")
+        lines.append(
+            f"| {who} | {layout} | {figures.step_s:.3f} | {figures.tokens_per_s:.0f} | {figures.peak_mb:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure all rows, or those whose name holds a word."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="small", help="of the random model")
+    parser.add_argument("--model", type=Path, help="measure this Hugging Face folder instead")
+    parser.add_argument("--only", default="", help="measure rows whose name holds this")
+    for name, default in (("steps", 3), ("sequences", 16), ("tokens", 256), ("budget", 1024), ("threads", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--json", action="store_true", help="print figures as JSON instead of a table")
+    args = parser.parse_args()
+    if find_spec("megatron"):
+        from offbeat_engine_megatron._megatron import load_megatron
+
+        load_megatron()  # here, once: ranks are forked from this process
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.model or tiny_model(Path(folder) / "model", **SIZES[args.size])
+        vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+        sequences = make_sequences(args, vocabulary)
+        for row in rows():
+            if args.only in str(row):
+                found.append((row, measure(row, model, sequences, args)))
+                print(found[-1][0], found[-1][1], file=sys.stderr, flush=True)
+    if args.json:
+        print(json.dumps([{"row": str(row), **asdict(figures)} for row, figures in found], indent=2))
+    else:
+        print(table(found))
+
+
+if __name__ == "__main__":
+    main()
