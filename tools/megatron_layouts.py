@@ -9,12 +9,13 @@ same folder, each sequence alone, torch's autograd and AdamW, in one process. Ru
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from math import prod
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,6 +38,8 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
 }
 START_MARK, END_MARK = "<!-- layouts: tools/megatron_layouts.py -->", "<!-- end of layouts -->"
 NUM_STEPS: Final = 2
+LORA_RANK: Final = 3
+PADDING_ID: Final = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,21 +51,24 @@ class Layout:
         axes: of the mesh.
         options: of the engine.
         recompute: activation checkpointing.
+        lora: train low-rank adapters of rank `LORA_RANK` instead of the weights.
     """
 
     model: str = "qwen3"
     axes: dict[str, int] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     recompute: bool = False
+    lora: bool = False
 
     @property
     def num_ranks(self) -> int:
         """Processes; experts are spread over those that the other axes give."""
-        return prod(size for axis, size in self.axes.items() if axis != "ep")
+        return math.prod(size for axis, size in self.axes.items() if axis != "ep")
 
     def __str__(self) -> str:
         axes = " ".join(f"{axis}{size}" for axis, size in self.axes.items()) or "one rank"
-        rest = [f"{name}={value}" for name, value in self.options.items()] + ["recompute"] * self.recompute
+        rest = [f"{name}={value}" for name, value in self.options.items()]
+        rest += ["recompute"] * self.recompute + ["lora"] * self.lora
         return ", ".join([self.model, axes, *rest])
 
 
@@ -111,7 +117,18 @@ def _experts() -> Iterator[Layout]:
     yield Layout(model="qwen3-moe", axes={"pp": 2, "dp": 2, "ep": 2}, options={"virtual_pipeline": 2})
 
 
-LAYOUTS: Final = (*_dense(), *_families(), *_experts())
+def _adapters() -> Iterator[Layout]:
+    """Low-rank adapters beside layers that ranks share along their outputs, their inputs, or not at all."""
+    for axes in ({}, {"tp": 2}, {"tp": 2, "cp": 2}, {"tp": 2, "pp": 2, "dp": 2}):
+        yield Layout(axes=axes, lora=True)
+    yield Layout(axes={"tp": 4}, options={"sequence_parallel": False}, lora=True)
+    yield Layout(axes={"pp": 2, "dp": 2}, options={"virtual_pipeline": 2}, lora=True, recompute=True)
+    yield Layout(axes={"dp": 2}, options={"overlap_grad_reduce": True, "overlap_param_gather": True}, lora=True)
+    yield Layout(model="qwen2", axes={"tp": 2}, lora=True)
+    yield Layout(model="qwen3-moe", axes={"tp": 2, "dp": 2, "ep": 2}, lora=True)
+
+
+LAYOUTS: Final = (*_dense(), *_families(), *_experts(), *_adapters())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,14 +191,16 @@ def _make_moe(folder: Path) -> Path:
 
 
 def make_sequences(seed: int) -> list[TrainSequence]:
-    """Sequences of 4 to 30 tokens with holes in their masks."""
+    """Sequences of 4 to 30 tokens with holes in their masks, some tokens of which are the model's padding id."""
     rng = np.random.default_rng(seed)
     made = []
     for length in rng.integers(4, 31, 9):
         mask = np.arange(length) >= rng.integers(1, 4)
         mask[3:-1:5] = False
         extras = {"advantage": rng.normal(size=length).astype(np.float32)}
-        made.append(TrainSequence(ids=rng.integers(3, 300, length).astype(np.int32), loss_mask=mask, extras=extras))
+        ids = rng.integers(3, 300, length).astype(np.int32)
+        ids[2::7] = PADDING_ID
+        made.append(TrainSequence(ids=ids, loss_mask=mask, extras=extras))
     return made
 
 
@@ -207,23 +226,66 @@ def engine_config(folder: Path, layout: Layout) -> TrainEngineConfig:
         max_grad_norm=0.5,
         max_tokens_per_microbatch=40,
         activation_checkpointing=layout.recompute,
+        lora_rank=LORA_RANK if layout.lora else 0,
         options={"entropy_gradient": True, **layout.options},
     )
 
 
-def train_with_transformers(folder: Path) -> Trained:
+class _LowRankLinear(nn.Module):
+    """A frozen layer and its update, alpha twice the rank."""
+
+    def __init__(self, base: nn.Linear, generator: torch.Generator) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(requires_grad=False)
+        self.lora_A = nn.Parameter(torch.empty(LORA_RANK, base.in_features))
+        self.lora_B = nn.Parameter(torch.zeros(base.out_features, LORA_RANK))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5), generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x)
+        return out + 2.0 * nn.functional.linear(nn.functional.linear(x, self.lora_A), self.lora_B)
+
+
+def _add_adapters(network: Any) -> None:
+    network.requires_grad_(requires_grad=False)
+    generator = torch.Generator().manual_seed(0)
+    places = [
+        (parent, name, layer)
+        for parent in network.model.modules()
+        for name, layer in parent.named_children()
+        if isinstance(layer, nn.Linear)
+    ]
+    for parent, name, layer in places:
+        setattr(parent, name, _LowRankLinear(layer, generator))
+
+
+def _merged(network: nn.Module) -> dict[str, Tensor]:
+    """Weights by name, each adapter added to its own."""
+    found = {name: each.detach().clone() for name, each in network.named_parameters() if ".lora_" not in name}
+    for name, layer in network.named_modules():
+        if isinstance(layer, _LowRankLinear):
+            update = 2.0 * layer.lora_B.detach() @ layer.lora_A.detach()
+            found[f"{name}.weight"] = found.pop(f"{name}.base.weight") + update
+            if f"{name}.base.bias" in found:
+                found[f"{name}.bias"] = found.pop(f"{name}.base.bias")
+    return found
+
+
+def train_with_transformers(folder: Path, *, lora: bool = False) -> Trained:
     """The yardstick."""
     from transformers import AutoModelForCausalLM
 
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    if lora:
+        _add_adapters(network)
     names = {id(parameter): name for name, parameter in network.named_parameters()}
-    matrices = [each for each in network.parameters() if each.ndim >= 2]
-    others = [each for each in network.parameters() if each.ndim < 2]
+    matrices = [each for each in network.parameters() if each.ndim >= 2 and each.requires_grad]
+    others = [each for each in network.parameters() if each.ndim < 2 and each.requires_grad]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     adam = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-3)
     losses, norms, gradients = [], [], {}
     for step in range(NUM_STEPS):
-        loss = _loss_of(network, make_sequences(step))
+        loss = reference_loss(network, make_sequences(step))
         loss.backward()
         if step == 0:
             gradients = {names[id(each)]: each.grad.clone() for each in network.parameters() if each.grad is not None}
@@ -231,7 +293,7 @@ def train_with_transformers(folder: Path) -> Trained:
         losses.append(float(loss))
         adam.step()
         adam.zero_grad()
-    weights = {name: each.detach().clone() for name, each in network.named_parameters()}
+    weights = _merged(network)
     with torch.no_grad():
         logprobs = [_token_values(network, each)[0].numpy() for each in make_sequences(9)]
     return Trained(
@@ -243,7 +305,8 @@ def train_with_transformers(folder: Path) -> Trained:
     )
 
 
-def _loss_of(network: nn.Module, sequences: list[TrainSequence]) -> Tensor:
+def reference_loss(network: nn.Module, sequences: list[TrainSequence]) -> Tensor:
+    """`policy_loss` of all sequences by transformers, each alone."""
     values = [_token_values(network, sequence) for sequence in sequences]
     counts = [len(each) for each, _ in values]
     extras = [each.extras["advantage"][each.loss_mask] for each in sequences]
@@ -304,7 +367,7 @@ def _gradients(engine: MegatronTrainEngine) -> dict[str, Tensor]:
     engine.forward_backward(make_sequences(0), policy_loss)
     with engine._shim:
         finalize_model_grads(engine._optimizer.parts, None, force_all_reduce=True)
-    found = {name: tensor.clone() for name, tensor in engine._held.gather(lambda parameter: parameter.main_grad)}
+    found = {name: tensor.clone() for name, tensor in engine._trained.gather(lambda parameter: parameter.main_grad)}
     with engine._shim:
         engine._clear_gradients()
     return found
@@ -398,13 +461,17 @@ def main() -> None:
 
     torch.set_num_threads(1)
     load_megatron()
+    import_module("offbeat_engine_megatron._build")  # all of the engine, once, for the ranks that are forked from here
     rows: list[tuple[Layout, Errors]] = []
     with tempfile.TemporaryDirectory() as folder:
         models = {name: make_model(Path(folder) / name, name) for name in MODELS}
-        wanted = {name: train_with_transformers(path) for name, path in models.items()}
+        wanted: dict[tuple[str, bool], Trained] = {}
         for layout in LAYOUTS:
             if args.only in str(layout):
-                rows.append((layout, measure(layout, models[layout.model], wanted[layout.model])))
+                path, kind = models[layout.model], (layout.model, layout.lora)
+                if kind not in wanted:
+                    wanted[kind] = train_with_transformers(path, lora=layout.lora)
+                rows.append((layout, measure(layout, path, wanted[kind])))
                 print(*rows[-1], flush=True)
     print(table(rows))
     if args.table:

@@ -1,11 +1,9 @@
 """A tiny model, a small data set, and the command line called in this process."""
 
-import asyncio
 import importlib
 import json
 import os
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -13,13 +11,7 @@ from typing import NoReturn
 import pytest
 
 from grpo_async_app import _cli
-from offbeat_cluster import LocalLauncher, RoleSpec, _child
-from offbeat_cluster._channel import Channel, SocketStream
-from offbeat_cluster._local_process import LocalProcess
-from offbeat_cluster._role_actor import RoleActor
-from offbeat_cluster._spawn import open_log, own_environment
-from offbeat_testing import CommandLine, tiny_model
-from offbeat_testing._forked_process import ForkedProcess
+from offbeat_testing import CommandLine, fork_roles, tiny_model
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has started the tests in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -91,46 +83,12 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture
 def forked_main() -> ForkedMain:
-    """The command line for a `RunningCommand` whose processes are all forks: killed often, it imports torch once.
-
-    Only the way the roles come to life differs: they are called over the same sockets, die with their driver, and take
-    signals alike.
-    """
+    """The command line for a `RunningCommand` whose processes are all forks: killed often, it imports torch once."""
     for module in ("grpo_async_app._commands", "offbeat_engine_torch", "offbeat_rollout_torch"):
         importlib.import_module(module)  # before anything forks
 
     def main() -> NoReturn:
-        LocalLauncher._spawn = _fork_role  # type: ignore[method-assign]  in the fork that this is called in
+        fork_roles()
         _cli.main()
 
     return main
-
-
-class _RoleProcess(ForkedProcess):
-    """As much of `asyncio.subprocess.Process` as an actor needs."""
-
-    @property
-    def returncode(self) -> int | None:
-        return self.poll()
-
-    async def wait(self) -> int:
-        while (code := self.poll()) is None:
-            await asyncio.sleep(0.02)
-        return code
-
-
-async def _fork_role(launcher: LocalLauncher, spec: RoleSpec) -> RoleActor:
-    ours, theirs = socket.socketpair()
-    assert spec.log_path is not None
-    log = open_log(spec.log_path, spec.name)
-
-    def become_role() -> None:
-        ours.close()
-        os.environ.update(own_environment(spec, launcher._run_name))
-        _child.main(theirs.detach())
-
-    process = _RoleProcess(become_role, [spec.name], log)
-    theirs.close()
-    os.close(log)
-    local = LocalProcess(process)  # type: ignore[arg-type]
-    return RoleActor(spec, local, Channel(SocketStream(ours)), launcher._config)

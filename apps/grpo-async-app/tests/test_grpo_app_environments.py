@@ -133,8 +133,10 @@ def test_turns_go_on_across_weight_syncs_and_a_resume(
     two = ["--rollout.num_engines=2", "--async.staleness_threshold=1", "--data.epochs=3", "--checkpoint.every=1"]
     with RunningCommand(forked_main, "train", config, "--out", run, *words, *two) as process:
         process.wait_until(lambda: len(values_of(run, "train/reward")) >= 2 if run.exists() else False, "updates")
+        started = process.descendants()
         process.kill()
         process.wait()
+    wait_until_gone(started, 20)  # forks hold the lock of the run folder, which processes of their own do not
     run_to_its_end(forked_main, "resume", run)
     assert set(trained_prompts(run).values()) == {3}
     assert max(values_of(run, "train/lag_max")) >= 1.0

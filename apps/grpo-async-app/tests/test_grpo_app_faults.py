@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from role_faults import accounting_complaints, last_value, role_pids, signal_role, updates
 
+from offbeat_cluster._role_actor import RoleActor
 from offbeat_run import RunFolder, read_timeline
 from offbeat_testing import RunningCommand, wait_until_gone
 
@@ -182,3 +183,27 @@ def test_engines_join_and_leave_while_the_run_goes_on(forked_main: Main, config:
         assert "rollout-1 has left: 1 rollout engine" in process.output
     assert accounting_complaints(run, NUM_TRAIN, 20, per_update=4) == []
     assert last_value(run, "groups/reissued") == 0.0
+
+
+def listens_on_tcp(pid: int) -> bool:
+    held = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
+    sockets = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    return any(columns[3] == "0A" and f"socket:[{columns[9]}]" in held for columns in sockets)  # 0A: it listens
+
+
+def test_an_engine_of_another_machine_gets_its_weights_over_tcp_also_from_the_next_trainer(
+    forked_main: Main, config: Path, tmp_path: Path
+) -> None:
+    def main() -> None:
+        # In the driver alone: what it is told of where roles run is all that makes one machine differ from another.
+        RoleActor.address = property(lambda actor: f"127.0.0.{2 if actor.name == 'rollout-1' else 1}")  # type: ignore[assignment,method-assign]
+        forked_main()
+
+    run = tmp_path / "run"
+    with begun(main, config, run, "--rollout.num_engines=2") as process:
+        first = role_pids(process)["trainer-0"]
+        assert listens_on_tcp(first)
+        signal_role(process, "trainer-0", signal.SIGKILL)
+        process.wait_until(lambda: role_pids(process).get("trainer-0", first) != first, "another trainer")
+        assert_ends_well(process, run)
+        assert "tcp://" not in process.output  # the address opens the trainer to whoever reads it

@@ -199,10 +199,11 @@ def test_explain_says_what_a_key_is_for(command: CommandLine) -> None:
     assert "0.5" in ended.out
 
 
-def test_doctor_names_what_is_missing_and_how_to_get_it(command: CommandLine) -> None:
+def test_doctor_names_what_is_missing_and_how_to_get_it(command: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(INSTALL_LINES, ("offbeat.rollout", "far"), "pip install offbeat-rollout-far")
     ended = command("doctor")
     assert ended.code == 0
     missing = [line for (kind, name), line in INSTALL_LINES.items() if name not in installed_backends(kind)]
-    assert missing
+    assert "pip install offbeat-rollout-far" in missing
     assert all(line in " ".join(ended.out.split()) for line in missing)
     assert "rollout torch" in ended.out

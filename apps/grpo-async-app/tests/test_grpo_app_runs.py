@@ -125,3 +125,35 @@ def test_a_run_killed_at_random_moments_trains_every_prompt_once(
     assert sorted(trained_prompts(run).values()) == [2] * NUM_TRAIN
     assert steps_of(run, "train/reward") == list(range(1, 11))
     assert steps_of(run, "eval/reward") == [0, 2, 4, 6, 8, 10]
+
+
+SYNCHRONOUS = ("--async.staleness_threshold=0", "--async.partial_rollout=false", "--data.epochs=2")
+ABOUT_TIME = ("perf/", "async/trainer_idle", "async/rollout_idle", "async/overlap")
+
+
+def journal(run: Path) -> dict[int, tuple[dict[str, object], list[tuple[object, ...]]]]:
+    """By update: what was measured, but for times; and each group trained on: prompt, version, completion, reward."""
+    with (run / "generations" / "train.jsonl").open("rb") as lines:
+        groups = [json.loads(line) for line in lines]
+    said = ("prompt", "version", "completion", "num_tokens", "stop_reason", "reward")
+    return {
+        line.step: (
+            {name: value for name, value in line.values.items() if not name.startswith(ABOUT_TIME)},
+            sorted(tuple(group[key] for key in said) for group in groups if group["step"] == line.step),
+        )
+        for line in read_metrics(run / "metrics.jsonl")
+        if "train/reward" in line.values
+    }
+
+
+def test_a_resumed_run_writes_the_journal_of_an_undisturbed_one(
+    forked_main: Main, config: Path, tmp_path: Path
+) -> None:
+    runs = tmp_path / "whole", tmp_path / "resumed"
+    words = [["train", config, "--out", run, *SYNCHRONOUS, "--checkpoint.every=3"] for run in runs]
+    run_to_its_end(forked_main, *words[0])
+    kill_in_the_midst(forked_main, runs[1], list(words[1]), num_updates=5, more_s=0.0)
+    run_to_its_end(forked_main, "resume", runs[1])
+    whole, resumed = map(journal, runs)
+    assert list(whole) == list(range(1, 11))
+    assert whole == resumed

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_dist import Mesh
-from offbeat_engine_megatron._logprobs import token_logprobs
+from offbeat_engine_megatron._logprobs import gather_values, token_logprobs
 from offbeat_engine_megatron._packing import cut, lay_out, lay_out_all, zigzag
 from offbeat_engine_megatron._parallel import Parallel
 from offbeat_engine_megatron._shares import plan_shares, spread_values
@@ -95,3 +95,40 @@ def test_log_probabilities_and_entropies_are_those_of_a_plain_softmax(num_tokens
     torch.testing.assert_close(torch.stack(found), torch.stack(wanted))
     ((found[0] * factor[0]).sum() + (found[1] * factor[1]).sum()).backward()
     torch.testing.assert_close((hidden.grad, weight.grad), gradients)
+
+
+@pytest.mark.mesh(tp=2)
+@pytest.mark.mesh(tp=4)
+@pytest.mark.parametrize("chunk_bytes", [1, 2**26], ids=["chunks", "one chunk"])
+def test_ranks_that_share_the_vocabulary_find_what_one_would(mesh, chunk_bytes, monkeypatch):
+    """In float64: values on every rank, the hidden states' gradient in parts, the head's by rows."""
+    monkeypatch.setattr("offbeat_engine_megatron._logprobs.CHUNK_BYTES", chunk_bytes)
+    torch.manual_seed(0)
+    hidden = torch.randn(40, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(12, 6, dtype=torch.float64, requires_grad=True)
+    target, factor = torch.randint(12, (40,)), torch.randn(2, 40, dtype=torch.float64)
+    logp = torch.log_softmax(2.0 * hidden @ weight.T, -1)
+    wanted = torch.stack([logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(1)])
+    gradients = torch.autograd.grad((wanted * factor).sum(), (hidden, weight))
+    group = mesh.group("tp")
+    own = weight.detach().chunk(group.size)[group.rank].clone().requires_grad_()
+    whole = hidden.detach().clone().requires_grad_()
+    found = torch.stack(token_logprobs(whole, own, target, group, scale=2.0, entropy_gradient=True))
+    (found * factor).sum().backward()
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(group.all_reduce(whole.grad), gradients[0])
+    torch.testing.assert_close(own.grad, gradients[1].chunk(group.size)[group.rank])
+
+
+@pytest.mark.mesh(cp=2)
+@pytest.mark.mesh(cp=4)
+def test_context_parallel_ranks_gather_what_each_has_found(mesh):
+    """Every rank has all values in the order of the pack, and gets back the gradient of its own."""
+    group = mesh.group("cp")
+    pack = lay_out(sequences_of([9, 14, 6], 3), [0, 1, 2], Parallel(cp=group.size))
+    local = cut(pack, group.rank, group.size)
+    own = torch.from_numpy(local.target_n.astype(np.float64)).requires_grad_()
+    found = gather_values(own, torch.from_numpy(local.place_N), local.width, group)
+    np.testing.assert_array_equal(found.detach().numpy(), pack.target_N)
+    (found * torch.from_numpy(pack.target_N)).sum().backward()
+    np.testing.assert_array_equal(own.grad.numpy(), local.target_n)

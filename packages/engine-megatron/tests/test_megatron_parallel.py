@@ -1,13 +1,17 @@
 """What is refused before anything starts, and what a layout means. Needs no megatron-core."""
 
+import json
 from importlib.util import find_spec
 
 import pytest
 
 from offbeat_engine_megatron import MegatronEngineOptions, MegatronTrainEngine
+from offbeat_engine_megatron._adapter_slots import list_adapter_slots
 from offbeat_engine_megatron._options import read_options
-from offbeat_engine_megatron._parallel import Parallel, check_model_fits, choose_parallel
+from offbeat_engine_megatron._parallel import Parallel, choose_parallel
+from offbeat_engine_megatron._plan import plan_engine
 from offbeat_engine_megatron._shape import ModelShape
+from offbeat_engine_megatron._slots import list_slots
 from offbeat_testing import tiny_model
 from offbeat_types import BackendError, ConfigError, ModelError, TrainEngineConfig, installed_backends
 
@@ -71,28 +75,6 @@ def test_a_mesh_and_options_that_differ_are_refused():
         choose_parallel(ALONE | {"tp": 2}, read_options({"tensor_parallel": 4}))
 
 
-MODELS = {
-    "heads": (Parallel(tp=3, sp=True), {}, "num_attention_heads = 8"),
-    "key heads": (Parallel(tp=8, sp=True), {}, "num_key_value_heads = 4"),
-    "feed-forward": (Parallel(tp=4, sp=True), {"ffn_size": 66}, "intermediate_size = 66"),
-    "vocabulary": (Parallel(tp=4, sp=True), {"vocabulary": 321}, "vocab_size = 321"),
-    "layers": (Parallel(pp=3), {}, "num_hidden_layers = 4"),
-    "layers of parts": (Parallel(pp=2, vpp=4), {}, "num_hidden_layers = 4"),
-    "experts": (
-        Parallel(dp=4, ep=4),
-        {"num_experts": 6, "experts_per_token": 2, "sparse_layers": (True,) * 4},
-        "num_experts = 6",
-    ),
-    "no experts": (Parallel(dp=2, ep=2), {}, "has no experts"),
-}
-
-
-@pytest.mark.parametrize(("parallel", "changes", "told"), MODELS.values(), ids=MODELS)
-def test_a_model_that_does_not_divide_is_refused(parallel, changes, told):
-    with pytest.raises(ConfigError, match=told):
-        check_model_fits(shape(**changes), parallel)
-
-
 OPTIONS = {
     "unknown": ({"tensor_paralel": 2}, "did you mean tensor_parallel"),
     "far off": ({"zzz": 2}, "it has"),
@@ -108,36 +90,74 @@ def test_an_option_is_refused(options, told):
         read_options(options)
 
 
-def create(folder, **settings):
-    return MegatronTrainEngine.create(TrainEngineConfig(model_path=str(folder), device="cpu", **settings))
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("megatron") / "qwen3")
+def folders(tmp_path_factory):
+    """A model folder whose config says otherwise here and there; made once for each."""
+    known = {}
+
+    def get(**changes):
+        key = json.dumps(changes)
+        if key not in known:
+            known[key] = tiny_model(tmp_path_factory.mktemp("megatron") / "qwen3", num_layers=4, num_kv_heads=4)
+            config = json.loads((known[key] / "config.json").read_text())
+            (known[key] / "config.json").write_text(json.dumps(config | changes))
+        return known[key]
+
+    return get
+
+
+def config_of(folder, **settings):
+    return TrainEngineConfig(model_path=str(folder), device="cpu", **settings)
 
 
 @pytest.mark.skipif(find_spec("megatron") is not None, reason="megatron-core is installed here")
-def test_without_megatron_core_the_install_line_is_told(folder):
-    with pytest.raises(BackendError, match=r'pip install "offbeat-engine-megatron\[engine\]"'):
-        create(folder)
+@pytest.mark.parametrize("ask", [MegatronTrainEngine.create, MegatronTrainEngine.plan], ids=["create", "plan"])
+def test_without_megatron_core_the_install_line_is_told(folders, ask):
+    line = r'pip install "offbeat-engine-megatron\[engine\]"'
+    with pytest.raises(BackendError, match=line):
+        ask(config_of(folders()))
+    with pytest.raises(BackendError, match=line):
+        MegatronTrainEngine.check_installed()
 
 
 def test_it_is_registered():
     assert "megatron" in installed_backends("offbeat.engine")
 
 
+MOE = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS = {"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True}
+REFUSED = {
+    "heads": (3, {"tensor_parallel": 3}, {}, "num_attention_heads = 4: got 3; choose one of 1, 2, 4"),
+    "key heads": (4, {"tensor_parallel": 4}, {"num_key_value_heads": 2}, "num_key_value_heads = 2"),
+    "feed-forward": (4, {"tensor_parallel": 4}, {"intermediate_size": 126}, "intermediate_size = 126"),
+    "vocabulary": (2, {"tensor_parallel": 2}, {"vocab_size": 321}, "vocab_size = 321"),
+    "layers": (3, {"pipeline_parallel": 3}, {}, "num_hidden_layers = 4: got 3; choose one of 1, 2, 4"),
+    "layers of parts": (2, {"pipeline_parallel": 2, "virtual_pipeline": 4}, {}, "num_hidden_layers = 4: got 8"),
+    "experts": (4, {"expert_parallel": 4}, MOE | EXPERTS, "num_experts = 6: got 4"),
+    "experts of a dense model": (2, {"expert_parallel": 2}, {}, "has no experts"),
+    "world": (6, {"tensor_parallel": 4}, {}, "must divide the ranks: got 6"),
+    "fewer ranks than asked for": (1, {"context_parallel": 2}, {}, "must divide the ranks: got 1"),
+    "an option that is none": (1, {"tensor_paralel": 2}, {}, "did you mean tensor_parallel"),
+}
+
+
+@pytest.mark.parametrize(("num_ranks", "options", "changes", "told"), REFUSED.values(), ids=REFUSED)
+def test_ranks_that_cannot_share_a_model_are_refused_before_anything_starts(folders, num_ranks, options, changes, told):
+    """The whole table without megatron-core, a process or a group: what `create` and `plan` ask first."""
+    with pytest.raises(ConfigError, match=told):
+        plan_engine(config_of(folders(**changes), options=options), ALONE | {"dp": num_ranks})
+
+
 SETTINGS = {
-    "lora": ({"lora_rank": 4}, "lora_rank"),
     "bfloat16": ({"dtype": "bfloat16"}, "float32"),
-    "more ranks than there are": ({"options": {"tensor_parallel": 2}}, "must divide the ranks: got 1"),
+    "a schedule without an end": ({"schedule": "cosine"}, "total_steps above warmup_steps"),
 }
 
 
 @pytest.mark.parametrize(("settings", "told"), SETTINGS.values(), ids=SETTINGS)
-def test_a_setting_is_refused(folder, settings, told):
+def test_a_setting_is_refused(folders, settings, told):
     with pytest.raises(ConfigError, match=told):
-        create(folder, **settings)
+        plan_engine(config_of(folders(), **settings))
 
 
 FEATURES = {
@@ -148,16 +168,26 @@ FEATURES = {
 
 
 @pytest.mark.parametrize(("changes", "told"), FEATURES.values(), ids=FEATURES)
-def test_a_model_is_refused(tmp_path, changes, told):
-    import json
-
-    folder = tiny_model(tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
+def test_a_model_is_refused(folders, changes, told):
     with pytest.raises(ModelError, match=told):
-        create(folder)
+        plan_engine(config_of(folders(**changes)))
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"has no config\.json"):
-        create(tmp_path)
+        plan_engine(config_of(tmp_path))
+
+
+def test_adapters_lie_beside_the_weights_that_they_change():
+    """The side that meets the dimension which ranks share is cut with it; experts and head have none."""
+    parallel = Parallel(tp=2, pp=2, sp=True)
+    weights = list_slots(shape(), parallel)
+    found = {each.slot.name: each for each in list_adapter_slots(weights, 3)}
+    assert len(found) == 4 * 7 * 2
+    layer = "model.layers.2.self_attn"
+    up, down = found[f"{layer}.k_proj.lora_B"], found[f"{layer}.o_proj.lora_A"]
+    assert (up.slot.shape, up.slot.tp_dim, up.slot.place.stage) == ((32, 3), 0, 1)
+    assert (down.slot.shape, down.slot.tp_dim) == ((3, 64), 1)
+    assert found[f"{layer}.k_proj.lora_A"].slot.tp_dim is found[f"{layer}.o_proj.lora_B"].slot.tp_dim is None
+    assert up.layer.path == "decoder.layers.0.self_attention.linear_qkv"
+    assert up.slot.place.path == f"{up.layer.path}.adapter.k_B"

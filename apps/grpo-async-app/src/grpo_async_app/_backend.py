@@ -148,6 +148,7 @@ class GrpoBackend:
         """Train on these groups, and write down how it went."""
         groups = [self._groups[group_id] for group_id in group_ids]
         async with self._trainer_turn:
+            await self._take_devices()
             with self._clock.busy("trainer-0"):
                 metrics = await self._fleet.trainer.call(
                     "update",
@@ -170,6 +171,12 @@ class GrpoBackend:
             self._fleet.metrics(),
             self._rollouts.failures,
         )
+
+    async def _take_devices(self) -> None:
+        """Where trainer and engines share devices: let the engines finish and sleep."""
+        if (turns := self._fleet.engines.turns) is not None:
+            await self._finish_validation()
+            await turns.to_training()
 
     # ── synchroniser ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -257,6 +264,7 @@ class GrpoBackend:
         """Write a checkpoint of the trainer's weights as they are."""
         version = self._policy.version
         async with self._trainer_turn:
+            await self._take_devices()
             with self._run.checkpoints.write(version) as folder:
                 await self._fleet.trainer.call(
                     "save",

@@ -127,13 +127,24 @@ class GrpoConfig:
         number = int(engine.rpartition("-")[2])
         return {"serve_port": port and port + number, "serve_deadline_s": self.async_.sync_deadline_s / 2}
 
-    def train_engine(self, model_path: str, num_threads: int) -> TrainEngineConfig:
-        """What the training backend is given: scores at the sampler's temperature."""
+    def train_engine(self, model_path: str, num_updates: int, num_threads: int = 0) -> TrainEngineConfig:
+        """What the training backend is given: scores at the sampler's temperature.
+
+        Args:
+            model_path: folder it starts from.
+            num_updates: of the whole run, for the learning rate's schedule; each takes `async.require_batches` steps.
+            num_threads: of each rank; 0 leaves the choice to the launcher.
+        """
+        shared = _shared(self.engine, TrainEngineSettings)
+        options = {"temperature": self.rollout.temperature, **self.engine.options}
+        if self.algorithm.needs_entropy_gradient:
+            options["entropy_gradient"] = True
         return TrainEngineConfig(
-            **_shared(self.engine, TrainEngineSettings),
+            **{**shared, "options": options},
             num_threads=num_threads,
             model_path=model_path,
             trust_remote_code=self.model.trust_remote_code,
+            total_steps=num_updates * self.async_.require_batches,
         )
 
 

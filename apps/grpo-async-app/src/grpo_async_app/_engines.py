@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from grpo_async_app._colocation import Turns
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._gathering import all_or_first_error
 from grpo_async_app._handover import WeightOffer, hand_over, is_lost
@@ -31,7 +32,7 @@ BringWeights = Callable[[str], Coroutine[Any, Any, None]]
 
 
 @dataclass(eq=False)
-class _Engine:
+class Engine:
     """One rollout engine, through all its processes.
 
     Args:
@@ -65,13 +66,14 @@ class Engines:
     Attributes:
         bring_weights: called for an engine that has come up between two syncs; None while nobody can: it then gets its
             weights with the next sync.
+        turns: where the engines share their devices with the trainer; None where they have their own.
     """
 
     def __init__(
         self, config: GrpoConfig, start: Callable[[str], Awaitable[ActorHandle]], budget: RestartBudget, tell: Tell
     ) -> None:
         self._config, self._start, self._budget, self._tell = config, start, budget, tell
-        self._engines: dict[str, _Engine] = {}
+        self._engines: dict[str, Engine] = {}
         self._joining: set[str] = set()
         self._wanted = config.rollout.num_engines
         self._serve_as_started = False
@@ -80,6 +82,7 @@ class Engines:
         self._speeds = EngineSpeeds()
         self._stragglers: dict[str, float] = {}
         self.bring_weights: BringWeights | None = None
+        self.turns: Turns | None = None
 
     async def start(self) -> None:
         """Start as many as the configuration says. None serves before it has got weights, or `serve` is called."""
@@ -106,6 +109,11 @@ class Engines:
     def names(self) -> list[str]:
         """Those that take part, in order; one that is being started again is among them, one that leaves is not."""
         return sorted((engine.name for engine in self._engines.values() if not engine.leaving), key=_number)
+
+    @property
+    def living(self) -> list[Engine]:
+        """Those whose process lives."""
+        return [engine for engine in self._engines.values() if engine.handle.alive]
 
     @property
     def num_restarts(self) -> int:
@@ -175,7 +183,7 @@ class Engines:
             if isinstance(outcome, BaseException) and not isinstance(outcome, PeerFailedError):
                 raise outcome
 
-    def _find(self, name: str) -> _Engine:
+    def _find(self, name: str) -> Engine:
         engine = self._engines.get(name)
         if engine is None or engine.has_left:
             raise PeerFailedError(name, "it has left the run")
@@ -184,18 +192,27 @@ class Engines:
     # ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def sync(self, offer: WeightOffer, interrupt: bool) -> None:
-        """Bring weights to every engine, one after the other: they never stop all at once."""
-        for engine in list(self._engines.values()):
-            if engine.handle.alive:  # another gets its weights when it is up again
-                await self._sync_unless_lost(engine, offer, interrupt)
+        """Bring weights to every engine, one after the other: with devices of their own they never stop all at once."""
+        if self.turns is not None:
+            await self.turns.to_training()
+        # One that does not live gets its weights when it is up again.
+        await self._sync_each(self.living, offer, interrupt)
 
     async def sync_one(self, name: str, offer: WeightOffer) -> None:
         """Bring weights to an engine that has come up between two syncs."""
         engine = self._engines.get(name)
-        if engine is not None and engine.handle.alive and not engine.serves.is_set():
-            await self._sync_unless_lost(engine, offer, interrupt=False)
+        late = self.turns is not None and self.turns.is_training  # the next sync is about to do it
+        if engine is not None and engine.handle.alive and not engine.serves.is_set() and not late:
+            await self._sync_each([engine], offer, interrupt=False)
 
-    async def _sync_unless_lost(self, engine: _Engine, offer: WeightOffer, interrupt: bool) -> None:
+    async def _sync_each(self, engines: list[Engine], offer: WeightOffer, interrupt: bool) -> None:
+        if self.turns is not None:
+            await self.turns.show_weights()
+        synced = [engine for engine in engines if await self._sync_unless_lost(engine, offer, interrupt)]
+        if self.turns is not None:
+            await self.turns.to_generation(synced)
+
+    async def _sync_unless_lost(self, engine: Engine, offer: WeightOffer, interrupt: bool) -> bool:
         handle = engine.handle
         try:
             await self._sync(engine, handle, offer, interrupt)
@@ -203,23 +220,29 @@ class Engines:
             if not await is_lost(handle, error):
                 raise  # it is not a matter of starting the engine again
             self._give_up(engine, handle)
+            return False
+        return True
 
-    async def _sync(self, engine: _Engine, handle: ActorHandle, offer: WeightOffer, interrupt: bool) -> None:
+    async def _sync(self, engine: Engine, handle: ActorHandle, offer: WeightOffer, interrupt: bool) -> None:
         deadline_s = self._config.async_.sync_deadline_s
+        source = await offer.source_for(handle.address)
         if engine.serves.is_set():
             await handle.call("pause", "keep" if interrupt else "wait", deadline_s=deadline_s)
+        if self.turns is not None:
+            await self.turns.make_room(handle)
         take = handle.call(
             "receive_weights",
-            offer.socket_path,
+            source,
             offer.version,
             deadline_s,
             engine.name,
             returns=WeightProof,
             deadline_s=deadline_s + 5,
         )
-        await hand_over(take, offer.send())
-        await handle.call("resume", deadline_s=deadline_s)
-        engine.serves.set()
+        await hand_over(take, offer.send(source))
+        if self.turns is None:
+            await handle.call("resume", deadline_s=deadline_s)
+            engine.serves.set()
 
     async def forget_errands(self) -> None:
         """Bring no weights any more: the trainer that they would come from is gone."""
@@ -239,20 +262,20 @@ class Engines:
             if not task.cancelled() and (error := task.exception()):
                 raise error
 
-    def _add(self, name: str, handle: ActorHandle) -> _Engine:
-        engine = self._engines[name] = _Engine(name, handle)
+    def _add(self, name: str, handle: ActorHandle) -> Engine:
+        engine = self._engines[name] = Engine(name, handle)
         engine.empty.set()
         self._tasks.add(asyncio.create_task(self._look_after(engine)))
         return engine
 
-    def _give_up(self, engine: _Engine, handle: ActorHandle) -> None:
+    def _give_up(self, engine: Engine, handle: ActorHandle) -> None:
         """Kill what is left of a process that has failed; who looks after the engine starts it again."""
         if engine.handle is handle:
             engine.serves.clear()  # at once: a dead engine has the fewest groups, and would get them all
         if handle.alive:
             handle.kill()
 
-    async def _look_after(self, engine: _Engine) -> None:
+    async def _look_after(self, engine: Engine) -> None:
         """Watch an engine through all its lives."""
         while True:
             ask = partial(engine.handle.call, "health", returns=EngineHealth)
@@ -270,7 +293,7 @@ class Engines:
         engine.serves.set()
         self._tell(f"{engine.name} has left: {_count(self.names)}")
 
-    def _send_for_weights(self, engine: _Engine) -> None:
+    def _send_for_weights(self, engine: Engine) -> None:
         if self._serve_as_started:
             engine.serves.set()
         elif self.bring_weights is not None:
@@ -314,7 +337,7 @@ class Engines:
         self._joining.discard(name)
         self._adjust()
 
-    async def _dismiss(self, engine: _Engine) -> None:
+    async def _dismiss(self, engine: Engine) -> None:
         await engine.empty.wait()
         await engine.handle.stop()
 

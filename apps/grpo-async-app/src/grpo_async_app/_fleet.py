@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+from grpo_async_app._colocation import Turns
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._engines import Engines
 from grpo_async_app._environment_process import EnvironmentProcess
@@ -49,6 +49,8 @@ class Fleet:
         self.tell: Tell = _log.warning
         self._budget = RestartBudget(config.cluster.max_restarts, config.cluster.restart_window_s)
         self.engines = Engines(config, self._start_rollout, self._budget, self._say)
+        if config.cluster.colocate:
+            self.engines.turns = Turns(config, lambda: self.engines.living, lambda: self.trainer)
         self.environment = self._environment() if config.environment.name else None
         self._reward = (
             GuardedReward(config.reward, start_timeout_s=config.cluster.start_timeout_s)
@@ -85,6 +87,12 @@ class Fleet:
             checkpoint: folder the trainer goes on from.
         """
         await self._launcher.place(placement.plan, placement.groups)
+        if (turns := self.engines.turns) is not None:  # one after the other: there is room for one only
+            self._trainer = await self._start_trainers(num_updates, checkpoint)
+            await turns.trainer_started()
+            await self._start_serving()
+            await turns.engines_started()
+            return
         self._trainer, *_ = await all_or_first_error(
             [self._start_trainers(num_updates, checkpoint), self._start_serving()]
         )
@@ -99,7 +107,13 @@ class Fleet:
         await all_or_first_error([self.engines.start(), *environments])
 
     async def _start_rollout(self, name: str) -> ActorHandle:
-        return await self._launcher.start(self._rollout_spec(name))
+        turns = self.engines.turns if self._trainer is not None else None  # without a trainer nobody takes turns
+        if turns is None:
+            return await self._launcher.start(self._rollout_spec(name))
+        async with turns.starting(name) as started:
+            handle = await self._launcher.start(self._rollout_spec(name))
+            await started(handle)
+        return handle
 
     # ── scoring ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -141,6 +155,8 @@ class Fleet:
             PeerFailedError: it has died too often; with the cause.
         """
         await self.trainer.destroy()
+        if self.engines.turns is not None:
+            await self.engines.turns.trainer_is_gone()
         start = partial(self._start_trainers, num_updates, checkpoint)
         self._trainer = await start_again(self._budget, "trainer", cause, start, self._say)
 
@@ -157,12 +173,19 @@ class Fleet:
         )
 
     def offer_weights(self, version: int) -> WeightOffer:
-        """The weights the trainer holds, under this version, for engines to fetch."""
-        trainer, deadline_s = self.trainer, self._config.async_.sync_deadline_s
-        send = partial(
-            trainer.call, "send_weights", version, deadline_s, returns=list[WeightProof], deadline_s=deadline_s + 5
-        )
-        return WeightOffer(version=version, socket_path=self._socket_path, send=send)
+        """The weights the trainer holds, under this version, for engines to fetch: through memory where that can be."""
+        trainer, shared, deadline_s = self.trainer, self._socket_path, self._config.async_.sync_deadline_s
+
+        async def source_for(host: str) -> str:
+            return shared if host == trainer.address else await trainer.listen(deadline_s)
+
+        async def send(source: str) -> None:
+            address = "" if source == shared else source
+            await trainer.call(
+                "send_weights", version, deadline_s, address, returns=list[WeightProof], deadline_s=deadline_s + 5
+            )
+
+        return WeightOffer(version=version, source_for=source_for, send=send)
 
     # ── how it goes ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -180,23 +203,21 @@ class Fleet:
             "engines/serving": num_engines if num_engines != self._config.rollout.num_engines else 0,
             "trainer/restarts": self._budget.spent["trainer"],
         }
-        return {name: Metric(value=float(count), how="last") for name, count in counts.items() if count}
+        metrics = {name: Metric(value=float(count), how="last") for name, count in counts.items() if count}
+        if self.engines.turns is not None:
+            metrics["perf/handover_s"] = Metric(value=self.engines.turns.take_spent_s())
+        return metrics
 
     # ── what is started ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _trainer_spec(self, num_updates: int, checkpoint: Path | None) -> RoleSpec:
         config = self._config
-        engine = config.train_engine(self._model_path, self._threads["trainer"])
-        steps = num_updates * config.async_.require_batches
-        options = {"temperature": config.rollout.temperature, **engine.options}
-        if config.algorithm.needs_entropy_gradient:
-            options["entropy_gradient"] = True
         return RoleSpec(
             name="trainer-0",
             target="grpo_async_app._roles.trainer:TrainerRole",
             kwargs={
                 "backend": config.engine.backend,
-                "config": replace(engine, total_steps=steps, options=options),
+                "config": config.train_engine(self._model_path, num_updates, self._threads["trainer"]),
                 "algorithm": config.algorithm,
                 "socket_path": self._socket_path,
                 "rollout_dtype": config.rollout.dtype,
@@ -233,10 +254,13 @@ class Fleet:
 
 
 def plan_threads(config: GrpoConfig) -> dict[str, int]:
-    """CPU threads of one trainer rank and of one rollout engine."""
+    """CPU threads of one trainer rank and of one rollout engine; colocated, each kind has all CPUs in its turn."""
     trainers = [f"trainer-{rank}" for rank in range(config.engine.num_ranks)]
     rollouts = [f"rollout-{number}" for number in range(config.rollout.num_engines)]
-    shares = split_threads(available_cpus(), dict.fromkeys([*trainers, *rollouts], 1.0))
+    turns = [trainers, rollouts] if config.cluster.colocate else [[*trainers, *rollouts]]
+    shares: dict[str, int] = {}
+    for roles in turns:
+        shares |= split_threads(available_cpus(), dict.fromkeys(roles, 1.0))
     return {
         "trainer": config.cluster.trainer_threads or shares["trainer-0"],
         "rollout": config.cluster.rollout_threads or shares["rollout-0"],

@@ -18,13 +18,13 @@ class WeightOffer:
 
     Args:
         version: policy version.
-        socket_path: where the trainer listens.
-        send: makes the trainer give them to the one engine that asks.
+        source_for: where an engine on the machine of this IP address fetches them.
+        send: makes the trainer give them to the one engine that asks at this source.
     """
 
     version: int
-    socket_path: str
-    send: Callable[[], Awaitable[object]]
+    source_for: Callable[[str], Awaitable[str]]
+    send: Callable[[str], Awaitable[object]]
 
 
 async def hand_over(take: Coroutine[Any, Any, object], send: Awaitable[object]) -> None:

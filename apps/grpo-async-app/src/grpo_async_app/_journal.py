@@ -55,6 +55,18 @@ class Journal:
         """Note a weight sync."""
         self._log.span("weight sync", "sync", start_s, end_s, {"version": version})
 
+    def handed_over(self, role: str, step: str, start_s: float, end_s: float, resident_bytes: int) -> None:
+        """Note a step in which memory changed hands between roles that share devices.
+
+        Args:
+            role: that gave or took it.
+            step: such as "sleep".
+            start_s: of `clock_s`.
+            end_s: of `clock_s`.
+            resident_bytes: main memory that it holds afterwards.
+        """
+        self._log.span(role, step, start_s, end_s, {"resident_bytes": resident_bytes})
+
     def updated(
         self,
         version: int,

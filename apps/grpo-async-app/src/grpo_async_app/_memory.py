@@ -9,7 +9,7 @@ from grpo_async_app._config import GrpoConfig
 from grpo_async_app._placement import Placement, trainer_width
 from offbeat_cluster.placement import MemoryEstimate, ModelShape, RolloutMemory, TrainMemory
 from offbeat_run import count_text, size_text
-from offbeat_types import ModelError
+from offbeat_types import ModelError, TrainLayout
 
 _NUMBER_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _HEAD_BYTES: Final = 64 * 2**20
@@ -52,8 +52,12 @@ class RunMemory:
         ]
 
 
-def estimate_memory(config: GrpoConfig) -> RunMemory:
+def estimate_memory(config: GrpoConfig, layout: TrainLayout | None = None) -> RunMemory:
     """Estimate from the model's config.json.
+
+    Args:
+        config: of the run.
+        layout: how the trainer's ranks share the model; None where its backend cannot be asked: as FSDP does.
 
     Raises:
         ModelError: it is not there, not readable, or of a family that is not known.
@@ -67,11 +71,14 @@ def estimate_memory(config: GrpoConfig) -> RunMemory:
         raise ModelError(f"{path} is corrupt: {error}; copy it again") from error
     shape = ModelShape.from_config(held)
     engine, rollout, width = config.engine, config.rollout, trainer_width(config)
+    layout = layout or TrainLayout(dp=engine.num_ranks // width, tp=width, zero_stage=3)
     trainer = TrainMemory(
         compute_bytes=_NUMBER_BYTES[engine.dtype],
-        data_parallel=engine.num_ranks // width,
-        tensor_parallel=width,
-        tokens=engine.max_tokens_per_microbatch,
+        data_parallel=layout.dp * layout.cp,
+        tensor_parallel=layout.tp,
+        pipeline_parallel=layout.pp,
+        zero_stage=layout.zero_stage,
+        tokens=engine.max_tokens_per_microbatch // layout.cp,
         recomputes=engine.activation_checkpointing,
         keeps_reference=config.algorithm.needs_reference and not engine.lora_rank,
         lora_rank=engine.lora_rank,

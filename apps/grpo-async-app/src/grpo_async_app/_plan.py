@@ -55,9 +55,10 @@ def _describe_data(preflight: Preflight) -> str:
 
 
 def _describe_processes(preflight: Preflight, threads: dict[str, int]) -> str:
-    config = preflight.config
+    config, layout = preflight.config, preflight.layout
+    shared = f"{layout}, " if layout.num_ranks > 1 else ""
     return (
-        f"{config.engine.num_ranks} x trainer ({config.engine.backend}, {config.engine.device}, "
+        f"{config.engine.num_ranks} x trainer ({config.engine.backend}, {shared}{config.engine.device}, "
         f"{threads['trainer']} threads), "
         f"{config.rollout.num_engines} x rollout ({config.rollout.backend}, {config.rollout.device}, "
         f"{threads['rollout']} threads); launcher {config.cluster.launcher}"
@@ -65,10 +66,9 @@ def _describe_processes(preflight: Preflight, threads: dict[str, int]) -> str:
 
 
 def _thread_notice(preflight: Preflight, threads: dict[str, int]) -> list[str]:
-    wanted = (
-        threads["trainer"] * preflight.config.engine.num_ranks
-        + threads["rollout"] * preflight.config.rollout.num_engines
-    )
+    config = preflight.config
+    kinds = threads["trainer"] * config.engine.num_ranks, threads["rollout"] * config.rollout.num_engines
+    wanted = max(kinds) if config.cluster.colocate else sum(kinds)  # colocated they take turns
     if wanted <= available_cpus():
         return []
     return [
@@ -78,7 +78,7 @@ def _thread_notice(preflight: Preflight, threads: dict[str, int]) -> list[str]:
 
 def _weights_text(preflight: Preflight) -> str:
     """What can be said of a family whose formulas are not known."""
-    held = 4 * preflight.model.num_parameters // preflight.config.engine.num_ranks
+    held = preflight.layout.held_bytes(preflight.model.num_parameters, trains_all=False)
     return (
         f"of {preflight.model.family} only the weights can be told: {size_text(held)} in float32 on each trainer rank"
     )

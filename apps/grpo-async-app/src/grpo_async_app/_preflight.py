@@ -1,7 +1,6 @@
 """Everything that can be wrong with a run, found before anything starts."""
 
 from dataclasses import dataclass, fields
-from inspect import signature
 
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._evaluation import validation_prompts
@@ -19,7 +18,7 @@ from offbeat_data import (
 )
 from offbeat_objectives import check_algorithm
 from offbeat_run import ModelFolder, check_trackers, inspect_model
-from offbeat_types import ConfigError, ModelError, load_backend
+from offbeat_types import ConfigError, ModelError, SleepingTrainEngine, TrainBackend, TrainLayout, load_backend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +31,7 @@ class Preflight:
         prompts: training prompts, held-out prompts and their counts.
         held_out: the held-out prompts a validation uses.
         placement: every rank in its place, on the nodes that the launcher would start it on.
+        layout: how the ranks of the trainer share the model.
         memory: estimates of one rank of each role; None for a family whose formulas are not known.
         template: puts an environment's words into tokens; None without an environment.
         notices: choices that work and are probably not meant.
@@ -42,6 +42,7 @@ class Preflight:
     prompts: PromptSet
     held_out: tuple[Prompt, ...]
     placement: Placement
+    layout: TrainLayout
     memory: RunMemory | None = None
     template: TurnTemplate | None = None
     notices: tuple[str, ...] = ()
@@ -59,8 +60,7 @@ class Preflight:
     @property
     def num_updates(self) -> int:
         """Updates of the whole run, when no group is filtered or dropped."""
-        of_data = -(-self.num_groups // self.config.async_.groups_per_update) if self.num_groups else None
-        return min(number for number in (of_data, self.max_updates) if number is not None)
+        return _count_updates(self.config, len(self.prompts.train))
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -86,15 +86,16 @@ def check_run(config: GrpoConfig) -> Preflight:
     placement = place_run(config, find_site(config))
     model = inspect_model(config.model.path)
     _check_positions(config, model)
-    load_backend("offbeat.engine", config.engine.backend)
     load_backend("offbeat.rollout", config.rollout.backend)
+    backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
+    _check_turns(config, backend)
     _check_devices(config)
-    _check_ranks(config)
     _check_reward(config)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
     template = _turn_template(config, tokenizer)
     prompts = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer)
     _check_end(config)
+    layout = _plan_trainer(backend, config, _count_updates(config, len(prompts.train)))
     held_out = validation_prompts(config, prompts.eval)
     if config.eval.every_updates and not held_out:
         raise ConfigError(
@@ -106,7 +107,8 @@ def check_run(config: GrpoConfig) -> Preflight:
         prompts=prompts,
         held_out=held_out,
         placement=placement,
-        memory=_estimate_memory(config),
+        layout=layout,
+        memory=_estimate_memory(config, layout),
         template=template,
         notices=notices,
     )
@@ -131,9 +133,9 @@ def check_settings(config: GrpoConfig) -> tuple[str, ...]:
     return tuple(notices)
 
 
-def _estimate_memory(config: GrpoConfig) -> RunMemory | None:
+def _estimate_memory(config: GrpoConfig, layout: TrainLayout) -> RunMemory | None:
     try:
-        return estimate_memory(config)
+        return estimate_memory(config, layout)
     except ModelError:
         return None  # an estimate is a help: a family without one can be trained all the same
 
@@ -195,15 +197,38 @@ def _turn_template(config: GrpoConfig, tokenizer: Tokenizer) -> TurnTemplate | N
     return template
 
 
-def _check_ranks(config: GrpoConfig) -> None:
+def _plan_trainer(backend: TrainBackend, config: GrpoConfig, num_updates: int) -> TrainLayout:
+    """Ask the trainer's backend whether so many ranks can train this model with these settings, and how."""
     num_ranks = config.engine.num_ranks
-    if num_ranks == 1:
-        return
-    if "mesh" not in signature(load_backend("offbeat.engine", config.engine.backend).create).parameters:
-        raise ConfigError(f"engine.backend = {config.engine.backend!r} trains in one process: set engine.num_ranks = 1")
-    from offbeat_dist import rank_device  # imports torch: only several ranks need it
+    if num_ranks > 1:
+        from offbeat_dist import rank_device  # imports torch: only several ranks need it
 
-    rank_device(config.engine.device, 0, num_ranks, setting="engine.device")
+        rank_device(config.engine.device, 0, num_ranks, setting="engine.device")
+    return backend.plan(config.train_engine(config.model.path, num_updates), num_ranks)
+
+
+def _count_updates(config: GrpoConfig, num_prompts: int) -> int:
+    """Updates of the whole run, when no group is filtered or dropped."""
+    of_data = -(-config.data.epochs * num_prompts // config.async_.groups_per_update) or None
+    return min(number for number in (of_data, config.engine.max_updates or None) if number is not None)
+
+
+def _check_turns(config: GrpoConfig, backend: TrainBackend) -> None:
+    """Trainer and engines on the same devices: one of them always waits, and both must be able to give memory back."""
+    if not config.cluster.colocate:
+        return
+    if config.async_.mode != "on-policy pipeline":
+        raise ConfigError(
+            "cluster.colocate = true: trainer and engines take turns, so nothing can be generated while it trains; "
+            f"async is {config.async_.mode} (staleness_threshold = {config.async_.staleness_threshold:g}, "
+            f"trigger_parameter_sync_step = {config.async_.trigger_parameter_sync_step}): set them to 0 and 1, with "
+            "more steps in one update by async.require_batches; or cluster.colocate = false"
+        )
+    if not isinstance(backend, type) or not issubclass(backend, SleepingTrainEngine):
+        raise ConfigError(
+            f"engine.backend = {config.engine.backend!r} cannot give its memory back between updates, which "
+            "cluster.colocate = true needs: take another, or cluster.colocate = false"
+        )
 
 
 def _check_devices(config: GrpoConfig) -> None:

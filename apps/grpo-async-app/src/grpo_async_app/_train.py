@@ -101,6 +101,8 @@ async def _train(session: _Session, fleet: Fleet) -> LoopSummary:
                 Journal(run, preflight.config, preflight.num_updates, session.step) as journal,
             ):
                 fleet.tell = journal.message
+                if fleet.engines.turns is not None:
+                    fleet.engines.turns.note = journal.handed_over
                 await _start(session, fleet, journal, death)
                 try:
                     return await _go_on(session, fleet, journal)

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -13,8 +12,6 @@ from grpo_async_app._roles.team import TeamPlace
 from grpo_async_app._watching import wait_gone
 from offbeat_cluster import ActorHandle, Launcher, RoleSpec
 from offbeat_types import PeerFailedError
-
-HOST = "127.0.0.1"
 
 
 class Trainers:
@@ -27,11 +24,22 @@ class Trainers:
     """
 
     def __init__(self, ranks: Sequence[ActorHandle], silent_after_s: float, store: object = None) -> None:
-        self._ranks, self._store = ranks, store
+        self._ranks, self._store, self._listens_at = ranks, store, ""
         self._ends = {
             rank.name: asyncio.create_task(wait_gone(rank, partial(rank.call, "beat"), silent_after_s))
             for rank in ranks
         }
+
+    @property
+    def address(self) -> str:
+        """IP address of the machine of rank 0."""
+        return self._ranks[0].address
+
+    async def listen(self, deadline_s: float) -> str:
+        """Where rank 0 gives weights to other machines, with the secret that opens it; it listens once asked to."""
+        if not self._listens_at:
+            self._listens_at = await self.call("listen", self.address, returns=str, deadline_s=deadline_s)
+        return self._listens_at
 
     async def call(self, method: str, *args: Any, returns: Any = None, deadline_s: float) -> Any:
         """Call a method of all ranks: see `ActorHandle.call`. The first error of any of them is raised."""
@@ -91,7 +99,7 @@ async def start_trainers(
     """Start every rank of the trainer at once, and wait until all are ready. When one fails, none is left.
 
     Args:
-        launcher: starts the roles.
+        launcher: starts the roles; they have been placed.
         spec: of rank 0; the others differ by their number.
         num_ranks: how many.
         start_deadline_s: for the ranks to find each other.
@@ -100,15 +108,16 @@ async def start_trainers(
     """
     if num_ranks == 1:
         return Trainers([await launcher.start(spec)], silent_after_s)
-    from torch._C._distributed_c10d import TCPStore  # imported late: only several ranks need it
+    from offbeat_dist import open_store  # imports torch: only several ranks need it
 
     # The driver keeps the place where the ranks meet, so it outlives any of them.
-    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=start_deadline_s))
+    host = launcher.address
+    store = open_store(host, deadline_s=start_deadline_s)
     places = [
         TeamPlace(
             rank=rank,
             size=num_ranks,
-            host=HOST,
+            host=host,
             port=store.port,
             start_deadline_s=start_deadline_s,
             call_deadline_s=call_deadline_s,

@@ -1,11 +1,10 @@
 """Everything that can be wrong with a run, found before anything starts; and the plan in words."""
 
 from dataclasses import dataclass
-from inspect import signature
 
 from offbeat_data import ConversationSet, EpochOrder, load_conversations, load_tokenizer
 from offbeat_run import ModelFolder, check_trackers, count_text, inspect_model, size_text
-from offbeat_types import ConfigError, ModelError, TrainSequence, load_backend
+from offbeat_types import ConfigError, ModelError, TrainBackend, TrainLayout, TrainSequence, load_backend
 from sft_app._config import EngineConfig, SftConfig
 
 
@@ -19,6 +18,7 @@ class Preflight:
         conversations: sequences to learn and their counts.
         held_out: the held-out sequences a validation uses.
         num_updates: optimizer steps of the whole run.
+        layout: how the ranks of the trainer share the model.
     """
 
     config: SftConfig
@@ -26,6 +26,7 @@ class Preflight:
     conversations: ConversationSet
     held_out: tuple[TrainSequence, ...]
     num_updates: int
+    layout: TrainLayout
 
     @property
     def order(self) -> EpochOrder:
@@ -78,15 +79,15 @@ class Preflight:
     def _ranks_text(self) -> str:
         engine = self.config.engine
         threads = engine.threads_per_rank
-        return f"{engine.num_ranks} that train together, {threads} CPU thread{'s' * (threads > 1)} each"
+        each = f"{threads} CPU thread{'s' * (threads > 1)} each"
+        return f"{engine.num_ranks} that train together as {self.layout}, {each}"
 
     def _memory_text(self) -> str:
         engine = self.config.engine
-        # float32: with LoRA the weights; else gradients and two moments as well; cut over the ranks
-        held = size_text(self.model.num_parameters * (4 if engine.lora_rank else 16) // engine.num_ranks)
+        held = self.layout.held_bytes(self.model.num_parameters, trains_all=not engine.lora_rank)
         what = "weights" if engine.lora_rank else "weights, gradients and moments"
         each = ", on each rank" if engine.num_ranks > 1 else ""
-        return f"{held} for {what} + activations of {engine.max_tokens_per_microbatch} tokens{each}"
+        return f"{size_text(held)} for {what} + activations of {engine.max_tokens_per_microbatch} tokens{each}"
 
 
 def check_run(config: SftConfig) -> Preflight:
@@ -97,7 +98,8 @@ def check_run(config: SftConfig) -> Preflight:
     """
     check_trackers(config.log)
     model = inspect_model(config.model.path)
-    _check_engine(config.engine)
+    backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
+    _check_device(config.engine)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
     conversations = load_conversations(config.data, tokenizer)
     _check_sequences(model, (*conversations.train, *conversations.eval))
@@ -116,6 +118,7 @@ def check_run(config: SftConfig) -> Preflight:
         conversations=conversations,
         held_out=conversations.eval[: config.eval.max_sequences or None],
         num_updates=num_updates,
+        layout=backend.plan(config.train_engine(num_updates), config.engine.num_ranks),
     )
 
 
@@ -133,13 +136,7 @@ def batch_positions(update: int, batch_size: int, num_positions: int) -> range:
     return range(first, min(end, num_positions) if num_positions else end)
 
 
-def _check_engine(engine: EngineConfig) -> None:
-    create = load_backend("offbeat.engine", engine.backend).create
-    if engine.num_ranks > 1 and "mesh" not in signature(create).parameters:
-        raise ConfigError(
-            f"engine.num_ranks = {engine.num_ranks}: the {engine.backend} engine trains in one process; "
-            "set engine.num_ranks to 1, or choose another engine.backend"
-        )
+def _check_device(engine: EngineConfig) -> None:
     from offbeat_dist import rank_device  # imports torch: late, after the cheap mistakes
 
     rank_device(engine.device, 0, engine.num_ranks, setting="engine.device")

@@ -10,7 +10,7 @@ from typing import Final
 
 from torch._C._distributed_c10d import TCPStore
 
-from offbeat_dist import Mesh, World, join_world, liveness, rank_device
+from offbeat_dist import Mesh, World, join_world, liveness, open_store, rank_device
 from offbeat_objectives import sft_loss
 from offbeat_types import TrainEngine, TrainEngineConfig, TrainSequence, load_backend
 
@@ -62,7 +62,7 @@ class Rank:
 
     def open_store(self) -> int:
         """Open the place where the ranks find each other, and return its port."""
-        self._store = TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        self._store = open_store(_LOOPBACK)
         return int(self._store.port)
 
     def join(self, port: int) -> None:

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from offbeat_dist._guard import Guard
     from offbeat_dist._join import join_world
     from offbeat_dist._layout import AXES, Layout
+    from offbeat_dist._meeting import open_store
     from offbeat_dist._mesh import Mesh
+    from offbeat_dist._parking import Parking
     from offbeat_dist._tensors import ReduceOp
     from offbeat_dist._world import World, current_world
 
@@ -25,12 +27,14 @@ _HOMES = {
     "Guard": "_guard",
     "Layout": "_layout",
     "Mesh": "_mesh",
+    "Parking": "_parking",
     "ReduceOp": "_tensors",
     "World": "_world",
     "available_devices": "_device",
     "current_world": "_world",
     "join_world": "_join",
     "open_device": "_device",
+    "open_store": "_meeting",
     "rank_device": "_device",
 }
 
@@ -42,12 +46,14 @@ __all__ = [
     "Guard",
     "Layout",
     "Mesh",
+    "Parking",
     "ReduceOp",
     "World",
     "available_devices",
     "current_world",
     "join_world",
     "open_device",
+    "open_store",
     "rank_device",
 ]
 

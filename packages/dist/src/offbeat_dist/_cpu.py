@@ -1,5 +1,6 @@
 """The CPU as a device."""
 
+import ctypes
 import os
 import resource
 import sys
@@ -45,6 +46,12 @@ class CpuDevice:
         clear = Path("/proc/self/clear_refs")
         if clear.exists():
             clear.write_text(CLEAR_PEAK)
+
+    def release_unused(self) -> None:
+        """Let the C library give free memory back to the system, where it is one that can be asked (glibc)."""
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
     def rng_state(self) -> torch.Tensor:
         """State of torch's default generator: [n] uint8."""

@@ -41,6 +41,10 @@ class CudaDevice:
         """Start the peak anew."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
+    def release_unused(self) -> None:
+        """Give what torch's allocator holds free back to the GPU."""
+        torch.cuda.empty_cache()
+
     def rng_state(self) -> torch.Tensor:
         """State of the GPU's default generator: [n] uint8 on the CPU."""
         return torch.cuda.get_rng_state(self.torch_device)

@@ -66,6 +66,10 @@ class Device(Protocol):
         """Start the peak anew, where the platform can."""
         ...
 
+    def release_unused(self) -> None:
+        """Give memory that is free, and only held to be used again, to whoever else wants it."""
+        ...
+
     def rng_state(self) -> torch.Tensor:
         """State of its default random generator: [n] uint8 on the CPU."""
         ...

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from offbeat_dist._device import Device, available_devices, open_device
+from offbeat_dist._meeting import open_store
 from offbeat_dist._world import World, refuse_second_world
 from offbeat_types import ConfigError, DeadlineError
 
@@ -148,9 +149,11 @@ def _open_store(address: str, rank: int, size: int, deadline_s: float) -> Store:
     if not host or not port.isdecimal():
         raise ConfigError(f'an address must read "host:port", such as "127.0.0.1:29500": got {address!r}')
     try:
+        if rank == 0:
+            return open_store(host.strip("[]"), int(port), deadline_s=deadline_s)
         timeout = timedelta(seconds=deadline_s)
-        return TCPStore(host, int(port), size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
-    except (dist.DistError, OverflowError) as error:
+        return TCPStore(host, int(port), size, is_master=False, timeout=timeout, wait_for_workers=False)
+    except (OSError, dist.DistError, OverflowError) as error:
         if rank == 0:
             raise ConfigError(f"rank 0 cannot open {address}: {_first_line(error)}; choose another port") from error
         on = f"rank 0 at {address}"

@@ -1,16 +1,25 @@
 """Puts an engine together: the model's parts on this rank, their weights, the optimizer, the passes."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offbeat_engine_megatron._checkpoint import Checkpoints
+from offbeat_engine_megatron._lora import Adapters
 from offbeat_engine_megatron._model import HeadSettings, build_parts, rotary_frequencies, transformer_config
+from offbeat_engine_megatron._mtp import TokensAhead, new_tensors
 from offbeat_engine_megatron._optimizer import ClippedOptimizer, wrap_parts
 from offbeat_engine_megatron._passes import Passes
 from offbeat_engine_megatron._ranks import Ranks
+from offbeat_engine_megatron._slots import list_ahead_slots
+from offbeat_engine_megatron._steps import Steps
+from offbeat_engine_megatron._tensor_files import TensorFolder
+from offbeat_engine_megatron._updates import Updates
 from offbeat_engine_megatron._weights import HeldWeights
 
 if TYPE_CHECKING:
-    from offbeat_engine_megatron._engine import MegatronTrainEngine, Plan
+    from offbeat_engine_megatron._engine import MegatronTrainEngine
+    from offbeat_engine_megatron._plan import Plan
 
 
 def build(engine: "MegatronTrainEngine", plan: "Plan") -> None:
@@ -24,14 +33,69 @@ def build(engine: "MegatronTrainEngine", plan: "Plan") -> None:
         parts = _parts(engine, plan, config)
         held = HeldWeights(parts, plan.shape, plan.parallel, engine.mesh)
         held.read(Path(plan.config.model_path).expanduser())
+        ahead_held = _hold_ahead(engine, plan, parts)
+    engine._held, engine._adapters = held, _add_adapters(engine, plan, parts, held)
     wrapped = wrap_parts(parts, config, plan.options)
     engine._optimizer = ClippedOptimizer(wrapped, plan.config, plan.options)
-    engine._held = held
-    engine._passes = Passes(wrapped, engine.mesh, engine._device.torch_device)
+    engine._steps = Steps(engine._optimizer, engine._ranks, engine._trained)
+    engine._updates = Updates(
+        engine._ranks,
+        plan.parallel,
+        budget=plan.config.max_tokens_per_microbatch,
+        vocabulary=plan.shape.vocabulary,
+        device=engine._device.torch_device,
+    )
+    engine._ahead = _ahead_of(engine, plan, parts)
+    engine._passes = Passes(wrapped, engine.mesh, engine._device.torch_device, engine._ahead)
+    engine._checkpoints = Checkpoints(
+        engine._ranks, engine.mesh, held, engine._optimizer, engine._device, plan, engine._adapters, ahead_held
+    )
+
+
+def _add_adapters(engine: "MegatronTrainEngine", plan: "Plan", parts: list[Any], held: HeldWeights) -> Adapters | None:
+    rank = plan.config.lora_rank
+    if not rank:
+        return None
+    alpha = plan.config.lora_alpha or 2.0 * rank
+    adapters = Adapters(parts, held, plan.shape, plan.parallel, engine.mesh, rank=rank, alpha=alpha)
+    adapters.initialise(plan.config.seed)
+    return adapters
+
+
+def _hold_ahead(engine: "MegatronTrainEngine", plan: "Plan", parts: list[Any]) -> HeldWeights | None:
+    """Weights of multi-token prediction: those of the model's folder, or new ones that do not depend on the layout."""
+    if not plan.shape.mtp_layers:
+        return None
+    slots = list_ahead_slots(plan.shape, plan.parallel)
+    held = HeldWeights(parts, plan.shape, plan.parallel, engine.mesh, slots)
+    folder = Path(plan.config.model_path).expanduser()
+    with TensorFolder(folder) as tensors:
+        known = any(slot.name in tensors.names for slot in slots)
+    if known:
+        held.read(folder)
+    else:
+        held.fill(new_tensors(slots, seed=plan.config.seed, std=getattr(plan.hf_config, "initializer_range", 0.02)))
+    return held
+
+
+def _ahead_of(engine: "MegatronTrainEngine", plan: "Plan", parts: list[Any]) -> TokensAhead | None:
+    if not plan.shape.mtp_layers:
+        return None
+    ahead = TokensAhead(
+        engine.mesh,
+        engine._device.torch_device,
+        num_layers=plan.shape.mtp_layers,
+        weight=plan.options.mtp_loss_weight,
+        detached=plan.options.mtp_detached,
+    )
+    for part in parts:
+        part.ahead = ahead
+    return ahead
 
 
 def build_reference(engine: "MegatronTrainEngine", plan: "Plan") -> Passes:
     """Make the first policy, which only answers; all ranks call it."""
+    plan = replace(plan, shape=replace(plan.shape, mtp_layers=0))
     config = transformer_config(plan.shape, plan.parallel, plan.options)
     with engine._ranks.together("load the first policy"):
         parts = _parts(engine, plan, config)

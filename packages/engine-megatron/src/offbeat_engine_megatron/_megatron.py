@@ -10,6 +10,15 @@ import torch
 
 from offbeat_types import INSTALL_LINES, BackendError
 
+NOTICES = (
+    "(Transformer Engine and )?Apex (is|are) not installed",
+    "full scope is deprecated",
+    "When using (sequence parallelism|async grad allreduce) it is recommended",
+    "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf Tensor is being accessed",
+)
+"""What megatron-core, and torch about it, warn of at every start: nothing that a user could act upon."""
+
 MODULES = (
     "megatron.core.distributed",
     "megatron.core.models.gpt",
@@ -32,7 +41,7 @@ def require_megatron() -> None:
 
 
 def load_megatron(*, compiled: bool = False) -> None:
-    """Import what the engine uses of megatron-core; the second time is without effect.
+    """Import what the engine uses of megatron-core, and silence `NOTICES`; the second time is without effect.
 
     Args:
         compiled: let megatron-core wrap its small functions in torch.compile. On a CPU compiling them costs more
@@ -44,9 +53,9 @@ def load_megatron(*, compiled: bool = False) -> None:
     if all(name in sys.modules for name in MODULES):
         return
     require_megatron()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
-        _import(compiled=compiled)
+    for notice in NOTICES:
+        warnings.filterwarnings("ignore", message=notice)
+    _import(compiled=compiled)
 
 
 def _import(*, compiled: bool) -> None:

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -21,7 +22,9 @@ from torch import Tensor
 
 from offbeat_dist import Group, Mesh
 from offbeat_engine_megatron._attention import PackedAttention, PackedParams, SequenceNorm
+from offbeat_engine_megatron._embedding import leave_out_padding
 from offbeat_engine_megatron._logprobs import gather_values, token_logprobs
+from offbeat_engine_megatron._mtp import Ahead, TokensAhead, block_spec
 from offbeat_engine_megatron._options import MegatronEngineOptions
 from offbeat_engine_megatron._packing import LocalPack
 from offbeat_engine_megatron._parallel import Parallel
@@ -40,6 +43,7 @@ class Asked:
         target_n: the ids asked for.
         place_N: see `LocalPack`.
         width: see `LocalPack`.
+        ahead: of each layer of multi-token prediction, where they train.
     """
 
     ids_1L: Tensor
@@ -48,6 +52,7 @@ class Asked:
     target_n: Tensor
     place_N: Tensor
     width: int
+    ahead: tuple[Ahead, ...] = ()
 
 
 def ask(local: LocalPack, device: torch.device) -> Asked:
@@ -111,7 +116,13 @@ class LogprobHead(ColumnParallelLinear):  # type: ignore[misc]
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
-    """One part of the model: hidden states go in and come out, ids at the first part, answers at the last."""
+    """One part of the model: hidden states go in and come out, ids at the first part, answers at the last.
+
+    Attributes:
+        ahead: adds the loss of multi-token prediction, where there is such.
+    """
+
+    ahead: TokensAhead | None = None
 
     def answer_with(self, settings: HeadSettings) -> None:
         """Make the head, where there is one, answer what is asked."""
@@ -130,6 +141,10 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         if not self.post_process:
             return hidden
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        if self.ahead is not None and asked.ahead:
+            hidden = self.ahead.attach(
+                self, hidden, weight, asked.ahead, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packed
+            )
         answer: Tensor = self.output_layer(hidden, weight=weight, asked=asked)
         return answer
 
@@ -157,6 +172,7 @@ def transformer_config(shape: ModelShape, parallel: Parallel, options: MegatronE
         }
     return TransformerConfig(
         num_layers=shape.num_layers,
+        mtp_num_layers=shape.mtp_layers or None,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_heads,
         num_query_groups=shape.num_groups,
@@ -235,9 +251,14 @@ def build_parts(
             share_embeddings_and_output_weights=shape.tied,
             position_embedding_type="rope",
             vp_stage=number,
+            mtp_block_spec=_ahead(shape) if last and shape.mtp_layers else None,
         )
+        if last and not first and shape.tied and shape.mtp_layers:
+            model.output_layer.weight = None  # a second copy that megatron-core allocates and never uses
         model.rotary_pos_emb.inv_freq = frequencies
         model.answer_with(settings)
+        if (first or (last and shape.mtp_layers)) and shape.padding_id is not None:
+            leave_out_padding(model.embedding, shape.padding_id, settings.tp, cuts_tokens=settings.sequence_parallel)
         for name, parameter in model.named_parameters():
             if ".experts." in name:
                 # megatron-core sets it for ep > 1 only; with ep = 1 and tp > 1 the ranks of tp would not add up.
@@ -256,6 +277,12 @@ def _block(config: Any, shape: ModelShape, stage: int, part: int | None) -> Tran
         layer_specs=[sparse if kinds[layer] else dense for layer in range(first, first + count)],
         layer_norm=SequenceNorm,
     )
+
+
+def _ahead(shape: ModelShape) -> MultiTokenPredictionBlockSubmodules:
+    """Layers of multi-token prediction, like the model's last one."""
+    sparse = bool(shape.num_experts) and shape.sparse_layers[-1]
+    return block_spec(_layer(shape, shape.num_experts if sparse else None), shape.mtp_layers)
 
 
 def _layer(shape: ModelShape, num_experts: int | None) -> ModuleSpec:

@@ -1,44 +1,16 @@
 """megatron-core's optimizer, with a schedule, clipping, and the right to refuse a step."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from torch import Tensor
 
 from offbeat_engine_megatron._options import MegatronEngineOptions
+from offbeat_engine_megatron._schedule import learning_rate_at
 from offbeat_types import ConfigError, TrainEngineConfig
-
-
-def learning_rate_at(step: int, config: TrainEngineConfig) -> float:
-    """Learning rate of update `step`, counted from 0.
-
-    It rises linearly over the warm-up, reaching its peak at update `warmup_steps`, and falls to
-    `min_learning_rate_ratio` of it at update `total_steps`, where it stays.
-    """
-    peak, warmup, floor = config.learning_rate, config.warmup_steps, config.min_learning_rate_ratio
-    if step < warmup:
-        return peak * (step + 1) / (warmup + 1)
-    if config.schedule == "constant":
-        return peak
-    done = min((step - warmup) / max(config.total_steps - warmup, 1), 1.0)
-    left = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return peak * (floor + (1.0 - floor) * left)
-
-
-def check_schedule(config: TrainEngineConfig) -> None:
-    """Refuse a schedule that has no end, or ends before its warm-up does.
-
-    Raises:
-        ConfigError: with the setting to change.
-    """
-    if config.schedule != "constant" and config.total_steps <= config.warmup_steps:
-        raise ConfigError(
-            f"schedule {config.schedule!r} needs total_steps above warmup_steps: "
-            f"got {config.total_steps} and {config.warmup_steps}; set total_steps, or schedule = 'constant'"
-        )
 
 
 def wrap_parts(parts: Sequence[Any], config: Any, options: MegatronEngineOptions) -> list[Any]:
@@ -95,6 +67,20 @@ class ClippedOptimizer:
     def learning_rate(self) -> float:
         """Of the next update."""
         return learning_rate_at(self.steps_taken, self.config)
+
+    @property
+    def in_update(self) -> bool:
+        """There are gradients that no step has used."""
+        return self._reducing
+
+    def moments(self) -> list[Tensor]:
+        """Parts of Adam's moments that this rank holds; none before the first step."""
+        states = [state for each in self._each for state in each.optimizer.state.values()]
+        return [value for state in states for name, value in sorted(state.items()) if name.startswith("exp_avg")]
+
+    def gradients(self) -> list[Tensor]:
+        """The buffers into which gradients are added up."""
+        return [buffer.grad_data for part in self.parts for buffer in (*part.buffers, *part.expert_parallel_buffers)]
 
     def begin_pass(self) -> None:
         """A forward and backward pass comes; its gradients are added to what is there.

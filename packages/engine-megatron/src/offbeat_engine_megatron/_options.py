@@ -30,6 +30,14 @@ class MegatronEngineOptions:
     overlap_param_gather: bool = setting(
         False, "Gather updated weights while the next pass computes; needs distributed_optimizer, overlap_grad_reduce."
     )
+    mtp_layers: int = setting(
+        0, "Layers behind the model that predict later tokens; made anew where model_path holds none.", "layers", ge=0
+    )
+    mtp_loss_weight: float = setting(0.1, "Weight of their mean loss, which is added to the loss function's.", ge=0)
+    mtp_detached: bool = setting(False, "Train these layers alone: no gradient from their loss to the model.")
+    save_deadline_s: float = setting(
+        1800.0, "How long a checkpoint may take to reach the disk in the background.", "s", gt=0
+    )
 
 
 def read_options(options: Mapping[str, Any]) -> MegatronEngineOptions:

@@ -4,6 +4,7 @@ Shapes: N loss tokens of a micro-batch.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from offbeat_dist import Mesh
 from offbeat_engine_megatron._model import ask
+from offbeat_engine_megatron._mtp import TokensAhead
 from offbeat_engine_megatron._packing import Pack, cut
 
 Found = Callable[[int, Tensor], Tensor]
@@ -26,12 +28,19 @@ class Passes:
         parts: of the model, wrapped or not.
         mesh: over megatron's groups.
         device: of this rank.
+        ahead: takes part in training.
     """
 
-    def __init__(self, parts: Sequence[Any], mesh: Mesh, device: torch.device) -> None:
-        self._parts, self._device = list(parts), device
+    def __init__(
+        self, parts: Sequence[Any], mesh: Mesh, device: torch.device, ahead: TokensAhead | None = None
+    ) -> None:
+        self._parts, self._device, self._ahead = list(parts), device, ahead
         self._cp = mesh.group("cp")
         self._run = get_forward_backward_func()
+
+    def tensors(self) -> list[Tensor]:
+        """All parameters of the parts."""
+        return [parameter.detach() for part in self._parts for parameter in part.parameters()]
 
     def train(self, packs: Sequence[Pack], found: Found) -> None:
         """Forward and backward over all packs; gradients are added up. `found` is called on the last stage."""
@@ -51,6 +60,8 @@ class Passes:
 
     def _schedule(self, packs: Sequence[Pack], found: Found, *, forward_only: bool) -> None:
         asked = [ask(cut(pack, self._cp.rank, self._cp.size), self._device) for pack in packs]
+        if self._ahead is not None and not forward_only:
+            asked = [replace(each, ahead=self._ahead.look(pack)) for each, pack in zip(asked, packs, strict=True)]
 
         def forward(numbered: Any, part: Any) -> tuple[Tensor, Callable[..., Any]]:
             number, this = next(numbered)

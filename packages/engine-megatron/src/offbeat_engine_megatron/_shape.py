@@ -27,6 +27,7 @@ class ModelShape:
         vocabulary: rows of the embedding.
         norm_eps: of the RMS norms.
         tied: the head is the embedding.
+        padding_id: its row learns nothing from being looked up; None where no id is padding.
         qkv_bias: queries, keys and values have a bias.
         qk_norm: queries and keys are normalised per head.
         num_experts: of the sparse layers; 0 for a dense model.
@@ -34,6 +35,7 @@ class ModelShape:
         expert_size: width of an expert.
         normalise_experts: the chosen experts' weights add up to 1.
         sparse_layers: for each layer whether it has experts.
+        mtp_layers: layers of multi-token prediction behind the model.
     """
 
     family: str
@@ -46,6 +48,7 @@ class ModelShape:
     vocabulary: int
     norm_eps: float
     tied: bool
+    padding_id: int | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
     num_experts: int = 0
@@ -53,6 +56,7 @@ class ModelShape:
     expert_size: int = 0
     normalise_experts: bool = True
     sparse_layers: tuple[bool, ...] = ()
+    mtp_layers: int = 0
 
 
 def read_model(folder: str, *, trust_remote_code: bool = False) -> tuple[Any, ModelShape]:
@@ -105,10 +109,17 @@ def shape_of(config: Any) -> ModelShape:
         vocabulary=config.vocab_size,
         norm_eps=config.rms_norm_eps,
         tied=bool(config.tie_word_embeddings),
+        padding_id=_padding_id(config),
         qkv_bias=family == "qwen2",
         qk_norm=family.startswith("qwen3"),
+        mtp_layers=getattr(config, "num_nextn_predict_layers", 0) or 0,
         **(_experts(config) if family.endswith("_moe") else {}),
     )
+
+
+def _padding_id(config: Any) -> int | None:
+    found: int | None = getattr(config, "pad_token_id", None)
+    return None if found is None else found % int(config.vocab_size)  # torch counts a negative one from the end
 
 
 def _experts(config: Any) -> dict[str, Any]:

@@ -79,19 +79,41 @@ def _slots(shape: ModelShape, parallel: Parallel) -> Iterator[Slot]:
     table = (shape.vocabulary, shape.hidden_size)
     first = Place(stage=0, part=0, path="embedding.word_embeddings.weight")
     head = Place(stage=parallel.pp - 1, part=parallel.vpp - 1, path="output_layer.weight")
-    copies = (head,) if shape.tied and parallel.pp > 1 else ()
+    last = Place(stage=head.stage, part=head.part, path=first.path)
+    copies = (last if shape.mtp_layers else head,) if parallel.pp > 1 and (shape.tied or shape.mtp_layers) else ()
     yield Slot(name="model.embed_tokens.weight", shape=table, place=first, copies=copies, tp_dim=0)
     for layer in range(shape.num_layers):
-        yield from _layer_slots(shape, parallel, layer)
+        sparse = bool(shape.num_experts) and shape.sparse_layers[layer]
+        yield from _layer_slots(shape, parallel, _Maker(shape, parallel, layer), sparse=sparse)
     norm = Place(stage=head.stage, part=head.part, path="decoder.final_layernorm.weight")
     yield Slot(name="model.norm.weight", shape=(shape.hidden_size,), place=norm)
     if not shape.tied:
         yield Slot(name="lm_head.weight", shape=table, place=head, tp_dim=0)
 
 
-def _layer_slots(shape: ModelShape, parallel: Parallel, layer: int) -> Iterator[Slot]:
+def list_ahead_slots(shape: ModelShape, parallel: Parallel) -> list[Slot]:
+    """Tensors of the layers of multi-token prediction, under the names that DeepSeek-V3's checkpoints give them.
+
+    They come after the model's own layers; embedding and head are the model's. Source: the weights' README of
+    deepseek-ai/DeepSeek-V3 (README_WEIGHTS.md), "MTP modules".
+    """
+    return [slot for layer in range(shape.mtp_layers) for slot in _ahead_slots(shape, parallel, layer)]
+
+
+def _ahead_slots(shape: ModelShape, parallel: Parallel, layer: int) -> Iterator[Slot]:
+    hidden, sparse = shape.hidden_size, bool(shape.num_experts) and shape.sparse_layers[-1]
+    around = _AheadMaker(shape, parallel, layer, path="")
+    yield around("enorm.weight", (hidden,), "enorm.weight")
+    yield around("hnorm.weight", (hidden,), "hnorm.weight")
+    yield around("eh_proj.weight", (hidden, 2 * hidden), "eh_proj.weight", tp_dim=0)
+    yield from _layer_slots(
+        shape, parallel, _AheadMaker(shape, parallel, layer, path="transformer_layer."), sparse=sparse
+    )
+    yield around("shared_head.norm.weight", (hidden,), "final_layernorm.weight")
+
+
+def _layer_slots(shape: ModelShape, parallel: Parallel, make: "_Maker", *, sparse: bool) -> Iterator[Slot]:
     hidden, head = shape.hidden_size, shape.head_size
-    make = _Maker(shape, parallel, layer)
     rows = {"q": shape.num_heads * head, "k": shape.num_groups * head, "v": shape.num_groups * head}
     for lies, size in rows.items():
         for kind, tail in (("weight", (hidden,)), *([("bias", ())] if shape.qkv_bias else [])):
@@ -100,7 +122,7 @@ def _layer_slots(shape: ModelShape, parallel: Parallel, layer: int) -> Iterator[
     yield make("self_attn.o_proj.weight", (hidden, rows["q"]), "self_attention.linear_proj.weight", tp_dim=1)
     for lies in ("q", "k") if shape.qk_norm else ():
         yield make(f"self_attn.{lies}_norm.weight", (head,), f"self_attention.{lies}_layernorm.weight")
-    if shape.num_experts and shape.sparse_layers[layer]:
+    if sparse:
         yield from _expert_slots(shape, parallel, make)
     else:
         yield from _feed_forward(make, "mlp", "mlp", shape.ffn_size, hidden, {"gate": 0, "up": 0, "down": 1}, None)
@@ -138,9 +160,18 @@ class _Maker:
 
     def __init__(self, shape: ModelShape, parallel: Parallel, layer: int) -> None:
         per_round, per_part = shape.num_layers // parallel.vpp, shape.num_layers // (parallel.vpp * parallel.pp)
-        self._layer, self._local = layer, layer % per_part
         self._part, self._stage = layer // per_round, layer % per_round // per_part
+        self._stem, self._path = f"model.layers.{layer}", f"decoder.layers.{layer % per_part}."
 
     def __call__(self, name: str, shape: tuple[int, ...], path: str, **rest: Any) -> Slot:
-        place = Place(stage=self._stage, part=self._part, path=f"decoder.layers.{self._local}.{path}")
-        return Slot(name=f"model.layers.{self._layer}.{name}", shape=shape, place=place, **rest)
+        place = Place(stage=self._stage, part=self._part, path=self._path + path)
+        return Slot(name=f"{self._stem}.{name}", shape=shape, place=place, **rest)
+
+
+class _AheadMaker(_Maker):
+    """Makes the slots of one layer of multi-token prediction: all of them lie behind the last part."""
+
+    def __init__(self, shape: ModelShape, parallel: Parallel, layer: int, *, path: str) -> None:
+        self._stem = f"model.layers.{shape.num_layers + layer}"
+        self._stage, self._part = parallel.pp - 1, parallel.vpp - 1
+        self._path = f"mtp.layers.{layer}.{path}"

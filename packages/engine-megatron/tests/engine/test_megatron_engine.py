@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from megatron_layouts import Layout, engine_config, make_sequences, policy_loss
+from megatron_layouts import Layout, engine_config, make_sequences, policy_loss, reference_loss
 
 from offbeat_dist import Mesh, current_world
 from offbeat_engine_megatron import MegatronTrainEngine
@@ -51,7 +51,7 @@ def test_the_stream_is_cut_into_buckets(model_folder, mesh, monkeypatch):
     engine = MegatronTrainEngine.create(config(model_folder), mesh)
     wanted = copied(engine)
     monkeypatch.setattr("offbeat_engine_megatron._weights.BUCKET_BYTES", 5000)
-    assert len(list(engine._held._buckets())) > 10
+    assert len(list(engine._held.buckets())) > 10
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in engine.weights())
 
 
@@ -111,6 +111,14 @@ UPDATES = {
             extras={"advantage": np.ones(100, np.float32)},
         )
     ],
+    "one long, many short": [
+        TrainSequence(
+            ids=np.arange(3, 3 + length, dtype=np.int32),
+            loss_mask=np.arange(length) > 1,
+            extras={"advantage": np.linspace(-1, 1, length, dtype=np.float32)},
+        )
+        for length in (60, 5, 5, 5, 7, 5)
+    ],
     "no loss token": [dataclasses.replace(each, loss_mask=np.zeros_like(each.loss_mask)) for each in make_sequences(0)],
     "nothing": [],
 }
@@ -126,10 +134,16 @@ def test_updates_that_do_not_divide(model_folder, mesh, update):
     for sequence, found in zip(update, engine.logprobs(update), strict=True):
         wanted = np.where(sequence.loss_mask, reference_logprobs(model, sequence.ids), 0.0)
         np.testing.assert_allclose(found, wanted, atol=1e-5)
-    engine.forward_backward(update, policy_loss)
+    told = engine.forward_backward(update, policy_loss)
     norm = engine.step()["grad_norm"]
     assert norm.weight == 1.0
-    assert (norm.value > 0) == any(sequence.loss_mask.any() for sequence in update)
+    used = [sequence for sequence in update if sequence.loss_mask.any()]
+    assert (norm.value > 0) == bool(used)
+    if used:
+        loss = reference_loss(model, used)
+        loss.backward()
+        wanted = torch.linalg.vector_norm(torch.cat([each.grad.flatten() for each in model.parameters()]))
+        np.testing.assert_allclose([told["loss"].value, norm.value], [loss.item(), wanted.item()], rtol=2e-5, atol=1e-5)
 
 
 @pytest.mark.mesh(dp=2, compare=False)

@@ -24,18 +24,19 @@ def trained(tmp_path_factory):
     """Of each model its folder, and what transformers makes of it; made once."""
     known = {}
 
-    def get(model):
-        if model not in known:
-            folder = make_model(tmp_path_factory.mktemp("layouts") / model, model)
-            known[model] = folder, train_with_transformers(folder)
-        return known[model]
+    def get(layout):
+        kind = layout.model, layout.lora
+        if kind not in known:
+            folder = make_model(tmp_path_factory.mktemp("layouts") / layout.model, layout.model)
+            known[kind] = folder, train_with_transformers(folder, lora=layout.lora)
+        return known[kind]
 
     return get
 
 
 @pytest.fixture
 def yardstick(request, trained):
-    return trained(request.getfixturevalue("layout").model)
+    return trained(request.getfixturevalue("layout"))
 
 
 @pytest.mark.timeout(180)

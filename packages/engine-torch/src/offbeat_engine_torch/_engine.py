@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from offbeat_dist import Device, Mesh, open_device
+from offbeat_engine_torch._asleep import OPTIMIZER, WEIGHTS, Asleep, memory_of, tags_of
 from offbeat_engine_torch._checkpoint import export_weights, load_state, save_state
+from offbeat_engine_torch._layout import arrange, plan_layout
 from offbeat_engine_torch._load import make_policy
 from offbeat_engine_torch._loss_tokens import ask_loss_tokens, count_pack
 from offbeat_engine_torch._optimizer import ClippedAdamW, check_schedule
@@ -32,8 +34,10 @@ from offbeat_types import (
     LossFunction,
     Metric,
     Metrics,
+    OffbeatError,
     ShapeError,
     TrainEngineConfig,
+    TrainLayout,
     TrainSequence,
     merge_metrics,
 )
@@ -67,10 +71,25 @@ class TorchTrainEngine:
         self._options, self._device, self._policy, self._ranks = options, device, policy, ranks
         self._optimizer = ClippedAdamW(trained_parameters(policy.pieces), config)
         self._partial = partial_gradients(policy.model)
+        self._asleep = Asleep(device)
         self._mesh: Mesh | None = None
         self._reference: Policy | None = None
         self._steps_refused = 0
         self._bad_loss = False
+
+    @classmethod
+    def plan(cls, config: TrainEngineConfig, num_ranks: int = 1) -> TrainLayout:
+        """Check what can be checked before anything starts, and say how the ranks will share the model.
+
+        Args:
+            config: of the engine.
+            num_ranks: processes that will train together.
+
+        Raises:
+            ConfigError: the device is not here, a setting is out of range, or the ranks cannot share this model.
+            ModelError: the model folder is missing, corrupt, or of a family that is not supported.
+        """
+        return plan_layout(config, num_ranks)
 
     @classmethod
     def create(cls, config: TrainEngineConfig, mesh: Mesh | None = None) -> "TorchTrainEngine":
@@ -78,7 +97,8 @@ class TorchTrainEngine:
 
         Args:
             config: of the engine, the same on all ranks.
-            mesh: of the ranks that train together, along dp and tp; None, or a mesh of one, for one process.
+            mesh: of the ranks that train together, along dp and tp; with dp alone, option tensor_parallel says how
+                they share the model. None, or a mesh of one, for one process.
 
         Raises:
             ConfigError: the device is not here, or a setting or option is out of range.
@@ -87,7 +107,7 @@ class TorchTrainEngine:
         options = read_options(config.options)
         check_schedule(config)
         device = _open_device(config, mesh)
-        mesh = None if mesh is not None and mesh.size == 1 else mesh
+        mesh = arrange(mesh, options)
         if config.dtype != "float32" and _FORMATS[config.dtype] not in device.autocast_dtypes:
             raise ConfigError(f"device {device.torch_device} does not compute in {config.dtype}; use float32")
         if config.num_threads:
@@ -154,6 +174,7 @@ class TorchTrainEngine:
         Returns:
             `grad_norm` (before clipping; weight 0 when refused), `learning_rate`, `steps_refused` (0 or 1).
         """
+        self._asleep.refuse("step", WEIGHTS, OPTIMIZER)
         optimizer, rate = self._optimizer, self._optimizer.learning_rate
         norm = self._grad_norm()
         refused = not math.isfinite(norm)
@@ -199,11 +220,13 @@ class TorchTrainEngine:
         On a mesh each step gathers one whole tensor on every rank, so every rank iterates to the end. In one process
         a tensor is the trainer's own: read it before the next step, and do not write to it.
         """
+        self._asleep.refuse("weights", WEIGHTS)
         return iterate_weights(self._policy.model, self._policy.pieces, self._ranks)
 
     def save_weights(self, folder: Path) -> None:
         """Write a folder that plain transformers loads: weights with LoRA merged, config, tokenizer."""
         with self._ranks.together("save_weights"):
+            self._asleep.refuse("save_weights", WEIGHTS)
             self._export(folder)
 
     def save(self, folder: Path) -> None:
@@ -214,6 +237,7 @@ class TorchTrainEngine:
         """
         counts = {"steps_refused": self._steps_refused}
         with self._ranks.together("save"):
+            self._asleep.refuse("save", WEIGHTS, OPTIMIZER)
             self._export(folder)
             save_state(folder, self._policy, self._optimizer, self._device, self._ranks, counts)
 
@@ -224,13 +248,37 @@ class TorchTrainEngine:
             ModelError: the folder is not a whole checkpoint of this model.
         """
         with self._ranks.together("load"):
+            self._asleep.refuse("load", WEIGHTS, OPTIMIZER)
             counts = load_state(folder, self._policy, self._optimizer, self._device, self._ranks, self.config)
         self._steps_refused = counts["steps_refused"]
         self._clear_gradients()
 
+    def sleep(self, level: int) -> None:
+        """Give memory back: level 1 moments and the first policy, level 2 the weights too.
+
+        They wait in main memory. Those of a CPU, which has no other, wait in a file of the folder for temporary files
+        (TMPDIR).
+
+        Raises:
+            ConfigError: another level.
+            OffbeatError: there are gradients that no step has used; or no room in that folder.
+        """
+        tags = tags_of(level)
+        if any(piece.parameter.grad is not None for piece in self._policy.pieces):
+            raise OffbeatError("sleep: there are gradients that no step has used; call step() first")
+        if OPTIMIZER in tags:
+            others = memory_of(self._reference.pieces) if self._reference else []
+            self._asleep.put_away(OPTIMIZER, [*self._optimizer.moments(), *others], movable=self._mesh is None)
+        if WEIGHTS in tags:
+            self._asleep.put_away(WEIGHTS, memory_of(self._policy.pieces), movable=self._mesh is None)
+
+    def wake(self, tags: tuple[str, ...] = ()) -> None:
+        """Take memory again after `sleep`: tags `weights`, `optimizer` (all else), or none for both."""
+        self._asleep.bring_back(tags)
+
     def close(self) -> None:
         """Free weights, gradients and moments. The engine cannot be used afterwards."""
-        for name in ("_policy", "_optimizer", "_reference"):
+        for name in ("_policy", "_optimizer", "_reference", "_asleep"):
             self.__dict__.pop(name, None)
 
     @property
@@ -260,6 +308,7 @@ class TorchTrainEngine:
 
     def _plan(self, what: str, sequences: Sequence[TrainSequence], policy: Policy) -> list[list[MicroBatch]]:
         """Micro-batches of every share, after making sure that all ranks were asked for the same."""
+        self._asleep.refuse(what, WEIGHTS, OPTIMIZER)
         policy.check_ids(sequences)
         self._ranks.check_same(what, sequences)
         return plan_shares(

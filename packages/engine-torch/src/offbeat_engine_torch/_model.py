@@ -133,8 +133,7 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
         ModelError: the folder is missing, incomplete or corrupt, or the family is not supported.
     """
     folder = Path(path).expanduser()
-    _check_folder(folder)
-    config = _read_config(folder, trust_remote_code)
+    config = read_config(path, trust_remote_code=trust_remote_code)
     with _readable(folder), _without_progress_bars():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -151,7 +150,9 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
         raise ModelError(
             f"{folder}: the weights lack {len(missing)} tensors, first {missing[0]}; fetch the folder anew"
         )
-    model = _take_apart(whole.to(device).eval(), folder)
+    whole.to(device).eval()
+    whole.tie_weights()  # torch keeps ties on the way to some kinds of device only: not to one of a plugin's
+    model = _take_apart(whole, folder)
     check_isolation(model, folder)
     return model
 
@@ -163,8 +164,7 @@ def outline_model(path: str, *, trust_remote_code: bool = False) -> CausalModel:
         ModelError: as `load_model`, except for what only the weights show.
     """
     folder = Path(path).expanduser()
-    _check_folder(folder)
-    config = _read_config(folder, trust_remote_code)
+    config = read_config(path, trust_remote_code=trust_remote_code)
     with _readable(folder), torch.device("meta"):
         whole: Any = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=ATTENTION_NAME, trust_remote_code=trust_remote_code
@@ -174,7 +174,14 @@ def outline_model(path: str, *, trust_remote_code: bool = False) -> CausalModel:
     return _take_apart(whole.eval(), folder)
 
 
-def _read_config(folder: Path, trust_remote_code: bool) -> Any:
+def read_config(path: str, *, trust_remote_code: bool = False) -> Any:
+    """The transformers config of a model folder, after a look at what else is in the folder.
+
+    Raises:
+        ModelError: the folder is missing, incomplete or corrupt, or the family is not supported.
+    """
+    folder = Path(path).expanduser()
+    _check_folder(folder)
     register_attention()
     with _readable(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)

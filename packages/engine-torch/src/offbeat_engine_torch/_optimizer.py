@@ -107,6 +107,10 @@ class ClippedAdamW:
         parameter = self.parameters.get(name)
         return dict(self._adam.state[parameter]) if parameter is not None and parameter in self._adam.state else {}
 
+    def moments(self) -> list[Tensor]:
+        """All moments there are."""
+        return [state[name] for state in self._adam.state.values() for name in MOMENTS]
+
     def load_state(self, states: Mapping[str, Mapping[str, Tensor]], steps_taken: int) -> None:
         """Take what `state_of` gave of each parameter, on the parameter's device."""
         self.steps_taken = steps_taken

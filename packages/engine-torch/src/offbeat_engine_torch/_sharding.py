@@ -64,7 +64,7 @@ def free_gathered(model: nn.Module) -> None:
 
 def partial_gradients(model: CausalModel) -> set[str]:
     """Parameters that all tp ranks hold, but see gradients for their own heads only: those have to be added up."""
-    plan = _plan(model)
+    plan = _plan(model.whole.config)
     return {
         f"{module}.{name}" if module else name
         for module, owner in model.whole.named_modules()
@@ -79,9 +79,9 @@ def plan_style(plan: dict[str, str], model: CausalModel, module: str) -> str:
     return next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(inner, pattern)), "")
 
 
-def _plan(model: CausalModel) -> dict[str, str]:
+def _plan(config: Any) -> dict[str, str]:
     """The family's plan for its layers; embedding and head are cut by `_cut_vocabulary`, whatever it says of them."""
-    plan: dict[str, str] = getattr(model.whole.config, "base_model_tp_plan", None) or {}
+    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     return {module: style for module, style in plan.items() if style != EMBEDDING}
 
 
@@ -102,14 +102,22 @@ def _fully_shard(module: nn.Module, mesh: DeviceMesh) -> None:
         sharded.set_force_sum_reduction_for_comms(enable=True)
 
 
-def _cut_layers(model: CausalModel, tp: TensorParallel) -> None:
-    plan, size = _plan(model), tp.size
-    family = type(model.whole).__name__
+def check_tensor_parallel(config: Any, family: str, size: int) -> None:
+    """Refuse a model that `size` ranks cannot share evenly.
+
+    Args:
+        config: transformers' config of the model.
+        family: what errors call it.
+        size: tensor parallel ranks, above 1.
+
+    Raises:
+        ConfigError: the family has no plan of columns and rows, or its sizes cannot be cut.
+    """
+    plan = _plan(config)
     unknown = sorted(set(plan.values()) - {COLUMNS, ROWS, PARTIAL})
     if not plan or unknown:
         what = f"asks for {', '.join(unknown)}" if plan else "has none"
         raise ConfigError(f"tp = {size} needs a tensor-parallel plan of columns and rows: {family} {what}; set tp to 1")
-    config = model.whole.config
     wrong = [
         f"{name} = {getattr(config, name)}"
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -117,6 +125,12 @@ def _cut_layers(model: CausalModel, tp: TensorParallel) -> None:
     ]
     if wrong:
         raise ConfigError(f"tp = {size} must divide the model's heads and feed-forward width: got {', '.join(wrong)}")
+
+
+def _cut_layers(model: CausalModel, tp: TensorParallel) -> None:
+    config = model.whole.config
+    check_tensor_parallel(config, type(model.whole).__name__, tp.size)
+    plan = _plan(config)
     for name, module in model.whole.named_modules():
         style = plan_style(plan, model, name)
         if style in (COLUMNS, ROWS):

@@ -3,6 +3,7 @@
 import asyncio
 from typing import TYPE_CHECKING
 
+from grpo_async_app._roles.residence import resident_bytes
 from offbeat_data import load_tokenizer
 from offbeat_types import (
     BackendError,
@@ -83,6 +84,24 @@ class RolloutRole:
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
         await self._engine.resume()
+
+    async def sleep(self, level: int) -> int:
+        """Give memory back; see `RolloutEngine.sleep`.
+
+        Returns:
+            Bytes of main memory that are held still.
+        """
+        await self._engine.sleep(level)
+        return resident_bytes()
+
+    async def wake(self, tags: list[str]) -> int:
+        """Take memory again; see `RolloutEngine.wake`.
+
+        Returns:
+            Bytes of main memory that are held now.
+        """
+        await self._engine.wake(tuple(tags))
+        return resident_bytes()
 
     async def receive_weights(self, socket_path: str, version: int, deadline_s: float, name: str) -> WeightProof:
         """Take `version` from the trainer that listens on `socket_path`, and prove to it what arrived."""

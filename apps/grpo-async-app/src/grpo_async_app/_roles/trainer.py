@@ -8,12 +8,14 @@ from typing import Any
 
 from grpo_async_app._groups import SampledGroup
 from grpo_async_app._roles.batches import TrainBatch, build_batch, split_batch
+from grpo_async_app._roles.residence import resident_bytes
 from grpo_async_app._roles.team import TeamPlace, leave
 from offbeat_objectives import AlgorithmConfig, build_loss
 from offbeat_run import disk_errors
 from offbeat_types import (
     Metric,
     Metrics,
+    SleepingTrainEngine,
     TrainEngine,
     TrainEngineConfig,
     WeightProof,
@@ -119,6 +121,29 @@ class TrainerRole:
                 self._engine.save(Path(folder))
             else:
                 self._engine.save_weights(Path(folder))
+
+    def sleep(self, level: int) -> int:
+        """Give memory back between updates; see `SleepingTrainEngine.sleep`.
+
+        Returns:
+            Bytes of main memory that are held still.
+        """
+        self._sleeper.sleep(level)
+        return resident_bytes()
+
+    def wake(self, tags: tuple[str, ...] = ()) -> int:
+        """Take memory again; see `SleepingTrainEngine.wake`.
+
+        Returns:
+            Bytes of main memory that are held now.
+        """
+        self._sleeper.wake(tags)
+        return resident_bytes()
+
+    @property
+    def _sleeper(self) -> SleepingTrainEngine:
+        assert isinstance(self._engine, SleepingTrainEngine)  # the preflight has seen to it
+        return self._engine
 
     async def beat(self) -> None:
         """Answer, also while an update computes: the process is neither stopped nor stuck."""

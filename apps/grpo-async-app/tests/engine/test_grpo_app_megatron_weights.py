@@ -1,0 +1,177 @@
+"""What ranks that share a model hand out arrives whole over every transport, and is what the embedded engine serves."""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offbeat_dist import Mesh
+from offbeat_rollout_torch import TorchRolloutEngine
+from offbeat_types import (
+    Completion,
+    GenerateRequest,
+    RolloutEngineConfig,
+    SamplingParams,
+    TrainEngine,
+    TrainEngineConfig,
+    TrainSequence,
+    load_backend,
+)
+from offbeat_weightsync import (
+    BucketPlan,
+    InProcessStream,
+    broadcast_weights,
+    describe_tensors,
+    new_address,
+    open_sender,
+    read_weights,
+    receive,
+    receive_broadcast,
+    write_weights,
+)
+
+OpenStream = Callable[[], AbstractContextManager[Any]]
+BUCKET_BYTES, DEADLINE_S = 1 << 14, 60.0
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+PROMPT_IDS = np.arange(3, 15, dtype=np.int32)
+
+
+@pytest.fixture(autouse=True)
+def _megatron(forked_main: object) -> None:
+    """Imported before the ranks fork."""
+
+
+def open_trainer(model: Path, mesh: Mesh, **options: Any) -> TrainEngine:
+    """A trainer after one step that changes what is sampled."""
+    config = TrainEngineConfig(model_path=str(model), device="cpu", learning_rate=1e-2, options=options)
+    engine: TrainEngine = load_backend("offbeat.engine", "megatron").create(config, mesh)
+    rng = np.random.default_rng(0)
+    sequences = [
+        TrainSequence(ids=rng.integers(3, 300, 24).astype(np.int32), loss_mask=np.arange(24) > 4) for _ in range(4)
+    ]
+    engine.forward_backward(sequences, lambda tokens: (-tokens.logprobs_N.sum() / tokens.total_tokens, {}))
+    engine.step()
+    return engine
+
+
+class Receiver:
+    """An embedded engine in a thread of its own: takes an update and answers."""
+
+    def __init__(self, model: Path, open_stream: OpenStream) -> None:
+        self._model, self._open_stream = str(model), open_stream
+        self.completion: Completion | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread.start()
+
+    async def _serve(self) -> None:
+        engine = await TorchRolloutEngine.create(
+            RolloutEngineConfig(model_path=self._model, device="cpu", max_model_len=64)
+        )
+        with self._open_stream() as stream:
+            proof = await engine.update_weights(stream, 1)
+            if hasattr(stream, "confirm"):
+                stream.confirm(proof)
+        params = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
+        self.completion = (
+            await engine.generate(GenerateRequest(request_id="r", prompt_ids=PROMPT_IDS, num_samples=1, params=params))
+        )[0]
+        await engine.close()
+
+    def wait(self) -> Completion:
+        self._thread.join(DEADLINE_S)
+        assert self.completion is not None
+        return self.completion
+
+
+def drain(engine: TrainEngine) -> None:
+    """What ranks do that send nothing: hand their parts over."""
+    deque(engine.weights(), maxlen=0)
+
+
+def over_address(engine: TrainEngine, model: Path, plan: BucketPlan, address: str) -> Completion:
+    sender = open_sender(address, plan)
+    receiver = Receiver(model, partial(receive, sender.address, 1, DEADLINE_S))
+    sender.send(iter(engine.weights()), 1, 1, deadline_s=DEADLINE_S)
+    sender.close()
+    return receiver.wait()
+
+
+def over_disk(engine: TrainEngine, model: Path, plan: BucketPlan, folder: Path) -> Completion:
+    receiver = Receiver(model, partial(read_weights, folder, 1, deadline_s=DEADLINE_S))
+    write_weights(folder, plan, engine.weights(), 1)
+    return receiver.wait()
+
+
+def in_process(engine: TrainEngine, model: Path) -> Completion:
+    stream = InProcessStream(((name, tensor.clone()) for name, tensor in engine.weights()), 1)
+
+    @contextmanager
+    def at_hand() -> Iterator[InProcessStream]:
+        yield stream
+
+    return Receiver(model, at_hand).wait()
+
+
+def over_broadcast(engine: TrainEngine, model: Path, plan: BucketPlan, mesh: Mesh) -> Completion | None:
+    """Rank 0 sends; the others receive beside the calls in which they hand their parts over."""
+    group = mesh.group("dp", "cp", "tp", "pp", channel="weights")
+    if mesh.rank == 0:
+        broadcast_weights(group, plan, engine.weights(), 1, deadline_s=DEADLINE_S)
+        return None
+    receiver = Receiver(model, partial(receive_broadcast, group, 1, deadline_s=DEADLINE_S))
+    drain(engine)
+    return receiver.wait()
+
+
+def sync(transport: str, engine: TrainEngine, model: Path, mesh: Mesh, folder: Path) -> Completion | None:
+    """One weight sync; what the engine that has received answers, on the ranks that have one."""
+    plan = BucketPlan.build(describe_tensors(engine.weights(), "float32"), BUCKET_BYTES)
+    if transport == "broadcast":
+        return over_broadcast(engine, model, plan, mesh)
+    if mesh.rank != 0:
+        drain(engine)
+        return None
+    if transport == "in process":
+        return in_process(engine, model)
+    if transport == "disk":
+        return over_disk(engine, model, plan, folder)
+    return over_address(engine, model, plan, new_address("127.0.0.1" if transport == "tcp" else ""))
+
+
+@pytest.mark.mesh(tp=2, cp=2, deadline_s=90, compare=False)
+@pytest.mark.mesh(tp=2, pp=2, deadline_s=90, compare=False)
+@pytest.mark.parametrize("transport", ["in process", "shared memory", "tcp", "disk", "broadcast"])
+def test_the_embedded_engine_serves_what_the_ranks_hold(
+    model: Path, mesh: Mesh, transport: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Log-probabilities of what it samples are those of the trainer."""
+    engine = open_trainer(model, mesh)
+    folder = tmp_path_factory.getbasetemp() / f"weights-{'-'.join(map(str, mesh.axes.values()))}"
+    _compare(engine, mesh, sync(transport, engine, model, mesh, folder))
+    engine.close()
+
+
+@pytest.mark.mesh(dp=2, tp=2, deadline_s=90, compare=False)
+def test_it_serves_what_a_late_gather_of_parameters_would_bring(model: Path, mesh: Mesh, tmp_path: Path) -> None:
+    """Under overlap_param_gather a rank's own weights are old until the next pass."""
+    engine = open_trainer(model, mesh, **OVERLAP)
+    _compare(engine, mesh, sync("shared memory", engine, model, mesh, tmp_path))
+    engine.close()
+
+
+def _compare(engine: TrainEngine, mesh: Mesh, completion: Completion | None) -> None:
+    mine = None if completion is None else (completion.ids.tolist(), completion.logprobs.tolist())
+    served = [each for each in mesh.group("dp", "cp", "tp", "pp").all_gather_data(mine) if each is not None]
+    assert served
+    for ids, logprobs in served:
+        whole = np.concatenate([PROMPT_IDS, np.array(ids, np.int32)])
+        mask = np.arange(len(whole)) >= len(PROMPT_IDS)
+        (found,) = engine.logprobs([TrainSequence(ids=whole, loss_mask=mask)])
+        np.testing.assert_allclose(found[mask], logprobs, atol=1e-4)

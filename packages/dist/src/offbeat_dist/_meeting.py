@@ -1,0 +1,32 @@
+"""The store where ranks find each other, listening at one address alone."""
+
+import socket
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+
+def open_store(host: str, port: int = 0, *, deadline_s: float = 300.0) -> TCPStore:
+    """Open a store that can be reached at `host` and nowhere else.
+
+    Expected: `TCPStore(host, ...)` listens on that address. What happens: it listens on all of the machine, whatever the
+    host (torch 2.13, TCPStoreLibUvBackend.cpp), so that anybody in the network can read and write what ranks tell each
+    other. It takes a socket that listens already, though.
+
+    Args:
+        host: an address of this machine; 127.0.0.1 where all ranks are on it.
+        port: 0 for a free one; see `TCPStore.port`.
+        deadline_s: of every wait at the store.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family, backlog=4096) as listener:
+        own_port = int(listener.getsockname()[1])
+        timeout = timedelta(seconds=deadline_s)
+        store = TCPStore(
+            host, own_port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.fileno()
+        )
+        listener.detach()  # the store closes it
+    return store

@@ -1,0 +1,110 @@
+"""A write that goes on beside the training: one thread on each rank, which agree among themselves how it went."""
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from offbeat_dist import Group, Mesh, liveness
+from offbeat_types import DeadlineError, OffbeatError, RunFolderError
+
+log = logging.getLogger(__name__)
+
+CHANNEL: Final = "checkpoint"
+AFTER_S: Final = 15.0
+"""How much longer a rank waits for its own thread than the thread waits for the other ranks."""
+
+
+class BackgroundWrite:
+    """At most one write at a time. All ranks call every method, in the same order.
+
+    Args:
+        mesh: of the ranks.
+        deadline_s: for a write, from its begin to the last rank's end.
+    """
+
+    def __init__(self, mesh: Mesh, deadline_s: float) -> None:
+        self._mesh, self._deadline_s = mesh, deadline_s
+        self._thread: threading.Thread | None = None
+        self._failure: OffbeatError | None = None
+        self._folder = Path()
+        self._failures = 0
+
+    def begin(
+        self, folder: Path, write: Callable[[], None], publish: Callable[[], None], clear: Callable[[], None]
+    ) -> None:
+        """Start a write, after the one before has ended.
+
+        Args:
+            folder: what is written, for people.
+            write: this rank's part.
+            publish: run by the first rank when all have written.
+            clear: run by all when one has failed.
+
+        Raises:
+            RunFolderError, DeadlineError: the write before has failed, on all ranks.
+        """
+        self.finish()
+        self._folder = folder
+        group = self._mesh.group("dp", "cp", "tp", "pp", channel=f"{CHANNEL}-{self._failures}")
+        self._thread = threading.Thread(
+            target=self._run, args=(group, write, publish, clear), name=f"write-{folder.name}", daemon=True
+        )
+        self._thread.start()
+        atexit.register(self._finish_at_exit)
+
+    def finish(self) -> None:
+        """Wait for the write that is going on, if one is.
+
+        Raises:
+            RunFolderError: it has failed on some rank; raised on all, once.
+            DeadlineError: it takes longer than it may.
+        """
+        if self._thread is None:
+            return
+        thread, limit_s = self._thread, self._deadline_s + AFTER_S
+        with liveness.waiting(f"the checkpoint {self._folder}", on="the disk", deadline_s=limit_s):
+            thread.join(limit_s)
+        if thread.is_alive():
+            raise DeadlineError(
+                f"the checkpoint {self._folder}", "the disk", limit_s, "see whether the disk answers, or raise "
+                "engine.options.save_deadline_s"
+            )  # fmt: skip
+        atexit.unregister(self._finish_at_exit)
+        self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self._failures += 1  # the next one gets a group of its own: this one may be broken
+            raise failure
+
+    def _run(
+        self, group: Group, write: Callable[[], None], publish: Callable[[], None], clear: Callable[[], None]
+    ) -> None:
+        try:
+            write()
+            reason = ""
+        except Exception as error:  # noqa: BLE001  the boundary of the thread: told to all ranks below
+            reason = f"{type(error).__name__}: {error}"
+        found: list[str] = []
+        try:
+            told = group.all_gather_data(reason, deadline_s=self._deadline_s)
+            found = [f"trainer rank {rank} could not write its part: {each}" for rank, each in enumerate(told) if each]
+            if not found:
+                group.decide(publish, deadline_s=self._deadline_s)
+        except DeadlineError as error:
+            self._failure = error
+        except OffbeatError as error:
+            found = [str(error)]
+        if found:
+            self._failure = RunFolderError(f"{self._folder}: no checkpoint, the one before it is as it was: {found[0]}")
+        if self._failure is not None:
+            clear()
+
+    def _finish_at_exit(self) -> None:
+        """A process that ends waits for its write, whoever forgot to."""
+        try:
+            self.finish()
+        except OffbeatError as error:
+            log.error("at the end of the process: %s", error)  # noqa: TRY400  its text says all

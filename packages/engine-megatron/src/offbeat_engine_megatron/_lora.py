@@ -1,0 +1,246 @@
+"""Low-rank adapters: W + (alpha / rank) B A on every linear layer of the blocks, with W frozen.
+
+megatron-core's layers join what Hugging Face keeps apart (queries, keys and values; gate and up): each part has an
+adapter of its own here, so that names, first values and files are those of one process. Experts, their router and the
+vocabulary head have none.
+Source: LoRA (arXiv:2106.09685); the names are those of Hugging Face PEFT.
+
+Shapes: L tokens of this rank, E features going in, O coming out, R rank of the update.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+
+from offbeat_dist import Mesh
+from offbeat_engine_megatron._adapter_slots import list_adapter_slots
+from offbeat_engine_megatron._parallel import Parallel
+from offbeat_engine_megatron._shape import ModelShape
+from offbeat_engine_megatron._slots import Place, Slot
+from offbeat_engine_megatron._weights import HeldWeights
+
+PEFT_PREFIX: Final = "base_model.model."
+
+
+@dataclass
+class Switch:
+    """Whether the adapters of a model take part."""
+
+    on: bool = True
+
+
+class Adapter(nn.Module):
+    """The low-rank updates of one of megatron-core's linear layers, on one rank.
+
+    Args:
+        slots: of the weights that lie in the layer.
+        rank: R.
+        scale: alpha / R.
+        groups: how often the parts alternate among the layer's outputs on this rank.
+        tp: the ranks that share the layer.
+        parallel: sizes of the axes.
+        switch: of the model.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        *,
+        rank: int,
+        scale: float,
+        groups: int,
+        tp: Any,
+        parallel: Parallel,
+        switch: Switch,
+        like: Tensor,
+    ) -> None:
+        super().__init__()
+        self.scale, self._groups, self._tp, self._sp, self._switch = scale, groups, tp, parallel.sp, switch
+        self._cuts_input = slots[0].tp_dim == 1
+        self._parts = [slot.lies or "all" for slot in slots]
+        for slot, part in zip(slots, self._parts, strict=True):
+            rows, columns = slot.part_shape(parallel.tp)
+            self._register(f"{part}_A", like.new_empty(rank, columns), is_cut=self._cuts_input)
+            self._register(f"{part}_B", like.new_empty(rows, rank), is_cut=not self._cuts_input)
+
+    def forward(self, x_LE: Tensor) -> Tensor | None:
+        """[L, 1, O]: what is added to the layer's outputs; None while adapters are left out."""
+        if not self._switch.on:
+            return None
+        return self._from_cut_inputs(x_LE) if self._cuts_input else self._from_whole_inputs(x_LE)
+
+    def _from_cut_inputs(self, x_LE: Tensor) -> Tensor:
+        """Each rank has some of the features, and all of the outputs."""
+        [down_RE], [up_OR] = self._sides("A"), self._sides("B")
+        low: Tensor = x_LE @ down_RE.T * self.scale
+        if self._sp:  # each rank goes on with some of the tokens, so the gradient of B is a part of the whole
+            low = reduce_scatter_to_sequence_parallel_region(low, group=self._tp)
+            up_OR = copy_to_tensor_model_parallel_region(up_OR, group=self._tp)
+        else:
+            low = reduce_from_tensor_model_parallel_region(low, group=self._tp)
+        return low @ up_OR.T
+
+    def _from_whole_inputs(self, x_LE: Tensor) -> Tensor:
+        """Each rank has all features, of some of the tokens or of all, and makes some of the outputs."""
+        downs, ups = self._sides("A"), self._sides("B")
+        down_RE = torch.cat(downs)
+        if self._sp:  # the gradient of A is a part of the whole; R numbers a token travel, not E
+            down_RE = copy_to_tensor_model_parallel_region(down_RE, group=self._tp)
+            low = gather_from_sequence_parallel_region(x_LE @ down_RE.T, group=self._tp)
+        else:
+            low = copy_to_tensor_model_parallel_region(x_LE @ down_RE.T, group=self._tp)
+        pairs = zip(low.chunk(len(downs), -1), ups, strict=True)
+        return self._interleave([part @ up_OR.T * self.scale for part, up_OR in pairs], -1)
+
+    @torch.no_grad()
+    def merged(self, weight_OE: Tensor) -> Tensor:
+        """The layer's weight with the update, a new tensor."""
+        updates = [up @ down * self.scale for up, down in zip(self._sides("B"), self._sides("A"), strict=True)]
+        return weight_OE + self._interleave(updates, 0)
+
+    def _sides(self, side: str) -> list[Tensor]:
+        return [getattr(self, f"{part}_{side}") for part in self._parts]
+
+    def _interleave(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """Lay parts out as the layer does: group by group, in each the parts one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        grouped: list[Tensor] = [Tensor.unflatten(part, dim, (self._groups, -1)) for part in parts]  # type: ignore[no-untyped-call]
+        return torch.cat(grouped, dim if dim < 0 else dim + 1).flatten(*((-2, -1) if dim < 0 else (dim, dim + 1)))
+
+    def _register(self, name: str, values: Tensor, *, is_cut: bool) -> None:
+        parameter: Any = nn.Parameter(values)
+        parameter.tensor_model_parallel = is_cut  # else the gradient norm counts it on the first rank alone
+        self.register_parameter(name, parameter)
+
+
+class Adapters:
+    """All adapters of a model on one rank, under Hugging Face names with `.lora_A` and `.lora_B`.
+
+    Args:
+        parts: the model's, unwrapped; everything in them is frozen.
+        weights: their weights, which are exported merged from now on.
+        shape: of the model.
+        parallel: sizes of the axes.
+        mesh: over megatron's groups.
+        rank: of the updates.
+        alpha: updates are scaled by alpha / rank.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Any],
+        weights: HeldWeights,
+        shape: ModelShape,
+        parallel: Parallel,
+        mesh: Mesh,
+        *,
+        rank: int,
+        alpha: float,
+    ) -> None:
+        self.rank, self.alpha = rank, alpha
+        self._switch, self._by_weight = Switch(), dict[int, Adapter]()
+        slots = list_adapter_slots(weights.slots, rank)
+        layers: dict[Place, list[Slot]] = {}
+        for slot in slots:
+            found = layers.setdefault(slot.layer, [])
+            if slot.weight not in found:
+                found.append(slot.weight)
+        for part in parts:
+            part.requires_grad_(requires_grad=False)
+            if part.pre_process:  # recomputing needs a gradient to begin with
+                part.embedding.register_forward_hook(_begin_gradient)
+        for place, found in layers.items():
+            if place.stage == mesh.coordinates["pp"]:
+                layer = parts[place.part].get_submodule(place.path)
+                layer.adapter = Adapter(
+                    found,
+                    rank=rank,
+                    scale=alpha / rank,
+                    groups=shape.num_groups // parallel.tp if found[0].lies == "q" else 1,
+                    tp=mesh.group("tp").process_group,
+                    parallel=parallel,
+                    switch=self._switch,
+                    like=layer.weight,
+                )
+                layer.register_forward_hook(_add_update)
+                self._by_weight[id(layer.weight)] = layer.adapter
+        self.held = HeldWeights(parts, shape, parallel, mesh, [slot.slot for slot in slots])
+        weights.exported = self.merged
+
+    def initialise(self, seed: int) -> None:
+        """Draw A and let B be 0, so that training starts at the base model: the values that one process would draw."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw() -> Iterator[tuple[str, Tensor]]:
+            for slot in self.held.slots:
+                values = torch.zeros(slot.shape)
+                if slot.name.endswith(".lora_A"):
+                    nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+                yield slot.name, values
+
+        self.held.fill(draw())
+
+    def merged(self, parameter: Tensor) -> Tensor:
+        """A parameter of the model with its update; as it is where it has none."""
+        adapter = self._by_weight.get(id(parameter))
+        return parameter.detach() if adapter is None else adapter.merged(parameter.detach())
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Run the base model."""
+        self._switch.on = False
+        try:
+            yield
+        finally:
+            self._switch.on = True
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """(PEFT's name, whole tensor) on every rank, which all iterate to the end."""
+        for name, tensor in self.held.gather():
+            yield peft_name(name), tensor
+
+    def settings(self, base_model: str) -> dict[str, Any]:
+        """PEFT's adapter_config.json.
+
+        Args:
+            base_model: where the frozen weights came from.
+        """
+        layers = {slot.name.rpartition(".")[0] for slot in self.held.slots}
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base_model,
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "inference_mode": True,
+            "target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
+        }
+
+
+def peft_name(name: str) -> str:
+    """PEFT's name of an adapter."""
+    return f"{PEFT_PREFIX}{name}.weight"
+
+
+def _begin_gradient(embedding: nn.Module, inputs: Any, output: Tensor) -> None:
+    if torch.is_grad_enabled():
+        output.requires_grad_()
+
+
+def _add_update(layer: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
+    update = layer.adapter(inputs[0])
+    return output if update is None else (output[0] + update, *output[1:])

@@ -1,0 +1,228 @@
+"""Safetensors: planned by all ranks alike, written as a stream by the rank of each file, read by boxes.
+
+Source: the safetensors format, github.com/huggingface/safetensors (8 bytes of header length, JSON header, data).
+"""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Final, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from offbeat_types import ModelError
+
+MAX_FILE_BYTES: Final = 4 * 10**9
+"""A file of a model is not larger, unless one unit of it is."""
+
+MIN_FILE_BYTES: Final = 64 * 2**20
+"""Smaller files are not worth another writer."""
+
+_FORMATS: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
+
+Box = Sequence[tuple[int, int]]
+"""(start, stop) along each dimension of a tensor; empty for all of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What a file says of a tensor before the tensor comes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedFile:
+    """One file, and who writes it.
+
+    Args:
+        name: beside the others.
+        writer: rank among those that plan.
+        entries: its tensors, in the order in which they come.
+    """
+
+    name: str
+    writer: int
+    entries: tuple[Entry, ...]
+
+
+def plan_files(stem: str, units: Sequence[Sequence[Entry]], num_ranks: int) -> list[PlannedFile]:
+    """Cut a stream of tensors into files of about one size, so that all ranks write when there is much to write.
+
+    Args:
+        stem: of the files' names: "model.safetensors", or "model-00001-of-00002.safetensors" and so on.
+        units: what stays in one file, in the order of the stream.
+        num_ranks: who write.
+    """
+    sizes = [sum(entry.num_bytes for entry in unit) for unit in units]
+    total = sum(sizes)
+    count = max(-(-total // MAX_FILE_BYTES), min(num_ranks, total // MIN_FILE_BYTES), 1)
+    runs: list[list[Entry]] = [[]]
+    done = 0
+    for unit, size in zip(units, sizes, strict=True):
+        if runs[-1] and (done + size / 2) * count > total * len(runs):
+            runs.append([])
+        runs[-1] += unit
+        done += size
+    names = [f"{stem}-{number:05}-of-{len(runs):05}.safetensors" for number in range(1, len(runs) + 1)]
+    names = names if len(runs) > 1 else [f"{stem}.safetensors"]
+    return [
+        PlannedFile(name=name, writer=number % num_ranks, entries=tuple(run))
+        for number, (name, run) in enumerate(zip(names, runs, strict=True))
+    ]
+
+
+def index_of(files: Sequence[PlannedFile]) -> str:
+    """What transformers reads to find the tensors of a model in several files."""
+    return json.dumps(
+        {
+            "metadata": {"total_size": sum(entry.num_bytes for file in files for entry in file.entries)},
+            "weight_map": {entry.name: file.name for file in files for entry in file.entries},
+        },
+        indent=2,
+    )
+
+
+class FileWriter:
+    """Writes one file as its tensors come, and forces it onto the disk. A context manager.
+
+    Args:
+        path: made or replaced.
+        entries: of all tensors, in the order in which they come.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
+        self._coming = iter(entries)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for entry in entries:
+            start, end = end, end + entry.num_bytes
+            header[entry.name] = {"dtype": _FORMATS[entry.dtype], "shape": entry.shape, "data_offsets": [start, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._file: IO[bytes] = path.open("wb")
+        self._file.write(struct.pack("<Q", len(text)) + text)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write the next tensor, which must be the one that was planned."""
+        entry = next(self._coming)
+        assert (name, tuple(tensor.shape), tensor.dtype) == (entry.name, entry.shape, entry.dtype), (name, entry)
+        if tensor.numel():
+            self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+
+def write_files(folder: Path, files: Sequence[PlannedFile], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write files whose tensors come one after the other, holding one tensor at a time."""
+    coming = iter(tensors)
+    for file in files:
+        with FileWriter(folder / file.name, file.entries) as writer:
+            for _ in file.entries:
+                writer.add(*next(coming))
+
+
+class TensorFolder:
+    """The safetensors of a folder, read by boxes. A context manager.
+
+    Args:
+        folder: with one file, or several with or without an index.
+        parts: for tensors that lie in pieces, under each name the pieces: (box, file's name, name in the file).
+
+    Raises:
+        ModelError: a file is missing or cut short.
+    """
+
+    def __init__(self, folder: Path, parts: Mapping[str, Sequence[tuple[Box, str, str]]] | None = None) -> None:
+        self._folder, self._stack = folder, ExitStack()
+        self._files: dict[str, Any] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            try:
+                self._files[path.name] = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                self._stack.close()
+                raise ModelError(f"{path} is missing or cut short ({error}); fetch the folder anew") from error
+        whole = {name: [((), file, name)] for file, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118  not a dict
+        self._parts: Mapping[str, Sequence[tuple[Box, str, str]]] = whole if parts is None else parts
+        missing = sorted({file for pieces in self._parts.values() for _, file, _ in pieces} - set(self._files))
+        if missing:
+            self._stack.close()
+            raise ModelError(f"{folder} is not whole: {missing[0]} is missing; take another")
+
+    @property
+    def names(self) -> set[str]:
+        """Of all tensors."""
+        return set(self._parts)
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise ModelError unless a tensor is there, of this shape, in all its pieces."""
+        pieces = self._parts.get(name)
+        if not pieces:
+            raise ModelError(f"{self._folder} has no tensor {name}: its weights are not those of its config.json")
+        found = 0
+        for box, file, stored in pieces:
+            got = tuple(self._files[file].get_slice(stored).get_shape())
+            wanted = tuple(stop - start for start, stop in box) if box else shape
+            inside = all(0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=False))
+            if got != wanted or not inside or (box and len(box) != len(shape)):
+                raise ModelError(f"{name} in {self._folder} must have shape {shape}: got {got}")
+            found += math.prod(got)
+        if found != math.prod(shape):
+            raise ModelError(f"{name} in {self._folder} must have shape {shape}: its pieces cover another")
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Read one box of a tensor; pieces that do not meet it are not touched."""
+        pieces = self._parts[name]
+        if not pieces[0][0]:
+            _, file, stored = pieces[0]
+            whole: Tensor = self._files[file].get_slice(stored)[_slices(box)] if box else self._get(file, stored)
+            return whole
+        found = torch.zeros([stop - start for start, stop in box])
+        for held, file, stored in pieces:
+            shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, held, strict=True)]
+            if all(start < stop for start, stop in shared):
+                source = self._files[file].get_slice(stored)[_slices(shared, held)] if box else self._get(file, stored)
+                found[_slices(shared, box)] = source
+        return found
+
+    def _get(self, file: str, stored: str) -> Tensor:
+        tensor: Tensor = self._files[file].get_tensor(stored)
+        return tensor
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+
+def _slices(box: Box, within: Box | None = None) -> tuple[slice, ...]:
+    """Indices of a box, in a tensor that begins where `within` does."""
+    offsets = [start for start, _ in within] if within else [0] * len(box)
+    return tuple(slice(start - offset, stop - offset) for (start, stop), offset in zip(box, offsets, strict=True))

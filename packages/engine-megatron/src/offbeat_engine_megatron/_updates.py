@@ -1,0 +1,75 @@
+"""Divides what the engine is asked over its ranks, and brings their answers together.
+
+Shapes: T tokens of a sequence.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from offbeat_engine_megatron._packing import Pack, lay_out_all
+from offbeat_engine_megatron._parallel import Parallel
+from offbeat_engine_megatron._passes import Passes
+from offbeat_engine_megatron._ranks import Ranks
+from offbeat_engine_megatron._shares import Share, plan_shares, spread_values
+from offbeat_types import Floats, ModelError, TrainSequence
+
+
+class Updates:
+    """The share of this rank in each update, and of all in each answer.
+
+    Args:
+        ranks: of the trainer.
+        parallel: sizes of the axes.
+        budget: tokens of a micro-batch.
+        vocabulary: token ids are below it.
+        device: of this rank.
+    """
+
+    def __init__(self, ranks: Ranks, parallel: Parallel, *, budget: int, vocabulary: int, device: torch.device) -> None:
+        self._ranks, self._parallel, self._budget = ranks, parallel, budget
+        self._vocabulary, self._device = vocabulary, device
+        # What the number of micro-batches must be a multiple of.
+        self._round = parallel.pp if parallel.vpp > 1 else 1
+
+    def packs(self, what: str, sequences: Sequence[TrainSequence]) -> list[Pack]:
+        """Lay out the micro-batches of this rank, one at least: the ranks meet in each.
+
+        Args:
+            what: the call, for errors.
+            sequences: of the whole update, the same on all ranks.
+
+        Raises:
+            ModelError: an id is not in the vocabulary.
+            GuardError: another rank was given other sequences.
+        """
+        share = self._shares(what, sequences)[self._ranks.share] or [[]] * self._round
+        return lay_out_all(sequences, share, self._parallel)
+
+    def logprobs(self, what: str, sequences: Sequence[TrainSequence], passes: Passes) -> list[Floats]:
+        """[T] float32 nats of every sequence, 0 where loss_mask is False, on every rank; arguments as for `packs`."""
+        shares = self._shares(what, sequences)
+        packs = lay_out_all(sequences, shares[self._ranks.share], self._parallel)
+        answers = [each.float().cpu().numpy() for each in passes.answer(packs)] if packs else []
+        counts = [
+            sum(int(sequences[member].loss_mask.sum()) for members in share for member in members) for share in shares
+        ]
+        own = np.concatenate(answers) if answers else np.zeros(0, np.float32)
+        found = self._ranks.gather_shares(own, counts, self._device) if any(counts) else []
+        return spread_values(sequences, shares if found else [], found)
+
+    def _shares(self, what: str, sequences: Sequence[TrainSequence]) -> list[Share]:
+        """Micro-batches of every share, after making sure that all ranks were asked for the same."""
+        self._check_ids(sequences)
+        self._ranks.check_same(what, sequences)
+        return plan_shares(sequences, budget=self._budget, num_shares=self._ranks.num_shares, round_up_to=self._round)
+
+    def _check_ids(self, sequences: Sequence[TrainSequence]) -> None:
+        found = [sequence.ids for sequence in sequences if len(sequence.ids)]
+        low = min((int(ids.min()) for ids in found), default=0)
+        high = max((int(ids.max()) for ids in found), default=0)
+        if low < 0 or high >= self._vocabulary:
+            raise ModelError(
+                f"token ids must be in [0, {self._vocabulary}): got {low} to {high}; use the tokenizer of this model"
+            )

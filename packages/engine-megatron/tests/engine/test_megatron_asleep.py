@@ -1,0 +1,98 @@
+"""A trainer that lends its device between updates, on every rank: memory is given back, and nothing is lost."""
+
+import numpy as np
+import pytest
+import torch
+from megatron_layouts import Layout, engine_config, make_model, make_sequences, policy_loss
+
+from offbeat_engine_megatron import MegatronTrainEngine
+from offbeat_types import ConfigError, OffbeatError, SleepingTrainEngine
+
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+KINDS = [
+    pytest.param(layout, marks=pytest.mark.mesh(**layout.axes, deadline_s=120))
+    for layout in (
+        Layout(axes={"tp": 2, "pp": 2}),
+        Layout(axes={"dp": 2}, options=OVERLAP),
+        Layout(axes={"dp": 2}, options={"distributed_optimizer": False}),
+        Layout(axes={"tp": 2}, lora=True),
+        Layout(model="qwen3-moe", axes={"dp": 2, "ep": 2}),
+    )
+]
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    return {name: make_model(tmp_path_factory.mktemp("asleep") / name, name) for name in ("qwen3", "qwen3-moe")}
+
+
+def train(engine, between=lambda: None):
+    """Losses, norms, the weights afterwards, and what the first policy says."""
+    told = []
+    for step in range(3):
+        told.append(engine.forward_backward(make_sequences(step), policy_loss)["loss"].value)
+        told.append(engine.step()["grad_norm"].value)
+        engine.logprobs(make_sequences(9), reference=True)
+        between()
+    weights = {name: tensor.clone() for name, tensor in engine.weights()}
+    return told, weights, np.concatenate(engine.logprobs(make_sequences(9), reference=True))
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("layout", KINDS, ids=str)
+def test_sleeping_between_updates_changes_no_bit(layout, mesh, folders):
+    undisturbed = train(MegatronTrainEngine.create(engine_config(folders[layout.model], layout), mesh))
+    engine = MegatronTrainEngine.create(engine_config(folders[layout.model], layout), mesh)
+
+    def between():
+        engine.sleep(1)
+        asleep = [tensor.clone() for _, tensor in engine.weights()]
+        engine.sleep(2)
+        engine.sleep(2)
+        engine.wake(("weights",))
+        assert all(torch.equal(one, other[1]) for one, other in zip(asleep, engine.weights(), strict=True))
+        engine.sleep(2)
+        engine.wake()
+
+    found = train(engine, between)
+    assert found[0] == undisturbed[0]
+    assert all(torch.equal(found[1][name], tensor) for name, tensor in undisturbed[1].items())
+    assert np.array_equal(found[2], undisturbed[2])
+    assert isinstance(engine, SleepingTrainEngine)
+
+
+def held_bytes(tensors):
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values())
+
+
+@pytest.mark.mesh(dp=2, compare=False)
+def test_each_level_gives_its_memory_back_and_what_is_away_is_not_used(mesh, model_folder, tmp_path_factory):
+    engine = MegatronTrainEngine.create(engine_config(model_folder, Layout()), mesh)
+    engine.forward_backward(make_sequences(0), policy_loss)
+    with pytest.raises(OffbeatError, match="gradients that no step has used"):
+        engine.sleep(1)
+    engine.step()
+    kinds = (engine._optimizer.moments, engine._optimizer.gradients, engine._passes.tensors)
+    awake = [held_bytes(get()) for get in kinds]
+    assert all(awake)
+    engine.sleep(1)
+    assert [held_bytes(get()) for get in kinds] == [0, 0, awake[2]]
+    for use in (
+        lambda: engine.forward_backward(make_sequences(0), policy_loss),
+        lambda: engine.logprobs(make_sequences(0)),
+        engine.step,
+        lambda: engine.save(tmp_path_factory.getbasetemp() / "asleep"),
+        lambda: engine.load(tmp_path_factory.getbasetemp() / "asleep"),
+    ):
+        with pytest.raises(OffbeatError, match=r"sleeps without its optimizer; call wake\(\)"):
+            use()
+    engine.sleep(2)
+    assert [held_bytes(get()) for get in kinds] == [0, 0, 0]
+    with pytest.raises(OffbeatError, match="weights: the training engine sleeps without its weights"):
+        engine.weights()
+    for act, told in ((lambda: engine.sleep(3), "level must be"), (lambda: engine.wake(("all",)), "knows the tags")):
+        with pytest.raises(ConfigError, match=told):
+            act()
+    engine.wake()
+    assert [held_bytes(get()) for get in kinds] == awake

@@ -1,0 +1,293 @@
+"""Multi-token prediction trains in every layout as it does in one process on transformers' own modules."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from megatron_layouts import Layout, engine_config, make_model, make_sequences, policy_loss
+from torch import Tensor, nn
+
+from offbeat_dist import Mesh
+from offbeat_engine_megatron import MegatronTrainEngine
+from offbeat_testing import reference_model
+from offbeat_types import ConfigError, LossTokens, ModelError
+
+NUM_LAYERS, WEIGHT, TOLERANCE = 2, 0.3, 1e-5
+OPTIONS = {"mtp_layers": NUM_LAYERS, "mtp_loss_weight": WEIGHT}
+
+
+def layout(model="qwen3", *, recompute=False, axes=None, **options):
+    return Layout(model=model, axes=axes or {}, options={**OPTIONS, **options}, recompute=recompute)
+
+
+LAYOUTS = [
+    layout(),
+    layout(recompute=True),
+    layout("qwen3-untied"),
+    layout(axes={"dp": 2}),
+    *(
+        layout(axes={axis: size for axis, size in (("cp", cp), ("pp", pp), ("tp", tp)) if size > 1})
+        for cp in (1, 2, 4)
+        for pp in (1, 2)
+        for tp in (1, 2)
+        if 1 < cp * pp * tp <= 8
+    ),
+    layout("qwen3-untied", axes={"pp": 2, "tp": 2}),
+    layout(axes={"pp": 2, "cp": 2}, virtual_pipeline=2),
+    layout(axes={"dp": 2, "pp": 2}, overlap_grad_reduce=True, overlap_param_gather=True),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """Two steps: losses of the model and of each layer, norms, first gradients and last weights by name."""
+
+    losses: list[float]
+    ahead: list[list[float]]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+class Reference(nn.Module):
+    """transformers' model, and the layers made of its own parts."""
+
+    def __init__(self, folder: Path):
+        from safetensors.torch import load_file
+        from transformers import AutoModelForCausalLM
+        from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
+
+        super().__init__()
+        self.network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+        config = self.network.config
+        self.layers = nn.ModuleDict()
+        stored = load_file(folder / "mtp.safetensors")
+        for number in range(config.num_hidden_layers, config.num_hidden_layers + NUM_LAYERS):
+            layer = Qwen3DecoderLayer(config, 0)
+            layer.enorm, layer.hnorm = (Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2))
+            layer.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+            layer.shared_head = nn.ModuleDict({"norm": Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)})
+            stem = f"model.layers.{number}."
+            own = {name.removeprefix(stem): each for name, each in stored.items() if name.startswith(stem)}
+            layer.load_state_dict(own, strict=True)
+            self.layers[str(number)] = layer
+
+    def named(self):
+        yield from self.network.named_parameters()
+        for number, layer in self.layers.items():
+            yield from ((f"model.layers.{number}.{name}", each) for name, each in layer.named_parameters())
+
+    def values(self, sequence):
+        """Log-probabilities and entropies of the loss tokens, and for each layer the sum of its losses and the count."""
+        ids = torch.from_numpy(sequence.ids.astype(np.int64))
+        mask = torch.from_numpy(sequence.loss_mask)
+        hidden = self.network.model(ids[None], use_cache=False).last_hidden_state
+        logp = torch.log_softmax(self.network.lm_head(hidden)[0, :-1], -1)[mask[1:]]
+        chosen = logp.gather(1, ids[1:][mask[1:]][:, None])[:, 0]
+        turns = self.network.model.rotary_emb(hidden, torch.arange(len(ids))[None])
+        ahead = []
+        for depth, layer in enumerate(self.layers.values(), 1):
+            later = self.network.model.embed_tokens(torch.roll(ids, -depth))[None]
+            joined = layer.eh_proj(torch.cat([layer.enorm(later), layer.hnorm(hidden)], -1))
+            hidden = layer.shared_head["norm"](_first(layer(joined, position_embeddings=turns)))
+            tokens = torch.nonzero(mask)[:, 0]
+            tokens = tokens[tokens > depth]
+            found = torch.log_softmax(self.network.lm_head(hidden)[0], -1)[tokens - 1 - depth]
+            ahead.append((-found.gather(1, ids[tokens][:, None]).sum(), len(tokens)))
+        return chosen, -(logp.exp() * logp).sum(1), ahead
+
+
+def _first(answer):
+    return answer[0] if isinstance(answer, tuple) else answer
+
+
+def train_reference(folder):
+    reference = Reference(folder)
+    named = dict(reference.named())
+    groups = [
+        {"params": [each for each in named.values() if each.ndim >= 2], "weight_decay": 0.1},
+        {"params": [each for each in named.values() if each.ndim < 2], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-3)
+    losses, norms, ahead, gradients = [], [], [], {}
+    for step in range(2):
+        sequences = make_sequences(step)
+        found = [reference.values(each) for each in sequences]
+        counts = [len(each) for each, *_ in found]
+        tokens = LossTokens(
+            logprobs_N=torch.cat([each for each, *_ in found]),
+            entropy_N=torch.cat([each for _, each, _ in found]),
+            sequence_N=torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)),
+            num_sequences=len(sequences),
+            extras={"advantage": torch.cat([torch.from_numpy(s.extras["advantage"][s.loss_mask]) for s in sequences])},
+            total_tokens=sum(counts),
+            total_sequences=len(sequences),
+        )
+        loss = policy_loss(tokens)[0]
+        layers = [
+            sum(each[depth][0] for *_, each in found) / sum(each[depth][1] for *_, each in found)
+            for depth in range(NUM_LAYERS)
+        ]
+        (loss + WEIGHT * sum(layers) / NUM_LAYERS).backward()
+        if step == 0:
+            gradients = {name: each.grad.clone() for name, each in named.items()}
+        norms.append(float(nn.utils.clip_grad_norm_(named.values(), 0.5)))
+        losses.append(float(loss))
+        ahead.append([float(each) for each in layers])
+        adam.step()
+        adam.zero_grad()
+    weights = {name: each.detach().clone() for name, each in named.items()}
+    return Told(losses=losses, ahead=ahead, norms=norms, gradients=gradients, weights=weights)
+
+
+def whole(engine, values=None):
+    """Every tensor under its name, those of the layers too."""
+    held = [engine._held, engine._checkpoints._ahead]
+    return {name: tensor.clone() for each in held for name, tensor in each.gather(values)}
+
+
+def train_engine(engine):
+    from megatron.core.distributed import finalize_model_grads
+
+    gradients = {}
+    if not engine.config.options.get("overlap_grad_reduce"):
+        engine.forward_backward(make_sequences(0), policy_loss)
+        with engine._shim:
+            finalize_model_grads(engine._optimizer.parts, None, force_all_reduce=True)
+        gradients = whole(engine, lambda parameter: parameter.main_grad)
+        with engine._shim:
+            engine._clear_gradients()
+    losses, ahead, norms = [], [], []
+    for step in range(2):
+        metrics = engine.forward_backward(make_sequences(step), policy_loss)
+        losses.append(metrics["loss"].value)
+        ahead.append([metrics[f"mtp_loss_{depth}"].value for depth in range(1, NUM_LAYERS + 1)])
+        norms.append(engine.step()["grad_norm"].value)
+    with engine._shim:
+        engine._optimizer.gather_weights()
+    return Told(losses=losses, ahead=ahead, norms=norms, gradients=gradients, weights=whole(engine))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Folders with layers beside the model, and what one process on transformers makes of each."""
+    place, found = tmp_path_factory.mktemp("mtp"), {}
+    for model in ("qwen3", "qwen3-untied"):
+        plain = make_model(place / f"plain-{model}", model)
+        engine = MegatronTrainEngine.create(engine_config(plain, layout(model)))
+        engine.save_weights(place / model)  # with the layers as they are made
+        engine.close()
+        found[model] = train_reference(place / model)
+    return place, found
+
+
+def apart(found, wanted):
+    return max(
+        float((found[name] - each).abs().max() / each.abs().max().clamp_min(1e-3)) for name, each in wanted.items()
+    )
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, marks=pytest.mark.mesh(**({"dp": 1} | each.axes), deadline_s=150)) for each in LAYOUTS],
+    ids=lambda each: str(each).replace(f", mtp_layers={NUM_LAYERS}, mtp_loss_weight={WEIGHT}", ""),
+)
+def test_a_layout_trains_the_layers_as_one_process_does(layout, mesh, models):
+    place, wanted = models[0], models[1][layout.model]
+    engine = MegatronTrainEngine.create(engine_config(place / layout.model, layout), mesh)
+    found = train_engine(engine)
+    np.testing.assert_allclose(found.losses, wanted.losses, rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(found.ahead, wanted.ahead, rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(found.norms, wanted.norms, rtol=TOLERANCE, atol=TOLERANCE)
+    assert found.weights.keys() == wanted.weights.keys()
+    assert apart(found.weights, wanted.weights) < TOLERANCE
+    if found.gradients:
+        assert apart(found.gradients, wanted.gradients) < TOLERANCE
+    engine.close()
+
+
+@pytest.mark.mesh(tp=2, pp=2, deadline_s=120)
+@pytest.mark.mesh(cp=2, dp=2, deadline_s=120)
+def test_new_layers_are_the_same_in_every_layout_and_come_back_with_a_checkpoint(mesh, models):
+    """Made anew, trained, saved beside the model and loaded; what engines are sent is the model alone."""
+    place, _ = models
+    engine = MegatronTrainEngine.create(engine_config(place / "plain-qwen3", layout()), mesh)
+    from safetensors.torch import load_file
+
+    stored = load_file(place / "qwen3/mtp.safetensors")
+    made = dict(engine._checkpoints._ahead.gather())
+    assert made.keys() == stored.keys()
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in made.items())
+    engine.forward_backward(make_sequences(0), policy_loss)
+    engine.step()
+    folder = place / f"saved-{'-'.join(map(str, mesh.axes.values()))}"
+    engine.save(folder)
+    told = engine.forward_backward(make_sequences(1), policy_loss)["mtp_loss_2"].value
+    engine.step()
+    told = [told, engine.forward_backward(make_sequences(2), policy_loss)["mtp_loss_2"].value]
+    engine.step()
+    engine.load(folder)
+    found = []
+    for step in (1, 2):
+        found.append(engine.forward_backward(make_sequences(step), policy_loss)["mtp_loss_2"].value)
+        engine.step()
+    np.testing.assert_allclose(found, told, rtol=1e-6)
+    assert {name for name, _ in engine.weights()} == {name for name, _ in reference_model(folder).named_parameters()}
+    assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == NUM_LAYERS
+    engine.close()
+
+
+def test_detached_layers_leave_the_model_alone(models):
+    """The model's gradients are those without the layers; the layers learn."""
+    place, _ = models
+    plain, detached = (
+        MegatronTrainEngine.create(engine_config(place / "qwen3", Layout(options=options)))
+        for options in ({}, {**OPTIONS, "mtp_detached": True})
+    )
+    before = {name: tensor.clone() for name, tensor in detached._checkpoints._ahead.gather()}
+    for engine in (plain, detached):
+        engine.forward_backward(make_sequences(0), policy_loss)
+    grads = [dict(each._held.gather(lambda parameter: parameter.main_grad)) for each in (plain, detached)]
+    assert all(torch.equal(tensor, grads[1][name]) for name, tensor in grads[0].items())
+    detached.step()
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in detached._checkpoints._ahead.gather())
+    plain.close()
+    detached.close()
+
+
+def test_log_probabilities_do_not_know_of_the_layers(models):
+    place, _ = models
+    plain, other = (
+        MegatronTrainEngine.create(engine_config(place / "qwen3", Layout(options=options))) for options in ({}, OPTIONS)
+    )
+    for one, two in zip(plain.logprobs(make_sequences(5)), other.logprobs(make_sequences(5)), strict=True):
+        np.testing.assert_array_equal(one, two)
+    plain.close()
+    other.close()
+
+
+def test_what_cannot_be_is_refused(models, tmp_path):
+    place, _ = models
+    config = engine_config(place / "plain-qwen3", layout())
+    with pytest.raises(ConfigError, match="mtp_layers must be a number >= 0"):
+        MegatronTrainEngine.create(engine_config(place / "plain-qwen3", layout(mtp_layers=-1)))
+    engine = MegatronTrainEngine.create(engine_config(place / "qwen3", Layout()))
+    engine.save(tmp_path / "without")
+    engine.close()
+    engine = MegatronTrainEngine.create(config)
+    with pytest.raises(ModelError, match="another model"):
+        engine.load(tmp_path / "without")
+    engine.close()
+    with pytest.raises(ModelError, match=r"no tensor model.layers.6"):
+        MegatronTrainEngine.create(engine_config(place / "qwen3", layout(mtp_layers=3)))
+    with pytest.raises(ConfigError, match="lora_rank"):
+        MegatronTrainEngine.create(dataclasses.replace(config, lora_rank=2))
+
+
+def test_a_mesh_of_one_process_will_do(models):
+    MegatronTrainEngine.create(engine_config(models[0] / "qwen3", layout()), Mesh()).close()

@@ -1,0 +1,254 @@
+"""How a checkpoint reaches the disk: whole or not at all, beside the training, and with no more memory than buckets."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from megatron_layouts import Layout, engine_config, make_model, make_sequences, policy_loss
+from torch._C._distributed_c10d import FileStore
+
+from offbeat_dist import Mesh, join_world
+from offbeat_engine_megatron import MegatronTrainEngine
+from offbeat_engine_megatron._folders import publish, recover, stage
+from offbeat_engine_megatron._tensor_files import FileWriter
+from offbeat_testing import reference_logprobs, reference_model, tiny_model
+from offbeat_types import ModelError, RunFolderError, TrainEngineConfig
+
+DEADLINE_S = 120
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("saving")
+    make_model(place / "qwen3", "qwen3")
+    return place
+
+
+def make_engine(folder, mesh=None, **options):
+    return MegatronTrainEngine.create(engine_config(folder / "qwen3", Layout(options=options)), mesh)
+
+
+def train(engine, first, last):
+    told = []
+    for step in range(first, last):
+        told.append(engine.forward_backward(make_sequences(step), policy_loss)["loss"].value)
+        told.append(engine.step()["grad_norm"].value)
+    return told
+
+
+def make_files_small(monkeypatch):
+    """So that every rank has some to write."""
+    monkeypatch.setattr("offbeat_engine_megatron._tensor_files.MIN_FILE_BYTES", 2**14)
+    monkeypatch.setattr("offbeat_engine_megatron._weights.BUCKET_BYTES", 2**14)
+
+
+def slowly(monkeypatch, ready):
+    """Let this process's files wait for an event before their first tensor."""
+    add = FileWriter.add
+
+    def wait_and_add(writer, name, tensor):
+        ready.wait(60)
+        add(writer, name, tensor)
+
+    monkeypatch.setattr(FileWriter, "add", wait_and_add)
+
+
+@pytest.mark.mesh(tp=2, dp=2, deadline_s=DEADLINE_S)
+@pytest.mark.mesh(pp=2, cp=2, deadline_s=DEADLINE_S)
+def test_training_goes_on_while_a_checkpoint_is_written(folder, mesh, monkeypatch):
+    make_files_small(monkeypatch)
+    place, ready = folder / f"background-{'-'.join(map(str, mesh.axes.values()))}", threading.Event()
+    engine = make_engine(folder, mesh)
+    train(engine, 0, 2)
+    with monkeypatch.context() as patched:
+        slowly(patched, ready)
+        engine.save_in_background(place)
+        told = train(engine, 2, 4)  # the weights change under it
+        mesh.group("dp", "cp", "tp", "pp").barrier()
+        assert not place.exists()
+        ready.set()
+        engine.finish_save()
+    files = {each.name for each in place.glob("**/*.safetensors")}
+    assert len(files) > mesh.size  # every rank has written
+    engine.load(place)
+    np.testing.assert_allclose(train(engine, 2, 4), told, rtol=1e-5, atol=1e-5)
+    engine.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("write-")]
+
+
+@pytest.mark.mesh(dp=2, deadline_s=DEADLINE_S)
+def test_a_disk_that_is_full_on_one_rank_is_one_error_on_all_and_the_engine_goes_on(folder, mesh, monkeypatch):
+    make_files_small(monkeypatch)
+    place = folder / "full"
+    engine = make_engine(folder, mesh)
+    train(engine, 0, 1)
+    engine.save(place)
+    told = train(engine, 1, 2)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if mesh.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))  # a file that grows no further: a real OSError
+    with pytest.raises(RunFolderError, match="rank 1" if mesh.rank == 0 else "large"):
+        engine.save(place)
+    engine.save_in_background(place)
+    train(engine, 2, 3)
+    with pytest.raises(RunFolderError, match="rank 1 could not write"):
+        engine.finish_save()
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not list(folder.glob(".tmp-*-full"))
+    engine.load(place)  # the one before
+    np.testing.assert_allclose(train(engine, 1, 2), told, rtol=1e-5, atol=1e-5)
+    engine.save_in_background(place)  # and the next one is whole
+    engine.close()
+    assert json.loads((place / "trainer/engine.json").read_text())["steps_taken"] == 2
+
+
+def _be_killed(folder, place, rank, shared, while_):
+    """A rank that saves once, goes on, and is killed while it saves again."""
+    try:
+        with join_world(rank=rank, size=2, store=FileStore(str(shared / "store"), 2), device="cpu", deadline_s=60):
+            engine = make_engine(folder, Mesh(dp=2))
+            train(engine, 0, 1)
+            engine.save(place)
+            told = train(engine, 1, 2)
+            if rank == 0:
+                (shared / "told.json").write_text(json.dumps(told))
+            if while_ == "it writes":
+                FileWriter.add = lambda *args: (_tell(shared, rank), time.sleep(60))
+            else:
+                rename = Path.rename
+
+                def rename_and_wait(path, target):
+                    rename(path, target)
+                    _tell(shared, rank)
+                    time.sleep(60)
+
+                Path.rename = rename_and_wait
+                if rank == 1:
+                    _tell(shared, rank)
+            engine.save_in_background(place)
+            engine.finish_save()
+    finally:
+        os._exit(1)
+
+
+def _tell(shared, rank):
+    (shared / f"stuck-{rank}").touch()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("while_", ["it writes", "the new takes the place of the old"])
+def test_killed_in_the_middle_of_a_save_the_old_checkpoint_is_whole(folder, tmp_path, while_, monkeypatch):
+    make_files_small(monkeypatch)
+    place, children = tmp_path / "place", []
+    for rank in range(2):
+        child = os.fork()
+        if not child:
+            _be_killed(folder, place, rank, tmp_path, while_)
+        children.append(child)
+    end = time.monotonic() + 90
+    while len(list(tmp_path.glob("stuck-*"))) < 2:
+        assert time.monotonic() < end, "the ranks did not come to the save"
+        time.sleep(0.05)
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    engine = make_engine(folder)
+    engine.load(place)
+    told = json.loads((tmp_path / "told.json").read_text())
+    np.testing.assert_allclose(train(engine, 1, 2), told, rtol=1e-5, atol=1e-5)
+    engine.save(place)  # and what the killed ones left is cleared away
+    engine.close()
+    assert not [each for each in tmp_path.iterdir() if each.name.startswith((".tmp-", ".old-"))]
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from offbeat_engine_megatron import MegatronTrainEngine
+from offbeat_types import TrainEngineConfig
+engine = MegatronTrainEngine.create(TrainEngineConfig(model_path=sys.argv[1], device="cpu"))
+engine.save_in_background(Path(sys.argv[2]))
+"""
+
+
+@pytest.mark.timeout(180)
+def test_the_end_of_a_process_waits_for_its_write(folder, tmp_path):
+    command = [sys.executable, "-c", SCRIPT, str(folder / "qwen3"), str(tmp_path / "place")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "place/trainer/engine.json").read_text())["steps_taken"] == 0
+    assert [each.name for each in tmp_path.iterdir()] == ["place"]
+
+
+@pytest.fixture(scope="session")
+def large(tmp_path_factory):
+    """A model whose weights and moments together are 100 MB."""
+    return tiny_model(tmp_path_factory.mktemp("large") / "model", hidden_size=256, num_layers=16, num_kv_heads=4)
+
+
+@pytest.mark.mesh(tp=2, pp=2, deadline_s=DEADLINE_S)
+@pytest.mark.mesh(dp=2, deadline_s=DEADLINE_S)
+def test_a_save_holds_buckets_not_the_model(mesh, large, monkeypatch):
+    """Resident memory, as the system counts it."""
+    monkeypatch.setattr("offbeat_engine_megatron._weights.BUCKET_BYTES", 2**20)
+    engine = MegatronTrainEngine.create(TrainEngineConfig(model_path=str(large), device="cpu"), mesh)
+    train(engine, 0, 1)
+    total = 3 * sum(4 * slot.num_elements for slot in engine._held.slots)
+    mesh.device.reset_peak_memory()
+    before = mesh.device.memory().allocated_bytes
+    engine.save(large.parent / f"saved-{mesh.size}")
+    more = mesh.device.memory().peak_bytes - before
+    assert more < total / 3, (more, total)  # a copy of the weights alone would be a third
+    engine.close()
+
+
+def test_a_checkpoint_of_another_model_changes_nothing_and_is_one_error(folder, tmp_path):
+    engine = make_engine(folder)
+    train(engine, 0, 1)
+    engine.save(tmp_path / "own")
+    before = {name: tensor.clone() for name, tensor in engine.weights()}
+    other = tiny_model(tmp_path / "other", num_layers=2, hidden_size=32, num_kv_heads=4)
+    (other / "trainer").mkdir()
+    state = json.loads((tmp_path / "own/trainer/engine.json").read_text())
+    (other / "trainer/engine.json").write_text(json.dumps(state))
+    with pytest.raises(ModelError, match="another model"):
+        engine.load(other)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.weights())
+    assert engine.steps_taken == 1
+    engine.close()
+
+
+def test_a_saved_model_answers_in_transformers_as_it_does_here(folder, tmp_path):
+    engine = make_engine(folder)
+    train(engine, 0, 1)
+    engine.save(tmp_path / "saved")
+    model = reference_model(tmp_path / "saved")
+    for sequence, found in zip(make_sequences(5), engine.logprobs(make_sequences(5)), strict=True):
+        wanted = np.where(sequence.loss_mask, reference_logprobs(model, sequence.ids), 0.0)
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    engine.close()
+
+
+def test_folders_are_put_back_and_replaced(tmp_path):
+    place = tmp_path / "step-1"
+    staged = stage(place)
+    (staged / "new").touch()
+    place.mkdir()
+    (place / "theirs").touch()
+    publish(staged, place, replaces=False)
+    assert {each.name for each in place.iterdir()} == {"new", "theirs"}
+    staged = stage(place)
+    publish(staged, place, replaces=True)
+    assert not list(place.iterdir())
+    place.rename(tmp_path / ".old-01234567-step-1")  # killed between two renames
+    recover(place)
+    assert [each.name for each in tmp_path.iterdir()] == ["step-1"]

@@ -1,0 +1,65 @@
+"""How the ranks share a model, checked before any of them starts."""
+
+from offbeat_dist import Mesh, open_device
+from offbeat_engine_torch._model import read_config
+from offbeat_engine_torch._optimizer import check_schedule
+from offbeat_engine_torch._options import TorchEngineOptions, read_options
+from offbeat_engine_torch._sharding import check_tensor_parallel
+from offbeat_types import ConfigError, TrainEngineConfig, TrainLayout
+
+
+def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
+    """Check settings, options and the model's config.
+
+    Raises:
+        ConfigError: a setting is out of range, or so many ranks cannot share this model.
+        ModelError: the folder is missing, or of a family that is not supported.
+    """
+    options = read_options(config.options)
+    check_schedule(config)
+    open_device(config.device)
+    width = options.tensor_parallel
+    layout = TrainLayout(dp=num_data_parallel(num_ranks, options), tp=width, zero_stage=3)
+    hf_config = read_config(config.model_path, trust_remote_code=config.trust_remote_code)
+    if width > 1:
+        check_tensor_parallel(hf_config, hf_config.model_type, width)
+    return layout
+
+
+def num_data_parallel(num_ranks: int, options: TorchEngineOptions) -> int:
+    """Ranks that tensor parallelism leaves over.
+
+    Raises:
+        ConfigError: it does not divide them.
+    """
+    if num_ranks % options.tensor_parallel:
+        raise ConfigError(
+            f"option tensor_parallel = {options.tensor_parallel} must divide the ranks: got {num_ranks}; choose "
+            f"engine.num_ranks = {options.tensor_parallel} or a multiple of it"
+        )
+    return num_ranks // options.tensor_parallel
+
+
+def arrange(mesh: Mesh | None, options: TorchEngineOptions) -> Mesh | None:
+    """The mesh to cut the model over: one of dp alone is so many ranks, which the options arrange.
+
+    Args:
+        mesh: as given; None for one process.
+        options: of the engine.
+
+    Returns:
+        None where there is nothing to cut.
+
+    Raises:
+        ConfigError: mesh and options contradict each other, or tensor_parallel does not divide the ranks.
+    """
+    width = options.tensor_parallel
+    if mesh is None or mesh.size == 1:
+        num_data_parallel(1, options)
+        return None
+    if width == 1 or mesh.axes["tp"] == width:
+        return mesh
+    if mesh.size != mesh.axes["dp"]:
+        raise ConfigError(f"the mesh has tp = {mesh.axes['tp']} and option tensor_parallel = {width}: say it once")
+    dp = num_data_parallel(mesh.size, options)
+    return Mesh(dp=dp, tp=width, device=mesh.device, deadline_s=mesh.deadline_s, check=mesh.check)
