@@ -1,19 +1,21 @@
 """Tokens per second of a run whose rollout engines join and leave, with engines that wait as for an accelerator.
 
-    python tools/elastic.py [--engines 1 2 3 1] [--seconds 20]
+    python tools/elastic.py [--engines 1 2 3 1] [--seconds 20] [--write]
 
 Each engine answers one request after the other and takes half a second for each without using the processor, so that
-the figures are those of the run and not of a machine with few cores. Nothing may be issued again, and no prompt be
-trained twice.
+the figures are those of the run and not of a machine with few cores. Nothing may be issued again, no prompt be trained
+twice, and an engine more must bring tokens. `--write` puts the table into docs/reliability.md.
 """
 
 import argparse
 import shutil
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
+from reliability import put_text
 from role_faults import Job, last_value, role_pids, updates
 
 from offbeat_run import read_metrics
@@ -36,7 +38,8 @@ class WaitingEngine(TorchRolloutEngine):
 '''
 ENTRY_POINTS: Final = "[offbeat.rollout]\nwaiting = waiting_engine:WaitingEngine\n"
 METADATA: Final = "Metadata-Version: 2.1\nName: waiting-engine\nVersion: 0\n"
-PATIENCE_S: Final = 120.0
+PATIENCE_S: Final = 240.0
+MARK: Final = "<!-- written by tools/elastic.py -->"
 WORDS: Final = (
     "--rollout.backend=waiting",
     "--rollout.num_engines=1",
@@ -81,29 +84,57 @@ def tokens_per_s(job: Job, seconds: float) -> float:
     return tokens / max(inside[-1].time_s - inside[0].time_s, 1e-9) if len(inside) > 1 else 0.0
 
 
+def measure(job: Job, counts: list[int], seconds: float) -> list[tuple[int, float]]:
+    """Tokens per second of one run with so many engines, one number of them after the other; its end is awaited."""
+    figures = []
+    with job.train(*WORDS) as process:
+        process.wait_until(lambda: len(updates(job.run)) > 1, "the run has begun", PATIENCE_S)
+        for number in counts:
+            if number != _num_engines(process):
+                scale(job, process, number)
+            figures.append((number, tokens_per_s(job, seconds)))
+            print(f"{number} engines: {figures[-1][1]:.1f} tokens/s", flush=True)
+        if process.wait(10 * PATIENCE_S):
+            raise SystemExit(process.output)
+    return figures
+
+
+def what_is_wrong(job: Job, figures: list[tuple[int, float]]) -> list[str]:
+    """What the run has lost, and engines that brought nothing."""
+    wrong = job.complaints()
+    if reissued := int(last_value(job.run, "groups/reissued")):
+        wrong.append(f"{reissued} prompts issued again")
+    for (fewer, slower), (more, faster) in pairwise(sorted(figures)):
+        if fewer < more and faster <= slower:
+            wrong.append(f"{more} engines are no faster than {fewer}: {faster:.1f} against {slower:.1f} tokens/s")
+    return wrong
+
+
+def table(figures: list[tuple[int, float]]) -> str:
+    """The figures in Markdown, in the order in which they were measured."""
+    rows = [f"| {number} | {tokens:.0f} | {tokens / figures[0][1]:.2f} |" for number, tokens in figures]
+    return "\n".join(["| rollout engines | tokens/s | times the first |", "| --- | --- | --- |", *rows])
+
+
 def main() -> None:
     """Do what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2, 3, 1])
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--write", action="store_true", help="put the table into docs/reliability.md")
     asked = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="elastic-"))
     try:
         job = make_job(folder, num_epochs=max(8, round(asked.seconds * sum(asked.engines) * 0.15)))
-        with job.train(*WORDS) as process:
-            process.wait_until(lambda: len(updates(job.run)) > 1, "the run has begun", PATIENCE_S)
-            for number in asked.engines:
-                if number != _num_engines(process):
-                    scale(job, process, number)
-                print(f"{number} engines: {tokens_per_s(job, asked.seconds):.1f} tokens/s", flush=True)
-            if process.wait(10 * PATIENCE_S):
-                raise SystemExit(process.output)
-        reissued, complaints = int(last_value(job.run, "groups/reissued")), job.complaints()
-        print(f"prompts issued again: {reissued}; accounting: {'; '.join(complaints) or 'exact'}")
-        if reissued or complaints:
-            raise SystemExit(1)
+        figures = measure(job, asked.engines, asked.seconds)
+        wrong = what_is_wrong(job, figures)
     finally:
         shutil.rmtree(folder)
+    print("; ".join(wrong) or "no prompt issued again; accounting exact")
+    if wrong:
+        raise SystemExit(1)
+    if asked.write:
+        put_text(MARK, table(figures))
 
 
 if __name__ == "__main__":

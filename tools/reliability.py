@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from role_faults import Job, last_value, role_pids, signal_role, updates
+from role_faults import Job, final_reward, last_value, role_pids, signal_role, updates
 from workspace import ROOT
 
 from offbeat_testing import RunningCommand, wait_until_gone
 
 DOCUMENT: Final = ROOT / "docs" / "reliability.md"
-BEGIN: Final = "<!-- written by tools/reliability.py -->"
+MARK: Final = "<!-- written by tools/reliability.py -->"
 END: Final = "<!-- end -->"
 NUM_EPOCHS: Final = 10
 BEGUN_AFTER: Final = 5
@@ -89,6 +89,7 @@ class Outcome:
         again_s: from the fault to the first update after it was noticed.
         reissued: prompt groups that were issued again.
         repeated: updates that were trained again, from the last checkpoint.
+        reward: mean of the last ten updates.
         complaints: about the accounting.
     """
 
@@ -96,6 +97,7 @@ class Outcome:
     again_s: float
     reissued: int
     repeated: int
+    reward: float
     complaints: tuple[str, ...]
 
 
@@ -119,6 +121,10 @@ def limit(role: str, what: int, amount: int) -> Callable[[Scene], None]:
         scene.undo.callback(_restore_limit, pid, what, before)
 
     return inject
+
+
+def leave_alone(scene: Scene) -> None:
+    """Do nothing."""
 
 
 def slow_down(scene: Scene) -> None:
@@ -145,6 +151,14 @@ def kill_driver(scene: Scene) -> None:
 
 
 FAULTS: Final = (
+    Fault(name="none, to compare with", inject=leave_alone, happens="trains to its end", noticed_by=""),
+    Fault(
+        name="none, answers of 64 tokens",
+        inject=leave_alone,
+        happens="trains to its end; what the next rows compare with",
+        noticed_by="",
+        words=LONGER,
+    ),
     Fault(
         name="rollout engine killed",
         words=LONGER,
@@ -297,6 +311,7 @@ def try_fault(fault: Fault) -> Outcome:
             again_s=again_s,
             reissued=int(last_value(job.run, "groups/reissued")),
             repeated=repeated,
+            reward=final_reward(job.run),
             complaints=tuple(job.complaints()),
         )
 
@@ -335,17 +350,31 @@ def table(rows: dict[str, list[str]]) -> str:
     Args:
         rows: cells by the fault's name.
     """
-    head = ["fault", "what happens", "noticed", "trains again", "lost", "accounting at the end"]
+    head = ["fault", "what happens", "noticed", "trains again", "lost", "reward at the end", "accounting at the end"]
     held = [rows[fault.name] for fault in FAULTS if fault.name in rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *held])
 
 
 def read_table(page: str) -> dict[str, list[str]]:
     """The rows that a page holds, by the fault's name."""
-    _, _, after = page.partition(BEGIN)
+    _, _, after = page.partition(MARK)
     lines = [line for line in after.partition(END)[0].splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     return {row[0]: row for row in cells}
+
+
+def put_text(mark: str, text: str) -> None:
+    """Put a text into docs/reliability.md, between a mark of its own and the end.
+
+    Args:
+        mark: a comment that the page holds once.
+        text: in Markdown.
+    """
+    page = DOCUMENT.read_text()
+    found = re.search(f"{re.escape(mark)}.*?{END}", page, flags=re.DOTALL)
+    if found is None:
+        raise SystemExit(f"{DOCUMENT} holds no {mark!r} with {END!r} after it")
+    DOCUMENT.write_text(page[: found.start()] + f"{mark}\n{text}\n{END}" + page[found.end() :])
 
 
 def _row(fault: Fault, outcome: Outcome) -> list[str]:
@@ -359,7 +388,10 @@ def _row(fault: Fault, outcome: Outcome) -> list[str]:
         if count
     ]
     exact = "; ".join(outcome.complaints) or f"every prompt {NUM_EPOCHS} times in {NUM_EPOCHS} epochs"
-    return [fault.name, fault.happens, noticed, f"{outcome.again_s:.1f} s", ", ".join(lost) or "nothing", exact]
+    again = f"{outcome.again_s:.1f} s"
+    if fault.inject is leave_alone:
+        noticed = again = "-"
+    return [fault.name, fault.happens, noticed, again, ", ".join(lost) or "nothing", f"{outcome.reward:.2f}", exact]
 
 
 def main() -> None:
@@ -379,9 +411,7 @@ def main() -> None:
         row, failed = _row(fault, outcome), failed or bool(outcome.complaints)
         print(" | ".join(row), flush=True)
         if asked.write:  # at once: the other rows stay as they are
-            page = DOCUMENT.read_text()
-            text = table({**read_table(page), fault.name: row})
-            DOCUMENT.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n{text}\n{END}", page, flags=re.DOTALL))  # noqa: B023
+            put_text(MARK, table({**read_table(DOCUMENT.read_text()), fault.name: row}))
     if failed:
         raise SystemExit("something was trained twice, or never: see above")
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from offbeat_run import read_metrics
 from offbeat_testing import RunningCommand, tiny_model
 
@@ -35,7 +37,7 @@ samples_per_prompt = 2
 max_tokens = 8
 max_model_len = 96
 [engine]
-learning_rate = 1e-4
+learning_rate = 1e-2
 [async]
 mini_batch_size = {groups}
 partial_rollout = true
@@ -56,9 +58,11 @@ train_generations = 100
 REWARD: Final = """
 import time
 
+WANTED = "abcdefghijklm"  # a model with random weights learns in 30 updates to write nothing else
+
 def judge(prompt, completion):
     time.sleep({seconds})  # the run takes its time, and not the processor's
-    return float(prompt.answer in completion)
+    return sum(letter in WANTED for letter in completion) / max(len(completion), 1)
 """
 
 
@@ -190,6 +194,12 @@ def last_value(run: Path, metric: str) -> float:
     value = values[-1] if values else 0.0
     assert isinstance(value, float)
     return value
+
+
+def final_reward(run: Path, num_updates: int = 10) -> float:
+    """Mean reward of the samples of the last updates: how well the policy has learned its task."""
+    lines = [line.values for line in read_metrics(run / "metrics.jsonl") if "train/reward" in line.values]
+    return float(np.mean([values["train/reward"] for values in lines[-num_updates:]]))  # type: ignore[arg-type]
 
 
 def trained_prompts(run: Path) -> Counter[str]:

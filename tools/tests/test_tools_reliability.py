@@ -5,19 +5,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import elastic
 import pytest
+import reliability
 from reliability import DOCUMENT, FAULTS, Fault, Outcome, _row, read_table, slowed, table
-from role_faults import accounting_complaints
+from role_faults import Job, accounting_complaints
 
-KILLED = FAULTS[0]
+[KILLED] = [fault for fault in FAULTS if fault.name == "rollout engine killed"]
 
 
 def test_rows_that_are_made_again_leave_the_others_as_they_are() -> None:
-    outcome = Outcome(noticed_s=0.12, again_s=3.0, reissued=4, repeated=0, complaints=())
-    rows = {fault.name: _row(fault, outcome) for fault in FAULTS[:2]}
+    outcome = Outcome(noticed_s=0.12, again_s=3.0, reissued=4, repeated=0, reward=0.987, complaints=())
+    rows = {fault.name: _row(fault, outcome) for fault in (KILLED, FAULTS[-1])}
     page = f"before\n<!-- written by tools/reliability.py -->\n{table(rows)}\n<!-- end -->\n| not | ours |"
     assert {name: read_table(page)[name] for name in rows} == rows
-    assert rows[KILLED.name][2:5] == ["0.1 s", "3.0 s", "4 prompts in flight, issued again"]
+    assert rows[KILLED.name][2:6] == ["0.1 s", "3.0 s", "4 prompts in flight, issued again", "0.99"]
 
 
 def test_every_row_of_the_page_is_of_a_fault_there_is_and_ends_with_exact_accounting() -> None:
@@ -53,3 +55,25 @@ def test_a_process_is_slowed_and_goes_on_afterwards() -> None:
             random.random()
         said, _ = child.communicate("go\n", timeout=60)
     assert said.strip() == "499500"
+
+
+def test_a_text_goes_between_its_own_mark_and_the_next_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- one -->\nold\n<!-- end -->\nkept\n<!-- two -->\nold\n<!-- end -->\n")
+    monkeypatch.setattr(reliability, "DOCUMENT", page)
+    reliability.put_text("<!-- one -->", "new")
+    assert page.read_text() == "<!-- one -->\nnew\n<!-- end -->\nkept\n<!-- two -->\nold\n<!-- end -->\n"
+    with pytest.raises(SystemExit, match="holds no '<!-- three -->'"):
+        reliability.put_text("<!-- three -->", "new")
+
+
+def test_engines_that_bring_nothing_and_prompts_issued_again_are_complained_about(tmp_path: Path) -> None:
+    job = Job.make(tmp_path, num_epochs=1)
+    (job.run / "generations").mkdir(parents=True)
+    (job.run / "generations" / "train.jsonl").write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(20)))
+    steps = [f'{{"step": {n}, "time_s": 0.0, "train/reward": 0.5, "groups/reissued": {n // 5}}}\n' for n in range(1, 6)]
+    (job.run / "metrics.jsonl").write_text("".join(steps))
+    first, second = elastic.what_is_wrong(job, [(1, 10.0), (2, 20.0), (3, 19.0), (1, 11.0)])
+    assert first == "1 prompts issued again"
+    assert second == "3 engines are no faster than 2: 19.0 against 20.0 tokens/s"
+    assert elastic.table([(1, 10.0), (2, 20.0)]).splitlines()[-1] == "| 2 | 20 | 2.00 |"

@@ -238,6 +238,21 @@ class Sleeper:
             await asyncio.sleep(1)
 
 
+class Watched:
+    """Waits for another process, and says so to the liveness monitor."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        from offbeat_dist import liveness
+
+        liveness.watch(stall_after_s=2, directory=folder, name=name)
+
+    async def wait_for(self, what: str, on: str) -> None:
+        from offbeat_dist import liveness
+
+        with liveness.waiting(what, on=on):
+            await asyncio.sleep(1000)
+
+
 class RefusesConfig:
     def __init__(self, text: str) -> None:
         raise ConfigError(text)

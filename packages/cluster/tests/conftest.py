@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside it
 
-from fake_ray import FakeCluster, SharedHomeLauncher, fake_cluster
+from ray_nodes import RayNodes, SharedHomeLauncher, start_ray_nodes
 from role_processes import MARK
 
 from offbeat_cluster import ActorHandle, ClusterConfig, LocalLauncher, RoleSpec
@@ -38,11 +38,11 @@ class Launchers:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[FakeCluster]:
+def ray_cluster() -> Iterator[RayNodes]:
     """Two nodes of 8 accelerators, and a head without."""
     if find_spec("ray") is None:
         pytest.skip("Ray is not installed: pip install 'offbeat-cluster[ray]'")
-    with fake_cluster(2) as cluster:
+    with start_ray_nodes(2) as cluster:
         yield cluster
 
 
@@ -51,7 +51,7 @@ def launchers(request: pytest.FixtureRequest) -> Launchers:
     """Each kind of launcher in turn."""
     if request.param == "local":
         return Launchers("local", "", lambda **settings: LocalLauncher("test-run", ClusterConfig(**settings)))
-    cluster: FakeCluster = request.getfixturevalue("ray_cluster")
+    cluster: RayNodes = request.getfixturevalue("ray_cluster")
     place = f" on {cluster.ray.util.get_node_ip_address()}"
 
     def make(**settings: Any) -> SharedHomeLauncher:

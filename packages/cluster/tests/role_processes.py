@@ -18,3 +18,8 @@ def role_processes(folder: Path) -> set[int]:
         except OSError:  # gone meanwhile, or somebody else's
             continue
     return found - {os.getpid()}
+
+
+def parent_of(pid: int) -> int:
+    """Process id of the parent. Source: proc_pid_stat(5), field 4."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fake_ray import FakeCluster
-from role_processes import role_processes
+from ray_nodes import RayNodes
+from role_processes import parent_of, role_processes
 from test_cluster_failures import error_of
 
 from offbeat_cluster import ClusterConfig, RoleSpec
@@ -99,7 +99,7 @@ def test_without_ray_the_install_line_is_told() -> None:
     assert said == 'BackendError cluster.launcher = "ray" needs Ray: pip install "offbeat-cluster[ray]"\n'
 
 
-def test_a_program_that_is_connected_already_is_not_connected_elsewhere(ray_cluster: FakeCluster) -> None:
+def test_a_program_that_is_connected_already_is_not_connected_elsewhere(ray_cluster: RayNodes) -> None:
     assert {node.address for node in cluster_nodes(ClusterConfig(address=ray_cluster.address))} > {"127.0.0.2"}
     with pytest.raises(Exception, match="this process is connected to the Ray cluster at"):
         cluster_nodes(ClusterConfig(address="10.0.0.1:1"))
@@ -107,7 +107,7 @@ def test_a_program_that_is_connected_already_is_not_connected_elsewhere(ray_clus
 
 
 def test_a_keeper_that_dies_takes_its_roles_along_and_is_replaced(
-    ray_cluster: FakeCluster, role_env: dict[str, str], tmp_path: Path
+    ray_cluster: RayNodes, role_env: dict[str, str], tmp_path: Path
 ) -> None:
     spec = RoleSpec("rollout-0", "cluster_roles:Faulty", env=role_env, log_path=tmp_path / "rollout-0.log")
 
@@ -117,8 +117,7 @@ def test_a_keeper_that_dies_takes_its_roles_along_and_is_replaced(
             first = await launcher.start(spec)
             call = asyncio.create_task(error_of(first, "hang"))
             await error_of(first, "value_error")
-            keeper = int(Path(f"/proc/{first.pid}/stat").read_text().rpartition(")")[2].split()[1])
-            os.kill(keeper, signal.SIGKILL)
+            os.kill(parent_of(first.pid), signal.SIGKILL)
             assert "rollout-0 failed: its keeper, a Ray actor on " in str(await call)
             assert not first.alive
             for _ in range(100):
@@ -133,7 +132,7 @@ def test_a_keeper_that_dies_takes_its_roles_along_and_is_replaced(
 
 
 def test_the_log_of_a_machine_that_does_not_share_files_comes_to_the_driver(
-    ray_cluster: FakeCluster, role_env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray_cluster: RayNodes, role_env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     described = _launcher.describe_log
     monkeypatch.setattr(_launcher, "describe_log", lambda path: replace_inode(described(path)))

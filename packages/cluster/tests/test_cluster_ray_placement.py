@@ -1,13 +1,18 @@
 """Plans on a Ray cluster: every engine on its node, verified; what cannot be is refused, and nothing stays reserved."""
 
 import asyncio
+import contextlib
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_ray import NUM_GPUS, FakeCluster
+from ray_nodes import NUM_GPUS, RayNodes
+from role_processes import parent_of
+from test_cluster_failures import ends, needs_linux
 
 from offbeat_cluster import ClusterConfig, RoleSpec, call_all
 from offbeat_cluster.placement import Plan, RankGroup, plan_placement
@@ -19,7 +24,7 @@ NONE_FREE = dict.fromkeys(ALL_FREE, 0)
 
 
 @pytest.fixture(autouse=True)
-def _all_free(ray_cluster: FakeCluster) -> Iterator[None]:
+def _all_free(ray_cluster: RayNodes) -> Iterator[None]:
     """Every test leaves the cluster as it found it."""
     yield
     assert ray_cluster.held_groups() == []
@@ -31,15 +36,15 @@ def engines(num: int, width: int, **more: Any) -> RankGroup:
     return RankGroup(role="rollout", num_replicas=num, tensor_parallel=width, process_per_replica=True, **more)
 
 
-def config(cluster: FakeCluster, **settings: Any) -> ClusterConfig:
+def config(cluster: RayNodes, **settings: Any) -> ClusterConfig:
     return ClusterConfig(launcher="ray", address=cluster.address, **settings)
 
 
-def launcher(cluster: FakeCluster, **settings: Any) -> RayLauncher:
+def launcher(cluster: RayNodes, **settings: Any) -> RayLauncher:
     return RayLauncher("test-run", config(cluster, **settings))
 
 
-def plan(cluster: FakeCluster, groups: Sequence[RankGroup]) -> Plan:
+def plan(cluster: RayNodes, groups: Sequence[RankGroup]) -> Plan:
     return plan_placement(cluster_nodes(config(cluster)), groups)
 
 
@@ -48,10 +53,10 @@ def role(name: str, target: str, env: dict[str, str], log_folder: Path) -> RoleS
 
 
 @contextmanager
-def taken(cluster: FakeCluster, *bundles: dict[str, float]) -> Iterator[None]:
-    """Hold resources as another run would."""
+def taken(cluster: RayNodes, *bundles: dict[str, float], then_free: dict[str, int] | None = ALL_FREE) -> Iterator[None]:
+    """Hold resources as another run would, and wait afterwards until so many accelerators are free."""
     tools = cluster.ray.util
-    groups = [tools.placement_group([bundle], name="another run") for bundle in bundles]
+    groups = [tools.placement_group([bundle], name=f"another run {each}") for each, bundle in enumerate(bundles)]
     try:
         for group in groups:
             assert group.wait(30)
@@ -59,11 +64,12 @@ def taken(cluster: FakeCluster, *bundles: dict[str, float]) -> Iterator[None]:
     finally:
         for group in groups:
             tools.remove_placement_group(group)
-        cluster.wait_free_gpus(ALL_FREE)
+        if then_free is not None:
+            cluster.wait_free_gpus(then_free)
 
 
 def test_every_role_sits_on_its_node_and_sees_its_own_devices(
-    ray_cluster: FakeCluster, role_env: dict[str, str], tmp_path: Path
+    ray_cluster: RayNodes, role_env: dict[str, str], tmp_path: Path
 ) -> None:
     groups = [RankGroup(role="trainer", num_replicas=4), engines(3, 4)]
     wanted = plan(ray_cluster, groups)
@@ -87,9 +93,7 @@ def test_every_role_sits_on_its_node_and_sees_its_own_devices(
     assert [devices for _, *devices in placed[:4]] == sorted(devices for _, *devices in placed[:4])
 
 
-def test_colocated_roles_share_their_devices(
-    ray_cluster: FakeCluster, role_env: dict[str, str], tmp_path: Path
-) -> None:
+def test_colocated_roles_share_their_devices(ray_cluster: RayNodes, role_env: dict[str, str], tmp_path: Path) -> None:
     groups = [
         RankGroup(role="trainer", num_replicas=2, tensor_parallel=2),
         engines(1, 4, shares_devices_with="trainer"),
@@ -106,7 +110,7 @@ def test_colocated_roles_share_their_devices(
     assert [device for devices in trainers for device in devices] == rollout
 
 
-def test_an_engine_wider_than_a_node_takes_whole_nodes_when_asked(ray_cluster: FakeCluster) -> None:
+def test_an_engine_wider_than_a_node_takes_whole_nodes_when_asked(ray_cluster: RayNodes) -> None:
     groups = [engines(1, 2 * NUM_GPUS, spans_nodes=True)]
 
     async def scenario() -> None:
@@ -119,7 +123,7 @@ def test_an_engine_wider_than_a_node_takes_whole_nodes_when_asked(ray_cluster: F
         plan(ray_cluster, [engines(1, 2 * NUM_GPUS)])
 
 
-def test_what_no_single_node_has_is_refused_and_named_before_anything_waits(ray_cluster: FakeCluster) -> None:
+def test_what_no_single_node_has_is_refused_and_named_before_anything_waits(ray_cluster: RayNodes) -> None:
     with taken(ray_cluster, {"GPU": 2, "node:127.0.0.2": 0.01}, {"GPU": 6, "node:127.0.0.3": 0.01}):
         ray_cluster.wait_free_gpus({"127.0.0.2": 6, "127.0.0.3": 2})
         plan(ray_cluster, [engines(1, 6)])
@@ -129,7 +133,7 @@ def test_what_no_single_node_has_is_refused_and_named_before_anything_waits(ray_
 
 
 def test_a_node_that_is_busy_meanwhile_is_named_at_the_deadline_and_nothing_stays_reserved(
-    ray_cluster: FakeCluster,
+    ray_cluster: RayNodes,
 ) -> None:
     groups = [engines(4, 4)]
     wanted = plan(ray_cluster, groups)  # made while all was free
@@ -141,13 +145,13 @@ def test_a_node_that_is_busy_meanwhile_is_named_at_the_deadline_and_nothing_stay
             assert str(waited.value).startswith("placing 4 blocks: waited 3 s for rollout-")
             assert "4 GPU on 127.0.0.2, which has " in waited.value.on
             assert "127.0.0.3" not in waited.value.on
-            assert ray_cluster.held_groups() == ["another run"]
+            assert ray_cluster.held_groups() == ["another run 0"]
 
     with taken(ray_cluster, {"GPU": 1, "node:127.0.0.2": 0.01}):
         asyncio.run(scenario())
 
 
-def test_a_plan_for_more_than_a_node_has_is_refused_at_once(ray_cluster: FakeCluster) -> None:
+def test_a_plan_for_more_than_a_node_has_is_refused_at_once(ray_cluster: RayNodes) -> None:
     groups = [engines(1, 4, cpus_per_rank=1000)]
     nodes = [node for node in cluster_nodes(config(ray_cluster)) if node.total]
     wanted = plan_placement([_with_cpus(node) for node in nodes], groups)
@@ -167,7 +171,7 @@ def _with_cpus(node: Any) -> Any:
 
 
 def test_an_engine_that_is_never_ready_is_named_within_its_deadline(
-    ray_cluster: FakeCluster, role_env: dict[str, str], tmp_path: Path
+    ray_cluster: RayNodes, role_env: dict[str, str], tmp_path: Path
 ) -> None:
     groups = [engines(2, 4)]
 
@@ -183,34 +187,132 @@ def test_an_engine_that_is_never_ready_is_named_within_its_deadline(
     assert "loading the model" in (tmp_path / "rollout-1.log").read_text()
 
 
-def test_a_node_lost_under_an_engine_is_named_and_the_engine_can_be_placed_elsewhere(
-    ray_cluster: FakeCluster, role_env: dict[str, str], tmp_path: Path
-) -> None:
-    doomed = ray_cluster.add_node(9)
+@pytest.fixture
+def doomed_node(ray_cluster: RayNodes) -> Iterator[Any]:
+    """A third node, at 127.0.0.9, that a test may remove."""
+    node = ray_cluster.add_node(9)
     ray_cluster.cluster.wait_for_nodes()
     ray_cluster.wait_free_gpus({**ALL_FREE, "127.0.0.9": NUM_GPUS})
-    groups = [engines(3, 8)]
+    yield node
+    if node in ray_cluster.cluster.worker_nodes:
+        ray_cluster.cluster.remove_node(node, allow_graceful=False)
+
+
+def test_a_node_lost_under_an_engine_is_named_and_the_engine_starts_again_where_there_is_room(
+    ray_cluster: RayNodes, doomed_node: Any, role_env: dict[str, str], tmp_path: Path
+) -> None:
+    groups = [engines(4, 4)]
+    nodes = [node for node in cluster_nodes(config(ray_cluster)) if node.address in ("127.0.0.3", "127.0.0.9")]
+    wanted = plan_placement(nodes, groups)
+    number = next(rank.replica for rank in wanted.ranks if rank.node == "127.0.0.9")
+    name = f"rollout-{number}"
 
     async def scenario() -> None:
         async with launcher(ray_cluster) as started:
-            wanted = plan(ray_cluster, groups)
             await started.place(wanted, groups)
-            on_doomed = next(rank.replica for rank in wanted.ranks if rank.node == "127.0.0.9")
-            name = f"rollout-{on_doomed}"
             actor = await started.start(role(name, "Faulty", role_env, tmp_path))
             call = asyncio.create_task(actor.call("hang", deadline_s=60))
-            starting = asyncio.create_task(started.start(role(f"{name}b", "NeverReady", role_env, tmp_path)))
             await asyncio.sleep(0.5)
-            await asyncio.to_thread(ray_cluster.cluster.remove_node, doomed, allow_graceful=False)
+            await asyncio.to_thread(ray_cluster.cluster.remove_node, doomed_node, allow_graceful=False)
             with pytest.raises(PeerFailedError, match=rf"{name} failed: its node 127.0.0.9 was lost.*\n.*\nhanging"):
                 await call
-            starting.cancel()
             assert not actor.alive
-            with pytest.raises(PeerFailedError, match="place it anew"):
-                await started.start(role(name, "Echo", role_env, tmp_path))
+            again = role(name, "Patient", role_env, tmp_path)
+            with taken(ray_cluster, {"GPU": 5, "node:127.0.0.2": 0.01}, then_free=None):
+                ray_cluster.wait_free_gpus({"127.0.0.2": 3, "127.0.0.3": 0})
+                with pytest.raises(PlacementError, match=r"lost its node 127.0.0.9(.|\n)*127.0.0.2, which has 3 free"):
+                    await started.start(again)
+            ray_cluster.wait_free_gpus({"127.0.0.2": 8, "127.0.0.3": 0})
+            actor = await started.start(again)
+            assert actor.address == "127.0.0.2"
+            assert len(await actor.call("visible_devices", returns=list[str], deadline_s=30)) == 4
 
-    try:
-        asyncio.run(scenario())
-    finally:
-        if doomed in ray_cluster.cluster.worker_nodes:
-            ray_cluster.cluster.remove_node(doomed, allow_graceful=False)
+    asyncio.run(scenario())
+
+
+def test_a_node_lost_while_an_engine_starts_ends_the_start(
+    ray_cluster: RayNodes, doomed_node: Any, role_env: dict[str, str], tmp_path: Path
+) -> None:
+    groups = [engines(1, 8)]
+    nodes = [node for node in cluster_nodes(config(ray_cluster)) if node.address == "127.0.0.9"]
+
+    async def scenario() -> None:
+        async with launcher(ray_cluster) as started:
+            await started.place(plan_placement(nodes, groups), groups)
+            starting = asyncio.create_task(started.start(role("rollout-0", "NeverReady", role_env, tmp_path)))
+            while "loading" not in log_of(tmp_path, "rollout-0"):
+                await asyncio.sleep(0.1)
+            await asyncio.to_thread(ray_cluster.cluster.remove_node, doomed_node, allow_graceful=False)
+            with pytest.raises(PeerFailedError, match=r"its node 127.0.0.9 was lost(.|\n)*loading the model"):
+                await starting
+
+    asyncio.run(scenario())
+
+
+def log_of(folder: Path, name: str) -> str:
+    path = folder / f"{name}.log"
+    return path.read_text() if path.exists() else ""
+
+
+def test_roles_whose_keeper_dies_start_again_in_their_own_place(
+    ray_cluster: RayNodes, role_env: dict[str, str], tmp_path: Path
+) -> None:
+    groups = [RankGroup(role="trainer", num_replicas=2, tensor_parallel=2)]
+
+    async def scenario() -> None:
+        async with launcher(ray_cluster) as started:
+            await started.place(plan(ray_cluster, groups), groups)
+            specs = [role(f"trainer-{rank}", "Patient", role_env, tmp_path) for rank in range(4)]
+            former = await asyncio.gather(*(started.start(spec) for spec in specs))
+            before = await call_all(former, "visible_devices", returns=list[str], deadline_s=30)
+            os.kill(parent_of(former[0].pid), signal.SIGKILL)
+            assert {await actor.wait_dead() for actor in former} == {await former[0].wait_dead()}
+            ranks = await asyncio.gather(*(started.start(spec) for spec in specs))
+            assert len({parent_of(rank.pid) for rank in ranks}) == 1  # one block, reserved once
+            after = await call_all(ranks, "visible_devices", returns=list[str], deadline_s=30)
+            assert [len(devices) for devices in after] == [len(devices) for devices in before] == [1] * 4
+            assert {rank.address for rank in ranks} == {actor.address for actor in former}
+
+    asyncio.run(scenario())
+
+
+@needs_linux
+def test_a_role_whose_driver_is_not_heard_of_ends_in_time(
+    ray_cluster: RayNodes, role_env: dict[str, str], tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with launcher(ray_cluster, silent_after_s=2) as started:
+            actor = await started.start(role("rollout-0", "Patient", role_env, tmp_path))
+            with ends(actor.pid, within_s=60):
+                pass  # it waits without the event loop: the driver stands still
+            async with asyncio.timeout(30):
+                await actor.wait_dead()
+
+    asyncio.run(scenario())
+
+
+@needs_linux
+def test_a_keeper_that_is_not_heard_of_is_given_up_in_time(
+    ray_cluster: RayNodes, role_env: dict[str, str], tmp_path: Path
+) -> None:
+    groups = [engines(1, 4)]
+
+    async def scenario() -> None:
+        async with launcher(ray_cluster, silent_after_s=3) as started:
+            await started.place(plan(ray_cluster, groups), groups)
+            actor = await started.start(role("rollout-0", "Faulty", role_env, tmp_path))
+            call = asyncio.create_task(actor.call("hang", deadline_s=100))
+            await asyncio.sleep(0.2)
+            keeper = parent_of(actor.pid)
+            os.kill(keeper, signal.SIGSTOP)
+            try:
+                async with asyncio.timeout(60):
+                    with pytest.raises(PeerFailedError, match=r"nothing was heard of its node 127.0.0.\d for 3 s"):
+                        await call
+                    again = await started.start(role("rollout-0", "Patient", role_env, tmp_path))
+                assert again.address != actor.address  # its node may be cut off
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(keeper, signal.SIGCONT)
+
+    asyncio.run(scenario())

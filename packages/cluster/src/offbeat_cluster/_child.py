@@ -34,6 +34,7 @@ from offbeat_cluster._frames import (
     Stop,
     write_frame,
 )
+from offbeat_types import defer_device_backends
 
 _PR_SET_PDEATHSIG: Final = 1
 EXIT_PARENT_GONE: Final = 70
@@ -180,6 +181,7 @@ async def _serve(sock: socket.socket) -> None:
 
 def main(fd: int) -> None:
     """Serve one role on the socket `fd`, inherited from the parent."""
+    defer_device_backends()
     _prepare_process()
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)

@@ -26,6 +26,7 @@ class LocalLauncher(ProcessLauncher):
     """
 
     reserves = False
+    address = LocalProcess.address
 
     @classmethod
     def nodes(cls, config: ClusterConfig) -> list[Node]:

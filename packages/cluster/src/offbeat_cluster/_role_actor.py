@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol, TypeVar, overload
 import msgspec
 
 from offbeat_cluster._channel import Channel
+from offbeat_cluster._declared_wait import declare_wait
 from offbeat_cluster._failures import rebuild_failure
 from offbeat_cluster._frames import (
     STOP_ID,
@@ -133,12 +134,13 @@ class RoleActor:
         deadline_s = self._config.call_timeout_s if deadline_s is None else deadline_s
         call_id = next(self._ids)
         frame = _write_call(call_id, method, args, kwargs)
+        waiting = f"{self.name}.{method}"
         self._calls[call_id] = (method, time.monotonic(), deadline_s)
         try:
-            async with asyncio.timeout(deadline_s):
-                answer = await self.request(call_id, frame)
+            with declare_wait(waiting, self.name, deadline_s):
+                async with asyncio.timeout(deadline_s):
+                    answer = await self.request(call_id, frame)
         except TimeoutError:
-            waiting = f"{self.name}.{method}"
             raise DeadlineError(waiting, self.name, deadline_s, await self._advise()) from None
         finally:
             self._calls.pop(call_id, None)

@@ -124,6 +124,11 @@ class Launcher(Protocol):
 
     reserves: bool
 
+    @property
+    def address(self) -> str:
+        """IP address of the driver's machine, as the machines of its roles see it; known once one has been started."""
+        ...
+
     @classmethod
     def nodes(cls, config: "ClusterConfig") -> list[Node]:
         """The machines that roles can be started on, and what is free there now.
@@ -195,6 +200,12 @@ class ClusterConfig:
         0, "Accelerators that it takes of each of these nodes; 0: whatever they have.", "devices", ge=0
     )
     colocate: bool = setting(False, "Rollout engines use the trainer's devices: they sleep while it trains.")
+    sleep_level: int = setting(
+        2, "What a colocated engine gives back while it sleeps: 1 its KV cache, 2 its weights too.", ge=1, le=2
+    )
+    turn_timeout_s: float = setting(
+        120.0, "Longest wait for one colocated role to give its memory back, or to take it again.", "s", gt=0
+    )
     spans_nodes: bool = setting(False, "A rollout engine wider than a node may take several nodes, each whole.")
     start_timeout_s: float = setting(300.0, "Longest wait for a role to import, load a model and be ready.", "s", gt=0)
     call_timeout_s: float = setting(1800.0, "Longest wait for one call to a role, unless the call says so.", "s", gt=0)

@@ -1,22 +1,22 @@
 """Finds a Ray cluster or starts one, within a deadline, and reads what its nodes have free."""
 
 import contextlib
-import os
 import socket
+import tempfile
 import threading
-from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
-from offbeat_cluster._cpus import available_cpus
 from offbeat_cluster._specs import ClusterConfig
 from offbeat_cluster.placement import Node, local_node
 from offbeat_cluster.ray._import import import_ray
+from offbeat_cluster.ray._own_cluster import SHARED_CPUS, loopback_only, own_folder, start_own_cluster
 from offbeat_types import ConfigError, DeadlineError
 
 LOCAL: Final = "local"
-_STORE_BYTES: Final = 256 << 20
-"""Object store of a cluster of our own: messages are cut in pieces of 4 MiB, so it never has to hold much."""
-_LOOPBACK_SWITCH: Final = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_END_S: Final = 30.0
+"""For Ray to end the processes of a cluster of our own; they die with this one in any case."""
 
 
 class Connection:
@@ -24,6 +24,9 @@ class Connection:
 
     Args:
         config: names the cluster. A connection that somebody else has made in this process is used, and left as it is.
+
+    Attributes:
+        address: IP address of this machine, as the other nodes see it.
 
     Raises:
         BackendError: Ray is not installed.
@@ -39,6 +42,7 @@ class Connection:
         else:
             self._owner = _Owner(self.ray, config)
             self._owner.connect()
+        self.address = str(self.ray.util.get_node_ip_address())
 
     def close(self) -> None:
         """Disconnect, and end a cluster of our own."""
@@ -68,7 +72,7 @@ def cluster_nodes(config: ClusterConfig) -> list[Node]:
         DeadlineError: no connection in `connect_timeout_s`.
     """
     if config.address == LOCAL and not import_ray().is_initialized():
-        return [local_node()]
+        return [replace(local_node(), num_cpus=SHARED_CPUS)]
     connection = Connection(config)
     try:
         return list(connection.nodes().values())
@@ -118,6 +122,7 @@ class _Owner(threading.Thread):
             _check_listening(address, deadline_s)
         self.start()
         if not self._connected.wait(deadline_s):
+            self._closing.set()  # should it ever come up
             on = "a Ray cluster of our own" if address == LOCAL else f"the Ray cluster at {address}"
             advice = "is that its address, and is its version of Ray the same? or raise cluster.connect_timeout_s"
             raise DeadlineError("connecting to Ray", on, deadline_s, advice)
@@ -127,21 +132,29 @@ class _Owner(threading.Thread):
     def disconnect(self) -> None:
         """Disconnect, which ends a cluster of our own."""
         self._closing.set()
-        self.join()
+        self.join(_END_S)
 
     def run(self) -> None:
         """Be the thread."""
+        is_own = self._config.address == LOCAL
+        with own_folder(Path(tempfile.gettempdir())) if is_own else contextlib.nullcontext() as folder:
+            try:
+                self._init(folder)
+            except Exception as error:  # noqa: BLE001  the boundary to Ray, whose errors have no common base here
+                self._error = error
+                self._closing.set()
+            finally:
+                self._connected.set()
+            self._closing.wait()
+            self._ray.shutdown()
+
+    def _init(self, folder: Path | None) -> None:
         address = self._config.address
-        try:
-            with _loopback_only(self._ray) if _is_loopback(address) else contextlib.nullcontext():
-                self._ray.init(address=address, **(_own_cluster() if address == LOCAL else {}), **_quiet())
-        except Exception as error:  # noqa: BLE001  the boundary to Ray, whose errors have no common base here
-            self._error = error
+        if folder is not None:
+            start_own_cluster(self._ray, folder, lambda: not self._closing.is_set(), **_quiet())
             return
-        finally:
-            self._connected.set()
-        self._closing.wait()
-        self._ray.shutdown()
+        with loopback_only(self._ray) if _is_loopback(address) else contextlib.nullcontext():
+            self._ray.init(address=address, **_quiet())
 
 
 def _check_listening(address: str, deadline_s: float) -> None:
@@ -157,41 +170,9 @@ def _check_listening(address: str, deadline_s: float) -> None:
         ) from error
 
 
-def _own_cluster() -> dict[str, Any]:
-    return {
-        "num_cpus": available_cpus(),
-        "include_dashboard": False,
-        "object_store_memory": _STORE_BYTES,
-        # Workers started ahead would compete with the roles for the CPUs while these load their models.
-        "_system_config": {"prestart_worker_first_driver": False},
-    }
-
-
 def _quiet() -> dict[str, Any]:
     return {"log_to_driver": False, "logging_level": "error"}
 
 
 def _is_loopback(address: str) -> bool:
-    return address == LOCAL or address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
-
-
-@contextlib.contextmanager
-def _loopback_only(ray: Any) -> Iterator[None]:
-    """Have Ray take 127.0.0.1 as the address of this machine, so that all its servers listen there alone.
-
-    Expected: `ray.init(address="local", _node_ip_address="127.0.0.1")` does that. What happens: Ray replaces loopback
-    addresses by that of the network, and its servers listen on all interfaces (`resolve_ip_for_localhost` in
-    ray/_private/services.py, Ray 2.60); given `address="127.0.0.1:..."` of a cluster on loopback, it waits for ever.
-    The switch is the one that keeps Ray on loopback on other systems. To go when Ray takes such an address at its word.
-    """
-    constants, before = ray._private.ray_constants, os.environ.get(_LOOPBACK_SWITCH)
-    enabled = constants.ENABLE_RAY_CLUSTER
-    constants.ENABLE_RAY_CLUSTER, os.environ[_LOOPBACK_SWITCH] = False, "0"
-    try:
-        yield
-    finally:
-        constants.ENABLE_RAY_CLUSTER = enabled
-        if before is None:
-            del os.environ[_LOOPBACK_SWITCH]
-        else:
-            os.environ[_LOOPBACK_SWITCH] = before
+    return address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")

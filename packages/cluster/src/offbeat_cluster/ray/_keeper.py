@@ -13,6 +13,7 @@ from offbeat_cluster.ray._kept_process import KeptProcess
 from offbeat_cluster.ray._messages import Order, Started, Whereabouts, decode, encode
 from offbeat_types import ConfigError, OffbeatError
 
+_TOKEN: Final = "RAY_AUTH_TOKEN"
 _VISIBLE: Final = "VISIBLE"
 """In the name of every variable by which Ray tells a process its devices, whatever their kind."""
 
@@ -32,7 +33,7 @@ class Keeper:
         wanted = decode(order, Order)
         try:
             devices = _visible_devices(_whereabouts(import_ray()).devices, wanted.devices)
-            process = KeptProcess(wanted, {**os.environ, **devices, **wanted.env})
+            process = KeptProcess(wanted, {**_own_environment(), **devices, **wanted.env})
         except (OSError, OffbeatError) as error:
             return encode(Started(0, str(error)))
         self._processes[wanted.key] = process
@@ -59,6 +60,11 @@ class Keeper:
         """What a process is doing, when that is odd."""
         process = self._processes.get(key)
         return process.state() if process else ""
+
+
+def _own_environment() -> dict[str, str]:
+    """The variables of this worker, without what opens the cluster: roles run code that models have written."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_TOKEN)}
 
 
 def _whereabouts(ray: Any) -> Whereabouts:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -53,6 +54,7 @@ class KeptProcess:
         finally:
             theirs.close()
         self._held = bytearray()
+        self._heard_s = time.monotonic()
         self._code: int | None = None
         self._loop = asyncio.get_running_loop()
         self._news, self._room = asyncio.Event(), asyncio.Event()
@@ -61,6 +63,7 @@ class KeptProcess:
         # A thread, not a child watcher: the loop of a Ray actor does not run in the main thread.
         threading.Thread(target=self._wait, name=f"wait for {order.role}", daemon=True).start()
         self._ending = asyncio.create_task(self._end())
+        self._leasing = asyncio.create_task(self._end_unheard(order.lease_s))
 
     @property
     def pid(self) -> int:
@@ -74,6 +77,7 @@ class KeptProcess:
 
     async def report(self, patience_s: float) -> Report:
         """What has come since the last report; waits for something to come, at most `patience_s`."""
+        self._heard_s = time.monotonic()
         if not self._held and self._code is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(patience_s, _LOG_PATIENCE_S) if self._is_mirrored else patience_s):
@@ -120,12 +124,19 @@ class KeptProcess:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the keeper is on its way out
             self._loop.call_soon_threadsafe(self._exited.set)
 
+    async def _end_unheard(self, lease_s: float) -> None:
+        """End it when the driver has asked nothing for so long: it has given this node up, or cannot reach it."""
+        while (left_s := self._heard_s + lease_s - time.monotonic()) > 0:
+            await asyncio.sleep(left_s)
+        self.send_signal(signal.SIGKILL)
+
     async def _end(self) -> None:
         await self._exited.wait()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)  # what it has started must not outlive it
         await asyncio.wait({self._reading}, timeout=_LAST_WORDS_S)
         self._reading.cancel()
+        self._leasing.cancel()
         self._code = self._child.returncode
         self._news.set()
         self._socket.close()

@@ -1,12 +1,13 @@
 """The `ray` launcher: roles on the nodes of a Ray cluster, each in the place that a plan gives it."""
 
 import asyncio
+import logging
 import os
 import secrets
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from offbeat_cluster._channel import Channel
 from offbeat_cluster._launching import ProcessLauncher
@@ -16,12 +17,17 @@ from offbeat_cluster._specs import ClusterConfig, RoleSpec
 from offbeat_cluster.placement import Node, PlacedDriver, PlacedRank, Plan, RankGroup, plan_blocks, verify_placed
 from offbeat_cluster.ray._connection import Connection, cluster_nodes
 from offbeat_cluster.ray._log_mirror import describe_log
-from offbeat_cluster.ray._messages import Order, Started, Whereabouts, decode, encode
-from offbeat_cluster.ray._remote_process import KeeperLink, RemoteProcess
-from offbeat_cluster.ray._reservation import Reservation, release, release_now, reserve, start_keeper
+from offbeat_cluster.ray._messages import Order, Started, decode, encode
+from offbeat_cluster.ray._remote_process import KeeperLink, RemoteProcess, is_node_alive
+from offbeat_cluster.ray._reservation import Reservation, find_room, release, release_now, reserve, start_keeper
 from offbeat_types import PeerFailedError, PlacementError
 
 T = TypeVar("T")
+
+_log: Final = logging.getLogger(__name__)
+
+_LEASE: Final = 5
+"""Times `silent_after_s` after which a cut-off node ends its roles. More than once: a driver may be suspended."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,14 @@ class RayLauncher(ProcessLauncher):
         self._home: asyncio.Future[KeeperLink] | None = None
         self._held: list[Reservation] = []
         self._seats: dict[str, _Seat] = {}
+        self._renewing = asyncio.Lock()
+
+    @property
+    def address(self) -> str:
+        """IP address of this machine as the other nodes see it; known once a role has been placed or started."""
+        connection = _result(self._connection)
+        assert connection is not None, "place or start something first"
+        return connection.address
 
     @classmethod
     def nodes(cls, config: ClusterConfig) -> list[Node]:
@@ -74,8 +88,7 @@ class RayLauncher(ProcessLauncher):
             raise
         self._held += held
         for each in reversed(held):  # of an engine on several nodes the first block is where its driver goes
-            for role, ordinals in each.block.roles.items():
-                self._seats[role] = _Seat(each.link, list(ordinals))
+            self._seat(each)
 
     async def close(self, deadline_s: float | None = None) -> None:
         """Stop every role, give all devices back, and end a cluster of our own: see `Launcher.close`."""
@@ -106,7 +119,7 @@ class RayLauncher(ProcessLauncher):
             raise
         if started.error:
             raise PeerFailedError(spec.name, f"could not be started on {link.address}: {started.error}")
-        process = RemoteProcess(link, order.key, started.pid, spec.log_path)
+        process = RemoteProcess(link, order.key, started.pid, spec.log_path, self._config.silent_after_s)
         return RoleActor(spec, process, Channel(process), self._config)
 
     def _order(self, spec: RoleSpec, devices: list[int] | None) -> Order:
@@ -122,18 +135,42 @@ class RayLauncher(ProcessLauncher):
             folder=os.getcwd(),
             log=log,
             devices=devices,
+            lease_s=_LEASE * self._config.silent_after_s,
         )
 
     async def _link_of(self, role: str) -> KeeperLink:
-        seat = self._seats.get(role)
-        if seat is not None and seat.link.lost:
-            raise PeerFailedError(role, f"{seat.link.lost}, where it was placed: place it anew")
-        if seat is not None:
-            return seat.link
+        if role in self._seats:
+            await self._renew(role)
+            return self._seats[role].link
         home = _result(self._home)
         if self._home is None or (self._home.done() and (home is None or home.lost)):
             self._home = asyncio.ensure_future(self._open_home())
         return await asyncio.shield(self._home)
+
+    async def _renew(self, role: str) -> None:
+        """Where a role's keeper is gone: reserve its block anew, on its node or, when that is gone too, on another."""
+        async with self._renewing:  # roles of one block are often started at once
+            link = self._seats[role].link
+            if not link.lost:
+                return
+            connection = await self._connect()
+            former = next(each for each in self._held if each.keeper is link)
+            await release(connection.ray, [former])
+            nodes = await asyncio.to_thread(connection.nodes)
+            if not await asyncio.to_thread(is_node_alive, connection.ray, link.node):
+                nodes.pop(link.node, None)
+            block, node = find_room(former.block, nodes, is_silent=link.is_silent)
+            _log.warning("%s: %s; its block goes to %s", role, link.lost, block.node)
+            deadline_s = self._config.place_timeout_s
+            held = await reserve(
+                connection, [block], {block.node: node}, run_name=self._run_name, deadline_s=deadline_s
+            )
+            self._held[self._held.index(former)] = held[0]
+            self._seat(held[0])
+
+    def _seat(self, each: Reservation) -> None:
+        for role, ordinals in each.block.roles.items():
+            self._seats[role] = _Seat(each.link, list(ordinals))
 
     async def _open_home(self) -> KeeperLink:
         """Start the keeper of all roles that no plan has placed, on the driver's own node."""
@@ -141,8 +178,12 @@ class RayLauncher(ProcessLauncher):
         affinity = connection.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         strategy = affinity(connection.own_node, soft=False)
         actor = start_keeper(connection.ray, f"{self._run_name}/home", strategy)
-        where = decode(await actor.whereabouts.remote(), Whereabouts)
-        return KeeperLink(connection.ray, actor, where.node, where.address)
+        link = KeeperLink(connection.ray, actor, connection.own_node, connection.address)
+        try:
+            await actor.whereabouts.remote()
+        except connection.ray.exceptions.RayError as error:
+            raise PeerFailedError("the keeper", await link.explain_loss(error)) from error
+        return link
 
     async def _connect(self) -> Connection:
         """Connect in a thread, once: it takes seconds, in which the driver must hear Ctrl-C."""

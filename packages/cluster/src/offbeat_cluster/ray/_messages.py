@@ -35,6 +35,7 @@ class Order(msgspec.Struct, frozen=True):
         folder: to run in, where the node has it.
         log: takes its output; None: that of the keeper.
         devices: ordinals among the devices of the keeper's block; None: all of them.
+        lease_s: it is ended when the driver asks for no report for so long.
     """
 
     key: str
@@ -43,6 +44,7 @@ class Order(msgspec.Struct, frozen=True):
     folder: str
     log: LogFile | None
     devices: list[int] | None
+    lease_s: float
 
 
 class Started(msgspec.Struct, frozen=True):

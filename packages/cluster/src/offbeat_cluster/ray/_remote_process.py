@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +15,11 @@ from offbeat_cluster.ray._messages import Report, decode
 
 _PATIENCE_S: Final = 10.0
 """A keeper reports at least so often, even when there is nothing to tell."""
+_ASK_S: Final = 5.0
+"""For Ray to say whether a node lives."""
+_AGAIN_S: Final = 0.1
+_REACH_S: Final = 2.0
+"""For a node to take a connection."""
 _KILL_S: Final = 5.0
 """After SIGKILL: how long the keeper has to report the end, before it is given up itself."""
 
@@ -26,11 +32,15 @@ class KeeperLink:
         actor: its handle.
         node: Ray's id of its node.
         address: of its node.
+
+    Attributes:
+        lost: how it was lost, in words; "" while it is not.
+        is_silent: it was lost because it did not answer.
     """
 
     def __init__(self, ray: Any, actor: Any, node: str, address: str) -> None:
         self.ray, self.actor, self.node, self.address = ray, actor, node, address
-        self.lost = ""
+        self.lost, self.is_silent = "", False
 
     def kill(self) -> None:
         """End it and all its processes."""
@@ -39,8 +49,12 @@ class KeeperLink:
 
     async def explain_loss(self, error: BaseException) -> str:
         """Say in one line how it was lost, and remember that it is."""
+        alive = True
+        with contextlib.suppress(TimeoutError):  # nobody answers where the driver itself is cut off
+            async with asyncio.timeout(_ASK_S):
+                error = await self._final_word(error)
+                alive = await asyncio.to_thread(is_node_alive, self.ray, self.node)
         text = str(error)
-        alive = await asyncio.to_thread(self._node_is_alive)
         if not alive or "node has died" in text or "node was terminated" in text:
             self.lost = f"its node {self.address} was lost"
         else:
@@ -48,8 +62,30 @@ class KeeperLink:
             self.lost = f"its keeper, a Ray actor on {self.address}, died: {last}"
         return self.lost
 
-    def _node_is_alive(self) -> bool:
-        return any(node["NodeID"] == self.node and node["Alive"] for node in self.ray.nodes())
+    async def _final_word(self, error: BaseException) -> BaseException:
+        """Ask again while Ray only says that it cannot reach it: it learns later whether the node was lost."""
+        unavailable = self.ray.exceptions.ActorUnavailableError
+        while isinstance(error, unavailable) and await asyncio.to_thread(is_node_alive, self.ray, self.node):
+            await asyncio.sleep(_AGAIN_S)
+            try:
+                await self.actor.whereabouts.remote()
+            except self.ray.exceptions.RayError as later:
+                error = later
+            else:
+                break  # but what it said meanwhile is lost
+        return error
+
+
+def is_node_alive(ray: Any, node_id: str) -> bool:
+    """Whether a node lives and can be reached. Ray itself learns of a lost one by missed heartbeats, a minute later."""
+    found = next((node for node in ray.nodes() if node["NodeID"] == node_id and node["Alive"]), None)
+    if found is None:
+        return False
+    try:
+        socket.create_connection((found["NodeManagerAddress"], found["NodeManagerPort"]), timeout=_REACH_S).close()
+    except OSError:
+        return False
+    return True
 
 
 class RemoteProcess:
@@ -60,10 +96,12 @@ class RemoteProcess:
         key: what the keeper calls it.
         pid: its process id there.
         log_path: takes what it writes, when the node does not have this file itself.
+        silent_after_s: a keeper that reports nothing for so long is given up: its node is stopped, or cut off.
     """
 
-    def __init__(self, link: KeeperLink, key: str, pid: int, log_path: Path | None) -> None:
+    def __init__(self, link: KeeperLink, key: str, pid: int, log_path: Path | None, silent_after_s: float) -> None:
         self._link, self._key, self.pid, self._log_path = link, key, pid, log_path
+        self._silent_after_s = silent_after_s
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[int | str] = self._loop.create_future()
         self._chunks: asyncio.Queue[bytes] = asyncio.Queue()
@@ -96,7 +134,8 @@ class RemoteProcess:
             return
         self._link.actor.send_signal.remote(self._key, int(number))
         if number == signal.SIGKILL:
-            self._loop.call_later(_KILL_S, self._give_up)
+            lost = f"its keeper on {self.address} did not answer and was ended"
+            self._loop.call_later(_KILL_S, self._give_up, lost)
 
     async def state(self) -> str:
         """What it is doing, when that is odd."""
@@ -131,11 +170,15 @@ class RemoteProcess:
         self._listening.cancel()
 
     async def _listen(self) -> None:
+        patience_s = min(_PATIENCE_S, self._silent_after_s / 3)
         try:
             while self.alive:
-                report = decode(await self._link.actor.receive.remote(self._key, _PATIENCE_S), Report)
+                async with asyncio.timeout(self._silent_after_s):
+                    report = decode(await self._link.actor.receive.remote(self._key, patience_s), Report)
                 self._heard_s = time.monotonic()
                 self._take(report)
+        except TimeoutError:
+            self._give_up(f"nothing was heard of its node {self.address} for {self._silent_after_s:g} s")
         except self._link.ray.exceptions.RayError as error:
             self._finish(await self._link.explain_loss(error))
 
@@ -156,8 +199,8 @@ class RemoteProcess:
         if not self._end.done():
             self._end.set_result(end)
 
-    def _give_up(self) -> None:
+    def _give_up(self, lost: str) -> None:
         if self.alive:
-            self._link.lost = f"its keeper on {self.address} did not answer and was ended"
+            self._link.lost, self._link.is_silent = lost, True
             self._link.kill()
-            self._finish(self._link.lost)
+            self._finish(lost)

@@ -5,14 +5,14 @@ import contextlib
 import secrets
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from offbeat_cluster.placement import Block, Node
 from offbeat_cluster.ray._connection import Connection
 from offbeat_cluster.ray._keeper import Keeper
 from offbeat_cluster.ray._messages import Whereabouts, decode
-from offbeat_cluster.ray._remote_process import KeeperLink
+from offbeat_cluster.ray._remote_process import KeeperLink, is_node_alive
 from offbeat_types import DeadlineError, PeerFailedError, PlacementError
 
 _POLL_S: Final = 0.05
@@ -30,12 +30,14 @@ class Reservation:
         group: Ray's placement group, of one bundle.
         keeper: in it, once it has been started.
         devices: ids of its devices on its node, in order.
+        is_ready: the keeper has answered.
     """
 
     block: Block
     group: Any
     keeper: KeeperLink | None = None
     devices: tuple[str, ...] = ()
+    is_ready: bool = False
 
     @property
     def link(self) -> KeeperLink:
@@ -139,6 +141,36 @@ def needs_of(block: Block) -> dict[str, float]:
     return {kind: amount for kind, amount in wanted.items() if kind and amount} or {"CPU": _SOME_CPU}
 
 
+def find_room(block: Block, nodes: Mapping[str, Node], *, is_silent: bool) -> tuple[Block, str]:
+    """Find a place for a block whose keeper is gone: its own node if that lives, else the tightest that has room.
+
+    Args:
+        block: where it was.
+        nodes: that live as far as Ray knows, by its ids.
+        is_silent: its own node was not heard of: it may be cut off, which Ray takes a minute to notice.
+
+    Returns:
+        The block on its node, and Ray's id of that.
+
+    Raises:
+        PlacementError: no node has room, with what each is short of.
+    """
+    own = {node_id for node_id, node in nodes.items() if node.name == block.node}
+    room = {node_id for node_id, node in nodes.items() if not _shortfall(block, node)}
+    candidates = room if is_silent else room | own  # what it held there may not be reported as free yet
+    if candidates:
+        node_id = min(
+            candidates,
+            key=lambda each: ((each in own) == is_silent, nodes[each].num_free(block.device_kind), nodes[each].name),
+        )
+        return replace(block, node=nodes[node_id].name), node_id
+    raise PlacementError(
+        f"{block.name} has lost its node {block.node}, and no other has room for it:",
+        tuple(sorted(_shortfall(block, node) for node in nodes.values())),
+        changes=("start the node again, or another one like it",),
+    )
+
+
 def _check_room(connection: Connection, blocks: Sequence[Block], nodes: Mapping[str, str]) -> None:
     """Refuse what no wait can bring: Ray finds that out too, but a sum over the cluster would not."""
     wanted: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -170,6 +202,8 @@ def _ask(ray: Any, block: Block, node: str, run_name: str) -> Reservation:
 async def _wait_created(ray: Any, each: Reservation, node: str) -> None:
     while (table := await _table(ray, each))["state"] != "CREATED":
         if table["stats"]["scheduling_state"] == "INFEASIBLE":
+            if not await asyncio.to_thread(is_node_alive, ray, node):
+                raise PeerFailedError(each.block.name, f"its node {each.block.node} was lost")
             needs = ", ".join(f"{amount:g} {kind}" for kind, amount in needs_of(each.block).items())
             raise PlacementError(f"{each.block.name} needs {needs} on {each.block.node}, which can never have that")
         await asyncio.sleep(_POLL_S)
@@ -197,7 +231,7 @@ async def _open(ray: Any, each: Reservation, node: str, run_name: str) -> None:
     except ray.exceptions.RayError as error:
         raise PeerFailedError(block.name, await each.keeper.explain_loss(error)) from error
     each.keeper.address = where.address
-    each.devices = tuple(where.devices)
+    each.devices, each.is_ready = tuple(where.devices), True
     if where.node != node or len(where.devices) != block.num_devices:
         raise PlacementError(
             f"{block.name} was planned with {block.num_devices} devices on {block.node}, and its process has "
@@ -213,18 +247,25 @@ def _describe_wait(
     for each in held:
         state = connection.ray.util.placement_group_table(each.group)["state"]
         if state != "CREATED":
-            waiting.append(f"{each.block.name} ({_shortfall(each.block, free.get(nodes[each.block.node]))})")
-        elif each.keeper is None or (each.block.num_devices and not each.devices):
-            waiting.append(f"the keeper of {each.block.name} on {each.block.node}")
-    on = ", ".join(waiting) or "the keepers"
+            waiting.append(f"{each.block.name} ({_explain_wait(each.block, free.get(nodes[each.block.node]))})")
+    unready = [f"{each.block.name} on {each.block.node}" for each in held if not each.is_ready]
+    on = ", ".join(waiting) or f"the keepers of {', '.join(unready)}"
     advice = "another run holds what is missing; everything has been released; or raise cluster.place_timeout_s"
     return DeadlineError(f"placing {len(held)} blocks", on, deadline_s, advice)
 
 
-def _shortfall(block: Block, node: Node | None) -> str:
+def _explain_wait(block: Block, node: Node | None) -> str:
     if node is None:
         return f"its node {block.node} is gone"
-    if block.num_devices > node.num_free(block.device_kind):
-        free = f"{node.num_free(block.device_kind)} free"
-        return f"{block.num_devices} {block.device_kind} on {block.node}, which has {free}"
-    return f"{block.num_cpus:g} CPUs on {block.node}, which has {node.num_cpus:g} free"
+    return _shortfall(block, node) or f"its place on {block.node}"
+
+
+def _shortfall(block: Block, node: Node) -> str:
+    """What a node is short of for a block; "" when it has room."""
+    if block.num_devices > (num_free := node.num_free(block.device_kind)):
+        return f"{block.num_devices} {block.device_kind} on {node.name}, which has {num_free} free"
+    if block.num_cpus > node.num_cpus:
+        return f"{block.num_cpus:g} CPUs on {node.name}, which has {node.num_cpus:g} free"
+    if block.memory_bytes > node.memory_bytes:
+        return f"{block.memory_bytes / 2**30:.1f} GiB on {node.name}, which has {node.memory_bytes / 2**30:.1f} free"
+    return ""

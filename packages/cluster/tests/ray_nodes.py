@@ -1,11 +1,14 @@
 """A Ray cluster of several nodes on this machine, with accelerators that exist in Ray's books only."""
 
 import contextlib
+import os
 import shutil
+import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from offbeat_cluster import ClusterConfig
@@ -20,7 +23,7 @@ NUM_GPUS = 8
 
 
 @dataclass
-class FakeCluster:
+class RayNodes:
     """The cluster, to which this process is connected.
 
     Args:
@@ -40,7 +43,10 @@ class FakeCluster:
 
     def add_node(self, number: int, num_gpus: int = NUM_GPUS) -> Any:
         """Start a node with the address 127.0.0.NUMBER."""
-        return self.cluster.add_node(node_ip_address=f"127.0.0.{number}", num_cpus=8, num_gpus=num_gpus, wait=False)
+        address = f"127.0.0.{number}"
+        return _patiently(
+            lambda: self.cluster.add_node(node_ip_address=address, num_cpus=8, num_gpus=num_gpus, wait=False), address
+        )
 
     def held_groups(self) -> list[str]:
         """Names of the placement groups that are not removed."""
@@ -61,7 +67,7 @@ class FakeCluster:
 
 
 @contextlib.contextmanager
-def fake_cluster(num_nodes: int) -> Iterator[FakeCluster]:
+def start_ray_nodes(num_nodes: int) -> Iterator[RayNodes]:
     """Start a head without accelerators, and nodes at 127.0.0.2 and on; stop all of them after the block."""
     ray = import_ray()
     from ray.cluster_utils import Cluster
@@ -69,9 +75,10 @@ def fake_cluster(num_nodes: int) -> Iterator[FakeCluster]:
     folder = tempfile.mkdtemp(prefix="ray-")  # short: Ray puts sockets into it
     head = {"num_cpus": 4, "include_dashboard": False, "temp_dir": folder}
     switches = {"prestart_worker_first_driver": False}
-    cluster = Cluster(initialize_head=True, head_node_args={**head, "_system_config": switches})
+    cluster = Cluster()
     try:
-        fake = FakeCluster(ray, cluster)
+        _patiently(lambda: cluster.add_node(**head, _system_config=switches), folder)
+        fake = RayNodes(ray, cluster)
         for number in range(num_nodes):
             fake.add_node(2 + number)
         cluster.wait_for_nodes()
@@ -83,6 +90,25 @@ def fake_cluster(num_nodes: int) -> Iterator[FakeCluster]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _patiently(start: Callable[[], Any], mark: str) -> Any:
+    """Start a node, again when it took longer than the 30 s that Ray gives it: the machine may be busy.
+
+    Args:
+        start: starts it.
+        mark: in the command lines of its processes, of which a failed start leaves some behind.
+    """
+    for _ in range(4):
+        try:
+            return start()
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+        for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+            if mark in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(int(pid), signal.SIGKILL)
+    return start()
+
+
 class SharedHomeLauncher(RayLauncher):
     """A launcher whose roles without a plan go to the keeper that the tests share.
 
@@ -91,7 +117,7 @@ class SharedHomeLauncher(RayLauncher):
         config: deadlines.
     """
 
-    def __init__(self, cluster: FakeCluster, config: ClusterConfig) -> None:
+    def __init__(self, cluster: RayNodes, config: ClusterConfig) -> None:
         super().__init__("test-run", config)
         self._cluster = cluster
 
