@@ -5,12 +5,16 @@ interface by test_npu_contract.py), and the backend "hccl", which is gloo on the
 """
 
 import importlib.util
+import sys
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import torch
 import torch.distributed as dist
+
+from offbeat_npu import REFERENCE, Operators
 
 SOURCE = Path(__file__).parent / "standin" / "standin.cpp"
 TOTAL_BYTES = 1 << 30
@@ -91,6 +95,23 @@ def runtime(native):
     }
 
 
+def operators():
+    """A module torch_npu with the operators that the device puts into models, each counted in `calls`."""
+    module = ModuleType("torch_npu")
+    module.calls = Counter()
+
+    def counted(name, function):
+        def call(*args, **kwargs):
+            module.calls[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in Operators.__dataclass_fields__:
+        setattr(module, name, counted(name, getattr(REFERENCE, name)))
+    return module
+
+
 def install(library):
     """Make the device known to torch in this process; once.
 
@@ -105,6 +126,8 @@ def install(library):
     spec.loader.exec_module(native)
     torch._register_device_module("npu", SimpleNamespace(**runtime(native)))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+    sys.modules["torch_npu"] = operators()
 
     def collectives(store, rank, size, timeout):
         return native.collectives(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))

@@ -100,9 +100,13 @@ def test_memory_random_state_and_count(standin):
 )
 def test_training_gives_what_the_cpu_gives(standin, model, changes):
     npu_standin.install(standin)
+    import torch_npu
+
     ours = TorchTrainEngine.create(config(model, "npu", **changes))
     rough = bool(changes.get("dtype"))
-    found, wanted = trained(ours), trained(TorchTrainEngine.create(config(model, "cpu", **changes)))
+    found = trained(ours)
+    assert set(torch_npu.calls) == {"npu_rms_norm", "npu_rotary_mul", "npu_swiglu"}, "the model computes without them"
+    wanted = trained(TorchTrainEngine.create(config(model, "cpu", **changes)))
     if rough:  # the CPU attends in float32 by a kernel of its own
         np.testing.assert_allclose(found[0], wanted[0], rtol=0.05, atol=0.05)
     else:

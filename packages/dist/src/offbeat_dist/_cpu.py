@@ -4,8 +4,9 @@ import ctypes
 import os
 import resource
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -60,6 +61,13 @@ class CpuDevice:
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Set what `rng_state` gave."""
         torch.set_rng_state(state)
+
+    def adapt(self, model: torch.nn.Module) -> tuple[str, ...]:
+        """Nothing to replace: torch's own kernels serve a CPU."""
+        return ()
+
+    def prepare(self, library: str, settings: Mapping[str, Any]) -> None:
+        """Nothing to patch."""
 
 
 def _proc_status() -> dict[str, int]:

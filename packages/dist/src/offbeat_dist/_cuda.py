@@ -1,6 +1,7 @@
 """An NVIDIA GPU as a device; a ROCm build of torch answers to the same name."""
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
@@ -52,3 +53,10 @@ class CudaDevice:
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Set what `rng_state` gave."""
         torch.cuda.set_rng_state(state, self.torch_device)
+
+    def adapt(self, model: torch.nn.Module) -> tuple[str, ...]:
+        """Nothing to replace: torch's own kernels serve a GPU."""
+        return ()
+
+    def prepare(self, library: str, settings: Mapping[str, Any]) -> None:
+        """Nothing to patch."""

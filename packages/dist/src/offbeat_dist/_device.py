@@ -4,8 +4,9 @@ A kind of device is a class registered under the entry point `offbeat.device`; i
 in "cuda:0". No other module of offbeat compares such names.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -76,6 +77,19 @@ class Device(Protocol):
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Set what `rng_state` gave."""
+        ...
+
+    def adapt(self, model: torch.nn.Module) -> tuple[str, ...]:
+        """Put the platform's own kernels in place of layers of a transformers model; what was replaced."""
+        ...
+
+    def prepare(self, library: str, settings: Mapping[str, Any]) -> None:
+        """Make a library fit for this kind of device, before it is imported.
+
+        Args:
+            library: such as "megatron".
+            settings: what it is going to be used with, in its own words.
+        """
         ...
 
 

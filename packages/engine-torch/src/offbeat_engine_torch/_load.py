@@ -35,6 +35,7 @@ def make_policy(
             model, pieces = _load_whole(config, device.torch_device)
         else:
             model, pieces = _load_parts(config, device.torch_device, mesh)
+        device.adapt(model.whole)
     return Policy(model, pieces, device, config, options)
 
 
