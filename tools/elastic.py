@@ -80,8 +80,8 @@ def tokens_per_s(job: Job, seconds: float) -> float:
     lines = [line for line in read_metrics(job.run / "metrics.jsonl") if "train/response_tokens" in line.values]
     inside = [line for line in lines if line.time_s >= begin_s]
     # 4 groups of 2 samples each; the first update ends the time before.
-    tokens = sum(float(line.values["train/response_tokens"]) * 8 for line in inside[1:])  # type: ignore[arg-type]
-    return tokens / max(inside[-1].time_s - inside[0].time_s, 1e-9) if len(inside) > 1 else 0.0
+    lengths = [length for line in inside[1:] if isinstance(length := line.values["train/response_tokens"], float)]
+    return 8 * sum(lengths) / max(inside[-1].time_s - inside[0].time_s, 1e-9) if len(inside) > 1 else 0.0
 
 
 def measure(job: Job, counts: list[int], seconds: float) -> list[tuple[int, float]]:

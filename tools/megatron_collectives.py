@@ -1,4 +1,4 @@
-"""The hang surface of offbeat-engine-megatron: every collective of a training step, a validation, an export, a checkpoint.
+"""Every collective of a training step, a validation, an export, a checkpoint: where offbeat-engine-megatron may hang.
 
     python tools/megatron_collectives.py [--only WORD] [--table docs/megatron.md]
 
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -168,7 +169,7 @@ def _prove_no_circle(phase: str, seen: Mapping[int, Seen], members: Mapping[int,
     before: dict[Any, set[Any]] = defaultdict(set)
     for rank, found in seen.items():
         nodes = [(group, tuple(members[rank][group]), number) for group, number, *_ in found.calls]
-        for earlier, later in zip(nodes, nodes[1:], strict=False):
+        for earlier, later in pairwise(nodes):
             before[later].add(earlier)
     try:
         TopologicalSorter(before).prepare()

@@ -55,7 +55,7 @@ class Layout:
     """
 
     model: str = "qwen3"
-    axes: dict[str, int] = field(default_factory=dict)
+    axes: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     recompute: bool = False
     lora: bool = False
@@ -286,7 +286,7 @@ def train_with_transformers(folder: Path, *, lora: bool = False) -> Trained:
     losses, norms, gradients = [], [], {}
     for step in range(NUM_STEPS):
         loss = reference_loss(network, make_sequences(step))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         if step == 0:
             gradients = {names[id(each)]: each.grad.clone() for each in network.parameters() if each.grad is not None}
         norms.append(float(nn.utils.clip_grad_norm_(network.parameters(), 0.5)))

@@ -199,7 +199,7 @@ def last_value(run: Path, metric: str) -> float:
 def final_reward(run: Path, num_updates: int = 10) -> float:
     """Mean reward of the samples of the last updates: how well the policy has learned its task."""
     lines = [line.values for line in read_metrics(run / "metrics.jsonl") if "train/reward" in line.values]
-    return float(np.mean([values["train/reward"] for values in lines[-num_updates:]]))  # type: ignore[arg-type]
+    return float(np.mean([values["train/reward"] for values in lines[-num_updates:]]))
 
 
 def trained_prompts(run: Path) -> Counter[str]:

@@ -71,7 +71,8 @@ class Package:
     @property
     def engine_extra(self) -> str:
         """The extra that brings the engine it adapts: `engine-cpu` where the engine has a build for CPUs."""
-        return "engine-cpu" if "engine-cpu" in self.extras else "engine"
+        names = [name for name in self.extras if name.partition("-")[0] == "engine"]
+        return "engine-cpu" if "engine-cpu" in names else next(iter(names), "engine")
 
     @property
     def light_extras(self) -> list[str]:

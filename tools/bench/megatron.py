@@ -36,7 +36,7 @@ from offbeat_dist import Device, Mesh, join_world, open_device  # noqa: E402
 from offbeat_testing import tiny_model  # noqa: E402
 from offbeat_types import LossTokens, Metrics, TrainEngineConfig, TrainSequence, load_backend  # noqa: E402
 
-SIZES: Final = {
+SIZES: Final[dict[str, dict[str, Any]]] = {
     "tiny": {"hidden_size": 32, "num_layers": 4, "num_kv_heads": 4},
     "small": {"hidden_size": 256, "num_layers": 4, "num_kv_heads": 4, "vocab_size": 4096},
     "base": {"hidden_size": 768, "num_layers": 8, "num_heads": 12, "num_kv_heads": 4, "vocab_size": 32000},
@@ -56,7 +56,7 @@ class Row:
     """
 
     who: str
-    axes: dict[str, int] = field(default_factory=dict)
+    axes: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     recompute: bool = False
 

@@ -13,7 +13,13 @@ from pathlib import Path
 
 import pytest
 
-WORDS = ["--cluster.launcher=ray", "--eval.every_updates=0", "--engine.max_updates=2", "--rollout.num_engines=2"]
+WORDS = [
+    "--cluster.launcher=ray",
+    "--cluster.connect_timeout_s=300",  # Ray's processes take their time on a busy machine
+    "--eval.every_updates=0",
+    "--engine.max_updates=2",
+    "--rollout.num_engines=2",
+]
 
 
 @pytest.mark.timeout(600)

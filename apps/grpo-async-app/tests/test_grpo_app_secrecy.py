@@ -50,9 +50,9 @@ def test_a_run_shows_nobody_else_anything(
         process.wait_until(lambda: len(updates(run)) >= 2, "2 updates")
         listening = set().union(*map(listening_addresses, [process.pid, *role_pids(process).values()]))
         assert process.wait() == 0, process.output
+        assert secret not in process.output
     assert listening, "the endpoint and the meeting place of the ranks"
     assert listening <= LOOPBACK
-    assert secret not in process.output
     for path in run.rglob("*"):
         assert path.is_dir() or secret.encode() not in path.read_bytes(), path
     assert "HF_TOKEN" in (run / "config.toml").read_text()

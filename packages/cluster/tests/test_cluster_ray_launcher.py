@@ -6,72 +6,126 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 from ray_nodes import RayNodes
 from role_processes import parent_of, role_processes
-from test_cluster_failures import error_of
+from test_cluster_failures import error_of, needs_linux
 
 from offbeat_cluster import ClusterConfig, RoleSpec
 from offbeat_cluster.placement import RankGroup, plan_placement
 from offbeat_cluster.ray import RayLauncher, _launcher, cluster_nodes
 from offbeat_cluster.ray._messages import LogFile
+from offbeat_cluster.ray._own_cluster import own_folder
 
 LISTEN = "0A"
 
 
 def run_python(code: str, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, env={**os.environ, **(env or {})})
+    return subprocess.run(command, capture_output=True, text=True, timeout=460, env={**os.environ, **(env or {})})
 
 
 def listening(pids: set[int]) -> set[str]:
-    """Hexadecimal addresses at which processes listen. Source: proc_pid_net(5) and proc_pid_fd(5)."""
+    """Hexadecimal address:port at which processes listen. Source: proc_pid_net(5) and proc_pid_fd(5)."""
     inodes = set()
     for pid in pids:
         for file in Path(f"/proc/{pid}/fd").iterdir():
             if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(file)):
                 inodes.add(match[1])
     lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
-    return {line[1].split(":")[0] for line in lines[1:] if line[3] == LISTEN and line[9] in inodes}
+    return {line[1] for line in lines[1:] if line[3] == LISTEN and line[9] in inodes}
 
 
 OWN_CLUSTER = """
-import asyncio, sys
+import asyncio, os, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from role_processes import role_processes
-from test_cluster_ray_launcher import listening
+from test_cluster_ray_launcher import knows_token, listening
 from offbeat_cluster import ClusterConfig, RoleSpec
 from offbeat_cluster.ray import RayLauncher
 
 async def main():
-    async with RayLauncher("test", ClusterConfig(launcher="ray")) as launcher:
+    async with RayLauncher("test", ClusterConfig(launcher="ray", connect_timeout_s=400)) as launcher:
         role = await launcher.start(RoleSpec("rollout-0", "cluster_roles:Patient"))
         assert await role.call("started", returns=bool)
-        print("at", role.address, *sorted(listening(role_processes(Path(sys.argv[2])))))
+        servers = role_processes(Path(sys.argv[2])) - {role.pid}
+        print("listening", *sorted(listening({*servers, role.pid, os.getpid()})))
+        print("address", role.address, launcher.address)
+        print("token", any(map(knows_token, servers)), knows_token(role.pid), "RAY_AUTH_TOKEN" in os.environ)
+        print("running", flush=True)
+        if sys.argv[3:] == ["stay"]:
+            await asyncio.sleep(1000)
 
 asyncio.run(main())
 print("left", *role_processes(Path(sys.argv[2])))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks at sockets through /proc")
-def test_a_cluster_of_our_own_listens_on_loopback_alone_and_is_gone_afterwards(
-    role_env: dict[str, str], tmp_path: Path
+def knows_token(pid: int) -> bool:
+    """Whether a process has been given what opens a Ray cluster."""
+    return b"RAY_AUTH_TOKEN=" in Path(f"/proc/{pid}/environ").read_bytes()
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder for Ray, which puts sockets into it: their paths end at 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="r-") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.timeout(480)
+@needs_linux
+def test_a_cluster_of_our_own_listens_on_loopback_alone_and_leaves_nothing(
+    role_env: dict[str, str], tmp_path: Path, short_folder: Path
 ) -> None:
     pytest.importorskip("ray")
-    done = run_python(OWN_CLUSTER, str(Path(__file__).parent), str(tmp_path), env=role_env)
+    env = {**role_env, "TMPDIR": str(short_folder)}
+    done = run_python(OWN_CLUSTER, str(Path(__file__).parent), str(tmp_path), env=env)
     assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
-    at = next(line for line in lines if line[0] == "at")
-    assert at[1] == "127.0.0.1"
+    said = {words[0]: words[1:] for words in map(str.split, done.stdout.splitlines())}
+    sockets = [address.split(":") for address in said["listening"]]
     loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
-    assert len(at) > 2
-    assert set(at[2:]) <= loopback
-    assert ["left"] in lines
+    assert sockets
+    assert {address for address, _ in sockets} <= loopback
+    assert not {int(port, 16) for _, port in sockets} & {8265, 10001}  # Ray's dashboard and client server
+    assert said["address"] == ["127.0.0.1", "127.0.0.1"]
+    assert said["token"] == ["True", "False", "False"]  # of Ray's processes; not of the role, nor of the driver
+    assert said["left"] == []
+    assert list(short_folder.iterdir()) == []
+
+
+@pytest.mark.timeout(480)
+@needs_linux
+def test_a_cluster_of_our_own_ends_with_a_driver_that_is_killed(
+    role_env: dict[str, str], tmp_path: Path, short_folder: Path
+) -> None:
+    pytest.importorskip("ray")
+    env = {**os.environ, **role_env, "TMPDIR": str(short_folder)}
+    command = [sys.executable, "-c", OWN_CLUSTER, str(Path(__file__).parent), str(tmp_path), "stay"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as driver:
+        assert driver.stdout is not None
+        assert any(line == "running\n" for line in driver.stdout)
+        driver.kill()
+    end_s = time.monotonic() + 60
+    while left := role_processes(tmp_path):
+        assert time.monotonic() < end_s, f"{left} are still there"
+        time.sleep(0.1)
+    with own_folder(short_folder) as folder:  # the next run clears away what this one could not
+        assert list(short_folder.iterdir()) == [folder]
+
+
+def test_folders_of_runs_that_live_are_left_alone(tmp_path: Path) -> None:
+    with own_folder(tmp_path) as first:
+        with own_folder(tmp_path) as second:
+            assert {first, second} == {*tmp_path.iterdir()}
+        assert [*tmp_path.iterdir()] == [first]
 
 
 CONNECT = """

@@ -25,7 +25,8 @@ NONE_FREE = dict.fromkeys(ALL_FREE, 0)
 
 @pytest.fixture(autouse=True)
 def _all_free(ray_cluster: RayNodes) -> Iterator[None]:
-    """Every test leaves the cluster as it found it."""
+    """Every test finds the cluster free, and leaves it so."""
+    ray_cluster.wait_free_gpus(ALL_FREE)
     yield
     assert ray_cluster.held_groups() == []
     ray_cluster.wait_free_gpus(ALL_FREE)

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore
 
-from offbeat_dist import Mesh, current_world, join_world
+from offbeat_dist import Mesh, current_world, join_world, open_store
 from offbeat_types import ConfigError, DeadlineError
 
 
@@ -214,3 +216,19 @@ def test_torchrun_says_who_is_who(tmp_path):
 def test_importing_the_package_does_not_import_torch():
     code = "import offbeat_dist, sys; dir(offbeat_dist); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_store_is_open_at_its_own_address_alone():
+    store = open_store("127.0.0.1", deadline_s=20.0)
+    other = TCPStore("127.0.0.1", store.port, is_master=False)
+    other.set("said", "heard")
+    assert store.get("said") == b"heard"
+    listening = [
+        columns[1].partition(":")[0]
+        for table in ("tcp", "tcp6")
+        for columns in map(str.split, Path(f"/proc/self/net/{table}").read_text().splitlines()[1:])
+        if columns[3] == "0A" and columns[1].endswith(f":{store.port:04X}")
+    ]
+    assert listening == ["0100007F"]
+    with pytest.raises(OSError, match="in use"):
+        open_store("127.0.0.1", store.port)

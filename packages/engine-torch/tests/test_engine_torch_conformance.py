@@ -8,8 +8,7 @@ from offbeat_types import load_backend
 
 
 class TestQwen3(TrainEngineConformance):
-    def make_engine(self, config):
-        return TorchTrainEngine.create(config)
+    backend = TorchTrainEngine
 
 
 class TestQwen2(TestQwen3):
@@ -21,6 +20,8 @@ class TestLlama(TestQwen3):
 
 
 class TestActivationCheckpointing(TrainEngineConformance):
+    backend = TorchTrainEngine
+
     def make_engine(self, config):
         return TorchTrainEngine.create(dataclasses.replace(config, activation_checkpointing=True))
 

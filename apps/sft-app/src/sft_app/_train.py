@@ -147,9 +147,11 @@ class _Session:
             stepped = self._engine.step()
         seconds = max(time.monotonic() - started_s, 1e-9)
         tokens = sum(len(sequence.ids) for sequence in batch)
+        # The engine's own names have no slash: see `TrainEngine.forward_backward`.
+        engines = {**{name: metric for name, metric in losses.items() if "/" not in name and name != "loss"}, **stepped}
         values: Metrics = {
             "train/loss": losses["loss/nll"],
-            **{f"engine/{name}": metric for name, metric in stepped.items()},
+            **{f"engine/{name}": metric for name, metric in engines.items()},
             "perf/tokens_per_s": Metric(value=tokens / seconds),
             "perf/samples_per_s": Metric(value=len(batch) / seconds),
             "data/epoch": Metric(value=self._preflight.epochs_at(update + 1), how="last"),

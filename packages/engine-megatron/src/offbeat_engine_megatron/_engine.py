@@ -130,6 +130,7 @@ class MegatronTrainEngine:
         device = open_device_of(config, mesh)
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
+        device.prepare("megatron", plan.parallel.in_megatrons_words())
         load_megatron(compiled=device.torch_device.type == ACCELERATOR)
         return cls(plan, device, mesh)
 

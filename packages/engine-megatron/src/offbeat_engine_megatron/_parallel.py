@@ -37,6 +37,17 @@ class Parallel:
         """Each pack is padded to a multiple of this."""
         return self.sequence_multiple * (self.tp if self.sp else 1)
 
+    def in_megatrons_words(self) -> dict[str, int | bool]:
+        """As megatron's command line names them: what a device's patches of megatron-core are told."""
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "context_parallel_size": self.cp,
+            "expert_model_parallel_size": self.ep,
+            "sequence_parallel": self.sp,
+            "use_flash_attn": True,
+        }
+
 
 def choose_parallel(axes: Mapping[str, int], options: MegatronEngineOptions) -> Parallel:
     """Sizes from a mesh's axes and the options.

@@ -5,8 +5,7 @@ from offbeat_testing import TrainEngineConformance
 
 
 class TestQwen3(TrainEngineConformance):
-    def make_engine(self, config):
-        return MegatronTrainEngine.create(config)
+    backend = MegatronTrainEngine
 
 
 class TestQwen2(TestQwen3):
@@ -18,5 +17,7 @@ class TestLlama(TestQwen3):
 
 
 class TestActivationCheckpointing(TrainEngineConformance):
+    backend = MegatronTrainEngine
+
     def make_engine(self, config):
         return MegatronTrainEngine.create(dataclasses.replace(config, activation_checkpointing=True))

@@ -38,6 +38,8 @@ LAYOUTS = [
     ),
     layout("qwen3-untied", axes={"pp": 2, "tp": 2}),
     layout(axes={"pp": 2, "cp": 2}, virtual_pipeline=2),
+    layout("qwen3-moe", axes={"dp": 2, "ep": 2}),
+    layout("qwen3-moe", axes={"tp": 2, "pp": 2, "ep": 2}),
     layout(axes={"dp": 2, "pp": 2}, overlap_grad_reduce=True, overlap_param_gather=True),
 ]
 
@@ -82,7 +84,7 @@ class Reference(nn.Module):
             yield from ((f"model.layers.{number}.{name}", each) for name, each in layer.named_parameters())
 
     def values(self, sequence):
-        """Log-probabilities and entropies of the loss tokens, and for each layer the sum of its losses and the count."""
+        """Log-probabilities and entropies of the loss tokens; for each layer the sum of its losses and their count."""
         ids = torch.from_numpy(sequence.ids.astype(np.int64))
         mask = torch.from_numpy(sequence.loss_mask)
         hidden = self.network.model(ids[None], use_cache=False).last_hidden_state
@@ -174,14 +176,14 @@ def train_engine(engine):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Folders with layers beside the model, and what one process on transformers makes of each."""
+    """Folders with layers beside the model, and what one process on transformers makes of each; of experts ours."""
     place, found = tmp_path_factory.mktemp("mtp"), {}
-    for model in ("qwen3", "qwen3-untied"):
+    for model in ("qwen3", "qwen3-untied", "qwen3-moe"):
         plain = make_model(place / f"plain-{model}", model)
         engine = MegatronTrainEngine.create(engine_config(plain, layout(model)))
         engine.save_weights(place / model)  # with the layers as they are made
+        found[model] = train_engine(engine) if model == "qwen3-moe" else train_reference(place / model)
         engine.close()
-        found[model] = train_reference(place / model)
     return place, found
 
 

@@ -10,6 +10,7 @@ from offbeat_run._config_text import explain
 from offbeat_run._doctor import examine
 from offbeat_run._folder import RunFolder
 from offbeat_run._report import write_report
+from offbeat_run._secrets import hide_secrets
 from offbeat_run._serve import serve_report
 from offbeat_types import ConfigError
 
@@ -102,7 +103,7 @@ def doctor_command(_: CommandWords) -> int:
 
 
 def print_table(rows: Sequence[tuple[str, str]], *, title: str = "") -> None:
-    """Print rows of (name, text); a long text is folded, never cut."""
+    """Print rows of (name, text); a long text is folded, never cut, and a secret of the environment named."""
     from rich.console import Console  # imported late: most commands print no table
     from rich.table import Table
     from rich.text import Text
@@ -111,5 +112,5 @@ def print_table(rows: Sequence[tuple[str, str]], *, title: str = "") -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))  # plain: "[engine]" is no markup
+        table.add_row(*(Text(hide_secrets(cell)) for cell in row))  # plain: "[engine]" is no markup
     Console().print(table)

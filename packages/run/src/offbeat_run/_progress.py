@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from offbeat_run._secrets import hide_secrets
 from offbeat_types import Metric
 
 if TYPE_CHECKING:  # rich is imported where it draws: processes that only log need none of it
@@ -97,7 +98,7 @@ class Progress:
         from rich.text import Text
 
         # A plain line stays one line: a log must not be folded at 80 columns.
-        self._console.print(Text(text), soft_wrap=True)
+        self._console.print(Text(hide_secrets(text)), soft_wrap=True)
 
     def left_s(self) -> float | None:
         """Seconds to the end at the pace of the last updates, or None while that is not known."""

@@ -9,7 +9,18 @@ import pytest
 
 from offbeat_testing._reference import reference_logprobs, reference_model
 from offbeat_testing._tiny_models import TinyFamily, tiny_model
-from offbeat_types import LossTokens, Metric, Metrics, TrainEngine, TrainEngineConfig, TrainSequence
+from offbeat_types import (
+    ConfigError,
+    LossTokens,
+    Metric,
+    Metrics,
+    ModelError,
+    TrainBackend,
+    TrainEngine,
+    TrainEngineConfig,
+    TrainLayout,
+    TrainSequence,
+)
 
 
 def _sequences(num: int = 6, *, seed: int = 0) -> list[TrainSequence]:
@@ -31,6 +42,11 @@ def _nll(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
     return loss, {"nll": Metric(value=float(loss.detach()), how="sum")}
 
 
+def _named_nll(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
+    loss, metrics = _nll(tokens)
+    return loss, {f"loss/{name}": metric for name, metric in metrics.items()}
+
+
 def _weighted(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
     """A loss of the shape policy losses have: it reads extras and sequence numbers."""
     per_token = tokens.logprobs_N * tokens.extras["advantage"] * (1 + 0 * tokens.sequence_N)
@@ -45,16 +61,21 @@ class TrainEngineConformance:
     """Mix into a test class; say how to make the engine.
 
     class TestMyEngine(TrainEngineConformance):
-        def make_engine(self, config):
-            return MyEngine.create(config)
+        backend = MyEngine
+
+    Attributes:
+        backend: what the package registers under `offbeat.engine`.
+        family: of the model to train.
+        tolerance: of log-probabilities, nats.
     """
 
+    backend: TrainBackend
     family: TinyFamily = "qwen3"
     tolerance: float = 1e-4
 
     def make_engine(self, config: TrainEngineConfig) -> TrainEngine:
         """Return the engine under test."""
-        raise NotImplementedError
+        return self.backend.create(config)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -66,6 +87,40 @@ class TrainEngineConformance:
     def config(self, model_folder: Path) -> TrainEngineConfig:
         """Return settings under which one step visibly moves the weights."""
         return TrainEngineConfig(model_path=str(model_folder), device="cpu", learning_rate=1e-3)
+
+    def test_a_plan_says_how_ranks_share_the_model(self, config: TrainEngineConfig) -> None:
+        """One rank by itself; several along dp unless options say otherwise. Nothing is started for it."""
+        import torch.distributed as dist
+
+        assert self.backend.plan(config) == TrainLayout(zero_stage=self.backend.plan(config).zero_stage)
+        assert self.backend.plan(config, 2).num_ranks == self.backend.plan(config, 2).dp == 2
+        shared = dataclasses.replace(config, options={"tensor_parallel": 2})
+        assert (self.backend.plan(shared, 4).tp, self.backend.plan(shared, 4).dp) == (2, 2)
+        assert not dist.is_initialized()
+
+    def test_a_plan_refuses_what_cannot_be(self, config: TrainEngineConfig, tmp_path: Path) -> None:
+        """Before anything starts, with the option or setting in the text."""
+        for options, num_ranks, said in (
+            ({"tensor_paralel": 2}, 2, "did you mean tensor_parallel"),
+            ({"tensor_parallel": 0}, 1, "tensor_parallel must be"),
+            ({"tensor_parallel": 2}, 3, "got 3"),
+            ({"tensor_parallel": 3}, 3, "num_"),  # heads
+        ):
+            with pytest.raises(ConfigError, match=said):
+                self.backend.plan(dataclasses.replace(config, options=options), num_ranks)
+        with pytest.raises(ConfigError, match="total_steps"):
+            self.backend.plan(dataclasses.replace(config, schedule="cosine"))
+        with pytest.raises(ModelError, match="nowhere"):
+            self.backend.plan(dataclasses.replace(config, model_path=str(tmp_path / "nowhere")))
+
+    def test_the_engines_own_metrics_have_no_slash(self, config: TrainEngineConfig) -> None:
+        """So whoever reports them can tell them from the loss function's."""
+        engine = self.make_engine(config)
+        found = engine.forward_backward(_sequences(), _named_nll)
+        assert {name for name in found if "/" in name} == {"loss/nll"}
+        assert {"loss", "num_microbatches"} <= found.keys()
+        assert {"grad_norm", "learning_rate", "steps_refused"} <= engine.step().keys()
+        engine.close()
 
     def test_logprobs_are_those_of_transformers(self, config: TrainEngineConfig) -> None:
         """[T] each, equal to the reference under the mask, 0 outside it, in the order given."""

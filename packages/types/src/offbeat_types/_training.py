@@ -125,6 +125,10 @@ class TrainEngine(Protocol):
         """Split into micro-batches by the token budget, and add up gradients of the summed loss.
 
         An error that the loss raises on one rank is raised on all.
+
+        Returns:
+            The loss function's metrics merged, and the engine's own: `loss` (the sum) and others, such as
+            `num_microbatches`, whose names hold no slash.
         """
         ...
 

@@ -193,7 +193,6 @@ def _named(metrics: Metrics) -> Metrics:
         named["train/clip_fraction"] = replace(clips[0], value=sum(clip.value for clip in clips))
     # Each optimizer step has a loss of its own: their mean is the update's.
     named["train/loss"] = Metric(value=metrics["loss"].value if "loss" in metrics else 0.0)
-    for name in ("packed_tokens", "sequence_tokens", "num_microbatches"):
-        if name in metrics:
-            named[f"engine/{name}"] = metrics[name]
+    # The engine's own names have no slash: see `TrainEngine.forward_backward`.
+    named |= {f"engine/{name}": metric for name, metric in metrics.items() if "/" not in name and name != "loss"}
     return {**named, **{name: metric for name, metric in metrics.items() if name.startswith("correction/")}}

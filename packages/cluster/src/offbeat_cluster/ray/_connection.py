@@ -15,6 +15,9 @@ from offbeat_cluster.ray._own_cluster import SHARED_CPUS, loopback_only, own_fol
 from offbeat_types import ConfigError, DeadlineError
 
 LOCAL: Final = "local"
+_ADVICE: Final = (
+    "is a Ray of this version there, and are RAY_AUTH_MODE and the token (RAY_AUTH_TOKEN_PATH) what its nodes have?"
+)
 _END_S: Final = 30.0
 """For Ray to end the processes of a cluster of our own; they die with this one in any case."""
 
@@ -123,11 +126,13 @@ class _Owner(threading.Thread):
         self.start()
         if not self._connected.wait(deadline_s):
             self._closing.set()  # should it ever come up
-            on = "a Ray cluster of our own" if address == LOCAL else f"the Ray cluster at {address}"
-            advice = "is that its address, and is its version of Ray the same? or raise cluster.connect_timeout_s"
+            on, advice = "a Ray cluster of our own", "raise cluster.connect_timeout_s: this machine is busy"
+            if address != LOCAL:
+                on, advice = f"the Ray cluster at {address}", f"{_ADVICE} or raise cluster.connect_timeout_s"
             raise DeadlineError("connecting to Ray", on, deadline_s, advice)
         if self._error:
-            raise ConfigError(f"cluster.address = {address!r}: Ray says: {self._error}") from self._error
+            advice = "" if address == LOCAL else f"; {_ADVICE}"
+            raise ConfigError(f"cluster.address = {address!r}: Ray says: {self._error}{advice}") from self._error
 
     def disconnect(self) -> None:
         """Disconnect, which ends a cluster of our own."""

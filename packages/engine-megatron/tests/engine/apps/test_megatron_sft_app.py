@@ -52,44 +52,44 @@ def assert_same(run: Path, undisturbed: Path) -> None:
 
 
 @pytest.fixture
-def undisturbed(forked_main: Main, config: Path, tmp_path: Path) -> Path:
+def undisturbed(sft_main: Main, sft_config: Path, tmp_path: Path) -> Path:
     """A run of the torch engine in one process."""
-    run_to_its_end(forked_main, "train", config, "--out", tmp_path / "undisturbed", *WORDS)
+    run_to_its_end(sft_main, "train", sft_config, "--out", tmp_path / "undisturbed", *WORDS)
     return tmp_path / "undisturbed"
 
 
 @every_layout
 def test_four_ranks_train_as_the_torch_engine_does(
-    forked_main: Main, config: Path, undisturbed: Path, layout: list[str], tmp_path: Path
+    sft_main: Main, sft_config: Path, undisturbed: Path, layout: list[str], tmp_path: Path
 ) -> None:
-    run_to_its_end(forked_main, "train", config, "--out", tmp_path / "run", *MEGATRON, *layout)
+    run_to_its_end(sft_main, "train", sft_config, "--out", tmp_path / "run", *MEGATRON, *layout)
     assert_same(tmp_path / "run", undisturbed)
 
 
 def test_a_run_killed_at_a_random_moment_goes_on_in_another_layout(
-    forked_main: Main, config: Path, undisturbed: Path, tmp_path: Path
+    sft_main: Main, sft_config: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     first, then = random.Random(seed).sample(list(LAYOUTS.values()), 2)
     num_updates, run = random.Random(seed).randrange(2, 7), tmp_path / "run"
-    with RunningCommand(forked_main, "train", config, "--out", run, *MEGATRON, *first) as process:
+    with RunningCommand(sft_main, "train", sft_config, "--out", run, *MEGATRON, *first) as process:
         process.wait_until(run.joinpath("config.toml").exists, "there is a run")
         process.wait_until(lambda: len(values(run, "train/loss")) >= num_updates, f"{num_updates} updates")
         started = process.descendants()
         process.kill()
         process.wait()
         wait_until_gone(started, deadline_s=20)  # nobody tells the ranks: they see that rank 0 is gone
-    run_to_its_end(forked_main, "resume", run, *then)
+    run_to_its_end(sft_main, "resume", run, *then)
     assert_same(run, undisturbed)
 
 
 def test_a_rank_that_is_killed_is_named_and_one_rank_goes_on(
-    forked_main: Main, config: Path, undisturbed: Path, tmp_path: Path
+    sft_main: Main, sft_config: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     with RunningCommand(
-        forked_main, "train", config, "--out", run, *MEGATRON, *LAYOUTS["tp 2 × cp 2"], "--data.epochs=3000"
+        sft_main, "train", sft_config, "--out", run, *MEGATRON, *LAYOUTS["tp 2 × cp 2"], "--data.epochs=3000"
     ) as process:
         process.wait_until((run / "checkpoints" / "step-000002").is_dir, "a checkpoint")
         started = process.descendants()
@@ -101,7 +101,7 @@ def test_a_rank_that_is_killed_is_named_and_one_rank_goes_on(
     done = RunFolder.open(run, write=False).checkpoints.latest()
     assert done is not None
     words = ["--engine.num_ranks=1", "--engine.options", "{}", f"--engine.max_updates={done.step + 2}"]
-    run_to_its_end(forked_main, "resume", run, *words)
+    run_to_its_end(sft_main, "resume", run, *words)
     assert list(values(run, "train/loss")) == list(range(1, done.step + 3))
     expected = list(values(undisturbed, "train/loss").values())[:7]  # the last update of the shorter run is smaller
     assert list(values(run, "train/loss").values())[:7] == pytest.approx(expected[: done.step + 2], abs=2e-5)
@@ -123,15 +123,15 @@ def test_a_rank_that_is_killed_is_named_and_one_rank_goes_on(
     }.values(),
 )
 def test_a_layout_that_cannot_be_is_refused_by_the_plan(
-    command: CommandLine, config: Path, options: str, said: str
+    sft_command: CommandLine, sft_config: Path, options: str, said: str
 ) -> None:
-    ended = command("plan", config, *MEGATRON, "--engine.options", options)
+    ended = sft_command("plan", sft_config, *MEGATRON, "--engine.options", options)
     assert ended.code == 2
     assert said in ended.err
 
 
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS.items())
-def test_the_plan_shows_the_layout(command: CommandLine, config: Path, name: str, layout: list[str]) -> None:
-    ended = command("plan", config, *MEGATRON, *layout)
+def test_the_plan_shows_the_layout(sft_command: CommandLine, sft_config: Path, name: str, layout: list[str]) -> None:
+    ended = sft_command("plan", sft_config, *MEGATRON, *layout)
     assert ended.code == 0, ended.err
     assert f"4 that train together as {name}" in " ".join(ended.out.split())

@@ -49,12 +49,12 @@ def run_to_its_end(main: Main, *words: object) -> None:
 
 @every_layout
 def test_on_policy_four_ranks_train_as_the_torch_engine_does(
-    forked_main: Main, config: Path, layout: list[str], lucky_reward: str, tmp_path: Path
+    grpo_main: Main, grpo_config: Path, layout: list[str], lucky_reward: str, tmp_path: Path
 ) -> None:
     """Also with a reference policy. From the second update on the samples come from weights the ranks handed out."""
-    words = ["train", config, *SYNCHRONOUS, "--algorithm.kl_coefficient=0.1", lucky_reward]
-    run_to_its_end(forked_main, *words, "--out", tmp_path / "torch")
-    run_to_its_end(forked_main, *words, "--out", tmp_path / "megatron", *MEGATRON, *layout)
+    words = ["train", grpo_config, *SYNCHRONOUS, "--algorithm.kl_coefficient=0.1", lucky_reward]
+    run_to_its_end(grpo_main, *words, "--out", tmp_path / "torch")
+    run_to_its_end(grpo_main, *words, "--out", tmp_path / "megatron", *MEGATRON, *layout)
     for name in ("train/reward", "train/loss", "engine/grad_norm", "train/kl_ref", "eval/reward"):
         expected = values(tmp_path / "torch", name)
         assert len(expected) > 1
@@ -67,11 +67,11 @@ def test_on_policy_four_ranks_train_as_the_torch_engine_does(
 
 @every_layout
 def test_an_asynchronous_run_accounts_for_every_prompt(
-    forked_main: Main, config: Path, layout: list[str], tmp_path: Path
+    grpo_main: Main, grpo_config: Path, layout: list[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     words = ["--async.staleness_threshold=1", "--rollout.num_engines=2", "--data.epochs=2"]
-    run_to_its_end(forked_main, "train", config, "--out", run, *MEGATRON, *layout, *words)
+    run_to_its_end(grpo_main, "train", grpo_config, "--out", run, *MEGATRON, *layout, *words)
     assert set(trained_prompts(run).values()) == {2}
     assert len(trained_prompts(run)) == NUM_TRAIN
     assert list(values(run, "train/reward")) == list(range(1, 11))
@@ -80,10 +80,10 @@ def test_an_asynchronous_run_accounts_for_every_prompt(
     assert all(math.isfinite(loss) for loss in values(run, "train/loss").values())
 
 
-def test_a_run_killed_by_force_goes_on_in_another_layout(forked_main: Main, config: Path, tmp_path: Path) -> None:
+def test_a_run_killed_by_force_goes_on_in_another_layout(grpo_main: Main, grpo_config: Path, tmp_path: Path) -> None:
     run, words = tmp_path / "run", ["--data.epochs=2", "--checkpoint.every=1"]
     with RunningCommand(
-        forked_main, "train", config, "--out", run, *MEGATRON, *LAYOUTS["tp 2 × cp 2"], *words
+        grpo_main, "train", grpo_config, "--out", run, *MEGATRON, *LAYOUTS["tp 2 × cp 2"], *words
     ) as process:
         process.wait_until(run.joinpath("config.toml").exists, "there is a run")
         process.wait_until(lambda: len(values(run, "train/reward")) >= 3, "three updates")
@@ -91,17 +91,17 @@ def test_a_run_killed_by_force_goes_on_in_another_layout(forked_main: Main, conf
         process.kill()
         process.wait()
         wait_until_gone(started, deadline_s=20)
-    run_to_its_end(forked_main, "resume", run, *LAYOUTS["pp 2 × dp 2"])
+    run_to_its_end(grpo_main, "resume", run, *LAYOUTS["pp 2 × dp 2"])
     assert sorted(trained_prompts(run).values()) == [2] * NUM_TRAIN
     assert list(values(run, "train/reward")) == list(range(1, 11))
 
 
 def test_a_rank_that_is_killed_is_named_and_the_trainer_starts_again(
-    forked_main: Main, config: Path, tmp_path: Path
+    grpo_main: Main, grpo_config: Path, tmp_path: Path
 ) -> None:
     run, words = tmp_path / "run", ["--data.epochs=3", "--checkpoint.every=1"]
     with RunningCommand(
-        forked_main, "train", config, "--out", run, *MEGATRON, *LAYOUTS["pp 2 × dp 2"], *words
+        grpo_main, "train", grpo_config, "--out", run, *MEGATRON, *LAYOUTS["pp 2 × dp 2"], *words
     ) as process:
         process.wait_until(run.joinpath("config.toml").exists, "there is a run")
         process.wait_until(lambda: len(values(run, "train/reward")) >= 2, "two updates")
@@ -110,6 +110,24 @@ def test_a_rank_that_is_killed_is_named_and_the_trainer_starts_again(
         assert "trainer-2" in process.output, process.output
     assert sorted(trained_prompts(run).values()) == [3] * NUM_TRAIN
     assert max(values(run, "trainer/restarts").values()) == 1
+
+
+def test_multi_token_prediction_learns_beside_the_policy(
+    grpo_main: Main, grpo_config: Path, lucky_reward: str, tmp_path: Path
+) -> None:
+    """Its loss is told, is the same in every layout, and falls; the policy is trained as without it."""
+    words = ["train", grpo_config, *SYNCHRONOUS, *MEGATRON, lucky_reward, "--engine.learning_rate=1e-3"]
+    sizes = {"shared": "tensor_parallel = 2, context_parallel = 2", "stages": "pipeline_parallel = 2"}
+    for name, size in sizes.items():
+        options = f"{{{size}, mtp_layers = 1, mtp_detached = true}}"
+        run_to_its_end(grpo_main, *words, "--out", tmp_path / name, "--engine.options", options)
+    run_to_its_end(grpo_main, *words, "--out", tmp_path / "without", *LAYOUTS["pp 2 × dp 2"])
+    losses = values(tmp_path / "shared", "engine/mtp_loss_1")
+    assert list(losses) == [1, 2, 3, 4, 5]
+    assert losses[5] < losses[1]
+    assert values(tmp_path / "stages", "engine/mtp_loss_1") == pytest.approx(losses, abs=1e-3)
+    for name in sizes:
+        assert values(tmp_path / name, "train/reward") == pytest.approx(values(tmp_path / "without", "train/reward"))
 
 
 @pytest.mark.parametrize(
@@ -123,15 +141,15 @@ def test_a_rank_that_is_killed_is_named_and_the_trainer_starts_again(
     }.values(),
 )
 def test_a_layout_that_cannot_be_is_refused_by_the_plan(
-    command: CommandLine, config: Path, options: str, said: str
+    grpo_command: CommandLine, grpo_config: Path, options: str, said: str
 ) -> None:
-    ended = command("plan", config, *MEGATRON, "--engine.options", options)
+    ended = grpo_command("plan", grpo_config, *MEGATRON, "--engine.options", options)
     assert ended.code == 2
     assert said in ended.err
 
 
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS.items())
-def test_the_plan_shows_the_layout(command: CommandLine, config: Path, name: str, layout: list[str]) -> None:
-    ended = command("plan", config, *MEGATRON, *layout)
+def test_the_plan_shows_the_layout(grpo_command: CommandLine, grpo_config: Path, name: str, layout: list[str]) -> None:
+    ended = grpo_command("plan", grpo_config, *MEGATRON, *layout)
     assert ended.code == 0, ended.err
     assert f"4 x trainer (megatron, {name}" in " ".join(ended.out.split())

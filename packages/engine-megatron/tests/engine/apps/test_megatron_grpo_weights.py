@@ -43,11 +43,6 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 PROMPT_IDS = np.arange(3, 15, dtype=np.int32)
 
 
-@pytest.fixture(autouse=True)
-def _megatron(forked_main: object) -> None:
-    """Imported before the ranks fork."""
-
-
 def open_trainer(model: Path, mesh: Mesh, **options: Any) -> TrainEngine:
     """A trainer after one step that changes what is sampled."""
     config = TrainEngineConfig(model_path=str(model), device="cpu", learning_rate=1e-2, options=options)

@@ -1,4 +1,4 @@
-"""Trainer and vLLM on the same device take turns in a real run: memory changes hands in order, the run learns from it."""
+"""A real run with trainer and vLLM on the same device: they take turns, and memory changes hands in order."""
 
 import json
 from itertools import pairwise
@@ -8,8 +8,6 @@ import pytest
 
 from offbeat_run import read_metrics, read_timeline
 from offbeat_testing import RunningCommand, tiny_model
-
-pytest.importorskip("vllm")
 
 ORDER = [
     "trainer-0 sleep 1",
@@ -78,7 +76,5 @@ def steps_of(run: Path) -> list[tuple[str, float, float, int]]:
         for each in events
         if each["ph"] == "X" and tracks[each["tid"]] != "weight sync"
     ]
-    return sorted(
-        ((step, start, end, args.get("resident_bytes", 0)) for step, start, end, args in spans),
-        key=lambda each: each[1],
-    )
+    told = [(step, start, end, args.get("resident_bytes", 0)) for step, start, end, args in spans]
+    return sorted(told, key=lambda span: span[1])
