@@ -8,6 +8,7 @@ same folder, each sequence alone, torch's autograd and AdamW, in one process. Ru
 """
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -175,11 +176,12 @@ def _make_moe(folder: Path) -> Path:
     tiny_model(folder)  # for its tokenizer
     (folder / "model.safetensors").unlink()
     torch.manual_seed(0)
+    untyped: dict[str, Any] = {"head_dim": 16}  # transformers does not declare it
     config = Qwen3MoeConfig(
         vocab_size=320, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=4, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        num_attention_heads=4, num_key_value_heads=4, num_experts=4, num_experts_per_tok=2,
         norm_topk_prob=True, mlp_only_layers=[0], tie_word_embeddings=False, initializer_range=0.1,
-        max_position_embeddings=2048,
+        max_position_embeddings=2048, **untyped,
     )  # fmt: skip
     network = Qwen3MoeForCausalLM(config).float()
     with torch.no_grad():
@@ -462,6 +464,7 @@ def main() -> None:
     torch.set_num_threads(1)
     load_megatron()
     import_module("offbeat_engine_megatron._build")  # all of the engine, once, for the ranks that are forked from here
+    gc.freeze()  # their collections then leave alone, and copy no page of, what they share with this process
     rows: list[tuple[Layout, Errors]] = []
     with tempfile.TemporaryDirectory() as folder:
         models = {name: make_model(Path(folder) / name, name) for name in MODELS}

@@ -46,7 +46,8 @@ class MegatronLoop:
     def __init__(self, folder: Path, mesh: Mesh, sequences: Sequence[TrainSequence]) -> None:
         self._shim, self._device = shim_for(mesh.device.torch_device), mesh.device.torch_device
         options, config = MegatronEngineOptions(), TrainEngineConfig(model_path=str(folder))
-        parallel = Parallel(**{axis: size for axis, size in mesh.axes.items() if axis != "edp"})
+        sizes: dict[str, Any] = {axis: mesh.axes[axis] for axis in ("dp", "tp", "pp")}
+        parallel = Parallel(**sizes)
         _, shape = read_model(str(folder))
         with self._shim:
             groups = join_groups(parallel, mesh, mesh.device.kind, config.seed)

@@ -17,6 +17,11 @@ class TestBadInput(CommandConformance):
         "missing column": (["--data.answer_column", "solution"], "solution"),
         "every prompt too long": (["--data.max_prompt_tokens", "2"], "too long"),
         "no such device of the rollout": (["--rollout.device", "cuda:7"], "cuda:7"),
+        "no such option of the trainer": (["--engine.options", "{tensor_paralel = 2}"], "tensor_parallel"),
+        "heads that the ranks cannot share": (
+            ["--engine.num_ranks", "3", "--engine.options", "{tensor_parallel = 3}"],
+            "num_attention_heads",
+        ),
         "no such reward": (["--reward.name", "exact_mach"], "exact_match"),
         "no such rollout engine": (["--rollout.backend", "vlllm"], "'vlllm' is not installed"),
         "no room for the completion": (["--rollout.max_tokens", "90"], "max_model_len"),

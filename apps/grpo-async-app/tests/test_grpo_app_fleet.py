@@ -11,7 +11,7 @@ from grpo_async_app._fleet import Fleet
 from grpo_async_app._restarts import RestartBudget
 from grpo_async_app._speeds import EngineSpeeds
 from offbeat_run import load_config
-from offbeat_types import PeerFailedError
+from offbeat_types import PeerFailedError, PlacementError
 
 
 class BrokenLauncher:
@@ -52,6 +52,52 @@ def test_a_restart_that_fails_again_and_again_is_raised_with_its_cause(
                 fleet.engines.raise_if_failed()
         assert "SIGKILL" in told[0]
         assert len(told) == 3
+
+    asyncio.run(scenario())
+
+
+class LivingHandle:
+    """An engine that answers and never ends."""
+
+    name, alive = "rollout-1", True
+
+    async def wait_dead(self) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def call(self, method: str, **_: Any) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_an_engine_whose_node_is_gone_leaves_while_there_are_others(
+    config: Path, model: Path, tmp_path: Path, others: int
+) -> None:
+    class FullLauncher(BrokenLauncher):
+        async def start(self, spec: Any) -> Any:
+            raise PlacementError("no node has room for it")
+
+    async def scenario() -> None:
+        fleet = Fleet(load_config(config, GrpoConfig, []), str(model), tmp_path)
+        told: list[str] = []
+        fleet._launcher, fleet.tell = FullLauncher(), told.append
+        async with fleet:
+            fleet.engines._wanted = 1 + others
+            for _ in range(others):
+                fleet.engines._add("rollout-1", LivingHandle())  # type: ignore[arg-type]
+            gone = fleet.engines._add("rollout-0", DeadHandle())  # type: ignore[arg-type]
+            await asyncio.wait(set(fleet.engines._tasks), timeout=10, return_when="FIRST_COMPLETED")
+            if not others:
+                with pytest.raises(PlacementError, match="no node has room"):
+                    fleet.engines.raise_if_failed()
+                return
+            fleet.engines.raise_if_failed()
+            assert fleet.engines.names == ["rollout-1"]
+            assert gone.has_left
+            assert told[-2:] == [
+                "rollout-0 has no place any more, and the others go on: no node has room for it",
+                "rollout-0 has left: 1 rollout engine",
+            ]
 
     asyncio.run(scenario())
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,6 +18,14 @@ class TestBadInput(CommandConformance):
         "every row too long": (["--data.max_sequence_tokens", "4"], "data.max_sequence_tokens"),
         "no such engine option": (["--engine.options", "{sharing = true}"], "sharing"),
         "option of another command": (["--serve", "8000"], "takes no --serve"),
+        "a warm-up that outlasts the run": (
+            ["--engine.schedule", "linear", "--engine.warmup_steps", "9"],
+            "warmup_steps",
+        ),
+        "ranks that do not divide": (
+            ["--engine.num_ranks", "3", "--engine.options", "{tensor_parallel = 2}"],
+            "engine.num_ranks = 2 or a multiple of it",
+        ),
         "no ranks": (["--engine.num_ranks", "0"], "engine.num_ranks"),
         "one device for two ranks": (["--engine.num_ranks", "2", "--engine.device", "cpu:0"], "engine.device = cpu:0"),
         "no patience": (["--liveness.stall_after_s", "0"], "liveness.stall_after_s"),
@@ -24,6 +33,13 @@ class TestBadInput(CommandConformance):
         "profile without numbers": (["--profile.steps", "some"], "FIRST:LAST"),
         "profile after the end": (["--profile.steps", "8:9"], "8 updates"),
     }
+
+
+@pytest.mark.skipif(find_spec("megatron") is not None, reason="megatron-core is installed here")
+def test_a_trainer_that_is_not_installed_is_told_with_its_install_line(command: CommandLine, config: Path) -> None:
+    ended = command("plan", config, "--engine.backend=megatron", "--engine.num_ranks=4")
+    assert ended.code == 2
+    assert 'pip install "offbeat-engine-megatron[engine]"' in ended.err
 
 
 @pytest.mark.parametrize(

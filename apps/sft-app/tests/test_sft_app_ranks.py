@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from offbeat_run import Checkpoint, RunFolder, read_metrics
 from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
-from sft_app import _cli, _preflight
+from sft_app import _cli
 
 # Adam's first steps turn a rounding difference into a multiple of the learning rate: the smaller, the closer.
 WORDS = ["--engine.schedule=constant", "--engine.learning_rate=1e-3"]
@@ -80,21 +80,18 @@ def test_a_rank_that_is_killed_ends_the_run_and_one_rank_goes_on(
     assert_same(run, undisturbed)
 
 
+def test_two_ranks_that_share_every_layer_train_as_one(command: CommandLine, config: Path, tmp_path: Path) -> None:
+    words = ["train", config, *WORDS, "--engine.max_updates=3", "--eval.every_updates=1"]
+    shared = [*RANKS, "--engine.options", "{tensor_parallel = 2}"]
+    with RunningCommand(_cli.main, *words, "--out", tmp_path / "run", *shared) as process:
+        assert process.wait() == 0, process.output
+    ended = command(*words, "--out", tmp_path / "undisturbed")
+    assert ended.code == 0, ended.err
+    assert_same(tmp_path / "run", tmp_path / "undisturbed")
+
+
 def test_the_plan_shows_the_ranks(command: CommandLine, config: Path) -> None:
     ended = command("plan", config, "--engine.num_ranks=2")
     assert ended.code == 0, ended.err
-    assert "2 that train together" in ended.out
+    assert "2 that train together as dp 2" in " ".join(ended.out.split())
     assert "on each rank" in " ".join(ended.out.split())
-
-
-def test_a_backend_of_one_process_is_refused(
-    command: CommandLine, config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Backend:
-        @classmethod
-        def create(cls, config: object) -> None: ...
-
-    monkeypatch.setattr(_preflight, "load_backend", lambda kind, name: Backend)
-    ended = command("plan", config, "--engine.num_ranks=2")
-    assert ended.code == 2
-    assert "trains in one process" in ended.err

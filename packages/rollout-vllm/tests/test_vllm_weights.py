@@ -135,7 +135,7 @@ def test_another_process_sees_the_arena_and_no_file_system_does():
         "import sys; from offbeat_rollout_vllm._arena import Arena; arena = Arena.attach(sys.argv[1], 4096)\n"
         "tensor = arena.tensor(64, 'float32', (2, 3)); print(tensor.tolist()); tensor.mul_(2)"
     )
-    done = subprocess.run([sys.executable, "-c", code, arena.address], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, arena.address], capture_output=True, text=True, timeout=100)
     assert done.stdout.strip() == str(_ramp().tolist()), done.stderr
     assert arena.tensor(64, "float32", (2, 3)).tolist() == (2 * _ramp()).tolist()
     assert not [name for name in os.listdir("/dev/shm") if "offbeat-rollout-vllm" in name]

@@ -73,7 +73,9 @@ def main(fault: str) -> None:
     ours, theirs = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
+        os.close(theirs[1])  # so that it ends with its parent
         _be_other_host(theirs[0], ours[1])
+    os.close(ours[1])
     os.read(ours[0], 1)
     ip("link set lo up")
     ip(f"link add va type veth peer name vb netns {pid}")
@@ -96,7 +98,7 @@ def _be_other_host(orders: int, answers: int) -> None:
         if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "unshare")
         os.write(answers, b"\n")
-        address, deadline_s = json.loads(os.read(orders, 1000))
+        address, deadline_s = json.loads(os.read(orders, 1000))  # nothing, if the parent is gone
         ip(f"addr add {ENGINE}/24 dev vb")
         ip("link set vb up")
         os.write(answers, json.dumps(outcome(lambda: be_engine(address, deadline_s))).encode())

@@ -1,4 +1,4 @@
-"""What the memory tests run in processes of their own: each says what it held at most beyond its tensors, in buckets."""
+"""What the memory tests run, each in a process of its own that says how many buckets of memory it has taken."""
 
 from collections.abc import Callable
 from multiprocessing.connection import Connection

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from grpo_async_app._config import GrpoConfig
+from offbeat_types import TrainLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +17,7 @@ class BatchArithmetic:
         updates_per_sync: K.
         samples_per_group: n.
         max_admitted: groups started between two syncs at most, ⌊R·K·(1+σ)⌋.
-        num_ranks: trainer ranks that share each step.
+        num_ranks: trainer ranks among which the samples of each step are divided: the data parallel ones.
         tokens_per_sample: prompt and response at most.
         tokens_per_microbatch: of one rank.
         samples_at_once: that all engines together decode.
@@ -33,8 +34,13 @@ class BatchArithmetic:
     samples_at_once: int
 
     @classmethod
-    def of(cls, config: GrpoConfig) -> "BatchArithmetic":
-        """Work it out."""
+    def of(cls, config: GrpoConfig, layout: TrainLayout | None = None) -> "BatchArithmetic":
+        """Work it out.
+
+        Args:
+            config: of the run.
+            layout: how the trainer's ranks share the model; None where its backend cannot be asked: all data parallel.
+        """
         policy, rollout = config.async_, config.rollout
         return cls(
             groups_per_step=policy.mini_batch_size,
@@ -42,7 +48,7 @@ class BatchArithmetic:
             updates_per_sync=policy.trigger_parameter_sync_step,
             samples_per_group=rollout.samples_per_prompt,
             max_admitted=policy.max_admitted,
-            num_ranks=config.engine.num_ranks,
+            num_ranks=layout.dp if layout else config.engine.num_ranks,
             tokens_per_sample=config.data.max_prompt_tokens + config.max_response_tokens,
             tokens_per_microbatch=config.engine.max_tokens_per_microbatch,
             samples_at_once=rollout.num_engines * rollout.max_running,

@@ -23,6 +23,7 @@ from offbeat_types import (
     GenerateRequest,
     OffbeatError,
     PeerFailedError,
+    PlacementError,
     WeightProof,
     WeightSyncError,
 )
@@ -284,9 +285,16 @@ class Engines:
             self._speeds.forget(engine.name)
             if engine.leaving:
                 break
-            engine.handle = await start_again(
-                self._budget, engine.name, cause, lambda: self._start(engine.name), self._tell
-            )
+            try:
+                engine.handle = await start_again(
+                    self._budget, engine.name, cause, lambda: self._start(engine.name), self._tell
+                )
+            except PlacementError as error:
+                if self.names == [engine.name]:
+                    raise
+                self._wanted -= 1
+                self._tell(f"{engine.name} has no place any more, and the others go on: {error}")
+                break
             self._send_for_weights(engine)
         del self._engines[engine.name]
         engine.has_left = True

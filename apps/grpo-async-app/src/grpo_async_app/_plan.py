@@ -10,7 +10,7 @@ from offbeat_run import count_text, size_text
 def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
     """Rows of (what, how much), in the order to read them."""
     config, model, prompts = preflight.config, preflight.model, preflight.prompts
-    threads, batch, memory = plan_threads(config), BatchArithmetic.of(config), preflight.memory
+    threads, batch, memory = plan_threads(config), BatchArithmetic.of(config, preflight.layout), preflight.memory
     memory_rows = memory.rows(preflight.placement)[1:] if memory else [("memory", _weights_text(preflight))]
     rows = [
         ("model", f"{model.family}, {count_text(model.num_parameters)} parameters, {model.path}"),

@@ -90,7 +90,7 @@ def _look_here(config: GrpoConfig) -> _Outlook:
     preflight = check_run(config)
     return _Outlook(
         placement=preflight.placement,
-        batch=BatchArithmetic.of(config),
+        batch=BatchArithmetic.of(config, preflight.layout),
         memory=preflight.memory,
         rows=describe_plan(preflight),
     )

@@ -3,15 +3,15 @@
 import socket
 from datetime import timedelta
 
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 
 def open_store(host: str, port: int = 0, *, deadline_s: float = 300.0) -> TCPStore:
     """Open a store that can be reached at `host` and nowhere else.
 
-    Expected: `TCPStore(host, ...)` listens on that address. What happens: it listens on all addresses, whatever the host
-    (torch 2.13, TCPStoreLibUvBackend.cpp), so that anybody in the network can read and write what ranks tell each other.
-    It takes a socket that listens already, though.
+    Expected: `TCPStore(host, ...)` listens on that address. What happens: it listens on all, whatever the host (torch
+    2.13, TCPStoreLibUvBackend.cpp), so that anybody in the network reads and writes what ranks tell each other. But it
+    takes a socket that listens already.
 
     Args:
         host: an address of this machine; 127.0.0.1 where all ranks are on it.

@@ -160,9 +160,7 @@ class Checkpoints:
             ModelError: the folder is not a whole checkpoint of this model; on all ranks, before anything is changed.
         """
         self.finish()
-        if self._ranks.leader:
-            recover(folder)
-        self._ranks.exchange(None)  # nobody looks before
+        self._on_each("load", lambda: recover(folder) if self._ranks.leader else None, ModelError)
         state, weights, moments = self._on_each("load", lambda: self._open(folder), ModelError)
         with weights, moments, self._ranks.together("load"):
             held = Moments(self._optimizer)

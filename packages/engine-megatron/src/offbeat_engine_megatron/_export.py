@@ -44,7 +44,7 @@ class Gathering:
             round_bytes: what tensor parallel ranks gather at a time.
         """
         sizes = [slot.num_elements for slot in bucket]
-        tensors = [part.view(slot.shape) for part, slot in zip(flat.split(sizes), bucket, strict=True)]
+        tensors = [part.view(slot.shape) for part, slot in zip(torch.split(flat, sizes), bucket, strict=True)]
         stage = bucket[0].place.stage
         if self._stage == stage:
             for rows in self._rounds(bucket, round_bytes // flat.itemsize):
@@ -88,7 +88,8 @@ class Gathering:
             ]
         )
         sizes = [(stop - start) * prod(bucket[number].part_shape(tp)[1:]) for number, start, stop in rows]
-        for (number, start, stop), values in zip(rows, self._tp.all_gather(mine).split(sizes, 1), strict=True):
+        everyones = torch.split(self._tp.all_gather(mine), sizes, 1)
+        for (number, start, stop), values in zip(rows, everyones, strict=True):
             dim = bucket[number].tp_dim
             assert dim is not None
             for part, found in zip(tensors[number].chunk(tp, dim), values, strict=True):

@@ -1,6 +1,8 @@
 """Tests on the real engine, which the nox session `test(engine-megatron+engine)` has; elsewhere they are left out."""
 
+import gc
 import warnings
+from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
@@ -16,6 +18,8 @@ if find_spec("megatron"):
 
     warnings.filterwarnings("ignore", module="megatron")
     load_megatron()  # here, once: ranks are forked from this process
+    import_module("offbeat_engine_megatron._build")
+    gc.freeze()  # else each rank's first collection copies all the pages of what is imported: a third of its time
 
 
 def pytest_collection_modifyitems(items):

@@ -21,7 +21,7 @@ from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_engine_megatron._folders import publish, recover, stage
 from offbeat_engine_megatron._tensor_files import FileWriter
 from offbeat_testing import reference_logprobs, reference_model, tiny_model
-from offbeat_types import ModelError, RunFolderError, TrainEngineConfig
+from offbeat_types import DeadlineError, ModelError, RunFolderError, TrainEngineConfig
 
 DEADLINE_S = 120
 
@@ -64,6 +64,7 @@ def slowly(monkeypatch, ready):
 
 @pytest.mark.mesh(tp=2, dp=2, deadline_s=DEADLINE_S)
 @pytest.mark.mesh(pp=2, cp=2, deadline_s=DEADLINE_S)
+@pytest.mark.mesh(dp=2, deadline_s=DEADLINE_S)
 def test_training_goes_on_while_a_checkpoint_is_written(folder, mesh, monkeypatch):
     make_files_small(monkeypatch)
     place, ready = folder / f"background-{'-'.join(map(str, mesh.axes.values()))}", threading.Event()
@@ -168,6 +169,20 @@ def test_killed_in_the_middle_of_a_save_the_old_checkpoint_is_whole(folder, tmp_
     engine.save(place)  # and what the killed ones left is cleared away
     engine.close()
     assert not [each for each in tmp_path.iterdir() if each.name.startswith((".tmp-", ".old-"))]
+
+
+def test_a_disk_that_does_not_answer_is_named_after_the_deadline(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("offbeat_engine_megatron._background.AFTER_S", 0.2)
+    ready = threading.Event()
+    engine = make_engine(folder, save_deadline_s=0.3)
+    slowly(monkeypatch, ready)
+    engine.save_in_background(tmp_path / "place")
+    with pytest.raises(DeadlineError, match="place"):
+        engine.save(tmp_path / "next")
+    ready.set()
+    engine.close()  # waits, and all is well
+    assert (tmp_path / "place/trainer/engine.json").is_file()
+    assert not (tmp_path / "next").exists()
 
 
 SCRIPT = """

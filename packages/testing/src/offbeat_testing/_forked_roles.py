@@ -23,7 +23,7 @@ def fork_roles() -> None:
 
     Call it in the fork that a `RunningCommand` makes; what the roles import must be imported before that.
     """
-    LocalLauncher._spawn = _fork_role  # type: ignore[method-assign]
+    setattr(LocalLauncher, "_spawn", _fork_role)  # noqa: B010  a type checker wants to know nothing of it
 
 
 class _RoleProcess(ForkedProcess):

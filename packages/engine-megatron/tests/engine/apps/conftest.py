@@ -1,4 +1,4 @@
-"""Both applications with a trainer of several ranks of megatron-core, forked from this process, which has imported it."""
+"""Both applications with a trainer of several ranks of megatron-core: forks of this process, which has imported it."""
 
 import json
 import os
