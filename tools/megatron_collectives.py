@@ -76,30 +76,35 @@ class Seen:
 
 def walk(engine: MegatronTrainEngine, folder: Path) -> dict[str, Seen]:
     """Go through all phases twice, and tell what was issued in the second turn; all ranks call it."""
+
+    def checkpoint(turn: int) -> None:
+        engine.save(folder)
+        engine.load(folder)
+
     phases: dict[str, Callable[[int], Any]] = {
         "training step": lambda turn: (engine.forward_backward(make_sequences(turn), policy_loss), engine.step()),
         "validation": lambda turn: engine.logprobs(make_sequences(7 + turn)),
         "weight export": lambda turn: sum(1 for _ in engine.weights()),
-        "checkpoint": lambda turn: (engine.save(folder), engine.load(folder)),
+        "checkpoint": checkpoint,
     }
     assert tuple(phases) == PHASES
     seen = {}
     for turn in range(2):
         for name, run in phases.items():
-            before = _last_of_each()
+            before_ns = _last_ns()
             with _messages() as (sent, received):
                 run(turn)
-            seen[name] = Seen(calls=_since(before), sent=sent, received=received)
+            seen[name] = Seen(calls=_since(before_ns), sent=sent, received=received)
     return seen
 
 
-def _last_of_each() -> dict[str, int]:
-    return {each.group: each.seq for each in recent_collectives()}
+def _last_ns() -> int:
+    return max((each.created_ns for each in recent_collectives()), default=0)
 
 
-def _since(before: Mapping[str, int]) -> list[Call]:
-    found = recent_collectives()
-    new = [each for each in found if each.seq > before.get(each.group, 0)]
+def _since(before_ns: int) -> list[Call]:
+    """By time: names and numbers come again in a process that, or whose parent, has had other groups before."""
+    new = [each for each in recent_collectives() if each.created_ns > before_ns]
     assert len(new) < RECORDED, "the recorder has forgotten the beginning of the phase"
     return [(each.group, each.seq, each.op, "" if each.op in UNEQUAL else " ".join(each.inputs)) for each in new]
 

@@ -96,7 +96,7 @@ def cluster() -> Iterator[Connection]:
         yield Connection(ClusterConfig(launcher="ray", address=nodes.address))
     finally:
         ray.shutdown()
-        nodes.shutdown()
+        nodes.shutdown()  # type: ignore[no-untyped-call]
 
 
 def occupy(chance: random.Random, spare: int) -> dict[str, int]:

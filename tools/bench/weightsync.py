@@ -15,6 +15,8 @@ of the whole sync, from the call to the last proof; trainer and engine are two p
     write      a plain file of as many bytes, written and fsynced, on the same disk
     read       the same file, read after its pages were dropped from the cache
 
+On a machine that does other things too, run it at real-time priority: chrt -f 5 python tools/bench/weightsync.py ...
+
 Floor and sync take turns; the ratio is that of the medians, and that of the fastest of each.
 """
 

@@ -33,7 +33,8 @@ def be_engine(orders: Connection, model: str) -> None:
         orders.send("ready")
         while order := orders.recv():
             await role.pause("wait")
-            await role.receive_weights(*order, DEADLINE_S, "rollout-0")
+            address, version = order
+            await role.receive_weights(address, version, DEADLINE_S, "rollout-0")
             await role.resume()
             orders.send("done")
         await role.close()

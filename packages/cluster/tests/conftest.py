@@ -46,7 +46,7 @@ def ray_cluster() -> Iterator[RayNodes]:
         yield cluster
 
 
-@pytest.fixture(params=["local", "ray"])
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.timeout(400))])
 def launchers(request: pytest.FixtureRequest) -> Launchers:
     """Each kind of launcher in turn."""
     if request.param == "local":

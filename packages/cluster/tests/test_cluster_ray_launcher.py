@@ -53,7 +53,8 @@ from offbeat_cluster import ClusterConfig, RoleSpec
 from offbeat_cluster.ray import RayLauncher
 
 async def main():
-    async with RayLauncher("test", ClusterConfig(launcher="ray", connect_timeout_s=400, start_timeout_s=440)) as launcher:
+    patient = ClusterConfig(launcher="ray", connect_timeout_s=400, start_timeout_s=440)
+    async with RayLauncher("test", patient) as launcher:
         role = await launcher.start(RoleSpec("rollout-0", "cluster_roles:Patient"))
         assert await role.call("started", returns=bool)
         servers = role_processes(Path(sys.argv[2])) - {role.pid}

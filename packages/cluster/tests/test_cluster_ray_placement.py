@@ -19,6 +19,8 @@ from offbeat_cluster.placement import Plan, RankGroup, plan_placement
 from offbeat_cluster.ray import RayLauncher, cluster_nodes
 from offbeat_types import DeadlineError, PeerFailedError, PlacementError
 
+pytestmark = pytest.mark.timeout(400)  # the first test waits for the cluster; nodes take seconds to start and to end
+
 ALL_FREE = {"127.0.0.2": NUM_GPUS, "127.0.0.3": NUM_GPUS}
 NONE_FREE = dict.fromkeys(ALL_FREE, 0)
 

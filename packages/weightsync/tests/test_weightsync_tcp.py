@@ -1,5 +1,6 @@
 """TCP alone: addresses, and who is let in."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offbeat_types import DeadlineError, OffbeatError, WeightSyncError
-from offbeat_weightsync import BucketPlan, TcpSender, describe_tensors, new_address, open_sender, receive
+from offbeat_weightsync import BucketPlan, TcpSender, _tcp_sender, describe_tensors, new_address, open_sender, receive
 from offbeat_weightsync._addresses import TcpAddress
 
 
@@ -127,6 +128,22 @@ def test_what_is_no_message_does_not_stop_a_sync(sender: TcpSender, weights: dic
         sender.send(weights.items(), 1, 1)
         friend.join()
     assert isinstance(held[0], dict)
+
+
+def test_strangers_that_stop_in_the_middle_do_not_make_a_sync_miss_its_deadline(
+    sender: TcpSender, weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_tcp_sender, "_GREETING_S", 100.0)  # the sender has less patience than that in all
+    place = TcpAddress.parse(sender.address)
+    assert place is not None
+    begin = time.monotonic()
+    with sender, contextlib.ExitStack() as strangers:
+        for _ in range(3):
+            stranger = strangers.enter_context(socket.create_connection((place.host, place.port)))
+            stranger.sendall(b"half a token")
+        with pytest.raises(DeadlineError, match="for 1 of 1 receivers to connect"):
+            sender.send(weights.items(), 1, 1, deadline_s=1)
+    assert time.monotonic() - begin < 50
 
 
 def test_an_engine_that_comes_early_for_the_next_version_waits_for_it(

@@ -44,12 +44,16 @@ class Updates:
             ModelError: an id is not in the vocabulary.
             GuardError: another rank was given other sequences.
         """
-        share = self._shares(what, sequences)[self._ranks.share] or [[]] * self._round
+        self._check_ids(sequences)
+        self._ranks.check_same(what, sequences)  # called from here, so that a verdict shows whose call this was
+        share = self._shares(sequences)[self._ranks.share] or [[]] * self._round
         return lay_out_all(sequences, share, self._parallel)
 
     def logprobs(self, what: str, sequences: Sequence[TrainSequence], passes: Passes) -> list[Floats]:
         """[T] float32 nats of every sequence, 0 where loss_mask is False, on every rank; arguments as for `packs`."""
-        shares = self._shares(what, sequences)
+        self._check_ids(sequences)
+        self._ranks.check_same(what, sequences)
+        shares = self._shares(sequences)
         packs = lay_out_all(sequences, shares[self._ranks.share], self._parallel)
         answers = [each.float().cpu().numpy() for each in passes.answer(packs)] if packs else []
         counts = [
@@ -59,10 +63,8 @@ class Updates:
         found = self._ranks.gather_shares(own, counts, self._device) if any(counts) else []
         return spread_values(sequences, shares if found else [], found)
 
-    def _shares(self, what: str, sequences: Sequence[TrainSequence]) -> list[Share]:
-        """Micro-batches of every share, after making sure that all ranks were asked for the same."""
-        self._check_ids(sequences)
-        self._ranks.check_same(what, sequences)
+    def _shares(self, sequences: Sequence[TrainSequence]) -> list[Share]:
+        """Micro-batches of every share."""
         return plan_shares(sequences, budget=self._budget, num_shares=self._ranks.num_shares, round_up_to=self._round)
 
     def _check_ids(self, sequences: Sequence[TrainSequence]) -> None:

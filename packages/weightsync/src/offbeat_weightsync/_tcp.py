@@ -38,6 +38,7 @@ def listen_tcp(address: TcpAddress) -> tuple[socket.socket, TcpAddress]:
         listener = socket.create_server((address.host, address.port), family=family, backlog=128)
     except OSError as error:
         raise WeightSyncError(f"cannot listen for receivers at {address}: {error.strerror or error}") from error
+    listener.setblocking(False)  # who has gone before it is accepted shall not make anybody wait
     return listener, address._replace(port=listener.getsockname()[1])
 
 

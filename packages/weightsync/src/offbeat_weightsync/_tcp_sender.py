@@ -83,6 +83,7 @@ class TcpSender(WeightSender):
         return TcpRound(list(joined), plan, [[each[index] for index in sorted(each)] for each in lanes], kept)
 
     def _accept(self, deadline: Deadline, missing: str) -> tuple[Connection, Join] | None:
+        self._part_from_who_gave_up()
         for each in self._early:
             peer, join = each
             lanes = self._lanes.get(join.ticket, {})
@@ -93,17 +94,25 @@ class TcpSender(WeightSender):
                     connection.deadline = deadline
                 for lane in lanes.values():
                     lane.join(peer, join.name)
-                try:
-                    peer.raise_if_spoken()
-                except WeightSyncError:
-                    self._part(peer)  # it has given up waiting
-                    return None
                 return each
         self._await_news(deadline, missing)
         return None
 
+    def _part_from_who_gave_up(self) -> None:
+        """Receivers that have gone while they waited for a sync, or before all their lanes were there."""
+        for each in list(self._early):
+            peer, join = each
+            try:
+                peer.raise_if_spoken()
+            except WeightSyncError:
+                self._early.remove(each)
+                self._tickets[peer] = join.ticket
+                self._part(peer)
+
     def _await_news(self, deadline: Deadline, missing: str) -> None:
         """Wait until somebody connects, or says who it is. Who is silent holds nobody up."""
+        if not deadline.left_s():
+            raise deadline.missed(missing)  # also while strangers keep coming
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             for each in self._strangers:
@@ -114,12 +123,15 @@ class TcpSender(WeightSender):
             raise deadline.missed(missing)
         for key, _ in ready:
             if isinstance(key.data, Connection):
-                self._admit(key.data)
+                self._admit(key.data, min(_GREETING_S, deadline.left_s()))
             else:
                 self._greet()
 
     def _greet(self) -> None:
-        sock, _ = self._listener.accept()
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return  # it has gone again
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = Connection(sock, "a receiver", Deadline("greeting of a receiver", _GREETING_S))
         if len(self._strangers) == _MAX_STRANGERS:
@@ -130,9 +142,9 @@ class TcpSender(WeightSender):
         except (WeightSyncError, DeadlineError):
             self._send_away(connection)
 
-    def _admit(self, connection: Connection) -> None:
+    def _admit(self, connection: Connection, seconds: float) -> None:
         """Let it in if it knows the token, and note what it is."""
-        connection.deadline = Deadline("greeting of a receiver", _GREETING_S)
+        connection.deadline = Deadline("greeting of a receiver", seconds)
         try:
             if admit(connection, self._strangers[connection], self._place.token.encode()):
                 self._note(connection, connection.receive_any("its request"))
