@@ -48,9 +48,9 @@ class Ranks:
         values: list[Value] = self._all.all_gather_data(value)
         return values
 
-    def merge(self, results: Metrics, failure: Exception | None) -> Metrics:
-        """Metrics over all shares, in their order; raises everywhere when one rank failed."""
-        plain = {name: [metric.value, metric.weight, metric.how] for name, metric in results.items()}
+    def merge(self, results: Sequence[Metrics], failure: Exception | None) -> Metrics:
+        """Metrics of all micro-batches over all shares, in their order; raises everywhere when one rank failed."""
+        plain, failure = _plain(results, failure)
         reason = "" if failure is None else f"{type(failure).__name__}: {failure}"
         found = self.exchange((reason, self.share, self.speaks, plain))
         if failure is not None:
@@ -71,6 +71,15 @@ class Ranks:
             self._pp.broadcast(padded, source=self._pp.size - 1)
         found = self._dp.all_gather(padded).cpu().numpy()
         return [np.asarray(row[:count]) for row, count in zip(found, counts, strict=True)]
+
+
+def _plain(results: Sequence[Metrics], failure: Exception | None) -> tuple[dict[str, list[Any]], Exception | None]:
+    """Metrics of this rank, or why there are none; raises nothing, because the other ranks wait for either."""
+    try:
+        merged = merge_metrics(results)
+    except Exception as error:  # noqa: BLE001  two micro-batches add up one name in two ways: told to all ranks
+        return {}, failure or error
+    return {name: [metric.value, metric.weight, metric.how] for name, metric in merged.items()}, failure
 
 
 def _metrics(plain: Mapping[str, Sequence[Any]]) -> Metrics:

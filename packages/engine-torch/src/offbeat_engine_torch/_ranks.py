@@ -51,8 +51,8 @@ class Ranks(Protocol):
         """Plain data of every rank, in the order of ranks."""
         ...
 
-    def merge(self, results: Metrics, failure: Exception | None) -> Metrics:
-        """Metrics over all shares; raises everywhere when one rank failed."""
+    def merge(self, results: Sequence[Metrics], failure: Exception | None) -> Metrics:
+        """Metrics of all micro-batches over all shares; raises everywhere when one rank failed."""
         ...
 
     def gather(self, piece: Piece) -> Tensor:
@@ -88,11 +88,11 @@ class Alone:
         """Its own."""
         return [value]
 
-    def merge(self, results: Metrics, failure: Exception | None) -> Metrics:
+    def merge(self, results: Sequence[Metrics], failure: Exception | None) -> Metrics:
         """Its own."""
         if failure is not None:
             raise failure
-        return results
+        return merge_metrics(results)
 
     def gather(self, piece: Piece) -> Tensor:
         """It holds all."""
@@ -145,9 +145,9 @@ class Team:
         values: list[Value] = self._all.all_gather_data(value)
         return values
 
-    def merge(self, results: Metrics, failure: Exception | None) -> Metrics:
+    def merge(self, results: Sequence[Metrics], failure: Exception | None) -> Metrics:
         """Gather from all, and merge one rank of every share, in the order of shares."""
-        plain = {name: [metric.value, metric.weight, metric.how] for name, metric in results.items()}
+        plain, failure = _plain(results, failure)
         reason = "" if failure is None else f"{type(failure).__name__}: {failure}"
         found = self.exchange((reason, self.share, self._tp.rank, plain))
         if failure is not None:
@@ -203,6 +203,15 @@ class Team:
     def barrier(self) -> None:
         """Wait for all."""
         self._all.barrier()
+
+
+def _plain(results: Sequence[Metrics], failure: Exception | None) -> tuple[dict[str, list[Any]], Exception | None]:
+    """Metrics of this rank, or why there are none; raises nothing, because the other ranks wait for either."""
+    try:
+        merged = merge_metrics(results)
+    except Exception as error:  # noqa: BLE001  two micro-batches add up one name in two ways: told to all ranks
+        return {}, failure or error
+    return {name: [metric.value, metric.weight, metric.how] for name, metric in merged.items()}, failure
 
 
 def _metrics(plain: Mapping[str, Sequence[Any]]) -> Metrics:
