@@ -217,8 +217,8 @@ if HARDWARE:
 @nox.parametrize("launcher", [nox.param(name, id=name) for name in ("local", "ray")])
 def chaos(session: nox.Session, launcher: str) -> None:
     """Five minutes of a run whose processes are killed at random."""
-    limits = {"OFFBEAT_CHAOS_S": "300", "OFFBEAT_CHAOS_LAUNCHER": launcher}
-    pytest(session, f"chaos-{launcher}", "tests/e2e/test_chaos.py", **limits)
+    file = "tests/e2e/test_chaos.py"
+    pytest(session, f"chaos-{launcher}", file, OFFBEAT_CHAOS_S="300", OFFBEAT_CHAOS_LAUNCHER=launcher)
 
 
 for _folder in ("numerics", "e2e"):
