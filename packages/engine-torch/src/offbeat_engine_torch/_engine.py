@@ -19,7 +19,7 @@ from offbeat_engine_torch._checkpoint import export_weights, load_state, save_st
 from offbeat_engine_torch._layout import arrange, plan_layout
 from offbeat_engine_torch._load import make_policy
 from offbeat_engine_torch._loss_tokens import ask_loss_tokens, call_loss, count_pack
-from offbeat_engine_torch._optimizer import ClippedAdamW, check_schedule
+from offbeat_engine_torch._optimizer import ClippedAdamW
 from offbeat_engine_torch._options import TorchEngineOptions, read_options
 from offbeat_engine_torch._packing import idle_pack, lay_out
 from offbeat_engine_torch._pieces import collect_gradients, trained_parameters
@@ -39,6 +39,7 @@ from offbeat_types import (
     TrainEngineConfig,
     TrainLayout,
     TrainSequence,
+    check_schedule,
 )
 
 log = logging.getLogger(__name__)

@@ -43,6 +43,7 @@ from offbeat_types._rollout import (
     WeightProof,
     WeightStream,
 )
+from offbeat_types._schedule import check_schedule, learning_rate_at
 from offbeat_types._settings import (
     METADATA_KEY,
     REQUIRED,
@@ -118,8 +119,10 @@ __all__ = [
     "WeightProof",
     "WeightStream",
     "WeightSyncError",
+    "check_schedule",
     "defer_device_backends",
     "installed_backends",
+    "learning_rate_at",
     "load_backend",
     "merge_metrics",
     "restore_module",
