@@ -1,5 +1,6 @@
 """Wire types, protocols, errors and the backend loader: what all of offbeat agrees on. No torch."""
 
+from offbeat_types._agreement import digest_sequences, pack_metrics, unpack_metrics
 from offbeat_types._backends import (
     INSTALL_LINES,
     defer_device_backends,
@@ -121,10 +122,13 @@ __all__ = [
     "WeightSyncError",
     "check_schedule",
     "defer_device_backends",
+    "digest_sequences",
     "installed_backends",
     "learning_rate_at",
     "load_backend",
     "merge_metrics",
+    "pack_metrics",
     "restore_module",
     "setting",
+    "unpack_metrics",
 ]
