@@ -189,7 +189,7 @@ def test_what_has_no_counterpart_is_listed_in_both_places(command: CommandLine, 
 
 
 def test_every_option_of_a_script_is_accounted_for(script: Path) -> None:
-    options = read_options(script, scripts=True)
+    options = read_options(script, is_hydra=True)
     draft = import_verl(options)
     sources = " ".join(entry.source for entry in draft.entries.values())
     silent = {"actor_rollout_ref.actor.use_kl_loss", "algorithm.rollout_correction.bypass_mode"}
@@ -225,7 +225,7 @@ actor_rollout_ref:
 algorithm: {adv_estimator: rloo}
 trainer: {nnodes: 2, n_gpus_per_node: 8, total_epochs: 3}
 """)
-    options = read_options(path, scripts=True)
+    options = read_options(path, is_hydra=True)
     assert options["actor_rollout_ref.rollout.prompt_length"] == 512
     draft = import_verl(options)
     held = {key: entry.value for key, entry in draft.entries.items()}
@@ -289,7 +289,7 @@ def test_a_configuration_of_trl_becomes_ours(command: CommandLine, tmp_path: Pat
 
 
 def test_trls_defaults_are_written_where_ours_differ() -> None:
-    held = {key: entry for key, entry in import_trl({"model_name_or_path": "m"}).entries.items()}
+    held = import_trl({"model_name_or_path": "m"}).entries
     assert held["engine.schedule"].value == "linear"
     assert held["engine.schedule"].source == "default of lr_scheduler_type"
     assert held["engine.activation_checkpointing"].value is True
@@ -336,6 +336,6 @@ def test_a_script_without_options_and_a_script_for_trl_are_refused(tmp_path: Pat
     path = tmp_path / "empty.sh"
     path.write_text("echo nothing\n")
     with pytest.raises(ConfigError, match="holds no options"):
-        read_options(path, scripts=True)
+        read_options(path, is_hydra=True)
     with pytest.raises(ConfigError, match=r"\.yaml"):
-        read_options(path, scripts=False)
+        read_options(path, is_hydra=False)

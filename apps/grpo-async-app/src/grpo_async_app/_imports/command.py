@@ -11,7 +11,7 @@ from grpo_async_app._imports.options import read_options
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
 from grpo_async_app._preflight import check_settings
-from offbeat_run import CommandWords, parse_config, print_table
+from offbeat_run import CommandWords, parse_config
 from offbeat_types import ConfigError, RunFolderError
 
 
@@ -21,14 +21,14 @@ class _Framework:
 
     Args:
         translate: from flat options.
-        scripts: whether they may stand in a shell script.
+        is_hydra: they are read as hydra reads them, from a script too.
     """
 
     translate: Callable[[Mapping[str, Any]], Draft]
-    scripts: bool
+    is_hydra: bool
 
 
-_FRAMEWORKS: Final = {"verl": _Framework(import_verl, scripts=True), "trl": _Framework(import_trl, scripts=False)}
+_FRAMEWORKS: Final = {"verl": _Framework(import_verl, is_hydra=True), "trl": _Framework(import_trl, is_hydra=False)}
 
 
 def import_command(words: CommandWords, framework: str, file: str) -> int:
@@ -42,7 +42,7 @@ def import_command(words: CommandWords, framework: str, file: str) -> int:
         raise ConfigError(f"import knows {' and '.join(_FRAMEWORKS)}: got {framework!r}")
     source, found = Path(file), _FRAMEWORKS[framework]
     target = Path(words.options.get("out") or f"{source.stem}.toml")
-    draft = found.translate(read_options(source, scripts=found.scripts))
+    draft = found.translate(read_options(source, is_hydra=found.is_hydra))
     if target.exists():
         raise RunFolderError(f"{target}: exists already; choose another name with --out NEW_FILE")
     text = draft.as_toml(
@@ -64,7 +64,9 @@ def _tell(draft: Draft) -> None:
         ("has no counterpart", draft.missing),
     ):
         if found:
-            print_table([(draft.value(name), text) for name, text in found.items()], title=title)
+            print(f"{title}:")
+            for name, text in found.items():
+                print(f"  {draft.value(name)}: {text}")
     print(f"{len(draft.entries)} keys taken over")
 
 

@@ -1,4 +1,4 @@
-"""A configuration in the making: what was taken from which option, what changed its meaning, what has no counterpart."""
+"""A configuration in the making: what came from which option, what changed its meaning, what has no counterpart."""
 
 import json
 import math
@@ -11,6 +11,8 @@ from typing import Any, Final
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._imports.options import is_open
 
+_TEXTS: Final = ("model.path", "data.path", "data.eval_path", "data.split", "log.project")
+"""Keys that may refer to the environment: our own files do so in the same way."""
 _SECTIONS: Final = tuple(each.name.removesuffix("_") for each in fields(GrpoConfig))
 
 
@@ -59,10 +61,14 @@ class Draft:
     def number(self, *names: str, default: Any) -> Any:
         """The same for numbers: one that depends on the environment is told, and left at its default."""
         value = self.take(*names, default=default)
-        if not is_open(value):
+        if isinstance(value, int | float):
             return value
-        self.change(self.named(*names), f"{value} is not known here: {default} stands in its place")
+        self._leave_open(names, value, default)
         return default
+
+    def _leave_open(self, names: tuple[str, ...], value: Any, default: Any) -> None:
+        stands = "our default" if default is None else default
+        self.change(self.named(*names), f"{value} is not known here: {stands} stands in its place")
 
     def named(self, *names: str) -> str:
         """The first of these options that is set, or the first of all."""
@@ -84,14 +90,15 @@ class Draft:
     ) -> None:
         """Set a key to the value of an option, if there is one."""
         value = self.take(*names, default=default)
-        if is_open(value) and not isinstance(default, str | None):
-            value = self.number(*names, default=default)
+        if is_open(value) and key not in _TEXTS:
+            self._leave_open(names, value, default)
+            value = default
         if value is not None:
             self.put(key, convert(value), *names)
 
     def change(self, name: str, text: str) -> None:
         """Say that something means something else here."""
-        self.changed[name] = text
+        self.changed[name] = "; ".join(filter(None, (self.changed.get(name), text)))
 
     def miss(self, name: str, text: str) -> None:
         """Say that something has no counterpart."""
@@ -127,7 +134,7 @@ class Draft:
             held = {key: entry for key, entry in self.entries.items() if key.startswith(f"{section}.")}
             if held:
                 lines += ["", f"[{section}]"]
-                lines += [f"{_line(key, entry.value):<36}# {entry.source}" for key, entry in held.items()]
+                lines += [f"{_line(key, entry.value):<34}  # {entry.source}" for key, entry in held.items()]
         for title, found in (("means something else here", self.changed), ("has no counterpart", self.missing)):
             if found:
                 lines += ["", f"# {title}:", *(f"#   {self.value(name)}: {text}" for name, text in found.items())]

@@ -18,12 +18,12 @@ _WORDS: Final[dict[str, Any]] = {"true": True, "false": False, "null": None, "no
 _STRUCTURED: Final = (".yaml", ".yml", ".json")
 
 
-def read_options(path: Path, *, scripts: bool) -> dict[str, Any]:
+def read_options(path: Path, *, is_hydra: bool) -> dict[str, Any]:
     """Options by their full name, such as "data.max_prompt_length".
 
     Args:
-        path: a YAML or JSON file, or a shell script.
-        scripts: whether a shell script is taken.
+        path: a YAML or JSON file, or with hydra a shell script.
+        is_hydra: options are nested, refer to each other, and may stand in a script that calls the program.
 
     Raises:
         ConfigError: no such file, or nothing in it.
@@ -33,8 +33,9 @@ def read_options(path: Path, *, scripts: bool) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}; give a file of options") from error
     if path.suffix in _STRUCTURED:
-        options = _resolved(dict(_flat(_parse(path, text))))
-    elif scripts:
+        held = _parse(path, text)
+        options = _resolved(dict(_flat(held))) if is_hydra else {name: _plain(value) for name, value in held.items()}
+    elif is_hydra:
         options = {name: read_value(value) for name, value in read_shell(text).items()}
     else:
         raise ConfigError(f"{path}: give the options as {', '.join(_STRUCTURED)}")
@@ -58,7 +59,12 @@ def _flat(held: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{name}.")
         elif prefix or name != "defaults":  # hydra's list of files to begin with
-            yield f"{prefix}{name}", read_value(value) if isinstance(value, str) else value
+            yield f"{prefix}{name}", _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """YAML reads 1e-6 as a text."""
+    return read_value(value) if isinstance(value, str) else value
 
 
 def _resolved(options: dict[str, Any]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def _statements(text: str) -> Iterator[str]:
             yield held
             held = ""
     if held:
-        yield held.replace('"', "").replace("'", "")  # a quote that never ends: take what can be taken
+        yield re.sub(r"[\"'\\]", " ", held)  # a quote that never ends: take what can be taken
 
 
 def _is_whole(text: str) -> bool:
@@ -68,7 +68,8 @@ def _is_whole(text: str) -> bool:
         words = _split(text)
     except ValueError:
         return False
-    return not (_ARRAY_BEGINS.match(text) and not any(word.endswith(")") for word in words))
+    code = " ".join(words)
+    return not _ARRAY_BEGINS.match(text) or code.count("(") <= code.count(")")
 
 
 def _split(text: str) -> list[str]:
@@ -81,8 +82,8 @@ def _read_statement(script: _Script, statement: str) -> None:
         script.arrays.setdefault(found["name"], []).extend(_split(found["inner"]))
         return
     words = _split(statement)
-    first = words[0].rstrip(";") if words else ""
-    script.depth = max(script.depth + (first in _BRANCH_BEGINS) - (first in _BRANCH_ENDS), 0)
+    script.depth += sum(word in _BRANCH_BEGINS for word in words[:1])
+    script.depth -= min(sum(word.rstrip(";") in _BRANCH_ENDS for word in words), script.depth)
     while words and words[0] in _DECLARING:
         words.pop(0)
     while words and (found := _ASSIGNMENT.fullmatch(words[0])):

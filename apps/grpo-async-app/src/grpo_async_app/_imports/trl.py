@@ -220,8 +220,8 @@ def _write_batches(draft: Draft) -> None:
     draft.put("async.staleness_threshold", 0, "steps_per_generation")
     draft.change(
         "steps_per_generation",
-        "generation waits for training there, and so here with staleness 0; async.staleness_threshold = 0.5 lets it run "
-        "ahead" + (" (without cluster.colocate)" if "cluster.colocate" in draft.entries else ""),
+        "generation waits for training there, and so here with staleness 0; async.staleness_threshold = 0.5 lets it "
+        "run ahead" + (" (without cluster.colocate)" if "cluster.colocate" in draft.entries else ""),
     )
 
 

@@ -174,7 +174,8 @@ def _write_trainer(draft: Draft) -> None:
     draft.copy("engine.schedule", f"{_ACTOR}optim.lr_scheduler_type", f"{_ACTOR}optim.warmup_style")
     draft.copy("engine.min_learning_rate_ratio", f"{_ACTOR}optim.min_lr_ratio")
     draft.copy("engine.weight_decay", f"{_ACTOR}optim.weight_decay", default=0.01)
-    betas = draft.take(f"{_ACTOR}optim.betas", default=[0.9, 0.999])
+    betas = draft.take(f"{_ACTOR}optim.betas")
+    betas = betas if isinstance(betas, list) and len(betas) == 2 else [0.9, 0.999]
     draft.put("engine.adam_beta1", betas[0], f"{_ACTOR}optim.betas")
     draft.put("engine.adam_beta2", betas[1], f"{_ACTOR}optim.betas")
     draft.copy("engine.max_grad_norm", f"{_ACTOR}grad_clip", f"{_ACTOR}optim.clip_grad")

@@ -3,6 +3,7 @@
 from typing import Any, Final
 
 from grpo_async_app._imports.draft import Draft
+from offbeat_types import ConfigError
 
 _ACTOR: Final = "actor_rollout_ref.actor."
 _CORRECTION: Final = "algorithm.rollout_correction."
@@ -141,53 +142,54 @@ def _write_rewards(draft: Draft) -> None:
 def _write_correction(draft: Draft, *, is_async: bool) -> None:
     weight_name, reject_name = f"{_CORRECTION}rollout_is", f"{_CORRECTION}rollout_rs"
     weight, rejection = draft.take(weight_name), draft.take(reject_name)
-    cap = draft.take(f"{_CORRECTION}rollout_is_threshold", default=2.0)
-    bounds = _rejection_bounds(draft, cap)
     level = _LEVELS.get(rejection) if rejection else None
+    cap_name = f"{_CORRECTION}rollout_is_threshold"
+    cap = draft.take(cap_name, default=2.0)
+    upper = draft.take(f"{_CORRECTION}rollout_rs_threshold", default=cap)
+    lower = draft.take(f"{_CORRECTION}rollout_rs_threshold_lower")
     if rejection and level is None:
         draft.miss(reject_name, "a statistic that is not there: token, sequence and geometric are")
-    names = (weight_name, reject_name)
     if weight and isinstance(cap, str):
         draft.put("algorithm.correction", "icepop", weight_name)
-        low, high = _pair(cap)
-        _put_bounds(draft, low, high, f"{_CORRECTION}rollout_is_threshold")
+        _put_bounds(draft, _bounds(cap, None), cap_name)
         if level:
             draft.miss(reject_name, "icepop rejects by itself, and stands alone here")
     elif weight or level:
-        parts = [f"{weight}_tis"] * bool(weight) + [f"{level}_rs"] * bool(level)
-        draft.put("algorithm.correction", "_".join(parts), *(name for name in names if draft.has(name)))
-        if level:
-            _put_bounds(draft, *bounds, f"{_CORRECTION}rollout_rs_threshold")
-        if weight and not (weight == level and cap >= bounds[1]):
-            draft.put("algorithm.tis_cap", cap, f"{_CORRECTION}rollout_is_threshold")
-        elif weight:
-            draft.change(
-                f"{_CORRECTION}rollout_is_threshold", "never cuts: the rejection at the upper bound comes first"
-            )
+        _write_preset(draft, weight, level, cap, _bounds(upper, lower))
     normalises = draft.take(f"{_CORRECTION}rollout_is_batch_normalize")
     if weight and normalises:
         draft.put("algorithm.normalise_weights", True, f"{_CORRECTION}rollout_is_batch_normalize")
     _write_form(draft, has_weight=bool(weight), is_async=is_async)
 
 
-def _rejection_bounds(draft: Draft, cap: Any) -> tuple[float, float]:
-    """Bounds on r: the upper one falls back on the weight's, the lower one on its inverse."""
-    default = cap if isinstance(cap, int | float) else 2.0
-    upper = draft.take(f"{_CORRECTION}rollout_rs_threshold", default=default)
-    lower = draft.take(f"{_CORRECTION}rollout_rs_threshold_lower")
-    if isinstance(upper, str) and "_" in upper:
-        return _pair(upper)
-    return float(lower) if lower else 1.0 / float(upper), float(upper)
+def _write_preset(draft: Draft, weight: str | None, level: str | None, cap: float, bounds: tuple[float, float]) -> None:
+    names = {f"{_CORRECTION}rollout_is": weight, f"{_CORRECTION}rollout_rs": level}
+    parts = [f"{weight}_tis"] * bool(weight) + [f"{level}_rs"] * bool(level)
+    draft.put("algorithm.correction", "_".join(parts), *(name for name, part in names.items() if part))
+    if level:
+        _put_bounds(draft, bounds, f"{_CORRECTION}rollout_rs_threshold")
+    if weight and weight == level and cap >= bounds[1]:
+        draft.change(f"{_CORRECTION}rollout_is_threshold", "never cuts: the rejection at the upper bound comes first")
+    elif weight:
+        draft.put("algorithm.tis_cap", cap, f"{_CORRECTION}rollout_is_threshold")
 
 
-def _pair(text: str) -> tuple[float, float]:
-    low, _, high = text.partition("_")
-    return float(low), float(high or low)
+def _bounds(upper: Any, lower: Any) -> tuple[float, float]:
+    """Bounds on r: "0.5_2.0", or an upper one whose inverse is the lower one where that is not given."""
+    try:
+        if isinstance(upper, str):
+            low, _, high = upper.partition("_")
+            return float(low), float(high)
+        return float(lower) if lower else 1.0 / float(upper), float(upper)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"{_CORRECTION}rollout_rs_threshold must be a number, or two as in 0.5_2.0: got {upper!r}, {lower!r}"
+        ) from error
 
 
-def _put_bounds(draft: Draft, low: float, high: float, name: str) -> None:
-    draft.put("algorithm.rs_low", low, name)
-    draft.put("algorithm.rs_high", high, name)
+def _put_bounds(draft: Draft, bounds: tuple[float, float], name: str) -> None:
+    draft.put("algorithm.rs_low", bounds[0], name)
+    draft.put("algorithm.rs_high", bounds[1], name)
 
 
 def _write_form(draft: Draft, *, has_weight: bool, is_async: bool) -> None:
