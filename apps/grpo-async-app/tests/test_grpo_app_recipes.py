@@ -2,16 +2,19 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import save_file
 
 from grpo_async_app._batch import BatchArithmetic
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._shrink import shrink_run
 from offbeat_run import load_config
 from offbeat_testing import CommandLine, tiny_model
+from offbeat_types import BackendError, load_backend
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
 _CLUSTER = re.compile(r"^#     grpo-async-app plan \S+ --cluster (\d+)x(\d+)", re.MULTILINE)
@@ -79,12 +82,13 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders that hold a config.json alone, as large as the models the recipes name."""
+    """Folders that hold a config.json as large as the models the recipes name, and no weights."""
     import transformers
 
     folder = tmp_path_factory.mktemp("models")
     for name, (kind, shape) in SHAPES.items():
         getattr(transformers, kind)(**shape).save_pretrained(folder / name)
+        save_file({}, folder / name / "model.safetensors")
     return folder
 
 
@@ -182,6 +186,23 @@ def test_the_batch_arithmetic_adds_up_to_what_the_recipe_says(recipe: Path) -> N
     assert batch.groups_per_update == steps * per_step == per_update
     assert (batch.steps_per_update, batch.updates_per_sync, batch.max_admitted) == (steps, syncs, in_the_air)
     assert batch.notices() == []
+
+
+@pytest.mark.parametrize("recipe", [path for path in FOR_CLUSTERS if path not in GEOMETRY], ids=lambda path: path.stem)
+def test_the_ranks_of_the_trainer_can_share_the_model(recipe: Path) -> None:
+    config = load_config(recipe, GrpoConfig)
+    wanted = replace(config.train_engine(config.model.path, num_updates=100), device="cpu")
+    backend = load_backend("offbeat.engine", config.engine.backend)
+    try:
+        layout = backend.plan(wanted, config.engine.num_ranks)
+    except BackendError as error:
+        pytest.skip(str(error))
+    assert layout.num_ranks == config.engine.num_ranks
+    assert BatchArithmetic.of(config, layout).notices() == []
+    stated = re.search(r"^num_ranks = \d+ +# ((?:tp|pp|dp) .*)", recipe.read_text(), re.MULTILINE)
+    if stated:
+        sizes = {axis: int(size) for axis, size in (part.split() for part in stated[1].split(" x "))}
+        assert sizes == {axis: getattr(layout, axis) for axis in sizes}
 
 
 @every_large_recipe

@@ -119,7 +119,7 @@ def _replacements(config: GrpoConfig, small: GrpoConfig) -> list[str]:
 
 
 def _shrink_environment(environment: EnvironmentConfig) -> EnvironmentConfig:
-    if environment.name in _OWN_PROMPTS:
+    if not environment.name or environment.name in _OWN_PROMPTS:
         return EnvironmentConfig()
     return replace(environment, max_tokens=min(environment.max_tokens, _EPISODE_TOKENS))
 

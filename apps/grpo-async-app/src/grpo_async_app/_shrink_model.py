@@ -71,7 +71,9 @@ def make_tiny_model(folder: Path, family: str, *, max_positions: int, seed: int)
     """
     import torch  # imported late: only a rehearsal's driver needs it
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()  # one bar for one small file
     tokenizer = build_character_tokenizer(folder, ALPHABET)
     torch.manual_seed(seed)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
