@@ -83,7 +83,7 @@ class Draft:
             names: options it comes from; where none of them is set it is the other framework's default.
         """
         given = [name for name in names if self.has(name)]
-        self.entries[key] = Entry(value, " and ".join(given) if given else f"default of {' and '.join(names)}")
+        self.entries[key] = Entry(value, " and ".join(given) if given else f"default of {names[0]}")
 
     def copy(
         self, key: str, *names: str, default: Any = None, convert: Callable[[Any], Any] = lambda value: value
