@@ -5,7 +5,7 @@
     python tools/reliability.py --write            put the table into docs/reliability.md
 
 Each is a run of `grpo-async-app train` on a model made on the spot, with two rollout engines and a heartbeat deadline
-of 10 s. It takes about ten minutes on two cores.
+of 10 s. It takes about twenty minutes on two cores.
 """
 
 import argparse
