@@ -351,7 +351,7 @@ def _per_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def train_with_engine(engine: MegatronTrainEngine) -> Trained:
     """The same two steps; all ranks call it."""
-    gradients = {} if engine.config.options.get("overlap_grad_reduce") else _gradients(engine)
+    gradients = {} if engine.config.options.get("overlap_grad_reduce") else whole_gradients(engine)
     losses, norms = [], []
     for step in range(NUM_STEPS):
         losses.append(engine.forward_backward(make_sequences(step), policy_loss)["loss"].value)
@@ -362,8 +362,8 @@ def train_with_engine(engine: MegatronTrainEngine) -> Trained:
     return Trained(losses=losses, grad_norms=norms, gradients=gradients, weights=weights, logprobs=logprobs)
 
 
-def _gradients(engine: MegatronTrainEngine) -> dict[str, Tensor]:
-    """Of the first step, whole, on every rank; the engine is left as it was."""
+def whole_gradients(engine: MegatronTrainEngine) -> dict[str, Tensor]:
+    """Of the first step, on every rank; the engine is left as it was."""
     from megatron.core.distributed import finalize_model_grads
 
     engine.forward_backward(make_sequences(0), policy_loss)

@@ -6,7 +6,8 @@ adapter/                                     with LoRA: the adapters in PEFT's f
 trainer/optimizer*.safetensors               Adam's moments, whole tensors: "exp_avg.NAME" and "exp_avg_sq.NAME"
 trainer/engine.json                          format, updates done and refused, and which file holds which moments
 
-Whole tensors under Hugging Face names, so that any layout reads what any other has written; the format is that of
+All tensors are float32; of weights in bfloat16 these are the values that they are rounded from. Whole tensors under
+Hugging Face names, so that any layout reads what any other has written; the format is that of
 offbeat-engine-torch, and either engine goes on from what the other has saved. Every rank gathers bucket by bucket and
 writes the files that are its own. megatron-core's own checkpoints are not used: with torch's Adam they lose the count
 of steps when the layout changes, and after loading all parameters share one step tensor, which Adam then counts up
@@ -29,8 +30,8 @@ from offbeat_dist import Device, Mesh
 from offbeat_engine_megatron._background import BackgroundWrite
 from offbeat_engine_megatron._folders import publish, recover, stage, sync_tree
 from offbeat_engine_megatron._lora import Adapters, peft_name
-from offbeat_engine_megatron._moments import MOMENTS, Moments
 from offbeat_engine_megatron._optimizer import ClippedOptimizer
+from offbeat_engine_megatron._optimizer_state import MOMENTS, OptimizerState
 from offbeat_engine_megatron._ranks import Ranks
 from offbeat_engine_megatron._shape import read_model
 from offbeat_engine_megatron._tensor_files import (
@@ -179,13 +180,13 @@ class Checkpoints:
         self._on_each("load", lambda: recover(folder) if self._ranks.leader else None, ModelError)
         state, weights, moments = self._on_each("load", lambda: self._open(folder), ModelError)
         with weights, moments, self._ranks.together("load"):
-            held = Moments(self._optimizer)
+            optimizer = OptimizerState(self._optimizer)
             for each in self._trained:
-                each.read_values(weights, "", lambda parameter, values: parameter.copy_(values))
+                each.read_values(weights, "", optimizer.put_weights)
                 for name in MOMENTS:
-                    each.read_values(moments, f"{name}.", partial(_put, held, name))
+                    each.read_values(moments, f"{name}.", partial(_put, optimizer, name))
             self._optimizer.steps_taken = state["steps_taken"]
-            held.count_steps(state["steps_taken"])
+            optimizer.count_steps(state["steps_taken"])
             self._set_random_state(folder / FOLDER, sorted(state["parts"]))
         refused: int = state["steps_refused"]
         return refused
@@ -215,16 +216,16 @@ class Checkpoints:
     def _stream(self, *, with_state: bool) -> Stream:
         """Every tensor on every rank, one bucket at a time. All ranks iterate to the end."""
         self._optimizer.gather_weights()
-        yield from self._held.gather()
+        state = OptimizerState(self._optimizer)
+        yield from self._held.gather(None if self._adapters is not None else state.weights)
         if self._ahead is not None:
-            yield from self._ahead.gather()
+            yield from self._ahead.gather(state.weights)
         if with_state and self._adapters is not None:
-            yield from self._adapters.stream()
-        moments = Moments(self._optimizer)
+            yield from self._adapters.stream(state.weights)
         for held in self._trained if with_state else ():
             for bucket in held.buckets():
                 for name in MOMENTS:
-                    for tensor_name, tensor in held.whole(bucket, partial(moments.whole, name=name)):
+                    for tensor_name, tensor in held.whole(bucket, partial(state.moment, name=name)):
                         yield f"{name}.{tensor_name}", tensor
 
     def _own(self, files: Sequence[PlannedFile], stream: Stream) -> Stream:
@@ -376,8 +377,8 @@ def _of(moment: str, entry: Entry) -> Entry:
     return Entry(name=f"{moment}.{entry.name}", shape=entry.shape)
 
 
-def _put(moments: Moments, name: str, parameter: Any, values: Tensor) -> None:
-    moments.put(parameter, name, values)
+def _put(state: OptimizerState, name: str, parameter: Any, values: Tensor) -> None:
+    state.put_moment(parameter, name, values)
 
 
 def _read_state(folder: Path) -> dict[str, Any]:

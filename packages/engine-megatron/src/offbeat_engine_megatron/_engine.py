@@ -201,6 +201,9 @@ class MegatronTrainEngine:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate (Hugging Face name, float32 tensor) in one order, a tied head once, LoRA merged.
 
+        With dtype bfloat16 the values are those that the trainer computes with, so that sending them in that format
+        loses nothing; `save` and `save_weights` write the float32 copies that they are rounded from.
+
         Buckets are gathered over tp, ep and pp as the iteration goes on, so every rank iterates to the end. The
         tensors are copies.
         """
@@ -290,7 +293,7 @@ class MegatronTrainEngine:
         self._checkpoints.finish()
         optimizer = self._optimizer
         others = self._reference.tensors() if self._reference else []
-        self._asleep.put_away(OPTIMIZER, [*optimizer.moments(), *others], drop=optimizer.gradients())
+        self._asleep.put_away(OPTIMIZER, [*optimizer.state(), *others], drop=optimizer.gradients())
         if WEIGHTS in tags:
             self._asleep.put_away(WEIGHTS, self._passes.tensors())
 
