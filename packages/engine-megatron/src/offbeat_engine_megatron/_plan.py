@@ -51,6 +51,8 @@ def plan_engine(config: TrainEngineConfig, axes: dict[str, int] | None = None) -
     """
     options = read_options(config.options)
     check_schedule(config)
+    if config.dtype not in _FORMATS:
+        raise ConfigError(f"the megatron engine computes in {' or '.join(_FORMATS)}: got dtype = {config.dtype}")
     parallel = choose_parallel(axes or dict.fromkeys(("dp", "cp", "tp", "pp", "ep"), 1), options)
     hf_config, shape = read_model(config.model_path, trust_remote_code=config.trust_remote_code)
     if options.mtp_layers and config.lora_rank:

@@ -70,6 +70,10 @@ def step(engine, number):
     return loss, engine.step()["grad_norm"].value
 
 
+def stream(engine):
+    return {name: tensor.clone() for name, tensor in engine.weights()}
+
+
 def rounded(tensors):
     return {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
 
@@ -82,8 +86,7 @@ def same(found, wanted):
 @pytest.mark.parametrize("layout", on(LAYOUTS), ids=str)
 def test_two_steps_are_near_those_of_float32(runs, float32, layout, mesh):
     engine = create(runs, layout, mesh)
-    found = train_with_engine(engine)
-    apart = dataclasses.asdict(compare(found, float32[layout.model, layout.lora]))
+    apart = dataclasses.asdict(compare(train_with_engine(engine), float32[layout.model, layout.lora]))
     if layout.model == "qwen3-moe":
         del apart["gradient"]
     assert all(value < BOUNDS[name] for name, value in apart.items()), apart
@@ -91,23 +94,23 @@ def test_two_steps_are_near_those_of_float32(runs, float32, layout, mesh):
     engine.close()
 
 
+WHOLE = [layout for layout in LAYOUTS if not layout.lora]  # where adapters are merged, neither format holds the sum
+
+
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(
-    "layout", on([each for each in LAYOUTS if not (each.lora or each.options == OVERLAP)]), ids=str
-)
+@pytest.mark.parametrize("layout", on([each for each in WHOLE if each.options != OVERLAP]), ids=str)
 def test_a_step_is_adams_in_float32(runs, layout, mesh):
     """From the file's values, not from rounded ones, with a norm over gradients that nobody has rounded on the way."""
     engine = create(runs, layout, mesh)
-    gradients = whole_gradients(engine)
-    _, norm = step(engine, 0)
+    engine.forward_backward(make_sequences(0), policy_loss)
+    gradients = whole_gradients(engine, engine._held)
+    norm = engine.step()["grad_norm"].value
     wanted = float(torch.stack([each.double().norm() for each in gradients.values()]).norm())
     np.testing.assert_allclose(norm, wanted, rtol=1e-6)
     assert norm > 2 * engine.config.max_grad_norm, "nothing was clipped"
 
     engine.save_weights(place_of(runs, layout))
-    after, before = (
-        load_file(folder / "model.safetensors") for folder in (place_of(runs, layout), runs / layout.model)
-    )
+    before, after = (load_file(each / "model.safetensors") for each in (runs / layout.model, place_of(runs, layout)))
     assert after.keys() == gradients.keys()
     for name, gradient in gradients.items():
         parameter = torch.nn.Parameter(before[name])
@@ -122,40 +125,38 @@ def test_a_step_is_adams_in_float32(runs, layout, mesh):
 @pytest.mark.parametrize("layout", on(LAYOUTS), ids=str)
 def test_a_checkpoint_holds_the_float32_weights_and_the_run_goes_on_bit_for_bit(runs, layout, mesh):
     engine, other = (create(runs, layout, mesh) for _ in range(2))
-    step(engine, 0), step(engine, 1), step(other, 5)
+    step(engine, 0), step(other, 5)
     folder = place_of(runs, layout)
     engine.save(folder)
-    if not layout.lora:  # where adapters are merged, nobody has the sum in either format
-        kept = load_file(folder / "model.safetensors")
-        served = {name: tensor.clone() for name, tensor in engine.weights()}
+    if layout in WHOLE:
+        kept, served = load_file(folder / "model.safetensors"), stream(engine)
         assert same(served, rounded(kept)), "what is served is not what the trainer computes with"
         assert not same(served, kept)
     other.load(folder)
-    told = [step(engine, 2), step(engine, 3)]
-    assert [step(other, 2), step(other, 3)] == told
-    assert same(*(dict((name, each.clone()) for name, each in one.weights()) for one in (engine, other)))
+    told = [step(engine, 1), step(engine, 2)]
+    assert [step(other, 1), step(other, 2)] == told
+    assert same(stream(other), stream(engine))
     if engine.leader:
         (folder / "told.json").write_text(json.dumps(told))
     engine.close()
     other.close()
 
 
-READERS = [Layout(), Layout(axes={"tp": 2, "dp": 2}), Layout(model="qwen3-moe", axes={"tp": 2, "ep": 2})]
-
-
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("layout", on(READERS), ids=str)
-def test_a_layout_goes_on_from_what_another_saved(runs, layout, mesh):
-    """No bit of the float32 weights is lost on the way, and the next loss is near."""
-    engine = create(runs, layout, mesh)
-    mine = place_of(runs, layout).with_name(f"read-{len(layout.axes)}-{layout.model}")
-    for writer in (each for each in LAYOUTS if each.model == layout.model and not each.lora):
-        engine.load(place_of(runs, writer))
+@pytest.mark.mesh(tp=2, dp=2, deadline_s=120)
+def test_a_layout_goes_on_from_what_another_saved(runs, mesh):
+    """No bit of the float32 weights and moments is lost on the way, and the next losses are near."""
+    engine = create(runs, Layout(), mesh)
+    mine = runs / "read"
+    for writer in (layout for layout in WHOLE if layout.model == "qwen3"):
+        theirs = place_of(runs, writer)
+        engine.load(theirs)
         engine.save(mine)
-        files = ("model.safetensors", "trainer/optimizer.safetensors")
-        assert all(same(load_file(mine / file), load_file(place_of(runs, writer) / file)) for file in files), writer
-        told = json.loads((place_of(runs, writer) / "told.json").read_text())
-        np.testing.assert_allclose([step(engine, 2), step(engine, 3)], told, rtol=0.02, atol=0.01, err_msg=str(writer))
+        for file in ("model.safetensors", "trainer/optimizer.safetensors"):
+            one, other = load_file(mine / file), load_file(theirs / file)
+            assert same(*({name: each for name, each in found.items() if "rng" not in name} for found in (one, other)))
+        told = json.loads((theirs / "told.json").read_text())
+        np.testing.assert_allclose([step(engine, 1)], told[:1], rtol=0.01, atol=0.005, err_msg=str(writer))
     engine.close()
 
 
@@ -172,7 +173,7 @@ def test_updates_too_small_for_bfloat16_add_up(runs):
         load_file(runs / kind / "model.safetensors")[name] - start[name] for kind in ("bfloat16", "float32")
     )
     assert float((moved - wanted).norm() / wanted.norm()) < 0.05
-    still = dict(coarse.weights())[name] == start[name].bfloat16().float()
+    still = stream(coarse)[name] == start[name].bfloat16().float()
     assert float(still.float().mean()) > 0.99
     coarse.close()
     fine.close()
@@ -187,7 +188,7 @@ def test_the_float32_weights_sleep_with_the_optimizer(runs):
     assert held == 12 * num_parameters
     engine.sleep(1)
     assert not any(each.untyped_storage().nbytes() for each in engine._optimizer.state())
-    assert same(dict(engine.weights()), {name: each.clone() for name, each in other.weights()})
+    assert same(stream(engine), stream(other))
     engine.sleep(2)
     engine.wake()
     assert step(engine, 1) == step(other, 1)
