@@ -35,17 +35,15 @@ from offbeat_engine_megatron._optimizer_state import MOMENTS, OptimizerState
 from offbeat_engine_megatron._ranks import Ranks
 from offbeat_engine_megatron._shape import read_model
 from offbeat_engine_megatron._tensor_files import (
-    INDEX_FILE,
     Entry,
     PlannedFile,
     TensorFolder,
-    drop_model,
     index_of,
     plan_files,
     write_files,
 )
 from offbeat_engine_megatron._weights import HeldWeights
-from offbeat_types import ModelError, RunFolderError, UserError
+from offbeat_types import MODEL_INDEX_FILE, ModelError, RunFolderError, UserError, drop_model_files
 
 if TYPE_CHECKING:
     from offbeat_engine_megatron._plan import Plan
@@ -119,7 +117,7 @@ class Checkpoints:
         """
         self.finish()
         self._on_each("save_weights", lambda: folder.mkdir(parents=True, exist_ok=True))
-        self._on_each("save_weights", lambda: drop_model(folder) if self._ranks.leader else None)
+        self._on_each("save_weights", lambda: drop_model_files(folder) if self._ranks.leader else None)
         files = self._files(with_state=False)
         self._on_each("save_weights", lambda: self._write(folder, files, self._stream(with_state=False)))
         self._on_each("save_weights", lambda: self._finish_export(folder, files))
@@ -147,7 +145,7 @@ class Checkpoints:
             (staged / FOLDER / STATE_FILE).write_text(json.dumps(state) + "\n")
             replaces = (folder / FOLDER / STATE_FILE).is_file()
             if not replaces:
-                drop_model(folder)
+                drop_model_files(folder)
             publish(staged, folder, replaces=replaces)
 
         def clear() -> None:
@@ -262,7 +260,7 @@ class Checkpoints:
         config.save_pretrained(folder)
         weights = [file for file in files if file.name.startswith("model")]
         if len(weights) > 1:
-            (folder / INDEX_FILE).write_text(index_of(weights) + "\n")
+            (folder / MODEL_INDEX_FILE).write_text(index_of(weights) + "\n")
         source = Path(self._plan.config.model_path).expanduser()
         for pattern in TOKENIZER_FILES:
             for file in source.glob(pattern):
