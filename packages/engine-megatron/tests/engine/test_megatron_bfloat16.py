@@ -26,9 +26,9 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS = [
     Layout(),
     Layout(axes={"dp": 2}, options=OVERLAP),
-    Layout(axes={"dp": 2}, options={"distributed_optimizer": False}),
+    Layout(axes={"cp": 2}, options={"distributed_optimizer": False}),
     Layout(axes={"tp": 2}),
-    Layout(axes={"pp": 2, "dp": 2}),
+    Layout(axes={"pp": 2, "dp": 2}, recompute=True),
     Layout(model="qwen3-moe", axes={"dp": 2, "ep": 2}),
     Layout(axes={"tp": 2}, lora=True),
 ]
@@ -158,6 +158,23 @@ def test_a_layout_goes_on_from_what_another_saved(runs, mesh):
         told = json.loads((theirs / "told.json").read_text())
         np.testing.assert_allclose([step(engine, 1)], told[:1], rtol=0.01, atol=0.005, err_msg=str(writer))
     engine.close()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.mesh(pp=2, deadline_s=120)
+def test_layers_of_multi_token_prediction_on_interleaved_stages_are_near_those_of_float32(runs, mesh):
+    layout = Layout(options={"mtp_layers": 1, "virtual_pipeline": 2})
+    coarse = create(runs, layout, mesh)
+    fine = MegatronTrainEngine.create(dataclasses.replace(coarse.config, dtype="float32"), mesh)
+    told = []
+    for engine in (coarse, fine):
+        for number in range(2):
+            metrics = engine.forward_backward(make_sequences(number), policy_loss)
+            told.append([metrics["loss"].value, metrics["mtp_loss_1"].value, engine.step()["grad_norm"].value])
+    np.testing.assert_allclose(told[:2], told[2:], rtol=0.01, atol=0.005)
+    assert told[:2] != told[2:]
+    for engine in (coarse, fine):
+        engine.close()
 
 
 def test_updates_too_small_for_bfloat16_add_up(runs):
