@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from offbeat_dist._asleep import Asleep
     from offbeat_dist._device import Device, DeviceMemory, available_devices, open_device, rank_device
     from offbeat_dist._group import Group
     from offbeat_dist._guard import Guard
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AXES": "_layout",
+    "Asleep": "_asleep",
     "Device": "_device",
     "DeviceMemory": "_device",
     "Group": "_group",
@@ -40,6 +42,7 @@ _HOMES = {
 
 __all__ = [
     "AXES",
+    "Asleep",
     "Device",
     "DeviceMemory",
     "Group",

@@ -25,6 +25,13 @@ from offbeat_types._errors import (
     UserError,
     WeightSyncError,
 )
+from offbeat_types._model_files import (
+    MODEL_FILE,
+    MODEL_INDEX_FILE,
+    drop_model_files,
+    find_tensors,
+    tensor_file_header,
+)
 from offbeat_types._rollout import (
     Completion,
     EngineHealth,
@@ -71,6 +78,8 @@ from offbeat_types._trajectory import Reply, Trajectory, TrajectoryEnd
 __all__ = [
     "INSTALL_LINES",
     "METADATA_KEY",
+    "MODEL_FILE",
+    "MODEL_INDEX_FILE",
     "REQUIRED",
     "Aggregation",
     "BackendError",
@@ -123,6 +132,8 @@ __all__ = [
     "check_schedule",
     "defer_device_backends",
     "digest_sequences",
+    "drop_model_files",
+    "find_tensors",
     "installed_backends",
     "learning_rate_at",
     "load_backend",
@@ -130,5 +141,6 @@ __all__ = [
     "pack_metrics",
     "restore_module",
     "setting",
+    "tensor_file_header",
     "unpack_metrics",
 ]
