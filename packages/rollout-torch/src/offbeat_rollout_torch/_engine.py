@@ -26,12 +26,14 @@ from offbeat_types import (
     DataError,
     DeadlineError,
     EngineHealth,
+    Floats,
     GenerateRequest,
     LoraAdapter,
     PauseMode,
     RolloutCapabilities,
     RolloutEngineConfig,
     SamplingParams,
+    ScoreRequest,
     WeightProof,
     WeightStream,
     setting,
@@ -73,7 +75,7 @@ class TorchRolloutEngine:
     """Samples completions in this process, in a thread of its own. Make it with `create`."""
 
     capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
-        pause_modes=("abort", "wait", "keep"), sleep_levels=(1, 2), shares_prompt_prefix=True
+        pause_modes=("abort", "wait", "keep"), sleep_levels=(1, 2), shares_prompt_prefix=True, scores=True
     )
 
     def __init__(self, config: RolloutEngineConfig) -> None:
@@ -157,6 +159,11 @@ class TorchRolloutEngine:
         except asyncio.CancelledError:
             self._worker.call(lambda: self._worker.abort(request.request_id))
             raise
+
+    async def score(self, request: ScoreRequest) -> list[Floats]:
+        """See `ScoringEngine`: at any temperature."""
+        request.check(self._architecture.vocab_size, self._ending.max_model_len)
+        return await asyncio.wrap_future(self._worker.call(lambda: self._worker.score(request)))
 
     def _check(self, request: GenerateRequest) -> None:
         self.capabilities.check(request, "rollout-torch")

@@ -45,6 +45,7 @@ from offbeat_types._rollout import (
     WeightStream,
 )
 from offbeat_types._schedule import check_schedule, learning_rate_at
+from offbeat_types._scoring import ScoreRequest, ScoringEngine
 from offbeat_types._settings import (
     METADATA_KEY,
     REQUIRED,
@@ -103,6 +104,8 @@ __all__ = [
     "RolloutEngineSettings",
     "RunFolderError",
     "SamplingParams",
+    "ScoreRequest",
+    "ScoringEngine",
     "Setting",
     "ShapeError",
     "SleepingTrainEngine",

@@ -123,6 +123,7 @@ class RolloutCapabilities:
         partial_update: an update may bring some of the tensors.
         multimodal: requests may hold images.
         lora: updates may bring an adapter, and requests name one.
+        scores: it is a `ScoringEngine`: it gives log-probabilities of tokens that others have sampled.
     """
 
     pause_modes: tuple[PauseMode, ...]
@@ -131,6 +132,7 @@ class RolloutCapabilities:
     partial_update: bool = False
     multimodal: bool = False
     lora: bool = False
+    scores: bool = False
 
     def check(self, request: GenerateRequest, engine: str) -> None:
         """Refuse a request that asks for more than this.
