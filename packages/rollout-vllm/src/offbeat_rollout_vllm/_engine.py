@@ -68,7 +68,7 @@ class VllmRolloutEngine:
             shares_prompt_prefix=bool(self._options.engine.get("enable_prefix_caching", True)),
             multimodal=self._folder.has_vision and not self._options.engine.get("language_model_only", False),
             lora=self._limits.num_adapters > 0,
-            scores=True,
+            scores=not self._limits.num_adapters,
         )
         self._form, num_workers = choose_form(self._config, self._options, is_cpu=is_cpu)
         self._workers = Workers(self._form, num_workers, self._options.worker_deadline_s)
@@ -161,11 +161,14 @@ class VllmRolloutEngine:
 
     async def score(self, request: ScoreRequest) -> list[Floats]:
         """See `ScoringEngine`: at temperature 1, of the distribution that nothing is cut from."""
-        check_scores(request, self._folder.vocab_size, self._config.max_model_len)
+        check_scores(request, self.capabilities, self._folder.vocab_size, self._config.max_model_len)
         flights = score_flights(request)
-        async with asyncio.TaskGroup() as together:
-            for flight in flights:
-                together.create_task(self._fly(flight))
+        flying = [asyncio.ensure_future(self._fly(flight)) for flight in flights]
+        try:
+            await asyncio.gather(*flying)
+        finally:
+            for each in flying:
+                each.cancel()
         return read_scores(request, flights)
 
     async def _fly(self, flight: Flight) -> None:

@@ -11,19 +11,24 @@ from typing import Any, Final
 import numpy as np
 
 from offbeat_rollout_vllm._flights import Flight
-from offbeat_types import ConfigError, Floats, GenerateRequest, SamplingParams, ScoreRequest
+from offbeat_types import ConfigError, Floats, GenerateRequest, RolloutCapabilities, SamplingParams, ScoreRequest
 
 PROMPT_LOGPROBS: Final = {"prompt_logprobs": 0, "max_tokens": 1}
 """Of the prompt's own tokens, and none beside."""
 
 
-def check_scores(request: ScoreRequest, vocab_size: int, max_model_len: int) -> None:
+def check_scores(request: ScoreRequest, capabilities: RolloutCapabilities, vocab_size: int, max_model_len: int) -> None:
     """Refuse what cannot be scored.
 
     Raises:
-        ConfigError: a temperature other than 1.
+        ConfigError: a temperature other than 1; an engine that has room for adapters.
         DataError: see `ScoreRequest.check`.
     """
+    if not capabilities.scores:
+        raise ConfigError(
+            "vLLM with enable_lora cannot score: its adapters reckon with one row of logits for each request, and its "
+            "worker ends when there are more; take an engine without enable_lora"
+        )
     if request.temperature != 1.0:
         raise ConfigError(
             f"score request {request.request_id!r}: vLLM scores at temperature 1 only, got {request.temperature:g}; "
