@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from grpo_async_app._teacher_config import TeacherConfig
 from offbeat_async_policy import AsyncConfig
 from offbeat_cluster import ClusterConfig
 from offbeat_data import DataConfig, EnvironmentConfig, RewardConfig
@@ -90,6 +91,7 @@ class GrpoConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     async_: AsyncConfig = field(default_factory=AsyncConfig)
@@ -111,6 +113,15 @@ class GrpoConfig:
             num_threads=num_threads,
             model_path=model_path,
             trust_remote_code=self.model.trust_remote_code,
+        )
+
+    def teacher_engine(self, num_threads: int) -> RolloutEngineConfig:
+        """What the teacher's backend is given."""
+        return self.teacher.engine(
+            self.rollout.max_model_len,
+            self.rollout.samples_per_prompt,
+            num_threads,
+            trust=self.model.trust_remote_code,
         )
 
     def endpoint(self, engine: str) -> dict[str, Any]:

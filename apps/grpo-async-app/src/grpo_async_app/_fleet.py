@@ -17,6 +17,7 @@ from grpo_async_app._gathering import all_or_first_error
 from grpo_async_app._handover import WeightOffer
 from grpo_async_app._placement import Placement
 from grpo_async_app._restarts import RestartBudget, Tell, start_again
+from grpo_async_app._teachers import Teachers
 from grpo_async_app._trainers import Trainers, start_trainers
 from offbeat_cluster import ActorHandle, Launcher, RoleSpec, available_cpus, split_threads
 from offbeat_data import GuardedReward, Prompt, RewardScore
@@ -40,7 +41,7 @@ QUICK_STOP_S = 2.0
 TOLD_BEFORE_S: Final = 2.0
 """So long before the deadline of a sync the driver looks who it waits for: afterwards all calls are cancelled."""
 
-_OTHER_CALLS: Final = (".generate", ".health", ".beat")
+_OTHER_CALLS: Final = (".generate", ".score", ".health", ".beat")
 """Calls that run beside a sync and are no part of it."""
 
 
@@ -56,6 +57,7 @@ class Fleet:
         tell: takes a line when something has happened to a role.
         engines: the rollout engines.
         environment: where the run has one.
+        teachers: replicas of the teacher, where the run has one.
     """
 
     def __init__(self, config: GrpoConfig, model_path: str, log_folder: Path) -> None:
@@ -71,6 +73,7 @@ class Fleet:
         if config.cluster.colocate:
             self.engines.turns = Turns(config, lambda: self.engines.living, lambda: self.trainer)
         self.environment = self._environment() if config.environment.name else None
+        self.teachers = Teachers(config, self._start_teacher, self._budget, self.say) if config.teacher.is_set else None
         self._reward = (
             GuardedReward(config.reward, start_timeout_s=config.cluster.start_timeout_s)
             if config.reward.is_set
@@ -84,6 +87,8 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.engines.close()
+        if self.teachers is not None:
+            await self.teachers.close()
         if self._trainer is not None:
             await self._trainer.forget()
         await self._launcher.close(QUICK_STOP_S if error else None)
@@ -112,9 +117,10 @@ class Fleet:
             await turns.trainer_started()
             await self._start_serving()
             await turns.engines_started()
+            await all_or_first_error(self._starting_teachers())
         else:
             self._trainer, *_ = await all_or_first_error(
-                [self._start_trainers(num_updates, checkpoint), self._start_serving()]
+                [self._start_trainers(num_updates, checkpoint), self._start_serving(), *self._starting_teachers()]
             )
         self.engines.let_others_join()
 
@@ -126,6 +132,12 @@ class Fleet:
     async def _start_serving(self) -> None:
         environments = [self.environment.start()] if self.environment else []
         await all_or_first_error([self.engines.start(), *environments])
+
+    def _starting_teachers(self) -> list[Coroutine[Any, Any, None]]:
+        return [self.teachers.start()] if self.teachers is not None else []
+
+    async def _start_teacher(self, name: str) -> ActorHandle:
+        return await self._launcher.start(self._teacher_spec(name))
 
     async def _start_rollout(self, name: str) -> ActorHandle:
         if self._launcher.reserves and int(name.rpartition("-")[2]) >= self._config.rollout.num_engines:
@@ -150,6 +162,8 @@ class Fleet:
             ConfigError: an environment left this to the `reward` section, which names no reward.
         """
         reward = self._reward
+        if reward is None and not self._config.environment.name:  # a teacher alone is learned from
+            return [RewardScore(value=0.0, parts={}) for _ in texts]
         if reward is None:
             raise ConfigError(
                 f"environment.name = {self._config.environment.name!r} leaves the last turn to the reward section: "
@@ -252,6 +266,8 @@ class Fleet:
     def raise_if_dead(self) -> None:
         """Raise when a role is gone without which the run cannot go on."""
         self.engines.raise_if_failed()
+        if self.teachers is not None:
+            self.teachers.raise_if_failed()
         self.trainer.raise_if_dead()
 
     def metrics(self) -> Metrics:
@@ -262,6 +278,7 @@ class Fleet:
             "engines/stragglers": len(self.engines.stragglers),
             "engines/serving": num_engines if num_engines != self._config.rollout.num_engines else 0,
             "trainer/restarts": self._budget.spent["trainer"],
+            "teacher/restarts": self.teachers.num_restarts if self.teachers is not None else 0,
         }
         metrics = {name: Metric(value=float(count), how="last") for name, count in counts.items() if count}
         if self.engines.turns is not None:
@@ -299,6 +316,19 @@ class Fleet:
         )
         return EnvironmentProcess(self._launcher, spec, self._config.environment.step_timeout_s)
 
+    def _teacher_spec(self, name: str) -> RoleSpec:
+        return RoleSpec(
+            name=name,
+            target="grpo_async_app._roles.teacher:TeacherRole",
+            kwargs={
+                "backend": self._config.teacher.backend,
+                "config": self._config.teacher_engine(self._threads["teacher"]),
+                "temperature": self._config.rollout.temperature,
+            },
+            num_threads=self._threads["teacher"],
+            log_path=self._log_folder / f"{name}.log",
+        )
+
     def _rollout_spec(self, name: str) -> RoleSpec:
         return RoleSpec(
             name=name,
@@ -314,14 +344,17 @@ class Fleet:
 
 
 def plan_threads(config: GrpoConfig) -> dict[str, int]:
-    """CPU threads of one trainer rank and of one rollout engine; colocated, each kind has all CPUs in its turn."""
+    """CPU threads of a trainer rank, a rollout engine and a teacher; colocated, each kind has all CPUs in its turn."""
     trainers = [f"trainer-{rank}" for rank in range(config.engine.num_ranks)]
     rollouts = [f"rollout-{number}" for number in range(config.rollout.num_engines)]
-    turns = [trainers, rollouts] if config.cluster.colocate else [[*trainers, *rollouts]]
+    teachers = [f"teacher-{number}" for number in range(config.teacher.num_replicas if config.teacher.is_set else 0)]
+    samplers = [*rollouts, *teachers]  # teachers score while engines sample
+    turns = [trainers, samplers] if config.cluster.colocate else [[*trainers, *samplers]]
     shares: dict[str, int] = {}
     for roles in turns:
         shares |= split_threads(available_cpus(), dict.fromkeys(roles, 1.0))
     return {
         "trainer": config.cluster.trainer_threads or shares["trainer-0"],
         "rollout": config.cluster.rollout_threads or shares["rollout-0"],
+        "teacher": config.cluster.rollout_threads or shares.get("teacher-0", 1),
     }

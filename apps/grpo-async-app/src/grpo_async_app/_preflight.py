@@ -92,6 +92,7 @@ def check_run(config: GrpoConfig) -> Preflight:
     _check_devices(config)
     _check_reward(config)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
+    _check_teacher(config, tokenizer)
     template = _turn_template(config, tokenizer)
     prompts = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer)
     _check_end(config)
@@ -124,6 +125,9 @@ def check_settings(config: GrpoConfig) -> tuple[str, ...]:
         ConfigError: the first thing that is wrong, with what to do.
     """
     config.environment.check(has_reward=config.reward.is_set)
+    config.teacher.check(is_learned_from=config.algorithm.needs_teacher)
+    if config.eval.every_updates and not (config.reward.is_set or config.environment.name):
+        raise ConfigError("eval.every_updates needs something that judges: set reward.name, or eval.every_updates = 0")
     notices = check_algorithm(
         config.algorithm,
         samples_per_prompt=config.rollout.samples_per_prompt,
@@ -173,6 +177,26 @@ def _check_positions(config: GrpoConfig, model: ModelFolder) -> None:
         )
 
 
+def _check_teacher(config: GrpoConfig, tokenizer: Tokenizer) -> None:
+    """A teacher is there, can be served, and means the same by every token."""
+    teacher = config.teacher
+    if not teacher.is_set:
+        return
+    load_backend("offbeat.rollout", teacher.backend)
+    folder = inspect_model(teacher.path)
+    if folder.max_positions and config.rollout.max_model_len > folder.max_positions:
+        raise ConfigError(
+            f"rollout.max_model_len = {config.rollout.max_model_len} is more than the {folder.max_positions} positions "
+            f"of the teacher {folder.path}: lower it"
+        )
+    difference = tokenizer.first_difference(load_tokenizer(folder.path, config.model.trust_remote_code))
+    if difference:
+        raise ConfigError(
+            f"the teacher {folder.path} has another tokenizer than {config.model.path} ({difference}), so its "
+            "log-probabilities are of other texts: take a teacher of the same family"
+        )
+
+
 _OWN_DATA = {"reasoning_gym": "reasoning-gym:", "verifiers": "verifiers:"}
 """Environments that judge prompts of their own only, and how data.path begins for those."""
 
@@ -180,7 +204,7 @@ _OWN_DATA = {"reasoning_gym": "reasoning-gym:", "verifiers": "verifiers:"}
 def _check_reward(config: GrpoConfig) -> None:
     """Whoever judges is there: the reward section, or the environment, with prompts that it can judge."""
     name, path = config.environment.name, config.data.path
-    if config.reward.is_set or not name:
+    if config.reward.is_set or (config.algorithm.needs_reward and not name):
         build_reward(config.reward)
     if name:
         build_environment(config.environment)
@@ -232,7 +256,8 @@ def _check_turns(config: GrpoConfig, backend: TrainBackend) -> None:
 
 
 def _check_devices(config: GrpoConfig) -> None:
-    named = {config.engine.device, config.rollout.device} - {"auto", "cpu"}
+    teachers = {config.teacher.device} if config.teacher.is_set else set()
+    named = {config.engine.device, config.rollout.device, *teachers} - {"auto", "cpu"}
     if named:
         from offbeat_dist import open_device  # imports torch: only where a device is named
 
