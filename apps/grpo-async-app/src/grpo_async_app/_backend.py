@@ -174,6 +174,7 @@ class GrpoBackend:
                     "update",
                     groups,
                     self._config.async_.require_batches,
+                    version,
                     returns=Metrics,
                     deadline_s=self._config.async_.update_deadline_s,
                 )

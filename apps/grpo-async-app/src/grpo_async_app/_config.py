@@ -8,7 +8,7 @@ from offbeat_async_policy import AsyncConfig
 from offbeat_cluster import ClusterConfig
 from offbeat_data import DataConfig, EnvironmentConfig, RewardConfig
 from offbeat_objectives import AlgorithmConfig
-from offbeat_run import CheckpointConfig, LivenessConfig, LogConfig
+from offbeat_run import CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
 from offbeat_types import (
     REQUIRED,
     RolloutEngineConfig,
@@ -83,6 +83,15 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RolesProfileConfig(ProfileConfig):
+    """Section `profile`: traces of some updates, and of the engines that sample under their weights."""
+
+    rollout_s: float = setting(
+        10.0, "Longest stretch of a rollout engine's trace, from the weights of a traced update on.", "s", gt=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class GrpoConfig:
     """Everything a run of `grpo-async-app` can be told."""
 
@@ -100,6 +109,13 @@ class GrpoConfig:
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    profile: RolesProfileConfig = field(default_factory=RolesProfileConfig)
+
+    @property
+    def traced_roles(self) -> list[str]:
+        """Roles that can trace themselves."""
+        trainers = [f"trainer-{rank}" for rank in range(self.engine.num_ranks)]
+        return [*trainers, *(f"rollout-{number}" for number in range(self.rollout.num_engines))]
 
     @property
     def max_response_tokens(self) -> int:

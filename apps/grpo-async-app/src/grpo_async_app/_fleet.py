@@ -17,9 +17,10 @@ from grpo_async_app._gathering import all_or_first_error
 from grpo_async_app._handover import WeightOffer
 from grpo_async_app._placement import Placement
 from grpo_async_app._restarts import RestartBudget, Tell, start_again
+from grpo_async_app._role_specs import RoleSpecs
 from grpo_async_app._teachers import Teachers
 from grpo_async_app._trainers import Trainers, start_trainers
-from offbeat_cluster import ActorHandle, Launcher, RoleSpec, available_cpus, split_threads
+from offbeat_cluster import ActorHandle, Launcher
 from offbeat_data import GuardedReward, Prompt, RewardScore
 from offbeat_types import (
     ConfigError,
@@ -61,10 +62,9 @@ class Fleet:
     """
 
     def __init__(self, config: GrpoConfig, model_path: str, log_folder: Path) -> None:
-        self._config, self._model_path, self._log_folder = config, model_path, log_folder
+        self._config, self._roles = config, RoleSpecs(config, model_path, log_folder)
         self._launcher: Launcher = load_backend("offbeat.launcher", config.cluster.launcher)("grpo", config.cluster)
         self._socket_path = new_socket_path()
-        self._threads = plan_threads(config)
         self._trainer: Trainers | None = None
         self._errands = itertools.count(1)
         self.tell: Tell = _log.warning
@@ -137,7 +137,10 @@ class Fleet:
         return [self.teachers.start()] if self.teachers is not None else []
 
     async def _start_teacher(self, name: str) -> ActorHandle:
-        return await self._launcher.start(self._teacher_spec(name))
+        return await self._launcher.start(self._roles.teacher(name))
+
+    def _environment(self) -> EnvironmentProcess:
+        return EnvironmentProcess(self._launcher, self._roles.environment(), self._config.environment.step_timeout_s)
 
     async def _start_rollout(self, name: str) -> ActorHandle:
         if self._launcher.reserves and int(name.rpartition("-")[2]) >= self._config.rollout.num_engines:
@@ -147,9 +150,9 @@ class Fleet:
             )
         turns = self.engines.turns if self._trainer is not None else None  # without a trainer nobody takes turns
         if turns is None:
-            return await self._launcher.start(self._rollout_spec(name))
+            return await self._launcher.start(self._roles.rollout(name))
         async with turns.starting(name) as started:
-            handle = await self._launcher.start(self._rollout_spec(name))
+            handle = await self._launcher.start(self._roles.rollout(name))
             await started(handle)
         return handle
 
@@ -205,7 +208,7 @@ class Fleet:
         self._socket_path = new_socket_path()  # what still looks for a former trainer shall not find this one
         return await start_trainers(
             self._launcher,
-            self._trainer_spec(num_updates, checkpoint),
+            self._roles.trainer(self._socket_path, num_updates, checkpoint),
             self._config.engine.num_ranks,
             start_deadline_s=cluster.start_timeout_s,
             call_deadline_s=self._config.async_.update_deadline_s,
@@ -284,77 +287,3 @@ class Fleet:
         if self.engines.turns is not None:
             metrics["perf/handover_s"] = Metric(value=self.engines.turns.take_spent_s())
         return metrics
-
-    # ── what is started ───────────────────────────────────────────────────────────────────────────────────────────
-
-    def _trainer_spec(self, num_updates: int, checkpoint: Path | None) -> RoleSpec:
-        config = self._config
-        return RoleSpec(
-            name="trainer-0",
-            target="grpo_async_app._roles.trainer:TrainerRole",
-            kwargs={
-                "backend": config.engine.backend,
-                "config": config.train_engine(self._model_path, num_updates, self._threads["trainer"]),
-                "algorithm": config.algorithm,
-                "socket_path": self._socket_path,
-                "rollout_dtype": config.rollout.dtype,
-                "bucket_bytes": config.rollout.sync_bucket_bytes,
-                "checkpoint": str(checkpoint or ""),
-                "stall_after_s": config.liveness.stall_after_s,
-            },
-            num_threads=self._threads["trainer"],
-            log_path=self._log_folder / "trainer-0.log",
-        )
-
-    def _environment(self) -> EnvironmentProcess:
-        spec = RoleSpec(
-            name="environment-0",
-            target="grpo_async_app._roles.environment:EnvironmentRole",
-            kwargs={"config": self._config.environment},
-            num_threads=1,
-            log_path=self._log_folder / "environment-0.log",
-        )
-        return EnvironmentProcess(self._launcher, spec, self._config.environment.step_timeout_s)
-
-    def _teacher_spec(self, name: str) -> RoleSpec:
-        return RoleSpec(
-            name=name,
-            target="grpo_async_app._roles.teacher:TeacherRole",
-            kwargs={
-                "backend": self._config.teacher.backend,
-                "config": self._config.teacher_engine(self._threads["teacher"]),
-                "temperature": self._config.rollout.temperature,
-            },
-            num_threads=self._threads["teacher"],
-            log_path=self._log_folder / f"{name}.log",
-        )
-
-    def _rollout_spec(self, name: str) -> RoleSpec:
-        return RoleSpec(
-            name=name,
-            target="grpo_async_app._roles.rollout:RolloutRole",
-            kwargs={
-                "backend": self._config.rollout.backend,
-                "config": self._config.rollout_engine(self._model_path, self._threads["rollout"]),
-                **self._config.endpoint(name),
-            },
-            num_threads=self._threads["rollout"],
-            log_path=self._log_folder / f"{name}.log",
-        )
-
-
-def plan_threads(config: GrpoConfig) -> dict[str, int]:
-    """CPU threads of a trainer rank, a rollout engine and a teacher; colocated, each kind has all CPUs in its turn."""
-    trainers = [f"trainer-{rank}" for rank in range(config.engine.num_ranks)]
-    rollouts = [f"rollout-{number}" for number in range(config.rollout.num_engines)]
-    teachers = [f"teacher-{number}" for number in range(config.teacher.num_replicas if config.teacher.is_set else 0)]
-    samplers = [*rollouts, *teachers]  # teachers score while engines sample
-    turns = [trainers, samplers] if config.cluster.colocate else [[*trainers, *samplers]]
-    shares: dict[str, int] = {}
-    for roles in turns:
-        shares |= split_threads(available_cpus(), dict.fromkeys(roles, 1.0))
-    return {
-        "trainer": config.cluster.trainer_threads or shares["trainer-0"],
-        "rollout": config.cluster.rollout_threads or shares["rollout-0"],
-        "teacher": config.cluster.rollout_threads or shares.get("teacher-0", 1),
-    }

@@ -2,8 +2,8 @@
 
 from grpo_async_app._batch import BatchArithmetic
 from grpo_async_app._config import GrpoConfig
-from grpo_async_app._fleet import plan_threads
 from grpo_async_app._preflight import Preflight
+from grpo_async_app._role_specs import plan_threads
 from offbeat_cluster import available_cpus
 from offbeat_run import count_text, size_text
 

@@ -96,7 +96,9 @@ def check_run(config: GrpoConfig) -> Preflight:
     template = _turn_template(config, tokenizer)
     prompts = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer)
     _check_end(config)
-    layout = _plan_trainer(backend, config, _count_updates(config, len(prompts.train)))
+    num_updates = _count_updates(config, len(prompts.train))
+    config.profile.check(config.traced_roles, num_updates)
+    layout = _plan_trainer(backend, config, num_updates)
     held_out = validation_prompts(config, prompts.eval)
     if config.eval.every_updates and not held_out:
         raise ConfigError(

@@ -52,6 +52,7 @@ from offbeat_types._settings import (
     Setting,
     setting,
 )
+from offbeat_types._tracing import TracePlan
 from offbeat_types._training import (
     Aggregation,
     LossFunction,
@@ -110,6 +111,7 @@ __all__ = [
     "ShapeError",
     "SleepingTrainEngine",
     "StopReason",
+    "TracePlan",
     "TrainBackend",
     "TrainEngine",
     "TrainEngineConfig",

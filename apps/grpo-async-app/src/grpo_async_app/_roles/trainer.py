@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from offbeat_types import (
     Metric,
     Metrics,
     SleepingTrainEngine,
+    TracePlan,
     TrainEngine,
     TrainEngineConfig,
     WeightProof,
@@ -40,6 +42,7 @@ class TrainerRole:
         checkpoint: folder to go on from, or empty.
         team: this process among the ranks of the trainer. All ranks are called alike; rank 0 sends weights.
         stall_after_s: a rank waits longer than this for another: all end, and the log says why.
+        traces: which updates each rank traces, by its name.
     """
 
     def __init__(
@@ -54,12 +57,14 @@ class TrainerRole:
         checkpoint: str = "",
         team: TeamPlace = ALONE,
         stall_after_s: float = 60.0,
+        traces: list[TracePlan] = [],  # noqa: B006  never changed
     ) -> None:
         create = load_backend("offbeat.engine", backend).create
         mesh = team.join(config.device, stall_after_s)
         self._engine: TrainEngine = create(config, mesh) if mesh else create(config)
         if checkpoint:
             self._engine.load(Path(checkpoint))
+        self._trace = make_trace(traces, team, config.device)
         self._algorithm, self._loss = algorithm, build_loss(algorithm)
         self._plan = BucketPlan.build(describe_tensors(self._engine.weights(), rollout_dtype), bucket_bytes)
         self._leads = team.rank == 0
@@ -69,12 +74,21 @@ class TrainerRole:
             self._senders[""] = open_sender(socket_path, self._plan)
         self._in_lanes = mesh is None and tensors_stay(self._engine.weights)
 
-    def update(self, groups: list[SampledGroup], num_batches: int) -> Metrics:
+    def update(self, groups: list[SampledGroup], num_batches: int, number: int = 0) -> Metrics:
         """Train on groups: one optimizer step for each of `num_batches` mini batches.
+
+        Args:
+            groups: scored.
+            num_batches: R / mini batch size.
+            number: of the update, from 0.
 
         Returns:
             Metrics of the losses and steps, merged over the mini batches.
         """
+        with self._trace(number):
+            return self._update(groups, num_batches)
+
+    def _update(self, groups: list[SampledGroup], num_batches: int) -> Metrics:
         batch = build_batch(groups, self._algorithm, self._engine)
         steps = [self._step(part) for part in split_batch(batch, num_batches)]
         return merge_metrics([batch.metrics, *steps])
@@ -171,6 +185,16 @@ class TrainerRole:
             sender.close()
         self._engine.close()
         leave()
+
+
+def make_trace(traces: list[TracePlan], team: TeamPlace, device: str) -> Callable[[int], AbstractContextManager[None]]:
+    """Called with the number of an update: the block in which it runs, traced if this rank shall trace it."""
+    plan = next((plan for plan in traces if plan.role == f"trainer-{team.rank}"), None)
+    if plan is None:
+        return lambda _: nullcontext()
+    from offbeat_dist import StepTracer, open_device, rank_device
+
+    return StepTracer(open_device(rank_device(device, team.rank, team.size)), plan).step
 
 
 def tensors_stay(weights: Callable[[], Iterable[tuple[str, Any]]]) -> bool:
