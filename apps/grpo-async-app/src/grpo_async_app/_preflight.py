@@ -136,7 +136,16 @@ def check_settings(config: GrpoConfig) -> tuple[str, ...]:
         max_tokens=config.max_response_tokens,
     )
     _check_lengths(config)
-    return tuple(notices)
+    return (*notices, *_fp8_notice(config))
+
+
+def _fp8_notice(config: GrpoConfig) -> list[str]:
+    if config.rollout.weight_format != "fp8" or config.algorithm.correction != "none":
+        return []
+    return [
+        "rollout.weight_format = fp8 samples from coarser weights than are trained, and algorithm.correction = none "
+        "leaves it at that; token_tis is usual"
+    ]
 
 
 def _estimate_memory(config: GrpoConfig, layout: TrainLayout) -> RunMemory | None:

@@ -38,6 +38,7 @@ class RoleSpecs:
                 "algorithm": config.algorithm,
                 "socket_path": socket_path,
                 "rollout_dtype": config.rollout.dtype,
+                "as_fp8": config.rollout.weight_format == "fp8",
                 "bucket_bytes": config.rollout.sync_bucket_bytes,
                 "checkpoint": str(checkpoint or ""),
                 "stall_after_s": config.liveness.stall_after_s,

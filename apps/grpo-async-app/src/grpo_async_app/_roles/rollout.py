@@ -9,6 +9,7 @@ from offbeat_data import load_tokenizer
 from offbeat_types import (
     BackendError,
     Completion,
+    ConfigError,
     EngineHealth,
     GenerateRequest,
     PauseMode,
@@ -60,9 +61,16 @@ class RolloutRole:
         """Load the model.
 
         Raises:
+            ConfigError: it is to hold FP8 weights, and cannot.
             BackendError: it is to be served to others, and offbeat-serve is not installed.
         """
         self._engine = await load_backend("offbeat.rollout", self._backend).create(self._config)
+        if self._config.weight_format == "fp8" and not self._engine.capabilities.fp8_weights:
+            await self._engine.close()
+            raise ConfigError(
+                f"rollout.weight_format = fp8: an engine of rollout.backend = {self._backend!r} takes no FP8 blocks "
+                "from the trainer; set it to dtype (rollout.options may quantise by themselves), or take backend torch"
+            )
         if self._serve_port is not None:
             self._server = self._endpoint(self._serve_port)
 

@@ -24,7 +24,15 @@ from offbeat_types import (
     load_backend,
     merge_metrics,
 )
-from offbeat_weightsync import BucketPlan, WeightSender, describe_tensors, new_address, open_sender
+from offbeat_weightsync import (
+    BucketPlan,
+    WeightSender,
+    describe_tensors,
+    fp8_specs,
+    new_address,
+    open_sender,
+    quantize_tensors,
+)
 
 ALONE = TeamPlace()
 
@@ -38,6 +46,7 @@ class TrainerRole:
         algorithm: section `algorithm`.
         socket_path: where rollout engines fetch weights: an address from `new_address` or `new_socket_path`.
         rollout_dtype: format the weights travel in.
+        as_fp8: the layers' matrices travel as FP8 blocks instead.
         bucket_bytes: size of a weight bucket.
         checkpoint: folder to go on from, or empty.
         team: this process among the ranks of the trainer. All ranks are called alike; rank 0 sends weights.
@@ -57,6 +66,7 @@ class TrainerRole:
         checkpoint: str = "",
         team: TeamPlace = ALONE,
         stall_after_s: float = 60.0,
+        as_fp8: bool = False,
         traces: list[TracePlan] = [],  # noqa: B006  never changed
     ) -> None:
         create = load_backend("offbeat.engine", backend).create
@@ -66,13 +76,15 @@ class TrainerRole:
             self._engine.load(Path(checkpoint))
         self._trace = make_trace(traces, team, config.device)
         self._algorithm, self._loss = algorithm, build_loss(algorithm)
-        self._plan = BucketPlan.build(describe_tensors(self._engine.weights(), rollout_dtype), bucket_bytes)
+        specs = describe_tensors(self._engine.weights(), rollout_dtype)
+        self._plan = BucketPlan.build(fp8_specs(specs) if as_fp8 else specs, bucket_bytes)
+        self._as_fp8 = as_fp8
         self._leads = team.rank == 0
         self._senders: dict[str, WeightSender] = {}
         self._last_withdrawn = 0
         if self._leads:
             self._senders[""] = open_sender(socket_path, self._plan)
-        self._in_lanes = mesh is None and tensors_stay(self._engine.weights)
+        self._in_lanes = mesh is None and not as_fp8 and tensors_stay(self._engine.weights)
 
     def update(self, groups: list[SampledGroup], num_batches: int, number: int = 0) -> Metrics:
         """Train on groups: one optimizer step for each of `num_batches` mini batches.
@@ -132,6 +144,8 @@ class TrainerRole:
         def is_withdrawn() -> bool:
             return 0 < errand <= self._last_withdrawn
 
+        if self._as_fp8:
+            weights = quantize_tensors(weights)
         return self._senders[address].send(weights, version, 1, deadline_s=deadline_s, is_withdrawn=is_withdrawn)
 
     async def withdraw(self, errand: int) -> None:
