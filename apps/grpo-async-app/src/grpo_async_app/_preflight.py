@@ -92,10 +92,13 @@ def check_run(config: GrpoConfig) -> Preflight:
     _check_devices(config)
     _check_reward(config)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
+    _check_teacher(config, tokenizer)
     template = _turn_template(config, tokenizer)
     prompts = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer)
     _check_end(config)
-    layout = _plan_trainer(backend, config, _count_updates(config, len(prompts.train)))
+    num_updates = _count_updates(config, len(prompts.train))
+    config.profile.check(config.traced_roles, num_updates)
+    layout = _plan_trainer(backend, config, num_updates)
     held_out = validation_prompts(config, prompts.eval)
     if config.eval.every_updates and not held_out:
         raise ConfigError(
@@ -124,13 +127,25 @@ def check_settings(config: GrpoConfig) -> tuple[str, ...]:
         ConfigError: the first thing that is wrong, with what to do.
     """
     config.environment.check(has_reward=config.reward.is_set)
+    config.teacher.check(is_learned_from=config.algorithm.needs_teacher)
+    if config.eval.every_updates and not (config.reward.is_set or config.environment.name):
+        raise ConfigError("eval.every_updates needs something that judges: set reward.name, or eval.every_updates = 0")
     notices = check_algorithm(
         config.algorithm,
         samples_per_prompt=config.rollout.samples_per_prompt,
         max_tokens=config.max_response_tokens,
     )
     _check_lengths(config)
-    return tuple(notices)
+    return (*notices, *_fp8_notice(config))
+
+
+def _fp8_notice(config: GrpoConfig) -> list[str]:
+    if config.rollout.weight_format != "fp8" or config.algorithm.correction != "none":
+        return []
+    return [
+        "rollout.weight_format = fp8 samples from coarser weights than are trained, and algorithm.correction = none "
+        "leaves it at that; token_tis is usual"
+    ]
 
 
 def _estimate_memory(config: GrpoConfig, layout: TrainLayout) -> RunMemory | None:
@@ -173,6 +188,26 @@ def _check_positions(config: GrpoConfig, model: ModelFolder) -> None:
         )
 
 
+def _check_teacher(config: GrpoConfig, tokenizer: Tokenizer) -> None:
+    """A teacher is there, can be served, and means the same by every token."""
+    teacher = config.teacher
+    if not teacher.is_set:
+        return
+    load_backend("offbeat.rollout", teacher.backend)
+    folder = inspect_model(teacher.path)
+    if folder.max_positions and config.rollout.max_model_len > folder.max_positions:
+        raise ConfigError(
+            f"rollout.max_model_len = {config.rollout.max_model_len} is more than the {folder.max_positions} positions "
+            f"of the teacher {folder.path}: lower it"
+        )
+    difference = tokenizer.first_difference(load_tokenizer(folder.path, config.model.trust_remote_code))
+    if difference:
+        raise ConfigError(
+            f"the teacher {folder.path} has another tokenizer than {config.model.path} ({difference}), so its "
+            "log-probabilities are of other texts: take a teacher of the same family"
+        )
+
+
 _OWN_DATA = {"reasoning_gym": "reasoning-gym:", "verifiers": "verifiers:"}
 """Environments that judge prompts of their own only, and how data.path begins for those."""
 
@@ -180,7 +215,7 @@ _OWN_DATA = {"reasoning_gym": "reasoning-gym:", "verifiers": "verifiers:"}
 def _check_reward(config: GrpoConfig) -> None:
     """Whoever judges is there: the reward section, or the environment, with prompts that it can judge."""
     name, path = config.environment.name, config.data.path
-    if config.reward.is_set or not name:
+    if config.reward.is_set or (config.algorithm.needs_reward and not name):
         build_reward(config.reward)
     if name:
         build_environment(config.environment)
@@ -232,7 +267,8 @@ def _check_turns(config: GrpoConfig, backend: TrainBackend) -> None:
 
 
 def _check_devices(config: GrpoConfig) -> None:
-    named = {config.engine.device, config.rollout.device} - {"auto", "cpu"}
+    teachers = {config.teacher.device} if config.teacher.is_set else set()
+    named = {config.engine.device, config.rollout.device, *teachers} - {"auto", "cpu"}
     if named:
         from offbeat_dist import open_device  # imports torch: only where a device is named
 

@@ -52,12 +52,14 @@ from offbeat_types._rollout import (
     WeightStream,
 )
 from offbeat_types._schedule import check_schedule, learning_rate_at
+from offbeat_types._scoring import ScoreRequest, ScoringEngine
 from offbeat_types._settings import (
     METADATA_KEY,
     REQUIRED,
     Setting,
     setting,
 )
+from offbeat_types._tracing import TracePlan
 from offbeat_types._training import (
     Aggregation,
     LossFunction,
@@ -112,10 +114,13 @@ __all__ = [
     "RolloutEngineSettings",
     "RunFolderError",
     "SamplingParams",
+    "ScoreRequest",
+    "ScoringEngine",
     "Setting",
     "ShapeError",
     "SleepingTrainEngine",
     "StopReason",
+    "TracePlan",
     "TrainBackend",
     "TrainEngine",
     "TrainEngineConfig",
