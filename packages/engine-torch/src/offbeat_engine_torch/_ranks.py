@@ -213,7 +213,8 @@ def _digest(sequences: Sequence[TrainSequence]) -> str:
     """Of everything that the plan and the loss read."""
     digest = hashlib.blake2b(digest_size=16)
     for sequence in sequences:
-        for name, array in (("", sequence.ids), ("", sequence.loss_mask), *sorted(sequence.extras.items())):
+        unnamed = [("", array) for array in (sequence.ids, sequence.loss_mask, *sequence.images)]
+        for name, array in (*unnamed, *sorted(sequence.extras.items())):
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
             digest.update(array.tobytes())
     return digest.hexdigest()
