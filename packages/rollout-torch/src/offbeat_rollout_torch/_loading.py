@@ -22,9 +22,16 @@ def load_weights(weights: DecoderWeights, folder: Path) -> None:
     for path in _files(folder):
         for name, tensor in _tensors(path):
             if not name.endswith("rotary_emb.inv_freq"):  # old folders stored what the config says already
-                writer.write(name, tensor)
+                writer.write(_named(name, weights.architecture.prefix), tensor)
     writer.finish()
     weights.freeze()
+
+
+def _named(name: str, prefix: str) -> str:
+    """The name of today, for vision-language folders written before transformers 4.52."""
+    if prefix == "model." or name.startswith((prefix, "model.visual.", "lm_head.")):
+        return name
+    return f"model.{name}" if name.startswith("visual.") else f"{prefix}{name.removeprefix('model.')}"
 
 
 def _files(folder: Path) -> list[Path]:
