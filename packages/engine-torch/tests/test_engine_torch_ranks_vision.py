@@ -50,14 +50,19 @@ def qwen3(tmp_path_factory):
     return tiny_vision_model(tmp_path_factory.mktemp("ranks-vision") / "model")
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["trained", "frozen"])
+def run(request, folder, weighted_loss):
+    """Settings, updates, and what one process makes of them."""
+    updates = [Pictures(folder).groups(counts, samples=1) for counts in UPDATES.values()]
+    settings = config(folder, options={"train_vision": request.param})
+    return settings, updates, train(TorchTrainEngine.create(settings), updates, weighted_loss)
+
+
 @pytest.mark.mesh(dp=2)
 @pytest.mark.mesh(dp=4)
-@pytest.mark.parametrize("train_vision", [True, False], ids=["trained", "frozen"])
-def test_ranks_without_images_keep_the_others_company(folder, mesh, train_vision, weighted_loss):
-    updates = [Pictures(folder).groups(counts, samples=1) for counts in UPDATES.values()]
-    settings = config(folder, options={"train_vision": train_vision})
-    one = train(TorchTrainEngine.create(settings), updates, weighted_loss)
-    assert_same(train(TorchTrainEngine.create(settings, mesh), updates, weighted_loss), one)
+def test_ranks_without_images_keep_the_others_company(run, mesh, weighted_loss):
+    settings, updates, of_one_process = run
+    assert_same(train(TorchTrainEngine.create(settings, mesh), updates, weighted_loss), of_one_process)
 
 
 CHANGES = {"lora": {"lora_rank": 4}, "checkpointing": {"activation_checkpointing": True}}

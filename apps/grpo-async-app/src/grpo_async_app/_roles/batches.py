@@ -4,7 +4,7 @@ Shapes: S samples of all groups; N their loss tokens, packed end to end.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -114,4 +114,4 @@ def _with_extras(
         for name, values_N in packed.items():
             extras[name] = np.zeros(len(sequence.ids), np.float32)
             extras[name][sequence.loss_mask] = values_N[here]
-        yield TrainSequence(ids=sequence.ids, loss_mask=sequence.loss_mask, extras=extras)
+        yield replace(sequence, extras=extras)
