@@ -216,12 +216,13 @@ def test_what_does_not_fit_is_named_by_row(
         load(tokenizer, write_jsonl([{"prompt": prompt, "answer": "1", "images": images}]))
 
 
-def test_a_file_that_is_broken_further_in_is_named_when_it_is_read(
-    tokenizer: Tokenizer, tmp_path: Path, write_jsonl: Write
-) -> None:
-    (tmp_path / "short.png").write_bytes(picture(0, 48, 48)[:800])
-    [prompt] = load(tokenizer, write_jsonl([{"prompt": "x", "answer": "1", "images": ["short.png"]}]))
-    with pytest.raises(DataError, match="an image of 800 bytes is broken"):
+def test_a_file_that_is_broken_further_in_is_named(tokenizer: Tokenizer, tmp_path: Path, write_jsonl: Write) -> None:
+    for form in ("PNG", "JPEG"):
+        (tmp_path / form).write_bytes(picture(0, 48, 48, form)[:900])
+    with pytest.raises(DataError, match="row 1: image 1: an image of 900 bytes is broken"):
+        load(tokenizer, write_jsonl([{"prompt": "x", "answer": "1", "images": ["PNG"]}]))
+    [prompt] = load(tokenizer, write_jsonl([{"prompt": "x", "answer": "1", "images": ["JPEG"]}]))
+    with pytest.raises(DataError, match="an image of 900 bytes is broken"):
         _ = prompt.images
 
 

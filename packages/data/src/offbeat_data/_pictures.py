@@ -16,6 +16,7 @@ import numpy as np
 from offbeat_data._image_rules import ImageRules
 from offbeat_types import BackendError, DataError, Image
 
+_BROKEN = (OSError, ValueError, SyntaxError)  # what Pillow raises about a file
 _INSTALL = 'images are read with Pillow; install it with: pip install "offbeat-data[images]"'
 
 
@@ -43,8 +44,8 @@ class Picture:
         image = _open(self.data)
         try:
             upright = _upright(image).convert("RGB")
-        except (OSError, ValueError, SyntaxError) as error:
-            raise DataError(f"an image of {len(self.data)} bytes is broken: {error}; write it again") from error
+        except _BROKEN as error:
+            raise _broken(self.data, error) from error
         if upright.size != (self.width, self.height):
             upright = upright.resize((self.width, self.height), _pillow().Resampling.BICUBIC)
         return np.array(upright, dtype=np.uint8)
@@ -67,8 +68,11 @@ def read_picture(value: Any, folder: Path, rules: ImageRules) -> Picture:
     data = _read(value, folder)
     image = _open(data)
     width, height = image.size
-    if _turns_by_quarter(image):
-        width, height = height, width
+    try:
+        if _turns_by_quarter(image):
+            width, height = height, width
+    except _BROKEN as error:
+        raise _broken(data, error) from error
     height, width = rules.fit(height, width)
     return Picture(data=data, height=height, width=width)
 
@@ -110,12 +114,19 @@ def _open(data: bytes) -> Any:
     pillow = _pillow()
     try:
         return pillow.open(io.BytesIO(data))
-    except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
+    except (*_BROKEN, pillow.DecompressionBombError) as error:
         raise DataError(f"{len(data)} bytes are no image that Pillow reads: {error}; write PNG or JPEG") from error
 
 
+def _broken(data: bytes, error: Exception) -> DataError:
+    return DataError(f"an image of {len(data)} bytes is broken: {error}; write it again")
+
+
 def _turns_by_quarter(image: Any) -> bool:
-    """Whether the camera was held upright: width and height are the other way round. Source: EXIF 2.3, tag 0x0112."""
+    """Whether the camera was held upright: width and height are the other way round.
+
+    Source: EXIF 2.3, tag 0x0112. It may stand behind the pixels of a PNG, which is why Pillow decodes those for it.
+    """
     return image.getexif().get(0x0112, 1) >= 5
 
 
