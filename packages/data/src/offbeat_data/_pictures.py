@@ -127,7 +127,7 @@ def _turns_by_quarter(image: Any) -> bool:
 
     Source: EXIF 2.3, tag 0x0112. It may stand behind the pixels of a PNG, which is why Pillow decodes those for it.
     """
-    return image.getexif().get(0x0112, 1) >= 5
+    return int(image.getexif().get(0x0112, 1)) >= 5
 
 
 def _upright(image: Any) -> Any:

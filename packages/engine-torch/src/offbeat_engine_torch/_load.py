@@ -99,7 +99,7 @@ def _choose_trained(model: CausalModel, config: TrainEngineConfig, options: Torc
         tower.requires_grad_(requires_grad=False)
     if config.lora_rank:
         model.whole.requires_grad_(False)
-        trained = model.backbone if tower is None or options.train_vision else model.backbone.language_model
+        trained = model.backbone if tower is None or options.train_vision else model.decoder
         add_lora(trained, rank=config.lora_rank, alpha=config.lora_alpha or 2.0 * config.lora_rank)
 
 

@@ -73,6 +73,12 @@ class CausalModel(nn.Module):
         return backbone
 
     @property
+    def decoder(self) -> nn.Module:
+        """The part of `backbone` that reads embeddings: all of it but the tower."""
+        decoder: nn.Module = getattr(self.backbone, "language_model", self.backbone)
+        return decoder
+
+    @property
     def tower(self) -> nn.Module | None:
         """Patches of images to what stands in the place of embeddings, within `backbone`; None of a model for text."""
         return getattr(self.backbone, "visual", None)
@@ -109,7 +115,7 @@ class CausalModel(nn.Module):
             if patches is None:
                 out = self.backbone(input_ids=ids_T[None], **rest)
             else:
-                out = self.backbone.language_model(**self._embed(ids_T, patches), **rest)
+                out = self.decoder(**self._embed(ids_T, patches), **rest)
         hidden_TE: Tensor = out.last_hidden_state[0]
         if asked is None:
             return hidden_TE
@@ -132,7 +138,8 @@ class CausalModel(nn.Module):
         the tower, with gradients of zero.
         """
         place_M = patches.place_M
-        seen = self.backbone.get_image_features(patches.pixels_PC, patches.grid_I3)
+        backbone: Any = self.backbone
+        seen = backbone.get_image_features(patches.pixels_PC, patches.grid_I3)
         embeds_TE = self.whole.get_input_embeddings()(ids_T)
         seen_ME = torch.cat(list(seen.pooler_output))[: len(place_M)].to(embeds_TE.dtype)
         given: dict[str, Any] = {"inputs_embeds": embeds_TE.index_copy(0, place_M, seen_ME)[None]}

@@ -197,8 +197,16 @@ def lay_out(sequences: Sequence[TrainSequence], families: Sequence[Family], sigh
 def idle_pack() -> Pack:
     """One token of one sequence: for a rank that has nothing to compute, but must meet the others in every layer."""
     zero = np.zeros(1, np.int64)
-    names = ("ids_T", "positions_T", "predictor_N", "target_N", "sequence_N", "token_N")
-    return Pack(segments=(Segment(start=0, length=1),), members=(), **dict.fromkeys(names, zero))
+    return Pack(
+        ids_T=zero,
+        positions_T=zero,
+        segments=(Segment(start=0, length=1),),
+        predictor_N=zero,
+        target_N=zero,
+        sequence_N=zero,
+        token_N=zero,
+        members=(),
+    )
 
 
 class _Layout:

@@ -142,7 +142,7 @@ class DecoderWeights:
                 found[f"{a.prefix}layers.{index}.{name}"] = parameter
         if self.tower is not None:
             for name, tensor in self.tower.named_parameters(prefix="model.visual"):
-                found[name] = Parameter(lambda held=tensor: held.data, slice(None), tuple(tensor.shape))
+                found[name] = Parameter(tensor.detach, slice(None), tuple(tensor.shape))
         return found
 
     def read(self, name: str) -> Tensor:
