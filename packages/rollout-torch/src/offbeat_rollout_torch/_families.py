@@ -108,7 +108,7 @@ def read_architecture(folder: Path) -> Architecture:
         raise ModelError(f"{folder / 'config.json'} lacks the key {error}") from error
 
 
-def _architecture(name: str, config: dict[str, Any], vision: Path | None) -> Architecture:
+def _architecture(name: str, config: dict[str, Any], vision: Path | None = None) -> Architecture:
     family, heads = FAMILIES[name], config["num_attention_heads"]
     head_dim, rope = config.get("head_dim") or config["hidden_size"] // heads, _rope_parameters(config)
     attention_bias = bool(config.get("attention_bias", False))
