@@ -213,6 +213,14 @@ if HARDWARE:
             session.error(f"{tests.device} is here, but no test of {tests.folder} passed: all were skipped")
 
 
+@nox.session(tags=["nightly"], default=False)
+@nox.parametrize("launcher", [nox.param(name, id=name) for name in ("local", "ray")])
+def chaos(session: nox.Session, launcher: str) -> None:
+    """Five minutes of a run whose processes are killed at random."""
+    file = "tests/e2e/test_chaos.py"
+    pytest(session, f"chaos-{launcher}", file, OFFBEAT_CHAOS_S="300", OFFBEAT_CHAOS_LAUNCHER=launcher)
+
+
 for _folder in ("numerics", "e2e"):
     if list((ROOT / "tests" / _folder).glob("test_*.py")):
 

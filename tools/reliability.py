@@ -230,7 +230,7 @@ FAULTS: Final = (
     Fault(
         name="disk full (tmpfs)",
         inject=fill_disk,
-        happens="the same, also where metrics or a log cannot be written: exit code 2, and `resume` goes on once there is room",
+        happens="ends with an error that says so (exit code 2), also where a log cannot be written; `resume` goes on",
         noticed_by="no space left",
         ends_with=2,
         needs_root=True,

@@ -15,8 +15,11 @@ def test_every_transport_is_measured_beside_its_floor(tmp_path: Path) -> None:
     found = {(each["transport"], each["floor"]): each for each in json.loads(ended.stdout)}
     assert set(found) == {
         ("shared-memory", "memcpy"),
+        ("shared-memory", "tensors"),
         ("shared-memory", "two-copy"),
         ("broadcast", "loopback"),
+        ("broadcast", "gloo"),
+        ("tcp", "loopback"),
         ("disk-write", "write"),
         ("disk-read", "read"),
     }

@@ -11,11 +11,13 @@ from grpo_async_app._fleet import Fleet
 from grpo_async_app._restarts import RestartBudget
 from grpo_async_app._speeds import EngineSpeeds
 from offbeat_run import load_config
-from offbeat_types import PeerFailedError, PlacementError
+from offbeat_types import EngineHealth, PeerFailedError, PlacementError
 
 
 class BrokenLauncher:
     """Starts nothing: the seam of `offbeat_cluster.Launcher`."""
+
+    reserves = False
 
     async def start(self, spec: Any) -> Any:
         raise PeerFailedError(spec.name, "no memory left")
@@ -66,7 +68,7 @@ class LivingHandle:
         raise AssertionError
 
     async def call(self, method: str, **_: Any) -> Any:
-        return None
+        return EngineHealth(version=0, num_running=1, num_waiting=0, num_tokens=7, busy_s=0.0, uptime_s=1.0)
 
 
 @pytest.mark.parametrize("others", [0, 1])

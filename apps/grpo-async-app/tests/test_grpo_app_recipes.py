@@ -1,35 +1,152 @@
-"""The recipes are configurations that the application takes."""
+"""The recipes are configurations that the application takes, and each is planned on its cluster and on wrong ones."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.numpy import save_file
 
+from grpo_async_app._batch import BatchArithmetic
 from grpo_async_app._config import GrpoConfig
+from grpo_async_app._shrink import shrink_run
 from offbeat_run import load_config
 from offbeat_testing import CommandLine, tiny_model
+from offbeat_types import BackendError, load_backend
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
+_CLUSTER = re.compile(r"^#     grpo-async-app plan \S+ --cluster (\d+)x(\d+)", re.MULTILINE)
+_BATCH = re.compile(
+    r"^# batch: (\d+) prompts x (\d+) samples = (\d+) samples; R = (\d+) x (\d+) = (\d+) prompts; K = (\d+); "
+    r"at most (\d+) prompts in the air",
+    re.MULTILINE,
+)
+FOR_CLUSTERS = [path for path in RECIPES if _CLUSTER.search(path.read_text())]
+FOR_HERE = [path for path in RECIPES if path not in FOR_CLUSTERS]
+GEOMETRY = [path for path in FOR_CLUSTERS if path.stem.startswith("geo3k")]
+
+every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+every_large_recipe = pytest.mark.parametrize("recipe", FOR_CLUSTERS, ids=lambda path: path.stem)
+
+_TEXT = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
+_QWEN3_8B = {**_TEXT, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-8B": ("Qwen3Config", {**_QWEN3_8B, "num_attention_heads": 32, "tie_word_embeddings": False}),
+    "Qwen3-1.7B": (
+        "Qwen3Config",
+        {
+            **_TEXT,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Qwen3-30B-A3B": (
+        "Qwen3MoeConfig",
+        {
+            **_TEXT,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "Qwen3-VL-8B-Instruct": (
+        "Qwen3VLConfig",
+        {
+            "text_config": {**_QWEN3_8B, "num_attention_heads": 32},
+            "vision_config": {
+                "depth": 27,
+                "hidden_size": 1152,
+                "intermediate_size": 4304,
+                "num_heads": 16,
+                "out_hidden_size": 4096,
+                "num_position_embeddings": 2304,
+                "deepstack_visual_indexes": [8, 16, 24],
+                "patch_size": 16,
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
+}
 
 
-def test_there_are_recipes() -> None:
-    assert {"smollm2_arithmetic.toml", "smollm2_jsonl.toml"} <= {path.name for path in RECIPES}
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders that hold a config.json as large as the models the recipes name, and no weights."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("models")
+    for name, (kind, shape) in SHAPES.items():
+        getattr(transformers, kind)(**shape).save_pretrained(folder / name)
+        save_file({}, folder / name / "model.safetensors")
+    return folder
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_parses_and_takes_its_model_from_the_environment(
+@pytest.fixture(autouse=True)
+def _folders(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFBEAT_MODELS", str(models))
+    for name in ("OFFBEAT_DATA", "OFFBEAT_DEVICE", "OFFBEAT_RAY", "OFFBEAT_TRTLLM_SERVER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def stated_cluster(recipe: Path) -> tuple[int, int]:
+    """(nodes, accelerators of each) that the recipe says it is for."""
+    found = _CLUSTER.search(recipe.read_text())
+    assert found
+    return int(found[1]), int(found[2])
+
+
+def test_there_are_recipes_of_both_kinds() -> None:
+    stems = {path.stem for path in RECIPES}
+    assert {"smollm2_arithmetic", "smollm2_jsonl"} == {path.stem for path in FOR_HERE}
+    wanted = {
+        "math_qwen3_8b_fsdp",
+        "math_qwen3_8b_megatron",
+        "moe_30b_megatron",
+        "math_trtllm",
+        "geo3k_qwen3vl_8b_cuda",
+    }
+    assert wanted <= stems
+    assert len(GEOMETRY) == 3
+    assert any(load_config(path, GrpoConfig).algorithm.advantage == "rloo" for path in FOR_CLUSTERS)
+
+
+@every_recipe
+def test_a_recipe_parses_and_takes_its_paths_from_the_environment(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OFFBEAT_MODELS", "/models")
+    monkeypatch.setenv("OFFBEAT_DATA", "/data")
     config = load_config(recipe, GrpoConfig)
     assert config.model.path.startswith("/models/")
+    assert config.data.path.startswith(("/data/", "reasoning-gym:"))
     assert config.data.max_prompt_tokens + config.rollout.max_tokens <= config.rollout.max_model_len
     assert config.eval.every_updates
     assert config.data.eval_size or config.data.eval_path
+    assert config.data.epochs or config.engine.max_updates
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_can_be_planned(
+@every_recipe
+def test_every_section_and_every_choice_has_its_reason(recipe: Path) -> None:
+    text = recipe.read_text()
+    settings = re.findall(r"^\w+ = .*", text, re.MULTILINE)
+    comments = re.findall(r"#.*", text)
+    assert len(comments) * 3 >= len(settings), "a recipe is read to learn why"
+    assert not re.search(r"\$HOME|(?<![\w.])/(?:home|mnt|data)/", text), "paths come from the environment"
+
+
+@pytest.mark.parametrize("recipe", FOR_HERE, ids=lambda path: path.stem)
+def test_a_recipe_for_one_machine_can_be_planned_here(
     command: CommandLine, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OFFBEAT_MODELS", str(tmp_path))
@@ -41,3 +158,126 @@ def test_a_recipe_can_be_planned(
     ended = command("plan", recipe, "--data.max_prompt_tokens", "192", "--rollout.max_model_len", "256")
     assert ended.code == 0, ended.err
     assert "64 samples" in " ".join(ended.out.split())
+
+
+@every_large_recipe
+def test_a_recipe_fits_the_cluster_it_states_and_fills_it(command: CommandLine, recipe: Path, tmp_path: Path) -> None:
+    nodes, width = stated_cluster(recipe)
+    cluster = tmp_path / "nodes.toml"
+    cluster.write_text(
+        f'[[nodes]]\nname = "node"\ncount = {nodes}\naccelerators = {width}\naccelerator_memory_gib = 80\n'
+    )
+    ended = command("plan", recipe, "--cluster", cluster)
+    assert ended.code == 0, ended.err
+    assert f"{nodes} of {nodes} node" in ended.out
+    assert f"{nodes * width} of {nodes * width} free" in ended.out
+    assert "notice" not in ended.out, ended.out
+    assert "parameters" in ended.out, "the memory could not be estimated"
+
+
+@every_large_recipe
+def test_the_batch_arithmetic_adds_up_to_what_the_recipe_says(recipe: Path) -> None:
+    found = _BATCH.search(recipe.read_text())
+    assert found, "a recipe says what its batches are made of"
+    per_step, samples, all_samples, steps, per_step_again, per_update, syncs, in_the_air = map(int, found.groups())
+    batch = BatchArithmetic.of(load_config(recipe, GrpoConfig))
+    assert (batch.groups_per_step, batch.samples_per_group) == (per_step, samples) == (per_step_again, samples)
+    assert batch.samples_per_step == per_step * samples == all_samples
+    assert batch.groups_per_update == steps * per_step == per_update
+    assert (batch.steps_per_update, batch.updates_per_sync, batch.max_admitted) == (steps, syncs, in_the_air)
+    assert batch.notices() == []
+
+
+@pytest.mark.parametrize("recipe", [path for path in FOR_CLUSTERS if path not in GEOMETRY], ids=lambda path: path.stem)
+def test_the_ranks_of_the_trainer_can_share_the_model(recipe: Path) -> None:
+    config = load_config(recipe, GrpoConfig)
+    wanted = replace(config.train_engine(config.model.path, num_updates=100), device="cpu")
+    backend = load_backend("offbeat.engine", config.engine.backend)
+    try:
+        layout = backend.plan(wanted, config.engine.num_ranks)
+    except BackendError as error:
+        pytest.skip(str(error))
+    assert layout.num_ranks == config.engine.num_ranks
+    assert BatchArithmetic.of(config, layout).notices() == []
+    stated = re.search(r"^num_ranks = \d+ +# ((?:tp|pp|dp) .*)", recipe.read_text(), re.MULTILINE)
+    if stated:
+        sizes = {axis: int(size) for axis, size in (part.split() for part in stated[1].split(" x "))}
+        assert sizes == {axis: getattr(layout, axis) for axis in sizes}
+
+
+@every_large_recipe
+def test_a_recipe_is_refused_on_half_of_its_cluster_with_what_would_fit(command: CommandLine, recipe: Path) -> None:
+    nodes, width = stated_cluster(recipe)
+    ended = command("plan", recipe, "--cluster", f"{max(nodes // 2, 1)}x{width if nodes > 1 else width // 2}")
+    assert ended.code == 2
+    assert "what fits: " in ended.err
+    assert "Traceback" not in ended.err
+
+
+WIDE = [path for path in FOR_CLUSTERS if stated_cluster(path)[1] == 16]
+
+
+@pytest.mark.parametrize("recipe", WIDE, ids=lambda path: path.stem)
+def test_sixteen_accelerators_a_node_on_nodes_of_eight_is_refused_and_made_to_fit(
+    command: CommandLine, recipe: Path, tmp_path: Path
+) -> None:
+    ended = command("plan", recipe, "--cluster", "4x8")
+    assert ended.code == 2
+    assert "0 of 4 nodes have 16 free" in ended.err
+    assert "ask for 4 nodes × 8 (cluster.num_nodes = 4, cluster.accelerators_per_node = 8)" in ended.err
+    fitted = tmp_path / "fitted.toml"
+    assert command("plan", recipe, "--cluster", "4x8", "--fit", fitted).code == 0
+    before, after = recipe.read_text().splitlines(), fitted.read_text().splitlines()
+    changed = [new.split("#")[0].strip() for old, new in zip(before, after, strict=True) if old != new]
+    assert changed == ["num_nodes = 4", "accelerators_per_node = 8"]
+    ended = command("plan", fitted, "--cluster", "4x8")
+    assert ended.code == 0, ended.err
+    assert "R3.0 R3.1 R3.2 R3.3" in ended.out
+
+
+def test_the_wide_recipes_are_both_parameter_sets_of_the_incident() -> None:
+    held = [load_config(path, GrpoConfig) for path in WIDE if path in GEOMETRY]
+    sets = {(each.async_.staleness_threshold, each.async_.trigger_parameter_sync_step) for each in held}
+    assert sets == {(0.1, 4), (10, 5)}
+    assert all(each.async_.require_batches == 2 and each.async_.partial_rollout for each in held)
+    small = next(each for each in held if each.async_.staleness_threshold < 1)
+    assert (small.rollout.samples_per_prompt, small.async_.mini_batch_size) == (4, 64)
+    assert (small.algorithm.tis_cap, small.algorithm.normalise_weights) == (2.0, True)
+    assert (small.algorithm.rs_low, small.algorithm.rs_high) == (0.6, 1.6)
+    assert (small.algorithm.kl_coefficient, small.algorithm.kl_estimator, small.algorithm.kl_in) == (0.01, "k3", "loss")
+    assert (small.engine.learning_rate, small.data.max_prompt_tokens, small.rollout.max_tokens) == (1e-6, 1024, 2048)
+
+
+@pytest.mark.parametrize("recipe", GEOMETRY, ids=lambda path: path.stem)
+def test_a_correction_without_effect_is_refused(command: CommandLine, recipe: Path) -> None:
+    nodes, width = stated_cluster(recipe)
+    words = ["plan", recipe, "--cluster", f"{nodes}x{width}"]
+    ended = command(*words, "--algorithm.correction_form", "bypass")
+    assert ended.code == 2
+    assert "the ratio of ppo_clip is already against the rollout policy" in ended.err
+    ended = command(*words, "--algorithm.correction", "none")
+    assert ended.code == 2
+    assert "tis_cap has no effect" in ended.err
+
+
+def test_the_name_under_which_the_filter_was_known_is_told_to_be_another(command: CommandLine) -> None:
+    [small] = [path for path in WIDE if load_config(path, GrpoConfig).async_.staleness_threshold < 1]
+    ended = command("plan", small, "--cluster", "2x16", "--algorithm.correction", "sequence_tis_geometric_rs")
+    assert ended.code == 0, ended.err
+    assert "[0.6, 1.6] are wide for a geometric mean" in " ".join(ended.out.split())
+
+
+@every_recipe
+def test_a_shrunken_recipe_has_the_structure_of_the_whole(recipe: Path, tmp_path: Path) -> None:
+    whole = load_config(recipe, GrpoConfig)
+    small = shrink_run(whole, tmp_path).config
+    assert small.engine.num_ranks == min(whole.engine.num_ranks, 2)
+    assert small.rollout.num_engines == min(whole.rollout.num_engines, 2)
+    assert small.rollout.samples_per_prompt <= 4
+    assert (small.engine.device, small.rollout.device) == ("cpu", "cpu")
+    for key in ("advantage", "loss", "correction", "correction_form", "tis_cap", "rs_low", "rs_high", "filter_groups"):
+        assert getattr(small.algorithm, key) == getattr(whole.algorithm, key)
+    for key in ("staleness_threshold", "trigger_parameter_sync_step", "require_batches", "partial_rollout"):
+        assert getattr(small.async_, key) == getattr(whole.async_, key)
+    assert small.async_.mode == whole.async_.mode
+    assert small.engine.max_updates == max(2, whole.async_.trigger_parameter_sync_step + 1)

@@ -1,5 +1,6 @@
 """The trainer role hands its weights over: in lanes where its tensors stay, over TCP where the engine is elsewhere."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +88,36 @@ def test_merged_adapters_are_made_one_at_a_time(model: Path, address: str, monke
     finally:
         role.close()
     assert not counts
+    assert held
+
+
+@pytest.mark.parametrize("over_tcp", [False, True])
+def test_an_engine_that_never_comes_leaves_the_trainer_free_for_the_next(
+    model: Path, address: str, over_tcp: bool
+) -> None:
+    errors: list[WeightSyncError] = []
+
+    def wait_for_nobody(errand: int) -> None:
+        try:
+            role.send_weights(1, 600, where, errand)
+        except WeightSyncError as error:
+            errors.append(error)
+
+    role, held = open_role(model, address), dict[str, Tensor]()
+    try:
+        where = role.listen("127.0.0.1") if over_tcp else ""
+        waiting = threading.Thread(target=wait_for_nobody, args=(1,), daemon=True)
+        waiting.start()
+        asyncio.run(role.withdraw(2))  # and one that has not begun yet
+        waiting.join(60)
+        assert not waiting.is_alive()
+        wait_for_nobody(2)
+        assert ["was withdrawn" in str(error) for error in errors] == [True, True]
+        thread = take(where or address, held)
+        role.send_weights(1, 60, where, 3)
+        thread.join()
+    finally:
+        role.close()
     assert held
 
 

@@ -35,8 +35,9 @@ def test_a_recipe_parses(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_config(recipe, SftConfig).model.path.startswith("/elsewhere/")
 
 
-def test_there_is_a_recipe() -> None:
-    assert [path.name for path in RECIPES] == ["smollm2_chat.toml"]
+def test_there_are_recipes() -> None:
+    stems = {path.stem for path in RECIPES}
+    assert stems == {"math_qwen3_8b_fsdp", "math_qwen3_8b_megatron", "smollm2_chat"}
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 4))

@@ -46,6 +46,9 @@ class Backend:
     async def generate(self, group_id):
         await asyncio.sleep(self.random.random() * 0.004)
 
+    async def prepare(self, action):
+        assert not self.trainer_is_busy
+
     async def work_of_trainer(self, seconds):
         assert not self.trainer_is_busy, "update, sync and checkpoint never overlap"
         self.trainer_is_busy = True
@@ -226,6 +229,21 @@ def test_slow_is_not_stuck_while_the_backend_reports_movement():
     run(policy, backend, clock=lambda: float(next(seconds)), idle_every_s=0.001)
     assert len(backend.waits) >= 50
     assert policy.statistics.trained == 7
+
+
+def test_what_the_trainer_has_to_wait_for_first_is_not_in_its_deadlines():
+    class WithValidation(Backend):
+        async def prepare(self, action):
+            await super().prepare(action)
+            if action not in self.prepared:
+                self.prepared.append(action)
+                await asyncio.sleep(1.6)
+
+    limits = {"update_deadline_s": 1.5, "sync_deadline_s": 1.5}
+    backend, policy = WithValidation(checkpoint_every=1), AsyncPolicy(AsyncConfig(**QUICK, **limits), 8)
+    backend.prepared = []
+    run(policy, backend)
+    assert set(backend.prepared) == {"update", "sync", "checkpoint"}
 
 
 @pytest.mark.parametrize("where", ["update", "sync", "checkpoint"])

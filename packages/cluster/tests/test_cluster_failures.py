@@ -16,7 +16,8 @@ import pytest
 from conftest import Launchers
 from role_processes import role_processes
 
-from offbeat_cluster import ActorHandle, RoleSpec
+from offbeat_cluster import ActorHandle, RoleSpec, _local_process
+from offbeat_cluster._local_process import LocalProcess
 from offbeat_types import (
     ConfigError,
     DeadlineError,
@@ -399,3 +400,22 @@ def test_kill_9_of_the_driver_ends_every_role(launchers: Launchers, role_env: di
         within_s = 5 if launchers.kind == "local" else 20  # Ray ends what a job has left when it sees its driver gone
         with ends(pids[0], within_s), ends(pids[1], within_s), ends(pids[2], within_s), ends(pids[3], within_s):
             driver.kill()
+
+
+def test_a_process_that_sigkill_does_not_end_is_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_local_process, "_KILL_S", 0.2)
+
+    async def scenario() -> None:
+        # It leads no process group, so the signal to its group does not reach it: as one in the kernel, it goes on.
+        child = await asyncio.create_subprocess_exec("sleep", "60")
+        try:
+            process = LocalProcess(child)
+            waiting = asyncio.create_task(process.wait())
+            process.send_signal(signal.SIGKILL)
+            async with asyncio.timeout(30):
+                assert f"its process {child.pid} has not ended 0.2 s after SIGKILL" in str(await waiting)
+        finally:
+            child.kill()
+            assert await process.wait() == -signal.SIGKILL
+
+    asyncio.run(scenario())

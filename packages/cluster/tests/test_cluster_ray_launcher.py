@@ -5,6 +5,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -157,6 +158,33 @@ def test_an_address_where_no_cluster_is_is_refused(address: str) -> None:
     assert repr(address) in said
 
 
+CLOSE_EARLY = """
+import asyncio, sys, time
+from offbeat_cluster import ClusterConfig, RoleSpec
+from offbeat_cluster.ray import RayLauncher
+
+async def main():
+    config = ClusterConfig(launcher="ray", address=sys.argv[1], connect_timeout_s=400)
+    async with RayLauncher("test", config) as launcher:
+        starting = asyncio.create_task(launcher.start(RoleSpec("rollout-0", "cluster_roles:Patient")))
+        await asyncio.to_thread(sys.stdin.readline)
+        starting.cancel()
+
+begin_s = time.monotonic()
+asyncio.run(main())
+print("ended", time.monotonic() - begin_s < 200)
+"""
+
+
+def test_a_launcher_that_is_closed_while_ray_connects_does_not_wait_for_it() -> None:
+    pytest.importorskip("ray")
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # takes connections, and never says a word
+        command = [sys.executable, "-c", CLOSE_EARLY, f"127.0.0.1:{listener.getsockname()[1]}"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
+            listener.accept()[0].close()  # the look whether anybody listens: now it connects
+            assert driver.communicate("\n", timeout=300)[0] == "ended True\n"
+
+
 def test_without_ray_the_install_line_is_told() -> None:
     said = run_python(CONNECT, "127.0.0.1:1", "ray").stdout
     assert said == 'BackendError cluster.launcher = "ray" needs Ray: pip install "offbeat-cluster[ray]"\n'
@@ -218,6 +246,50 @@ def test_the_log_of_a_machine_that_does_not_share_files_comes_to_the_driver(
 
     asyncio.run(scenario())
     assert "7 is not even" in log_path.read_text()
+
+
+def test_a_log_that_cannot_be_written_here_does_not_make_its_role_deaf(
+    ray_cluster: RayNodes,
+    role_env: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    described = _launcher.describe_log
+    monkeypatch.setattr(_launcher, "describe_log", lambda path: replace_inode(described(path)))
+    log_path = tmp_path / "logs" / "rollout-0.log"
+    spec = RoleSpec("rollout-0", "cluster_roles:Faulty", env=role_env, log_path=log_path)
+
+    async def scenario() -> None:
+        config = ClusterConfig(launcher="ray", address=ray_cluster.address)
+        async with RayLauncher("test-run", config) as launcher:
+            role = await launcher.start(spec)
+            log_path.unlink(missing_ok=True)
+            log_path.parent.rmdir()
+            log_path.parent.touch()  # a file where the folder was
+            for _ in range(100):
+                assert "7 is not even" in str(await error_of(role, "value_error"))  # and its traceback in the log
+                if "what rollout-0 writes is lost" in caplog.text:
+                    break
+                await asyncio.sleep(0.1)
+            assert "7 is not even" in str(await error_of(role, "value_error"))
+
+    asyncio.run(scenario())
+    assert caplog.text.count("what rollout-0 writes is lost") == 1
+
+
+def test_a_driver_that_was_suspended_goes_on_with_its_roles(
+    ray_cluster: RayNodes, role_env: dict[str, str], tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        config = ClusterConfig(launcher="ray", address=ray_cluster.address, silent_after_s=3)
+        async with RayLauncher("test-run", config) as launcher:
+            role = await launcher.start(RoleSpec("rollout-0", "cluster_roles:Faulty", env=role_env))
+            time.sleep(5)
+            assert "7 is not even" in str(await error_of(role, "value_error"))
+            assert role.alive
+
+    asyncio.run(scenario())
 
 
 def replace_inode(log: LogFile) -> LogFile:

@@ -232,3 +232,41 @@ def test_a_store_is_open_at_its_own_address_alone():
     assert listening == ["0100007F"]
     with pytest.raises(OSError, match="in use"):
         open_store("127.0.0.1", store.port)
+
+
+class LateStore:
+    """A store in which rank 0's word comes late, and the answer "not there yet" so late that it has left meanwhile."""
+
+    def __init__(self, store, board):
+        self._store, self._board = store, board
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def set(self, key, value):
+        if key.endswith("/made/0"):
+            time.sleep(1)
+        self._store.set(key, value)
+
+    def check(self, keys):
+        found = self._store.check(keys)
+        end = time.monotonic() + 30
+        while not found and keys[0].endswith("/made/0") and not self._board.records and time.monotonic() < end:
+            time.sleep(0.01)
+        return found
+
+
+def test_a_member_that_has_made_its_group_and_gone_is_no_failure(run_ranks):
+    """Rank 1 looks, and finds rank 0 not yet there; before it looks at the board, rank 0 has come, gone on and left."""
+
+    def body(rank, num_ranks, store):
+        world = join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=60)
+        mesh = Mesh(dp=num_ranks)
+        world.store = LateStore(world.store, world.board)
+        ranks = list(mesh.group("dp", channel="another").ranks)
+        if rank == 0:
+            world.board.leave()  # as a process that ends by sys.exit does
+        return ranks
+
+    ended = run_ranks(2, body)
+    assert [each.value or each.text for each in ended] == [[0, 1], [0, 1]]

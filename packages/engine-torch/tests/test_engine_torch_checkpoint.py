@@ -164,3 +164,26 @@ def test_large_models_are_written_in_several_files(model_folder, tmp_path, make_
     for (name, tensor), (_, read) in zip(engine.weights(), other.weights(), strict=True):
         assert torch.equal(loaded[name], tensor)
         assert torch.equal(read, tensor)
+    train(engine, make_groups, weighted_loss, range(1, 2))
+    for max_bytes in (60_000, 2**30, 30_000):  # into the same folder, under other names each time
+        monkeypatch.setattr("offbeat_engine_torch._tensor_files.MAX_FILE_BYTES", max_bytes)
+        engine.save(tmp_path)
+        other.load(tmp_path)
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(engine.weights(), other.weights(), strict=True))
+
+
+def test_two_models_in_one_folder_are_refused_unless_the_index_decides(model_folder, tmp_path):
+    engine = TorchTrainEngine.create(config(model_folder))
+    engine.save(tmp_path)
+    first = tmp_path / "model.safetensors"
+    save_file(
+        {name: tensor + 1 for name, tensor in load_file(first).items()}, tmp_path / "model-00002-of-00002.safetensors"
+    )
+    with pytest.raises(ModelError, match=r"twice, in model-00002-of-00002.* and in model\.safe"):
+        engine.load(tmp_path)
+    first.rename(tmp_path / "model-00001-of-00001.safetensors")
+    weights = {name: "model-00001-of-00001.safetensors" for name, _ in engine.weights()}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    before = {name: tensor.clone() for name, tensor in engine.weights()}
+    engine.load(tmp_path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.weights())

@@ -9,7 +9,16 @@ import torch
 from offbeat_dist import Mesh
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_testing import tiny_model
-from offbeat_types import ConfigError, Metric, PeerFailedError, TrainEngineConfig, TrainSequence
+from offbeat_types import (
+    ConfigError,
+    Metric,
+    MismatchError,
+    ModelError,
+    OffbeatError,
+    PeerFailedError,
+    TrainEngineConfig,
+    TrainSequence,
+)
 
 FAMILIES = [("qwen3", True), ("qwen3", False), ("qwen2", True), ("llama", False)]
 BUDGET_TOKENS = 48
@@ -218,11 +227,33 @@ def test_a_loss_that_raises_on_one_rank_is_raised_on_all_and_training_goes_on(mo
     assert engine.step()["grad_norm"].value == clean.step()["grad_norm"].value
 
 
+NO_LOSSES = {
+    "no tensor": (lambda tokens: (0.0, {}), "got 0.0"),
+    "no scalar": (lambda tokens: (tokens.logprobs_N, {}), "shape"),
+    "no metric": (lambda tokens: (tokens.logprobs_N.sum(), {"kl": 0.5}), "got kl = 0.5"),
+    "no number": (lambda tokens: (tokens.logprobs_N.sum(), {"kl": Metric(value="half")}), "half"),
+}
+
+
+@pytest.mark.mesh(dp=2, compare=False)
+@pytest.mark.parametrize(("loss", "words"), NO_LOSSES.values(), ids=NO_LOSSES)
+def test_a_loss_that_returns_something_else_on_one_rank_is_told_to_all(model_folder, mesh, make_groups, loss, words):
+    engine = TorchTrainEngine.create(config(model_folder), mesh)
+    with pytest.raises((OffbeatError, ValueError), match=words):
+        engine.forward_backward(make_groups(), loss if mesh.rank else weighted)
+    assert engine.forward_backward(make_groups(), weighted)["num_microbatches"].value > 1
+
+
 @pytest.mark.mesh(dp=2, compare=False)
 def test_ranks_that_are_given_other_sequences_are_told(model_folder, mesh, make_groups):
     engine = TorchTrainEngine.create(config(model_folder), mesh)
-    with pytest.raises(Exception, match="forward_backward"):
+    with pytest.raises(MismatchError, match="forward_backward"):
         engine.forward_backward(make_groups(seed=mesh.group("dp").rank), weighted)
+    known, unknown = make_groups(), [dataclasses.replace(each, ids=each.ids + 10**6) for each in make_groups()]
+    with pytest.raises(MismatchError, match="logprobs"):  # before one of them looks at its own
+        engine.logprobs(unknown if mesh.rank else known)
+    with pytest.raises(ModelError, match="token ids"):
+        engine.logprobs(unknown)
 
 
 @pytest.mark.mesh(dp=2)

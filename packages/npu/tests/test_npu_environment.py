@@ -83,9 +83,21 @@ def test_a_setting_that_the_plugin_does_not_read_is_refused():
     assert engine_options({"enable_kv_nz": True})["additional_config"]["enable_kv_nz"]
 
 
+ENGINE = (
+    "import mindspeed.megatron_adaptor, megatron.core.parallel_state as state; from offbeat_npu import patch_megatron"
+)
+
 ORDERS = {
     "in time": ("", "patched {'tensor_model_parallel_size': 2}"),
     "megatron was imported first": ("import megatron.core.parallel_state", "before it is imported"),
+    "a second engine of the same settings": (
+        f"{ENGINE}; patch_megatron({{'tensor_model_parallel_size': 2}}); state.is_made = True; print('open')",
+        "patched {'tensor_model_parallel_size': 2}\nopen\ndone",
+    ),
+    "a second engine of other settings": (
+        f"{ENGINE}; patch_megatron({{'tensor_model_parallel_size': 4}}); state.is_made = True",
+        "other settings",
+    ),
     "groups exist": (
         "import mindspeed.megatron_adaptor, megatron.core.parallel_state as state; state.is_made = True",
         "before its groups exist",
@@ -112,6 +124,7 @@ from offbeat_npu import patch_megatron
 from offbeat_types import BackendError
 try:
     patch_megatron({{"tensor_model_parallel_size": 2}})
+    print("done")
 except BackendError as error:
     print(error)
 """

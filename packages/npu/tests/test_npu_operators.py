@@ -1,10 +1,13 @@
 """The references compute what transformers computes, and a model with them in place is the same model."""
 
+import sys
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Ernie4_5Config, Ernie4_5ForCausalLM
 
 from offbeat_npu import REFERENCE, substitute_operators
+from offbeat_npu._operators import _rotates_halves, _rotation
 from offbeat_testing import tiny_model
 
 
@@ -21,7 +24,7 @@ def test_a_model_with_operators_in_place_is_the_same_model(tmp_path, family):
     counted = type(REFERENCE)(
         **{name: counting(getattr(REFERENCE, name), name, calls) for name in REFERENCE.__dataclass_fields__}
     )
-    modeling = __import__("sys").modules[type(plain).__module__]
+    modeling = sys.modules[type(plain).__module__]
     rotation = modeling.apply_rotary_pos_emb
     try:
         assert substitute_operators(ours, counted) == ("rms_norm", "swiglu", "rotary")
@@ -37,6 +40,29 @@ def test_a_model_with_operators_in_place_is_the_same_model(tmp_path, family):
     for (name, one), (_, other) in zip(ours.named_parameters(), plain.named_parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
     assert list(ours.state_dict()) == list(plain.state_dict())
+
+
+def test_a_rotation_that_interleaves_is_left_alone(monkeypatch):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = Ernie4_5ForCausalLM(Ernie4_5Config(**sizes, num_key_value_heads=2, head_dim=8, vocab_size=320))
+    modeling = sys.modules[type(model).__module__]
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", modeling.apply_rotary_pos_emb)  # put back if it changes
+    ids = torch.arange(3, 12)[None]
+    expected = model(ids).logits
+    assert "rotary" not in substitute_operators(model, REFERENCE)
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["of a part of each head", "of one tensor"])
+def test_a_rotation_of_another_kind_is_left_alone(how):
+    def rotate_part(query, key, cos, sin, unsqueeze_dim=1):
+        size = cos.shape[-1]
+        found = _rotation(REFERENCE)(query[..., :size], key[..., :size], cos, sin, unsqueeze_dim)
+        return tuple(torch.cat((new, x[..., size:]), -1) for new, x in zip(found, (query, key), strict=True))
+
+    assert not _rotates_halves(rotate_part if how == "of a part of each head" else lambda x, cos, sin: x)
+    assert _rotates_halves(_rotation(REFERENCE))
 
 
 def counting(operator, name, calls):

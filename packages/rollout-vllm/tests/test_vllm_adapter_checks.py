@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from offbeat_rollout_vllm._adapters import check_adapter_shapes
+from offbeat_rollout_vllm._adapters import AdapterReadback, check_adapter_shapes
 from offbeat_rollout_vllm._folders import ModelFolder
 from offbeat_rollout_vllm._images import _embedded
 from offbeat_rollout_vllm._peft_folder import PeftFolder
@@ -54,6 +54,34 @@ def test_an_adapter_that_fits_is_taken_with_and_without_pefts_prefix():
 def test_an_adapter_that_does_not_fit_is_refused_by_name(found, words):
     with pytest.raises(WeightSyncError, match=f"it: .*{words}"):
         check_adapter_shapes(found, LAYERS.get, "it")
+
+
+class Held(dict):
+    """What workers would hold; they are not here."""
+
+    def expect(self, name, tensor):
+        assert self[name].shape == tensor.shape
+
+    def __call__(self, name):
+        return self[name]
+
+
+@pytest.mark.parametrize("left", [None, (0, 0), (3, 1)], ids=["nothing", "in the adapter", "in the padding"])
+def test_a_proof_is_of_all_that_serves(left):
+    """Rows beyond the adapter's rank are zero, or an adapter before it serves with it."""
+    torch = pytest.importorskip("torch")
+    sent = {DOWN: torch.ones(2, 4), UP: torch.ones(6, 2)}
+    held = {DOWN: torch.zeros(4, 4), UP: torch.zeros(6, 4)}
+    held[DOWN][:2], held[UP][:, :2] = 1.0, 3.0
+    if left is not None:
+        held[DOWN][left] = 7.0
+    found = AdapterReadback(sent, {DOWN: sent[DOWN], UP: sent[UP] * 3}, Held(held), 4)
+    assert torch.equal(found(UP), sent[UP])
+    if left is None:
+        assert torch.equal(found(DOWN), sent[DOWN])
+    else:
+        with pytest.raises(WeightSyncError, match=r"other numbers than were sent in .*lora_A"):
+            found(DOWN)
 
 
 @pytest.fixture

@@ -51,7 +51,8 @@ def call(*words: str) -> list[tuple[str, ...]]:
     commands = {
         "go": Command(record("go"), "FILE", options=("out", "seed"), overrides=True),
         "show": Command(record("show"), "RUN", options=("serve",)),
-        "stop": Command(record("stop")),
+        "stop": Command(record("stop"), switches=("hard",)),
+        "tow": Command(record("tow"), "CAR FILE"),
     }
     assert run_named_command(words, commands, Root) == 0
     return called
@@ -61,9 +62,11 @@ def test_a_command_gets_its_argument() -> None:
     assert call("go", "a.toml", "--out", "x", "--car.speed=2") == [("go", "a.toml")]
     assert call("show", "runs/a", "--serve", "8000") == [("show", "runs/a")]
     assert call("stop") == [("stop",)]
+    assert call("stop", "--hard") == [("stop",)]
+    assert call("tow", "red", "a.toml") == [("tow", "red", "a.toml")]
 
 
-@pytest.mark.parametrize("words", [(), ("walk",), ("go",), ("go", "a", "b"), ("stop", "now")])
+@pytest.mark.parametrize("words", [(), ("walk",), ("go",), ("go", "a", "b"), ("stop", "now"), ("tow", "red")])
 def test_a_command_that_cannot_be_is_named(words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=r"no such command|takes"):
         call(*words)
@@ -74,7 +77,9 @@ def test_a_command_that_cannot_be_is_named(words: tuple[str, ...]) -> None:
     [
         (("show", "runs/a", "--seed", "3"), "show takes no --seed; it takes --serve"),
         (("show", "runs/a", "--car.speed=2"), "show takes no settings: got --car.speed=2; it takes --serve"),
-        (("stop", "--serve", "9"), "stop takes no --serve; it takes no option"),
+        (("stop", "--serve", "9"), "stop takes no --serve; it takes --hard"),
+        (("tow", "red", "a.toml", "--hard"), "tow takes no --hard; it takes no option"),
+        (("tow", "red"), "tow takes CAR FILE: got red"),
         (("go", "a.toml", "--serve=9"), "go takes no --serve; it takes --out, --seed, --section.key"),
     ],
 )

@@ -15,7 +15,14 @@ from weightsync_ranks import RunRanks
 
 from offbeat_dist import Group
 from offbeat_types import OffbeatError
-from offbeat_weightsync import BucketPlan, broadcast_weights, describe_tensors, receive_broadcast
+from offbeat_weightsync import (
+    BucketPlan,
+    _group_streams,
+    _group_windows,
+    broadcast_weights,
+    describe_tensors,
+    receive_broadcast,
+)
 
 BUCKET_BYTES = 4096
 Named = Iterable[tuple[str, Tensor]]
@@ -250,8 +257,10 @@ def test_a_sender_that_dies_between_two_buckets_is_named_on_all_ranks(
         assert text.startswith("PeerFailedError: rank 0 (dp 0) failed: its process ended"), text
 
 
-def test_an_engine_that_stands_still_is_named_at_the_deadline(weights: dict[str, Tensor], run_ranks: RunRanks) -> None:
-    def body(group: Group) -> str:
+def test_an_engine_that_stands_still_is_named_at_the_deadline(
+    weights: dict[str, Tensor], run_ranks: RunRanks, streams: bool
+) -> None:
+    def sync(group: Group) -> str:
         if group.rank == 0:
             return send(group, weights.items(), 1, weights, deadline_s=2)
         with receive_broadcast(group, 1, deadline_s=2 if group.rank == 2 else 6) as stream:
@@ -263,10 +272,60 @@ def test_an_engine_that_stands_still_is_named_at_the_deadline(weights: dict[str,
             stream.confirm(stream.prove(held.__getitem__))
         return "the sync should have ended"
 
+    def body(group: Group) -> str:
+        if not streams:
+            return sync(group)
+        try:
+            return sync(group)
+        except OffbeatError as error:
+            return f"{error_of(error)}; then {len(group.all_gather_data(group.rank))} ranks"
+
     sender, _, other = run_ranks(3, body)
     for said in (sender, other):
-        assert said.startswith(("DeadlineError", "PeerFailedError")), said
+        assert said.startswith(("DeadlineError", "PeerFailedError", "WeightSyncError: rank 0 gave up")), said
         assert "rank 1" in said or "version 1" in said, said
+    if streams:
+        assert sender.startswith("DeadlineError: weight sync of version 1: waited "), sender
+        assert " s for rank 1 to " in sender
+        assert sender.endswith("; then 3 ranks"), sender
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_begin_fails_all_ranks_and_the_next_sync_works(
+    weights: dict[str, Tensor],
+    run_ranks: RunRanks,
+    streams: bool,
+    failing: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if streams and failing:
+        pytest.skip("a receiver of streams begins after it has connected: see the faults of engines")
+
+    def no_memory(*_: object, **__: object) -> Tensor:
+        raise MemoryError("no memory left")
+
+    def sync(group: Group, version: int) -> str:
+        if group.rank == 0:
+            return send(group, weights.items(), version, weights)
+        return f"{len(take(group, version))} tensors"
+
+    def body(group: Group) -> str:
+        with monkeypatch.context() as broken:
+            if group.rank == failing and streams:
+                broken.setattr(_group_streams, "own_host", lambda: "192.0.2.1")  # of no machine: RFC 5737
+            elif group.rank == failing:
+                broken.setattr(_group_windows.torch, "empty", no_memory)
+            try:
+                said = sync(group, 1)
+            except (OffbeatError, MemoryError) as error:
+                said = error_of(error)
+        return f"{said}; then {sync(group, 2)}"
+
+    reason = "cannot listen for receivers at tcp://192.0.2.1:0" if streams else "MemoryError: no memory left"
+    for rank, text in enumerate(run_ranks(3, body)):
+        start = reason if not streams else f"WeightSyncError: {reason}"
+        assert text.startswith(start if rank == failing else f"WeightSyncError: rank {failing} gave up: {reason}"), text
+        assert text.endswith("; then 2 proofs of version 2" if rank == 0 else "; then 8 tensors"), text
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads peak memory from /proc")

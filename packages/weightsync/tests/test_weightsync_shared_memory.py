@@ -1,6 +1,7 @@
 """Shared memory alone: where a sender listens."""
 
 import os
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from offbeat_types import WeightSyncError
-from offbeat_weightsync import BucketPlan, SharedMemorySender, describe_tensors, receive
+from offbeat_weightsync import BucketPlan, SharedMemorySender, _shared_sender, describe_tensors, receive
+from offbeat_weightsync._addresses import kernel_address
 
 
 def make_sender(address: str, weights: dict[str, Tensor]) -> SharedMemorySender:
@@ -43,6 +45,17 @@ def test_a_socket_may_be_a_file_which_goes_with_the_sender(tmp_path: Path, weigh
         thread.join()
     assert all(torch.equal(held[name], weights[name]) for name in weights)
     assert not Path(path).exists()
+
+
+def test_who_connects_and_says_nothing_does_not_stop_a_sync(
+    address: str, weights: dict[str, Tensor], start_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_shared_sender, "_GREETING_S", 0.2)
+    with make_sender(address, weights) as sender, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.connect(kernel_address(address))  # as an engine does that is stopped in the middle
+        engine = start_engine(address)
+        sender.send(weights.items(), 1, 1)
+        assert engine.next_text().startswith("holds 8 tensors")
 
 
 def test_a_socket_path_that_is_too_long_is_refused(weights: dict[str, Tensor]) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -144,6 +145,26 @@ def test_strangers_that_stop_in_the_middle_do_not_make_a_sync_miss_its_deadline(
         with pytest.raises(DeadlineError, match="for 1 of 1 receivers to connect"):
             sender.send(weights.items(), 1, 1, deadline_s=1)
     assert time.monotonic() - begin < 50
+
+
+def test_a_connection_that_is_lost_between_two_living_sides_fails_both_before_the_deadline(
+    sender: TcpSender, weights: dict[str, Tensor]
+) -> None:
+    def give() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights.items():
+            if name == "wide":
+                for lane in next(iter(sender._lanes.values())).values():
+                    lane.break_off()
+            yield name, tensor
+
+    begin = time.monotonic()
+    with sender:
+        receiver, found = take(sender.address)
+        with pytest.raises(WeightSyncError, match=r"hung up or died .*; its other connection still stands"):
+            sender.send(give(), 1, 1)
+        receiver.join()
+    assert time.monotonic() - begin < 15  # of 20
+    assert isinstance(found[0], WeightSyncError)
 
 
 def test_an_engine_that_comes_early_for_the_next_version_waits_for_it(

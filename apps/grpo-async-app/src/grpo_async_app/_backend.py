@@ -4,16 +4,15 @@ import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from grpo_async_app._busy import BusyClock
 from grpo_async_app._config import GrpoConfig
-from grpo_async_app._evaluation import OutdatedError, Validation, validate
+from grpo_async_app._evaluation import OutdatedError, validate
 from grpo_async_app._fleet import Fleet
 from grpo_async_app._groups import SampledGroup, save_groups
 from grpo_async_app._journal import Journal
 from grpo_async_app._rollouts import Rollouts, ScoredTrajectory
-from grpo_async_app._scaling import take_asked_engines
 from offbeat_async_policy import AsyncPolicy, GroupResult
 from offbeat_data import EpochOrder, Prompt, TurnTemplate
 from offbeat_objectives import has_signal, overlong_penalty
@@ -57,9 +56,8 @@ class GrpoBackend:
         self._order = EpochOrder(len(prompts), config.data.seed, config.data.shuffle)
         self._groups = groups or {}
         self._where: dict[int, str] = {}
-        self._validating: asyncio.Task[Validation | None] | None = None
+        self._validating: asyncio.Task[None] | None = None
         self._trainer_turn = asyncio.Lock()
-        self._num_sampled_tokens = 0
         self._trainer_version = policy.version
         self._clock = BusyClock("trainer-0", lambda: len(fleet.engines.names), clock_s, journal.worked)
         self._rollouts = Rollouts(config, fleet, template, self._clock.busy)
@@ -78,7 +76,6 @@ class GrpoBackend:
         if not self._can_be_compared(samples):
             return GroupResult(oldest_version=self._policy.version, filtered=True)
         group = self._group(group_id, prompt, samples, greedy_reward)
-        self._num_sampled_tokens += group.num_tokens
         filtered = self._config.algorithm.filter_groups and not has_signal(group.rewards)
         if not filtered:
             self._groups[group_id] = group
@@ -144,6 +141,14 @@ class GrpoBackend:
 
     # ── trainer ───────────────────────────────────────────────────────────────────────────────────────────────────
 
+    async def prepare(self, action: Literal["update", "sync", "checkpoint"]) -> None:
+        """Let a validation end: before a sync, so that it has one version, and before engines that share devices sleep.
+
+        Nothing is locked meanwhile: what it waits for may be an engine that needs weights from the trainer.
+        """
+        if action == "sync" or self._fleet.engines.turns is not None:
+            await self._finish_validation()
+
     async def update(self, group_ids: tuple[int, ...], version: int) -> None:
         """Train on these groups, and write down how it went."""
         groups = [self._groups[group_id] for group_id in group_ids]
@@ -175,22 +180,23 @@ class GrpoBackend:
     async def _take_devices(self) -> None:
         """Where trainer and engines share devices: let the engines finish and sleep."""
         if (turns := self._fleet.engines.turns) is not None:
-            await self._finish_validation()
             await turns.to_training()
 
     # ── synchroniser ──────────────────────────────────────────────────────────────────────────────────────────────
 
     async def sync(self, version: int, interrupt: bool) -> None:
-        """Bring the weights to every engine. A validation that runs finishes first, so that it has one version."""
-        await self._finish_validation()
+        """Bring the weights to every engine."""
         started_s = clock_s()
-        async with self._trainer_turn:
-            with self._clock.held(self._fleet.engines.names):
-                await self._fleet.engines.sync(self._fleet.offer_weights(version), interrupt)
+        bring = self._bring_all(version, interrupt)
+        await self._fleet.name_who_is_late(bring, f"sync {version}", self._config.async_.sync_deadline_s)
         self._journal.synced(version, started_s, clock_s())
         if self._validation_is_due(version):
             self._validating = asyncio.create_task(self._validate(version))
-            self._validating.add_done_callback(self._validated)
+
+    async def _bring_all(self, version: int, interrupt: bool) -> None:
+        async with self._trainer_turn:
+            with self._clock.held(self._fleet.engines.names):
+                await self._fleet.engines.sync(self._fleet.offer_weights(version), interrupt)
 
     async def _bring_weights(self, name: str) -> None:
         """Give an engine that has come up between two syncs what the trainer holds: maybe newer than what others do."""
@@ -218,22 +224,16 @@ class GrpoBackend:
             validating, self._validating = self._validating, None
             await validating  # each of its answers has a deadline
 
-    async def _validate(self, version: int) -> Validation | None:
+    async def _validate(self, version: int) -> None:
+        """Validate, and write it down. `_finish_validation` raises what goes wrong in either."""
         rollouts = Rollouts(self._config, self._fleet, self._template)
         try:
-            return await validate(rollouts, self._fleet.engines, self._config, self._held_out, version)
+            validation = await validate(rollouts, self._fleet.engines, self._config, self._held_out, version)
         except OutdatedError as error:
             self._journal.message(f"the validation of version {version} is left to the next sync: {error}")
-            return None
+            return
         finally:
             self._rollouts.failures.update(rollouts.failures)
-
-    def _validated(self, task: "asyncio.Task[Validation | None]") -> None:
-        if task.cancelled() or task.exception() is not None:
-            return  # `_finish_validation` raises it
-        validation = task.result()
-        if validation is None:
-            return
         self._run.checkpoints.set_score(validation.version, validation.reward)
         self._journal.validated(validation)
 
@@ -273,19 +273,16 @@ class GrpoBackend:
                     deadline_s=self._config.async_.update_deadline_s,
                 )
                 save_groups(folder / LOOP_FOLDER, groups)
-                loop = {"policy": dict(state), "sampled_tokens": self._num_sampled_tokens}
-                (folder / LOOP_FOLDER / "state.json").write_text(json.dumps(loop))
+                (folder / LOOP_FOLDER / "state.json").write_text(json.dumps({"policy": dict(state)}))
         self._run.checkpoints.prune(self._config.checkpoint.keep)
 
     # ── watching ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def idle(self, wait: str, idle_s: float) -> float:
-        """Show the wait; let engines come and go; raise if a process has died without which nothing goes on."""
+        """Show the wait, and raise if a process has died without which nothing goes on."""
         self._fleet.raise_if_dead()
-        if (number := take_asked_engines(self._run, self._journal.message)) is not None:
-            self._fleet.engines.scale(number)
         self._journal.waiting(wait, idle_s)
-        return float(self._num_sampled_tokens)
+        return float(self._fleet.engines.num_tokens)
 
     # ── small things ──────────────────────────────────────────────────────────────────────────────────────────────
 

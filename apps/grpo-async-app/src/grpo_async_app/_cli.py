@@ -11,9 +11,12 @@ Asynchronous GRPO: rollouts and training overlap, and no process waits without a
   grpo-async-app quickstart [--seed N]      train a small model made on the spot; nothing to download
                  [--lesson calculator]      … to call a tool, instead of to add
   grpo-async-app train FILE                 train as a TOML file says
+                 [--shrink]                 … with every size shrunk: a rehearsal on a CPU, on a model made on the spot
   grpo-async-app plan FILE [--json]         what a run would take, every rank in its place; starts nothing
                  [--cluster 4x8]            … on 4 nodes x 8, on a FILE of nodes, or on the live Ray cluster
                  [--fit NEW_FILE]           … and write the recipe with the changes that make it fit
+                 [--shrink]                 … of the rehearsal
+  grpo-async-app import verl|trl FILE       write what another framework's options say as a TOML file (--out FILE)
   grpo-async-app resume RUN                 go on from the latest checkpoint of a run folder
   grpo-async-app scale RUN --engines N      let rollout engines join or leave while a run goes on
   grpo-async-app eval RUN                   validate the best checkpoint of a run

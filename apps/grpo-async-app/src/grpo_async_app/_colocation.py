@@ -29,7 +29,7 @@ from offbeat_types import ConfigError, DeadlineError, OffbeatError, PauseMode, P
 
 if TYPE_CHECKING:
     from grpo_async_app._config import GrpoConfig
-    from grpo_async_app._engines import Engine
+    from grpo_async_app._engine import Engine
     from grpo_async_app._trainers import Trainers
 
 WEIGHTS: Final = "weights"
@@ -163,10 +163,9 @@ class Turns:
         """
         await self._tell_trainer("sleep", 2)
         by_handle = {engine.handle: engine for engine in engines if engine.handle.alive}
-        await self._each(list(by_handle), self._go_on)
-        for handle, engine in by_handle.items():
+        for handle in await self._each(list(by_handle), self._go_on):
             if handle.alive:
-                engine.serves.set()
+                by_handle[handle].serves.set()
         self._is_training = False
         self._engines_may_start.set()
 
@@ -200,8 +199,11 @@ class Turns:
     async def _call(self, handle: ActorHandle, method: str, *args: Any, deadline_s: float) -> None:
         await handle.call(method, *args, deadline_s=deadline_s)
 
-    async def _each(self, handles: Sequence[ActorHandle], step: Callable[[ActorHandle], Any]) -> None:
+    async def _each(self, handles: Sequence[ActorHandle], step: Callable[[ActorHandle], Any]) -> list[ActorHandle]:
         """One step of all engines at once. All end before an error is raised: half of them asleep is no state to be in.
+
+        Returns:
+            Those that have done it. One that is lost is gone for good, so that the next finds its memory free.
 
         Raises:
             DeadlineError: names all who were late, and what each is doing.
@@ -218,3 +220,15 @@ class Turns:
             if not isinstance(error, PeerFailedError) or not await is_lost(handle, error):
                 assert isinstance(error, BaseException)
                 raise error
+            await self._make_an_end(handle)
+        return [handle for handle, each in zip(handles, outcomes, strict=True) if each is None]
+
+    async def _make_an_end(self, handle: ActorHandle) -> None:
+        """Kill what is left of a process whose step has failed: it holds memory, and would be taken to serve."""
+        if handle.alive:
+            handle.kill()
+        try:
+            async with asyncio.timeout(self._step_deadline_s):
+                await handle.wait_dead()
+        except TimeoutError:
+            raise DeadlineError(f"the end of {handle.name}", handle.name, self._step_deadline_s) from None

@@ -4,11 +4,13 @@ from pathlib import Path
 
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._evaluation import validated_names
+from grpo_async_app._imports.command import import_command
 from grpo_async_app._plan import describe_plan
 from grpo_async_app._plan_command import plan_command
 from grpo_async_app._preflight import Preflight, check_run, check_same_data
 from grpo_async_app._quickstart import find_lesson, make_model, quickstart_config, warm_up
 from grpo_async_app._scaling import ask_for_engines
+from grpo_async_app._shrink import REHEARSAL_BYTES, shrink_run
 from grpo_async_app._train import evaluate, resume, train, with_model
 from offbeat_async_policy import LoopSummary
 from offbeat_run import (
@@ -40,8 +42,20 @@ def dispatch(words: list[str]) -> int:
 
 
 def _train(words: CommandWords, file: str) -> int:
-    preflight = check_run(load_config(file, GrpoConfig, words.overrides))
+    config = load_config(file, GrpoConfig, words.overrides)
+    if "shrink" in words.switches:
+        return _rehearse(words, config, f"{Path(file).stem}-shrunk")
+    preflight = check_run(config)
     with RunFolder.create(new_run_folder(words, Path(file).stem), required_bytes=preflight.required_bytes) as run:
+        _show_plan(preflight, run)
+        run.write_config(preflight.config)
+        return _conclude(preflight, train(preflight, run), run)
+
+
+def _rehearse(words: CommandWords, config: GrpoConfig, name: str) -> int:
+    """`train --shrink`: the same structure, tiny, here."""
+    with RunFolder.create(new_run_folder(words, name), required_bytes=REHEARSAL_BYTES) as run:
+        preflight = shrink_run(config, run.path / "model").prepare()
         _show_plan(preflight, run)
         run.write_config(preflight.config)
         return _conclude(preflight, train(preflight, run), run)
@@ -92,8 +106,9 @@ def _scale(words: CommandWords, folder: str) -> int:
 
 _COMMANDS: dict[str, Command] = {
     "quickstart": Command(_quickstart, options=("lesson", "out", "seed"), overrides=True),
-    "train": Command(_train, "FILE", options=("out",), overrides=True),
-    "plan": Command(plan_command, "FILE", options=("cluster", "fit", "format"), overrides=True),
+    "train": Command(_train, "FILE", options=("out",), overrides=True, switches=("shrink",)),
+    "plan": Command(plan_command, "FILE", options=("cluster", "fit", "format"), overrides=True, switches=("shrink",)),
+    "import": Command(import_command, "FRAMEWORK FILE", options=("out",)),
     "resume": Command(_resume, "RUN", overrides=True),
     "scale": Command(_scale, "RUN", options=("engines",)),
     "eval": Command(_eval, "RUN", overrides=True),

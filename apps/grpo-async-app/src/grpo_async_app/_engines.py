@@ -3,14 +3,13 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from grpo_async_app._colocation import Turns
 from grpo_async_app._config import GrpoConfig
+from grpo_async_app._engine import Engine, bring_weights
 from grpo_async_app._gathering import all_or_first_error
-from grpo_async_app._handover import WeightOffer, hand_over, is_lost
+from grpo_async_app._handover import WeightOffer, is_lost
 from grpo_async_app._restarts import RestartBudget, Tell, start_again
 from grpo_async_app._speeds import EngineSpeeds
 from grpo_async_app._watching import wait_gone
@@ -19,40 +18,15 @@ from offbeat_run import clock_s
 from offbeat_types import (
     Completion,
     DeadlineError,
-    EngineHealth,
     GenerateRequest,
     OffbeatError,
     PeerFailedError,
     PlacementError,
-    WeightProof,
     WeightSyncError,
 )
 
 BringWeights = Callable[[str], Coroutine[Any, Any, None]]
 """Brings the trainer's weights to the engine of this name, when no update and no other sync runs."""
-
-
-@dataclass(eq=False)
-class Engine:
-    """One rollout engine, through all its processes.
-
-    Args:
-        name: such as "rollout-0".
-        handle: its process; a dead one while the next is started.
-        num_groups: what it has to do.
-        serves: it holds weights and takes requests. Set as well when it has left, for those who wait.
-        empty: it has nothing to do.
-        leaving: it takes no more groups, and is stopped when it is empty.
-        has_left: it will never serve again.
-    """
-
-    name: str
-    handle: ActorHandle
-    num_groups: int = 0
-    serves: asyncio.Event = field(default_factory=asyncio.Event)
-    empty: asyncio.Event = field(default_factory=asyncio.Event)
-    leaving: bool = False
-    has_left: bool = False
 
 
 class Engines:
@@ -78,6 +52,7 @@ class Engines:
         self._joining: set[str] = set()
         self._wanted = config.rollout.num_engines
         self._serve_as_started = False
+        self._all_started = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._errands: set[asyncio.Task[None]] = set()  # bring weights
         self._speeds = EngineSpeeds()
@@ -90,6 +65,11 @@ class Engines:
         names = [f"rollout-{number}" for number in range(self._wanted)]
         for name, handle in zip(names, await all_or_first_error([self._start(name) for name in names]), strict=True):
             self._add(name, handle)
+
+    def let_others_join(self) -> None:
+        """All roles are there: begin with what `scale` was asked for meanwhile."""
+        self._all_started = True
+        self._adjust()
 
     def serve(self) -> None:
         """Let all serve the weights that they start with, now and after a restart."""
@@ -115,6 +95,11 @@ class Engines:
     def living(self) -> list[Engine]:
         """Those whose process lives."""
         return [engine for engine in self._engines.values() if engine.handle.alive]
+
+    @property
+    def num_tokens(self) -> int:
+        """A sum that changes while any of them samples: it tells slow from stuck."""
+        return sum(engine.num_tokens for engine in self._engines.values())
 
     @property
     def num_restarts(self) -> int:
@@ -186,6 +171,8 @@ class Engines:
 
     def _find(self, name: str) -> Engine:
         engine = self._engines.get(name)
+        if engine is not None and engine.failure is not None:
+            raise engine.failure
         if engine is None or engine.has_left:
             raise PeerFailedError(name, "it has left the run")
         return engine
@@ -216,34 +203,13 @@ class Engines:
     async def _sync_unless_lost(self, engine: Engine, offer: WeightOffer, interrupt: bool) -> bool:
         handle = engine.handle
         try:
-            await self._sync(engine, handle, offer, interrupt)
+            await bring_weights(engine, offer, interrupt, self._config.async_.sync_deadline_s, self.turns)
         except (PeerFailedError, WeightSyncError) as error:
             if not await is_lost(handle, error):
                 raise  # it is not a matter of starting the engine again
             self._give_up(engine, handle)
             return False
         return True
-
-    async def _sync(self, engine: Engine, handle: ActorHandle, offer: WeightOffer, interrupt: bool) -> None:
-        deadline_s = self._config.async_.sync_deadline_s
-        source = await offer.source_for(handle.address)
-        if engine.serves.is_set():
-            await handle.call("pause", "keep" if interrupt else "wait", deadline_s=deadline_s)
-        if self.turns is not None:
-            await self.turns.make_room(handle)
-        take = handle.call(
-            "receive_weights",
-            source,
-            offer.version,
-            deadline_s,
-            engine.name,
-            returns=WeightProof,
-            deadline_s=deadline_s + 5,
-        )
-        await hand_over(take, offer.send(source))
-        if self.turns is None:
-            await handle.call("resume", deadline_s=deadline_s)
-            engine.serves.set()
 
     async def forget_errands(self) -> None:
         """Bring no weights any more: the trainer that they would come from is gone."""
@@ -256,12 +222,15 @@ class Engines:
     # ── life and death ────────────────────────────────────────────────────────────────────────────────────────────
 
     def raise_if_failed(self) -> None:
-        """Raise what went wrong with an engine and is not to be mended by starting it again; once."""
-        for task in [task for task in (*self._tasks, *self._errands) if task.done()]:
-            self._tasks.discard(task)
-            self._errands.discard(task)
-            if not task.cancelled() and (error := task.exception()):
-                raise error
+        """Raise what went wrong with an engine and is not to be mended by starting it again.
+
+        Each time: the run may take it for the trainer's fault, go on, and would have an engine that nobody looks after.
+        """
+        for tasks in (self._tasks, self._errands):
+            for task in [task for task in tasks if task.done()]:
+                if not task.cancelled() and (error := task.exception()):
+                    raise error
+                tasks.discard(task)
 
     def _add(self, name: str, handle: ActorHandle) -> Engine:
         engine = self._engines[name] = Engine(name, handle)
@@ -277,29 +246,43 @@ class Engines:
             handle.kill()
 
     async def _look_after(self, engine: Engine) -> None:
-        """Watch an engine through all its lives."""
+        """Watch an engine through all its lives. Who waits for it to serve hears why it never will."""
+        try:
+            await self._keep_alive(engine)
+        except Exception as error:
+            engine.failure = error
+            raise
+        finally:
+            engine.has_left = True
+            engine.serves.set()
+        del self._engines[engine.name]
+        self._tell(f"{engine.name} has left: {_count(self.names)}")
+
+    async def _keep_alive(self, engine: Engine) -> None:
+        """Start an engine again whenever it ends, until it leaves."""
         while True:
-            ask = partial(engine.handle.call, "health", returns=EngineHealth)
-            cause = await wait_gone(engine.handle, ask, self._config.cluster.silent_after_s)
+            cause = await wait_gone(engine.handle, engine.ask_health, self._config.cluster.silent_after_s)
             engine.serves.clear()
             self._speeds.forget(engine.name)
-            if engine.leaving:
+            if engine.leaving or not await self._is_started_again(engine, cause):
                 break
-            try:
-                engine.handle = await start_again(
-                    self._budget, engine.name, cause, lambda: self._start(engine.name), self._tell
-                )
-            except PlacementError as error:
-                if self.names == [engine.name]:
-                    raise
-                self._wanted -= 1
-                self._tell(f"{engine.name} has no place any more, and the others go on: {error}")
-                break
-            self._send_for_weights(engine)
-        del self._engines[engine.name]
-        engine.has_left = True
-        engine.serves.set()
-        self._tell(f"{engine.name} has left: {_count(self.names)}")
+
+    async def _is_started_again(self, engine: Engine, cause: str) -> bool:
+        try:
+            engine.handle = await start_again(
+                self._budget, engine.name, cause, lambda: self._start(engine.name), self._tell
+            )
+        except PlacementError as error:
+            if self.names == [engine.name]:
+                raise
+            self._wanted -= 1
+            self._tell(f"{engine.name} has no place any more, and the others go on: {error}")
+            return False
+        if engine.leaving:  # it was asked to while it was started: it has nothing to finish
+            await self._stop(engine)
+            return False
+        self._send_for_weights(engine)
+        return True
 
     def _send_for_weights(self, engine: Engine) -> None:
         if self._serve_as_started:
@@ -316,7 +299,8 @@ class Engines:
             number: of engines wanted, at least 1.
         """
         self._wanted = number
-        self._adjust()
+        if self._all_started:
+            self._adjust()
 
     def _adjust(self) -> None:
         if self._joining:
@@ -347,7 +331,14 @@ class Engines:
 
     async def _dismiss(self, engine: Engine) -> None:
         await engine.empty.wait()
-        await engine.handle.stop()
+        await self._stop(engine)
+
+    async def _stop(self, engine: Engine) -> None:
+        """Stop its process. What goes wrong is told: it is gone anyway, and nobody needs it."""
+        try:
+            await engine.handle.stop()
+        except OffbeatError as error:
+            self._tell(f"{engine.name} did not close well: {error}")
 
 
 def _number(name: str) -> int:

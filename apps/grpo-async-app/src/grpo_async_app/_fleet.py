@@ -1,10 +1,13 @@
 """The processes of a run: trainer, rollout engines, environments, a verifier; started, called, restarted, stopped."""
 
 import asyncio
+import itertools
 import logging
+from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Final
 
 from grpo_async_app._colocation import Turns
 from grpo_async_app._config import GrpoConfig
@@ -17,13 +20,28 @@ from grpo_async_app._restarts import RestartBudget, Tell, start_again
 from grpo_async_app._trainers import Trainers, start_trainers
 from offbeat_cluster import ActorHandle, Launcher, RoleSpec, available_cpus, split_threads
 from offbeat_data import GuardedReward, Prompt, RewardScore
-from offbeat_types import ConfigError, Metric, Metrics, PeerFailedError, WeightProof, load_backend
+from offbeat_types import (
+    ConfigError,
+    DeadlineError,
+    Metric,
+    Metrics,
+    PeerFailedError,
+    PlacementError,
+    WeightProof,
+    load_backend,
+)
 from offbeat_weightsync import new_socket_path
 
 _log = logging.getLogger(__name__)
 
 QUICK_STOP_S = 2.0
 """Time for all roles to stop when the run has failed or was interrupted: nobody waits for an update to finish then."""
+
+TOLD_BEFORE_S: Final = 2.0
+"""So long before the deadline of a sync the driver looks who it waits for: afterwards all calls are cancelled."""
+
+_OTHER_CALLS: Final = (".generate", ".health", ".beat")
+"""Calls that run beside a sync and are no part of it."""
 
 
 class Fleet:
@@ -46,9 +64,10 @@ class Fleet:
         self._socket_path = new_socket_path()
         self._threads = plan_threads(config)
         self._trainer: Trainers | None = None
+        self._errands = itertools.count(1)
         self.tell: Tell = _log.warning
         self._budget = RestartBudget(config.cluster.max_restarts, config.cluster.restart_window_s)
-        self.engines = Engines(config, self._start_rollout, self._budget, self._say)
+        self.engines = Engines(config, self._start_rollout, self._budget, self.say)
         if config.cluster.colocate:
             self.engines.turns = Turns(config, lambda: self.engines.living, lambda: self.trainer)
         self.environment = self._environment() if config.environment.name else None
@@ -75,7 +94,8 @@ class Fleet:
         """End every role now; leaving the block then takes no time."""
         self._launcher.kill()
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """Tell it to whoever listens now: `tell` changes with each journal."""
         self.tell(line)
 
     async def start_training(self, placement: Placement, num_updates: int, checkpoint: Path | None) -> None:
@@ -92,10 +112,11 @@ class Fleet:
             await turns.trainer_started()
             await self._start_serving()
             await turns.engines_started()
-            return
-        self._trainer, *_ = await all_or_first_error(
-            [self._start_trainers(num_updates, checkpoint), self._start_serving()]
-        )
+        else:
+            self._trainer, *_ = await all_or_first_error(
+                [self._start_trainers(num_updates, checkpoint), self._start_serving()]
+            )
+        self.engines.let_others_join()
 
     async def start(self) -> None:
         """Start the rollout engines alone: they serve the model folder as it is."""
@@ -107,6 +128,11 @@ class Fleet:
         await all_or_first_error([self.engines.start(), *environments])
 
     async def _start_rollout(self, name: str) -> ActorHandle:
+        if self._launcher.reserves and int(name.rpartition("-")[2]) >= self._config.rollout.num_engines:
+            raise PlacementError(
+                f"devices were reserved for {self._config.rollout.num_engines} rollout engines (rollout.num_engines), "
+                f"and none for {name}: end the run and resume it with as many as it shall have"
+            )
         turns = self.engines.turns if self._trainer is not None else None  # without a trainer nobody takes turns
         if turns is None:
             return await self._launcher.start(self._rollout_spec(name))
@@ -158,7 +184,7 @@ class Fleet:
         if self.engines.turns is not None:
             await self.engines.turns.trainer_is_gone()
         start = partial(self._start_trainers, num_updates, checkpoint)
-        self._trainer = await start_again(self._budget, "trainer", cause, start, self._say)
+        self._trainer = await start_again(self._budget, "trainer", cause, start, self.say)
 
     async def _start_trainers(self, num_updates: int, checkpoint: Path | None) -> Trainers:
         cluster = self._config.cluster
@@ -179,13 +205,47 @@ class Fleet:
         async def source_for(host: str) -> str:
             return shared if host == trainer.address else await trainer.listen(deadline_s)
 
+        errand = 0
+
         async def send(source: str) -> None:
-            address = "" if source == shared else source
+            nonlocal errand
+            errand = next(self._errands)
+            where = ("" if source == shared else source, errand)
             await trainer.call(
-                "send_weights", version, deadline_s, address, returns=list[WeightProof], deadline_s=deadline_s + 5
+                "send_weights", version, deadline_s, *where, returns=list[WeightProof], deadline_s=deadline_s + 5
             )
 
-        return WeightOffer(version=version, source_for=source_for, send=send)
+        async def withdraw() -> None:
+            await trainer.call("withdraw", errand, deadline_s=deadline_s)
+
+        return WeightOffer(version=version, source_for=source_for, send=send, withdraw=withdraw)
+
+    async def name_who_is_late(self, work: Coroutine[Any, Any, None], waiting: str, deadline_s: float) -> None:
+        """Await work that calls roles; shortly before its deadline, raise who has not answered.
+
+        Args:
+            work: cancelled then.
+            waiting: its name.
+            deadline_s: of the work; who awaits this knows less when it is over.
+
+        Raises:
+            DeadlineError: names the call that has waited longest.
+        """
+        task = asyncio.ensure_future(work)
+        early_s = max(deadline_s - TOLD_BEFORE_S, deadline_s / 2)
+        try:
+            await asyncio.wait({task}, timeout=early_s)
+            if task.done():
+                return task.result()
+            waits = [
+                f"{wait.name} ({wait.lasted_s:.0f} s)"
+                for wait in self._launcher.waits()
+                if not wait.name.endswith(_OTHER_CALLS)
+            ]
+            raise DeadlineError(waiting, ", ".join(waits[:3]) or "the trainer's turn", early_s, "see the role's log")
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     # ── how it goes ───────────────────────────────────────────────────────────────────────────────────────────────
 

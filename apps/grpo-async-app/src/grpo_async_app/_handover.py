@@ -1,12 +1,13 @@
 """Weights from the trainer to one rollout engine, and whose fault it is when they do not arrive."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
 
 from offbeat_cluster import ActorHandle
-from offbeat_types import PeerFailedError, WeightSyncError
+from offbeat_types import OffbeatError, PeerFailedError, WeightSyncError
 
 DEATH_SEEN_AFTER_S: Final = 2.0
 """A call that fails and the death that made it fail are seen one after the other; how long to wait for the second."""
@@ -20,20 +21,35 @@ class WeightOffer:
         version: policy version.
         source_for: where an engine on the machine of this IP address fetches them.
         send: makes the trainer give them to the one engine that asks at this source.
+        withdraw: tells the trainer that the engine of the last `send` does not come any more.
     """
 
     version: int
     source_for: Callable[[str], Awaitable[str]]
     send: Callable[[str], Awaitable[object]]
+    withdraw: Callable[[], Awaitable[object]]
 
 
-async def hand_over(take: Coroutine[Any, Any, object], send: Awaitable[object]) -> None:
-    """Await both sides of a transfer. When it fails, the engine's own error says more than what the trainer saw."""
+async def hand_over(
+    take: Coroutine[Any, Any, object], send: Awaitable[object], withdraw: Callable[[], Awaitable[object]]
+) -> None:
+    """Await both sides of a transfer. When it fails, the engine's own error says more than what the trainer saw.
+
+    Args:
+        take: the engine's side.
+        send: the trainer's. It sends in its only thread, which no cancellation reaches: one that waits for an engine
+            that is gone would stand in the way of the next.
+        withdraw: ends `send` while it waits for the engine.
+    """
     sides = [asyncio.ensure_future(take), asyncio.ensure_future(send)]
     try:
         _, others = await asyncio.wait(sides, return_when=asyncio.FIRST_EXCEPTION)
         if others:
             await asyncio.wait(others, timeout=DEATH_SEEN_AFTER_S)
+        if not sides[1].done():
+            with contextlib.suppress(OffbeatError):  # a trainer that is gone sends nothing either
+                await withdraw()
+            await asyncio.wait({sides[1]})  # it has a deadline of its own
     finally:
         for side in sides:
             side.cancel()

@@ -1,6 +1,7 @@
 """`grpo-async-app plan`: where every rank would go, what it would hold, and what it would do. Starts nothing."""
 
 import json
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from grpo_async_app._fit import change_recipe, fit_settings, with_settings
 from grpo_async_app._memory import RunMemory, estimate_memory
 from grpo_async_app._placement import Placement, find_site, place_run
 from grpo_async_app._plan import describe_plan
-from grpo_async_app._preflight import check_run, check_settings
+from grpo_async_app._preflight import Preflight, check_run, check_settings
+from grpo_async_app._shrink import shrink_run
 from offbeat_run import CommandWords, load_config, print_table
 from offbeat_types import ConfigError, ModelError, RunFolderError
 
@@ -45,7 +47,7 @@ class _Outlook:
 
 
 def plan_command(words: CommandWords, file: str) -> int:
-    """`plan FILE [--cluster 4x8 | FILE | live] [--json] [--fit NEW_FILE]`.
+    """`plan FILE [--cluster 4x8 | FILE | live] [--json] [--fit NEW_FILE] [--shrink]`.
 
     Without `--cluster` everything is checked as for `train`: model, data, devices, and this machine's room. With it the
     run is for another place, so only what can be known from here is looked at.
@@ -57,9 +59,12 @@ def plan_command(words: CommandWords, file: str) -> int:
     if style not in FORMATS:
         raise ConfigError(f"--format takes {' or '.join(FORMATS)}: got {style!r}")
     config, cluster = load_config(file, GrpoConfig, words.overrides), words.options.get("cluster", "")
-    if "fit" in words.options:
-        config = _fit(config, cluster, Path(file), Path(words.options["fit"]), words)
-    outlook = _look_elsewhere(config, cluster) if cluster else _look_here(config)
+    if "shrink" in words.switches:
+        outlook = _look_at_rehearsal(config, words)
+    else:
+        if "fit" in words.options:
+            config = _fit(config, cluster, Path(file), Path(words.options["fit"]), words)
+        outlook = _look_elsewhere(config, cluster) if cluster else _look_at(check_run(config))
     if style == "json":
         print(json.dumps(outlook.as_data(), indent=1))
     else:
@@ -86,11 +91,17 @@ def _look_elsewhere(config: GrpoConfig, cluster: str) -> _Outlook:
     return _Outlook(placement=placement, batch=batch, memory=memory, rows=rows)
 
 
-def _look_here(config: GrpoConfig) -> _Outlook:
-    preflight = check_run(config)
+def _look_at_rehearsal(config: GrpoConfig, words: CommandWords) -> _Outlook:
+    if words.options.keys() & {"cluster", "fit"}:
+        raise ConfigError("--shrink rehearses a recipe on this machine: leave --cluster and --fit out")
+    with tempfile.TemporaryDirectory(prefix="offbeat-plan-") as folder:
+        return _look_at(shrink_run(config, Path(folder)).prepare())
+
+
+def _look_at(preflight: Preflight) -> _Outlook:
     return _Outlook(
         placement=preflight.placement,
-        batch=BatchArithmetic.of(config, preflight.layout),
+        batch=BatchArithmetic.of(preflight.config, preflight.layout),
         memory=preflight.memory,
         rows=describe_plan(preflight),
     )

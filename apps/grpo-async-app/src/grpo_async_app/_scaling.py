@@ -4,8 +4,10 @@ A file needs no port, nobody who may not write to the folder can write it, and i
 folder.
 """
 
+import asyncio
 import json
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 from grpo_async_app._restarts import Tell
@@ -13,6 +15,7 @@ from offbeat_run import RunFolder
 from offbeat_types import ConfigError, DeadlineError
 
 _ASKED: Final = "scale.json"
+_LOOKED_EVERY_S: Final = 1.0
 TAKEN_AFTER_S: Final = 30.0
 """A driver looks every second; one that does not for so long is not there."""
 
@@ -37,6 +40,25 @@ def ask_for_engines(run: RunFolder, number: int) -> None:
         time.sleep(0.1)
 
 
+async def scale_as_asked(run: RunFolder, scale: Callable[[int], None], tell: Tell) -> None:
+    """Look for such a note every second, for as long as the roles are there.
+
+    Args:
+        run: of this driver.
+        scale: takes the number.
+        tell: takes a line when something is wrong with the notes: no reason to end a run.
+    """
+    while True:
+        try:
+            number = take_asked_engines(run, tell)
+        except OSError as error:
+            tell(f"rollout engines cannot be asked for any more: {error}")
+            return
+        if number is not None:
+            scale(number)
+        await asyncio.sleep(_LOOKED_EVERY_S)
+
+
 def take_asked_engines(run: RunFolder, tell: Tell) -> int | None:
     """How many rollout engines were asked for since the last call; None when nobody asked.
 
@@ -45,11 +67,13 @@ def take_asked_engines(run: RunFolder, tell: Tell) -> int | None:
         tell: takes a line when the file holds something else: no reason to end a run.
     """
     path = run.path / _ASKED
+    taken = path.with_suffix(".taken")
     try:
-        text = path.read_text()
+        path.replace(taken)  # first of all: what is asked from now on is a note of its own
     except FileNotFoundError:
         return None
-    path.unlink(missing_ok=True)
+    text = taken.read_text()
+    taken.unlink()
     try:
         asked: Any = json.loads(text)
         return max(1, int(asked["engines"]))

@@ -1,5 +1,8 @@
 """A training run from checked configuration to report: new, resumed, or only evaluated."""
 
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from grpo_async_app._interrupt import run_interruptible
 from grpo_async_app._journal import Journal
 from grpo_async_app._preflight import Preflight
 from grpo_async_app._rollouts import Rollouts
-from grpo_async_app._scaling import take_asked_engines
+from grpo_async_app._scaling import scale_as_asked, take_asked_engines
 from offbeat_async_policy import AsyncPolicy, LoopSummary, run_loop
 from offbeat_run import Checkpoint, RunFolder, disk_errors
 from offbeat_types import OffbeatError, PeerFailedError, RunFolderError
@@ -93,7 +96,7 @@ def _run(session: _Session) -> LoopSummary:
 async def _train(session: _Session, fleet: Fleet) -> LoopSummary:
     """Train to the end. A trainer that dies is started again, and goes on as a resumed run does; engines stay up."""
     death: PeerFailedError | None = None
-    async with fleet:
+    async with fleet, _scaling(session.run, fleet):
         while True:
             preflight, run = session.preflight, session.run
             with (
@@ -113,6 +116,18 @@ async def _train(session: _Session, fleet: Fleet) -> LoopSummary:
             session = _Session.from_latest(preflight, run)
 
 
+@contextlib.asynccontextmanager
+async def _scaling(run: RunFolder, fleet: Fleet) -> AsyncIterator[None]:
+    """Take note of how many engines are asked for, also while a trainer starts or the last validation runs."""
+    take_asked_engines(run, fleet.say)  # asked of a driver that is gone
+    looking = asyncio.create_task(scale_as_asked(run, fleet.engines.scale, fleet.say))
+    try:
+        yield
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+
+
 async def _start(session: _Session, fleet: Fleet, journal: Journal, death: PeerFailedError | None) -> None:
     """Start all roles, or the trainer alone after its death."""
     num_updates = session.preflight.num_updates
@@ -121,7 +136,6 @@ async def _start(session: _Session, fleet: Fleet, journal: Journal, death: PeerF
         journal.message(f"the run goes on from update {max(session.step, 0)}: what was trained since is trained again")
         return
     journal.message("starting trainer and rollout engines ...")
-    take_asked_engines(session.run, journal.message)  # asked of a driver that is gone
     await fleet.start_training(session.preflight.placement, num_updates, session.folder)
     session.run.keep()
 

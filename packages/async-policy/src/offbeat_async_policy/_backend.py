@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,13 @@ class LoopBackend(Protocol):
 
         Raises:
             PeerFailedError: its engine died; the group is issued again. All other errors end the run.
+        """
+        ...
+
+    async def prepare(self, action: Literal["update", "sync", "checkpoint"]) -> None:
+        """Called before each update, sync and checkpoint, outside its deadline: wait for what has to end first.
+
+        What is waited for here needs deadlines of its own.
         """
         ...
 

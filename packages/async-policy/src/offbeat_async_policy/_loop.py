@@ -159,6 +159,7 @@ class _Loop:
     async def _update(self, action: Update) -> None:
         async with self._trainer_turn:
             with self._activity.doing("updating"):
+                await self._backend.prepare("update")
                 await self._within(
                     self._backend.update(action.group_ids, action.version),
                     f"update {action.version}",
@@ -169,6 +170,7 @@ class _Loop:
     async def _sync(self, action: Sync) -> None:
         async with self._trainer_turn:
             with self._activity.doing("syncing"):
+                await self._backend.prepare("sync")
                 await self._within(
                     self._backend.sync(action.version, action.interrupt),
                     f"sync {action.version}",
@@ -179,6 +181,7 @@ class _Loop:
     async def _checkpoint(self, state: dict[str, Any]) -> None:
         async with self._trainer_turn:
             with self._activity.doing("checkpointing"):
+                await self._backend.prepare("checkpoint")
                 await self._within(
                     self._backend.checkpoint(state),
                     f"checkpoint {state['version']}",

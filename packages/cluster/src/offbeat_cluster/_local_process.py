@@ -4,8 +4,12 @@ import asyncio
 import contextlib
 import os
 import signal
+from typing import Final
 
 from offbeat_cluster._process_state import describe_process
+
+_KILL_S: Final = 20.0
+"""After SIGKILL: how long a process may take to end. The memory of a large one is given back in seconds."""
 
 
 class LocalProcess:
@@ -16,6 +20,7 @@ class LocalProcess:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        self._killed = asyncio.Event()
 
     @property
     def pid(self) -> int:
@@ -27,14 +32,27 @@ class LocalProcess:
         """False once it has been seen to end."""
         return self._process.returncode is None
 
-    async def wait(self) -> int:
-        """Wait for its end: its exit code, or minus the signal that killed it."""
-        return await self._process.wait()
+    async def wait(self) -> int | str:
+        """Wait for its end: its exit code, or minus the signal that killed it; words when SIGKILL does not end it."""
+        ended = asyncio.ensure_future(self._process.wait())
+        killed = asyncio.ensure_future(self._killed.wait())
+        try:
+            await asyncio.wait({ended, killed}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ended}, timeout=_KILL_S)
+            if ended.done():
+                return ended.result()
+        finally:
+            ended.cancel()
+            killed.cancel()
+        doing = describe_process(self.pid) or "it holds its devices and memory until it does"
+        return f"its process {self.pid} has not ended {_KILL_S:g} s after SIGKILL: {doing}"
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
+        if number == signal.SIGKILL:
+            self._killed.set()
 
     async def state(self) -> str:
         """What it is doing, when that is odd."""

@@ -61,7 +61,10 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    try:
+        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    except AttributeError as error:  # Python would drop it, and say only that the name cannot be imported
+        raise ImportError(f"{name} of {__name__} cannot be loaded: {error}") from error
     globals()[name] = value
     return value
 

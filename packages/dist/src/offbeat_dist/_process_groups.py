@@ -75,12 +75,17 @@ def _wait_for_members(world: World, place: str, name: str, ranks: Sequence[int],
     world.store.set(keys[world.rank], "1")
     end = time.monotonic() + deadline_s
     pause_s = POLL_S[0]
-    while missing := [rank for rank, key in keys.items() if not world.store.check([key])]:
+
+    def missing() -> list[int]:
+        return [rank for rank, key in keys.items() if not world.store.check([key])]
+
+    while away := missing():
         failed = [each for each in world.board.records if each.rank in ranks and each.group in ("", name)]
-        for record in sorted(failed, key=lambda each: each.group == ""):  # of this group first: it knows more
+        if failed and missing():  # still: who was here may have gone on, and left, since the line above
+            record = min(failed, key=lambda each: each.group == "")  # of this group first: it knows more
             raise record.error(f"rank {record.rank}")
         if time.monotonic() >= end:
-            on = f"rank {', '.join(map(str, missing))}"
+            on = f"rank {', '.join(map(str, away))}"
             advice = "all members must ask for it, in one order"
             error = DeadlineError(f"making the group {name}", on, deadline_s, advice)
             world.board.post(Record.of(error, world.rank, name))

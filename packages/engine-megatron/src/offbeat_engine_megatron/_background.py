@@ -22,7 +22,8 @@ class BackgroundWrite:
 
     Args:
         mesh: of the ranks.
-        deadline_s: for a write, from its begin to the last rank's end.
+        deadline_s: how long a rank that has written its part waits for the others, then for the first to publish; and
+            how long `finish` waits from its call, with a little added. The writing itself has no limit.
     """
 
     def __init__(self, mesh: Mesh, deadline_s: float) -> None:
@@ -60,7 +61,7 @@ class BackgroundWrite:
 
         Raises:
             RunFolderError: it has failed on some rank; raised on all, once.
-            DeadlineError: it takes longer than it may.
+            DeadlineError: it takes longer than it may; a thread that still writes is waited for again by the next call.
         """
         if self._thread is None:
             return
@@ -82,6 +83,13 @@ class BackgroundWrite:
     def _run(
         self, group: Group, write: Callable[[], None], publish: Callable[[], None], clear: Callable[[], None]
     ) -> None:
+        published = False
+
+        def publish_once() -> None:
+            nonlocal published
+            publish()
+            published = True
+
         try:
             write()
             reason = ""
@@ -92,13 +100,15 @@ class BackgroundWrite:
             told = group.all_gather_data(reason, deadline_s=self._deadline_s)
             found = [f"trainer rank {rank} could not write its part: {each}" for rank, each in enumerate(told) if each]
             if not found:
-                group.decide(publish, deadline_s=self._deadline_s)
-        except DeadlineError as error:
-            self._failure = error
+                group.decide(publish_once, deadline_s=self._deadline_s)
         except OffbeatError as error:
-            found = [str(error)]
+            if isinstance(error, DeadlineError) and not published:
+                self._failure = error
+            else:
+                found = [str(error)]
         if found:
-            self._failure = RunFolderError(f"{self._folder}: no checkpoint, the one before it is as it was: {found[0]}")
+            outcome = "published, but not confirmed" if published else "no checkpoint, the one before it is as it was"
+            self._failure = RunFolderError(f"{self._folder}: {outcome}: {found[0]}")
         if self._failure is not None:
             clear()
 

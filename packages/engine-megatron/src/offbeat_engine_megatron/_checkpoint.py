@@ -33,7 +33,16 @@ from offbeat_engine_megatron._moments import MOMENTS, Moments
 from offbeat_engine_megatron._optimizer import ClippedOptimizer
 from offbeat_engine_megatron._ranks import Ranks
 from offbeat_engine_megatron._shape import read_model
-from offbeat_engine_megatron._tensor_files import Entry, PlannedFile, TensorFolder, index_of, plan_files, write_files
+from offbeat_engine_megatron._tensor_files import (
+    INDEX_FILE,
+    Entry,
+    PlannedFile,
+    TensorFolder,
+    drop_model,
+    index_of,
+    plan_files,
+    write_files,
+)
 from offbeat_engine_megatron._weights import HeldWeights
 from offbeat_types import ModelError, RunFolderError, UserError
 
@@ -45,7 +54,6 @@ T = TypeVar("T")
 FORMAT: Final = 2
 FOLDER: Final = "trainer"
 STATE_FILE: Final = "engine.json"
-INDEX_FILE: Final = "model.safetensors.index.json"
 ADAPTER_FOLDER: Final = "adapter"
 ADAPTER_FILE: Final = "adapter_model.safetensors"
 ADAPTER_SETTINGS: Final = "adapter_config.json"
@@ -103,13 +111,14 @@ class Checkpoints:
         self._background.finish()
 
     def export(self, folder: Path) -> None:
-        """Write a folder that plain transformers loads.
+        """Write a folder that plain transformers loads; weights that it held are removed first.
 
         Raises:
             RunFolderError: it cannot be written; on all ranks.
         """
         self.finish()
         self._on_each("save_weights", lambda: folder.mkdir(parents=True, exist_ok=True))
+        self._on_each("save_weights", lambda: drop_model(folder) if self._ranks.leader else None)
         files = self._files(with_state=False)
         self._on_each("save_weights", lambda: self._write(folder, files, self._stream(with_state=False)))
         self._on_each("save_weights", lambda: self._finish_export(folder, files))
@@ -118,7 +127,7 @@ class Checkpoints:
         """Write a checkpoint, which takes the place of an older one when all of it is on the disk.
 
         Args:
-            folder: a checkpoint in it is replaced; other files in it stay where there is none.
+            folder: a checkpoint in it is replaced; where there is none, weights in it are, and other files stay.
             steps_refused: the engine's count.
             background: return when the host holds a copy of everything; the rest goes on in threads.
 
@@ -135,7 +144,10 @@ class Checkpoints:
         def complete() -> None:
             self._finish_export(staged, files)
             (staged / FOLDER / STATE_FILE).write_text(json.dumps(state) + "\n")
-            publish(staged, folder, replaces=(folder / FOLDER / STATE_FILE).is_file())
+            replaces = (folder / FOLDER / STATE_FILE).is_file()
+            if not replaces:
+                drop_model(folder)
+            publish(staged, folder, replaces=replaces)
 
         def clear() -> None:
             if self._ranks.leader:
@@ -156,8 +168,12 @@ class Checkpoints:
     def load(self, folder: Path) -> int:
         """Read what `save` has written; how many steps had been refused.
 
+        Headers and shapes of all files are checked before anything is changed. A read that fails after that, such as
+        from a disk that breaks, leaves the policy half loaded and the group ended: start anew.
+
         Raises:
             ModelError: the folder is not a whole checkpoint of this model; on all ranks, before anything is changed.
+            OSError, SafetensorError, PeerFailedError: a file that was whole cannot be read to its end.
         """
         self.finish()
         self._on_each("load", lambda: recover(folder) if self._ranks.leader else None, ModelError)

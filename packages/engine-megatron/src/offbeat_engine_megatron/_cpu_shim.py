@@ -1,7 +1,7 @@
 """Lets megatron-core, which writes "cuda" where it means "the device", run on the CPU over gloo.
 
-Applied around the engine's own calls and undone when they return; importing this module changes nothing. On a GPU it
-is never applied. What it does, each because megatron-core 0.16 would fail without it:
+Applied around the engine's own calls and undone when they return; importing this module changes nothing. On an
+accelerator of any kind it is never applied. What it does, each because megatron-core 0.16 would fail without it:
 - devices named "cuda" in torch calls become the CPU, pinned memory becomes plain memory, `Tensor.cuda` stays put;
 - `Tensor.type()` says "torch.cuda.FloatTensor" to callers in megatron, which compare it with that;
 - `torch.cuda` streams, events and `synchronize` do nothing, its random state is the CPU generator's;
@@ -22,13 +22,18 @@ from torch.overrides import TorchFunctionMode
 ACCELERATOR = "cuda"
 """What megatron-core calls every device."""
 
+HOST = torch.device("cpu").type
+
 _ABSENT = object()
 """Stands for an attribute that was not there."""
 
 
 def shim_for(device: torch.device) -> AbstractContextManager[Any]:
-    """What to put around calls into megatron-core on this device: nothing where it is what megatron-core expects."""
-    return nullcontext() if device.type == ACCELERATOR else CpuShim()
+    """What to put around calls into megatron-core on this device: nothing on accelerators.
+
+    Of these "cuda" is what megatron-core expects; for others it has been patched by their own package.
+    """
+    return CpuShim() if device.type == HOST else nullcontext()
 
 
 class CpuShim:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offbeat_dist import Device, Mesh
 from offbeat_engine_megatron._asleep import OPTIMIZER, WEIGHTS, Asleep, tags_of
-from offbeat_engine_megatron._cpu_shim import ACCELERATOR, shim_for
+from offbeat_engine_megatron._cpu_shim import HOST, shim_for
 from offbeat_engine_megatron._losses import Losses
 from offbeat_engine_megatron._megatron import load_megatron, require_megatron
 from offbeat_engine_megatron._plan import Plan, open_device_of, plan_engine, plan_layout
@@ -27,7 +27,6 @@ from offbeat_types import (
     TrainEngineConfig,
     TrainLayout,
     TrainSequence,
-    merge_metrics,
 )
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ class MegatronTrainEngine:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         device.prepare("megatron", plan.parallel.in_megatrons_words())
-        load_megatron(compiled=device.torch_device.type == ACCELERATOR)
+        load_megatron(compiled=device.torch_device.type != HOST)
         return cls(plan, device, mesh)
 
     def forward_backward(self, sequences: Sequence[TrainSequence], loss: LossFunction) -> Metrics:
@@ -163,7 +162,7 @@ class MegatronTrainEngine:
                 losses.results.append(self._ahead.metrics())
             self._steps.bad_loss |= losses.not_finite
             try:
-                return self._ranks.merge(merge_metrics(losses.results), losses.failure)
+                return self._ranks.merge(losses.results, losses.failure)
             except Exception:
                 self._clear_gradients()  # of the ranks that did not fail
                 raise
@@ -267,6 +266,7 @@ class MegatronTrainEngine:
 
         Raises:
             ModelError: the folder is not a whole checkpoint of this model; on all ranks, and nothing has changed.
+            OSError, SafetensorError, PeerFailedError: a read has failed in the middle; the engine is of no use after.
         """
         self._asleep.refuse("load", WEIGHTS, OPTIMIZER)
         with self._shim:

@@ -3,7 +3,7 @@
 Every rank makes the same calls in the same order: they follow from the slots alone. Tensors of half a bucket are laid
 out as one row of memory, of which they are views; what tensor parallel ranks hold of it comes in rounds of a quarter.
 A row may still be read when the next is made, so a rank holds less than two buckets beside the weights; where a tensor
-is longer than half a bucket, it has a row of its own.
+is longer than half a bucket, it has a row of its own. With adapters there is one merged parameter of this rank more.
 """
 
 from collections.abc import Callable, Iterator, Sequence

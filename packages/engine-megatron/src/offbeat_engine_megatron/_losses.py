@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from offbeat_engine_megatron._packing import Pack
-from offbeat_types import Floats, LossFunction, LossTokens, Metric, Metrics, TrainSequence
+from offbeat_types import Floats, LossFunction, LossTokens, Metric, Metrics, OffbeatError, TrainSequence
 
 
 class Losses:
     """Calls the loss function for each micro-batch, and keeps what it said.
 
-    A loss that raises or is not finite must not end the pass, in which other ranks wait for this one: its gradient
-    becomes zero, and all ranks hear of it afterwards.
+    A loss that raises, returns something else than it should or is not finite must not end the pass, in which other
+    ranks wait for this one: its gradient becomes zero, and all ranks hear of it afterwards.
 
     Args:
         sequences: of the whole update.
@@ -26,7 +26,7 @@ class Losses:
 
     Attributes:
         results: metrics of each micro-batch so far.
-        failure: what the loss raised, if it did.
+        failure: why there is no loss, if there is none.
         not_finite: a loss was infinite or NaN.
     """
 
@@ -43,7 +43,7 @@ class Losses:
         if not pack.members or self.failure is not None:
             return nothing
         try:
-            value, metrics = self._loss(self._tokens(pack, values_2N))
+            value, metrics = call_loss(self._loss, self._tokens(pack, values_2N))
         except Exception as error:  # noqa: BLE001  raised on all ranks when the pass is over
             self.failure = error
             return nothing
@@ -51,7 +51,7 @@ class Losses:
         if not torch.isfinite(value.detach()):
             self.not_finite = True
             return nothing
-        return value + nothing if isinstance(value, Tensor) else nothing
+        return value + nothing
 
     def _tokens(self, pack: Pack, values_2N: Tensor) -> LossTokens[Tensor]:
         device = values_2N.device
@@ -79,3 +79,25 @@ class Losses:
             "sequence_tokens": float(sum(len(self._sequences[member].ids) for member in pack.members)),
         }
         return {name: Metric(value=value, how="sum") for name, value in counts.items()}
+
+
+def call_loss(loss: LossFunction, tokens: LossTokens[Tensor]) -> tuple[Tensor, Metrics]:
+    """Call the caller's loss and check what it returns, before anything is done with it that other ranks wait for.
+
+    Returns:
+        A scalar, and metrics whose numbers are plain ones.
+
+    Raises:
+        OffbeatError: it returned something else; and whatever the loss raises.
+    """
+    value, metrics = loss(tokens)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise OffbeatError(f"the loss must return (scalar tensor, metrics): got {got} for the scalar")
+    for name, metric in metrics.items():
+        if not isinstance(metric, Metric):
+            raise OffbeatError(f"the loss must return its metrics as Metric(value=...): got {name} = {metric!r}")
+    return value.reshape(()), {
+        name: Metric(value=float(metric.value), weight=float(metric.weight), how=metric.how)
+        for name, metric in metrics.items()
+    }

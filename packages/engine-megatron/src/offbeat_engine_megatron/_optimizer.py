@@ -9,8 +9,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
 from offbeat_engine_megatron._options import MegatronEngineOptions
-from offbeat_engine_megatron._schedule import learning_rate_at
-from offbeat_types import ConfigError, TrainEngineConfig
+from offbeat_types import ConfigError, TrainEngineConfig, learning_rate_at
 
 
 def wrap_parts(parts: Sequence[Any], config: Any, options: MegatronEngineOptions) -> list[Any]:

@@ -36,7 +36,10 @@ class MegatronEngineOptions:
     mtp_loss_weight: float = setting(0.1, "Weight of their mean loss, which is added to the loss function's.", ge=0)
     mtp_detached: bool = setting(False, "Train these layers alone: no gradient from their loss to the model.")
     save_deadline_s: float = setting(
-        1800.0, "How long a checkpoint may take to reach the disk in the background.", "s", gt=0
+        1800.0,
+        "How long a checkpoint in the background is waited for: by ranks for each other, by a call for its end.",
+        "s",
+        gt=0,
     )
 
 

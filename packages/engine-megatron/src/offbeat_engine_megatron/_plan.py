@@ -6,9 +6,8 @@ from typing import Any
 from offbeat_dist import Device, Mesh, open_device
 from offbeat_engine_megatron._options import MegatronEngineOptions, read_options
 from offbeat_engine_megatron._parallel import Parallel, check_model_fits, choose_parallel
-from offbeat_engine_megatron._schedule import check_schedule
 from offbeat_engine_megatron._shape import ModelShape, read_model
-from offbeat_types import ConfigError, TrainEngineConfig, TrainLayout
+from offbeat_types import ConfigError, TrainEngineConfig, TrainLayout, check_schedule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,7 @@
 All ranks call the same methods with the same arguments in the same order; each method returns the same on all ranks.
 """
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -12,7 +11,16 @@ import numpy as np
 import torch
 
 from offbeat_dist import Mesh
-from offbeat_types import Floats, Metric, Metrics, PeerFailedError, TrainSequence, merge_metrics
+from offbeat_types import (
+    Floats,
+    Metrics,
+    PeerFailedError,
+    TrainSequence,
+    digest_sequences,
+    merge_metrics,
+    pack_metrics,
+    unpack_metrics,
+)
 
 Value = TypeVar("Value")
 
@@ -41,16 +49,18 @@ class Ranks:
 
     def check_same(self, what: str, sequences: Sequence[TrainSequence]) -> None:
         """Raise on all ranks when one was called with other arguments: compares a digest."""
-        self._all.check_equal(f"{what} of {len(sequences)} sequences {_digest(sequences)}", what=f"arguments of {what}")
+        self._all.check_equal(
+            f"{what} of {len(sequences)} sequences {digest_sequences(sequences)}", what=f"arguments of {what}"
+        )
 
     def exchange(self, value: Value) -> list[Value]:
         """Plain data of every rank, in the order of ranks."""
         values: list[Value] = self._all.all_gather_data(value)
         return values
 
-    def merge(self, results: Metrics, failure: Exception | None) -> Metrics:
-        """Metrics over all shares, in their order; raises everywhere when one rank failed."""
-        plain = {name: [metric.value, metric.weight, metric.how] for name, metric in results.items()}
+    def merge(self, results: Sequence[Metrics], failure: Exception | None) -> Metrics:
+        """Metrics of all micro-batches over all shares, in their order; raises everywhere when one rank failed."""
+        plain, failure = pack_metrics(results, failure)
         reason = "" if failure is None else f"{type(failure).__name__}: {failure}"
         found = self.exchange((reason, self.share, self.speaks, plain))
         if failure is not None:
@@ -59,7 +69,7 @@ class Ranks:
             if their_reason:
                 raise PeerFailedError(f"trainer rank {rank}", their_reason)
         by_share = {share: metrics for _, share, speaks, metrics in found if speaks}
-        return merge_metrics([_metrics(by_share[share]) for share in range(self.num_shares)])
+        return merge_metrics([unpack_metrics(by_share[share]) for share in range(self.num_shares)])
 
     def gather_shares(self, values: Floats, counts: Sequence[int], device: torch.device) -> list[Floats]:
         """Values of every share, found on its last stage; `counts` says how many each has."""
@@ -71,17 +81,3 @@ class Ranks:
             self._pp.broadcast(padded, source=self._pp.size - 1)
         found = self._dp.all_gather(padded).cpu().numpy()
         return [np.asarray(row[:count]) for row, count in zip(found, counts, strict=True)]
-
-
-def _metrics(plain: Mapping[str, Sequence[Any]]) -> Metrics:
-    return {name: Metric(value=value, weight=weight, how=how) for name, (value, weight, how) in plain.items()}
-
-
-def _digest(sequences: Sequence[TrainSequence]) -> str:
-    """Of everything that the plan and the loss read."""
-    digest = hashlib.blake2b(digest_size=16)
-    for sequence in sequences:
-        for name, array in (("", sequence.ids), ("", sequence.loss_mask), *sorted(sequence.extras.items())):
-            digest.update(f"{name} {array.dtype} {array.shape}".encode())
-            digest.update(array.tobytes())
-    return digest.hexdigest()

@@ -26,6 +26,17 @@ MAX_FILE_BYTES: Final = 4 * 10**9
 MIN_FILE_BYTES: Final = 64 * 2**20
 """Smaller files are not worth another writer."""
 
+SINGLE_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+MODEL_FILES: Final = (
+    SINGLE_FILE,
+    "model-?????-of-?????.safetensors",
+    INDEX_FILE,
+    "mtp.safetensors",
+    "mtp-?????-of-?????.safetensors",
+)
+"""All that the weights of a model may be called, as this engine and others write them."""
+
 _FORMATS: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
 Box = Sequence[tuple[int, int]]
@@ -150,11 +161,11 @@ class TensorFolder:
     """The safetensors of a folder, read by boxes. A context manager.
 
     Args:
-        folder: with one file, or several with or without an index.
+        folder: with one file, or several with or without an index, which decides where it says something.
         parts: for tensors that lie in pieces, under each name the pieces: (box, file's name, name in the file).
 
     Raises:
-        ModelError: a file is missing or cut short.
+        ModelError: a file is missing or cut short, or two hold the same tensor.
     """
 
     def __init__(self, folder: Path, parts: Mapping[str, Sequence[tuple[Box, str, str]]] | None = None) -> None:
@@ -166,12 +177,19 @@ class TensorFolder:
             except (SafetensorError, OSError) as error:
                 self._stack.close()
                 raise ModelError(f"{path} is missing or cut short ({error}); fetch the folder anew") from error
-        whole = {name: [((), file, name)] for file, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118  not a dict
-        self._parts: Mapping[str, Sequence[tuple[Box, str, str]]] = whole if parts is None else parts
+        try:
+            self._parts = self._find_whole() if parts is None else parts
+        except ModelError:
+            self._stack.close()
+            raise
         missing = sorted({file for pieces in self._parts.values() for _, file, _ in pieces} - set(self._files))
         if missing:
             self._stack.close()
             raise ModelError(f"{folder} is not whole: {missing[0]} is missing; take another")
+
+    def _find_whole(self) -> Mapping[str, Sequence[tuple[Box, str, str]]]:
+        held = {file: list(opened.keys()) for file, opened in self._files.items()}
+        return {name: [((), file, name)] for name, file in find_tensors(self._folder, held).items()}
 
     @property
     def names(self) -> set[str]:
@@ -220,6 +238,51 @@ class TensorFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+
+
+def drop_model(folder: Path) -> None:
+    """Remove the weights in a folder, before others come: under other names they would lie beside these."""
+    for pattern in MODEL_FILES:
+        for path in folder.glob(pattern):
+            path.unlink()
+
+
+def find_tensors(folder: Path, held: Mapping[str, Iterable[str]]) -> dict[str, str]:
+    """Which file to read each tensor from: the one that the index names, where there is one.
+
+    Args:
+        folder: of the files; like transformers, this asks no index beside model.safetensors.
+        held: names of the tensors in each file.
+
+    Raises:
+        ModelError: the index cannot be read, its file is missing, or two files hold one tensor and no index decides.
+    """
+    index = {} if SINGLE_FILE in held else _read_index(folder)
+    absent = sorted(set(index.values()) - set(held))
+    if absent:
+        raise ModelError(f"{folder} is not whole: {absent[0]} is missing; fetch the folder anew")
+    found: dict[str, str] = {}
+    for file, names in held.items():
+        for name in names:
+            if index.get(name, file) != file:
+                continue
+            if name in found:
+                raise ModelError(
+                    f"{folder} holds {name} twice, in {found[name]} and in {file}: they are of two models; remove one"
+                )
+            found[name] = file
+    return found
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    path = folder / INDEX_FILE
+    if not path.is_file():
+        return {}
+    try:
+        index: dict[str, str] = dict(json.loads(path.read_text())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); fetch the folder anew") from error
+    return index
 
 
 def _slices(box: Box, within: Box | None = None) -> tuple[slice, ...]:

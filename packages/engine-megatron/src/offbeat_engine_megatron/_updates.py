@@ -43,17 +43,17 @@ class Updates:
         Raises:
             ModelError: an id is not in the vocabulary.
             DataError: there are images.
-            GuardError: another rank was given other sequences.
+            MismatchError: another rank was given other sequences; on all.
         """
-        self._check_ids(sequences)
         self._ranks.check_same(what, sequences)  # called from here, so that a verdict shows whose call this was
+        self._check_ids(sequences)  # of what all have: all raise, or none
         share = self._shares(sequences)[self._ranks.share] or [[]] * self._round
         return lay_out_all(sequences, share, self._parallel)
 
     def logprobs(self, what: str, sequences: Sequence[TrainSequence], passes: Passes) -> list[Floats]:
         """[T] float32 nats of every sequence, 0 where loss_mask is False, on every rank; arguments as for `packs`."""
-        self._check_ids(sequences)
         self._ranks.check_same(what, sequences)
+        self._check_ids(sequences)
         shares = self._shares(sequences)
         packs = lay_out_all(sequences, shares[self._ranks.share], self._parallel)
         answers = [each.float().cpu().numpy() for each in passes.answer(packs)] if packs else []

@@ -145,7 +145,7 @@ class HeldWeights:
     @torch.no_grad()
     def whole(self, bucket: Sequence[Slot], values: Values | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) of one bucket, on every rank; the tensors are copies."""
-        chosen = values or self.exported
+        chosen = values or _ask_once(self.exported)
         flat = self._empty(sum(slot.num_elements for slot in bucket))
         tensors = self._gathering.whole(
             bucket, lambda slot: self._view(slot, slot.place, chosen), flat, BUCKET_BYTES // 4
@@ -169,3 +169,16 @@ class HeldWeights:
             length = slot.shape[slot.tp_dim] // self._tp.size
             box[slot.tp_dim] = self._tp.rank * length, (self._tp.rank + 1) * length
         return box
+
+
+def _ask_once(values: Values) -> Values:
+    """Keep the last answer: the rows of a long parameter travel in many rounds, and merging adapters is dear."""
+    kept: dict[int, Tensor] = {}
+
+    def ask(parameter: Tensor) -> Tensor:
+        if id(parameter) not in kept:
+            kept.clear()
+            kept[id(parameter)] = values(parameter)
+        return kept[id(parameter)]
+
+    return ask

@@ -45,8 +45,9 @@ def test_importing_the_engine_changes_nothing():
     assert torch.compile.__module__ == "torch"
 
 
-def test_a_device_that_megatron_knows_gets_no_shim():
-    assert not isinstance(shim_for(torch.device(ACCELERATOR, 0)), CpuShim)
+def test_an_accelerator_of_any_kind_gets_no_shim():
+    for accelerator in (torch.device(ACCELERATOR, 0), torch.device("meta")):  # "meta" stands for a third kind
+        assert not isinstance(shim_for(accelerator), CpuShim)
     assert isinstance(shim_for(torch.device("cpu")), CpuShim)
 
 

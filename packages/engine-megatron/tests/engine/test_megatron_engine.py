@@ -1,6 +1,7 @@
 """What the engine promises beyond equal results, on real ranks."""
 
 import dataclasses
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -12,7 +13,10 @@ from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_testing import reference_logprobs, reference_model, tiny_model
 from offbeat_types import (
     ConfigError,
+    Metric,
+    MismatchError,
     ModelError,
+    OffbeatError,
     PeerFailedError,
     TrainEngineConfig,
     TrainSequence,
@@ -198,11 +202,44 @@ def test_a_gradient_that_is_not_finite_is_named(model_folder, mesh):
     assert "model.embed_tokens.weight" in engine.last_refusal
 
 
+NO_LOSSES = {
+    "no tensor": (lambda tokens: (0.0, {}), "got 0.0"),
+    "no scalar": (lambda tokens: (tokens.logprobs_N, {}), "shape"),
+    "no pair": (lambda tokens: tokens.logprobs_N.sum(), "0-d|iterate|unpack"),
+    "no metric": (lambda tokens: (tokens.logprobs_N.sum(), {"kl": 0.5}), "got kl = 0.5"),
+}
+
+
+@pytest.mark.mesh(pp=2, compare=False)
+@pytest.mark.parametrize(("loss", "words"), NO_LOSSES.values(), ids=NO_LOSSES)
+def test_a_loss_that_returns_something_else_is_told_to_all_stages(model_folder, mesh, loss, words):
+    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+    with pytest.raises((OffbeatError, TypeError), match=words):
+        engine.forward_backward(make_sequences(0), loss)
+    assert engine.forward_backward(make_sequences(0), policy_loss)["num_microbatches"].value > 1
+
+
+@pytest.mark.mesh(pp=2, compare=False)
+def test_metrics_that_do_not_add_up_are_told_to_all_stages(model_folder, mesh):
+    engine, kinds = MegatronTrainEngine.create(config(model_folder), mesh), cycle(["sum", "max"])
+    with pytest.raises((ValueError, PeerFailedError), match="cannot merge a sum with a max"):
+        engine.forward_backward(
+            make_sequences(0), lambda tokens: (tokens.logprobs_N.sum(), {"kl": Metric(value=0.5, how=next(kinds))})
+        )
+    assert engine.forward_backward(make_sequences(0), policy_loss)["num_microbatches"].value > 1
+
+
 @pytest.mark.mesh(pp=2, compare=False)
 def test_ranks_that_are_given_other_sequences_are_told(model_folder, mesh):
     engine = MegatronTrainEngine.create(config(model_folder), mesh)
-    with pytest.raises(Exception, match="forward_backward"):
+    with pytest.raises(MismatchError, match="forward_backward"):
         engine.forward_backward(make_sequences(mesh.rank), policy_loss)
+    known, unknown = make_sequences(0), [dataclasses.replace(each, ids=each.ids + 10**6) for each in make_sequences(0)]
+    for ask in (engine.logprobs, lambda sequences: engine.forward_backward(sequences, policy_loss)):
+        with pytest.raises(MismatchError, match="arguments"):  # before one of them looks at its own
+            ask(unknown if mesh.rank else known)
+        with pytest.raises(ModelError, match="token ids"):
+            ask(unknown)
 
 
 def test_one_layout_at_a_time(model_folder):

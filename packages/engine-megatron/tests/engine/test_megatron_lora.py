@@ -10,6 +10,8 @@ from megatron_layouts import LORA_RANK, Layout, engine_config, make_model, make_
 from safetensors.torch import load_file
 
 from offbeat_engine_megatron import MegatronTrainEngine
+from offbeat_engine_megatron._export import Gathering
+from offbeat_engine_megatron._lora import Adapter
 from offbeat_testing import reference_logprobs, reference_model
 from offbeat_types import ModelError, PeerFailedError
 
@@ -54,6 +56,19 @@ def test_what_leaves_merged_is_the_base_and_what_leaves_alone(mesh, model_folder
             assert torch.equal(tensor, base[name]), name
     assert not adapters
     assert changed == 7 * 4
+
+
+@pytest.mark.mesh(tp=2)
+def test_a_layer_is_merged_once_however_many_rounds_it_travels_in(mesh, model_folder, monkeypatch):
+    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+    merged, rounds = [], []
+    merge, gather = Adapter.merged, Gathering._gather
+    monkeypatch.setattr(Adapter, "merged", lambda self, weight: (merged.append(self), merge(self, weight))[1])
+    monkeypatch.setattr(Gathering, "_gather", lambda *given: (rounds.append(1), gather(*given))[1])
+    monkeypatch.setattr("offbeat_engine_megatron._weights.BUCKET_BYTES", 2**13)
+    num_slots = len([name for name, _ in engine.weights()])
+    assert len(rounds) > 4 * num_slots
+    assert 0 < len(merged) <= num_slots
 
 
 @pytest.mark.mesh(tp=2, cp=2)

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,12 +15,14 @@ import numpy as np
 import pytest
 import torch
 from megatron_layouts import Layout, engine_config, make_model, make_sequences, policy_loss
+from safetensors.torch import save_file
 from torch._C._distributed_c10d import FileStore
 
 from offbeat_dist import Mesh, join_world
 from offbeat_engine_megatron import MegatronTrainEngine
+from offbeat_engine_megatron._background import BackgroundWrite
 from offbeat_engine_megatron._folders import publish, recover, stage
-from offbeat_engine_megatron._tensor_files import FileWriter
+from offbeat_engine_megatron._tensor_files import FileWriter, TensorFolder
 from offbeat_testing import reference_logprobs, reference_model, tiny_model
 from offbeat_types import DeadlineError, ModelError, RunFolderError, TrainEngineConfig
 
@@ -185,6 +188,24 @@ def test_a_disk_that_does_not_answer_is_named_after_the_deadline(folder, tmp_pat
     assert not (tmp_path / "next").exists()
 
 
+@pytest.mark.mesh(dp=2, compare=False, deadline_s=DEADLINE_S)
+def test_a_checkpoint_that_is_there_is_not_called_missing(mesh, tmp_path_factory):
+    """One rank gives up while the first moves the folder to its place, which then is there."""
+    gave_up = tmp_path_factory.getbasetemp() / "gave-up"
+    background = BackgroundWrite(mesh, 1.0 if mesh.rank else 60.0)
+
+    def publish():
+        limit = time.monotonic() + 60
+        while not gave_up.exists() and time.monotonic() < limit:
+            time.sleep(0.01)
+
+    background.begin(Path("place"), lambda: None, publish, lambda: None)
+    error, words = (DeadlineError, "") if mesh.rank else (RunFolderError, "place: published, but not confirmed")
+    with pytest.raises(error, match=words):
+        background.finish()
+    gave_up.touch()
+
+
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -251,6 +272,47 @@ def test_a_saved_model_answers_in_transformers_as_it_does_here(folder, tmp_path)
         wanted = np.where(sequence.loss_mask, reference_logprobs(model, sequence.ids), 0.0)
         np.testing.assert_allclose(found, wanted, atol=1e-5)
     engine.close()
+
+
+@pytest.mark.parametrize("how", ["save_weights", "save"])
+def test_weights_that_a_folder_held_do_not_come_back(folder, tmp_path, monkeypatch, how):
+    """In many files, then in few, then in one: each under names that the others do not have."""
+    make_files_small(monkeypatch)
+    engine, place = make_engine(folder), tmp_path / "out"
+    for number, max_bytes in enumerate((2**15, 2**16, 2**30)):
+        monkeypatch.setattr("offbeat_engine_megatron._tensor_files.MAX_FILE_BYTES", max_bytes)
+        train(engine, number, number + 1)
+        place.mkdir(exist_ok=True)
+        (place / "theirs.txt").touch()
+        getattr(engine, how)(place)
+        assert (place / "theirs.txt").exists()
+        assert (len(list(place.glob("model-*"))) > 1) == (number < 2)
+        held = dict(reference_model(place).named_parameters())
+        with TensorFolder(place) as found:
+            for name, tensor in engine.weights():
+                assert torch.equal(found.read(name, ()), tensor)
+                assert torch.equal(held[name], tensor)
+        shutil.rmtree(place / "trainer", ignore_errors=True)  # so that the next is moved into the folder
+    assert not list(place.glob("model*-of-*"))
+    assert not (place / "model.safetensors.index.json").exists()
+    engine.close()
+
+
+def test_of_two_models_in_a_folder_the_index_decides(tmp_path):
+    for number in (1, 2, 4):
+        save_file({"a": torch.full((2,), float(number))}, tmp_path / f"model-00001-of-{number:05}.safetensors")
+    with pytest.raises(ModelError, match=r"holds a twice, in model-00001-of-00001.* and in .*two models"):
+        TensorFolder(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    with TensorFolder(tmp_path) as found:
+        assert found.read("a", ()).tolist() == [2.0, 2.0]
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00003.safetensors"}}))
+    with pytest.raises(ModelError, match=r"model-00001-of-00003\.safetensors is missing"):
+        TensorFolder(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(ModelError, match="cannot be read"):
+        TensorFolder(tmp_path)
 
 
 def test_folders_are_put_back_and_replaced(tmp_path):

@@ -2,7 +2,6 @@
 
 from offbeat_engine_torch._engine import TorchTrainEngine
 from offbeat_engine_torch._logprobs import token_logprobs
-from offbeat_engine_torch._optimizer import learning_rate_at
 from offbeat_engine_torch._options import TorchEngineOptions
 
-__all__ = ["TorchEngineOptions", "TorchTrainEngine", "learning_rate_at", "token_logprobs"]
+__all__ = ["TorchEngineOptions", "TorchTrainEngine", "token_logprobs"]

@@ -18,8 +18,8 @@ from offbeat_engine_torch._asleep import OPTIMIZER, WEIGHTS, Asleep, memory_of, 
 from offbeat_engine_torch._checkpoint import export_weights, load_state, save_state
 from offbeat_engine_torch._layout import arrange, plan_layout
 from offbeat_engine_torch._load import make_policy
-from offbeat_engine_torch._loss_tokens import ask_loss_tokens, count_pack
-from offbeat_engine_torch._optimizer import ClippedAdamW, check_schedule
+from offbeat_engine_torch._loss_tokens import ask_loss_tokens, call_loss, count_pack
+from offbeat_engine_torch._optimizer import ClippedAdamW
 from offbeat_engine_torch._options import TorchEngineOptions, read_options
 from offbeat_engine_torch._packing import idle_pack
 from offbeat_engine_torch._pieces import collect_gradients, trained_parameters
@@ -46,7 +46,7 @@ from offbeat_types import (
     TrainEngineConfig,
     TrainLayout,
     TrainSequence,
-    merge_metrics,
+    check_schedule,
 )
 
 log = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ class TorchTrainEngine:
                 continue
             tokens = ask_loss_tokens(self._policy, with_loss, pack, totals, through_tower=tower)
             try:
-                value, metrics = loss(tokens)
+                value, metrics = call_loss(loss, tokens)
             except Exception as error:  # the other ranks wait in this pass: finish it, then tell them
                 if self._ranks.size == 1:
                     raise
@@ -168,7 +168,7 @@ class TorchTrainEngine:
                 self._backward(value, tokens.logprobs_N)
                 results.append({**metrics, **count_pack(with_loss, pack, float(value.detach()))})
         try:
-            return self._ranks.merge(merge_metrics(results), failure)
+            return self._ranks.merge(results, failure)
         except Exception:
             self._clear_gradients()  # of the ranks that did not fail
             raise
@@ -318,9 +318,9 @@ class TorchTrainEngine:
     def _plan(self, what: str, sequences: Sequence[TrainSequence], policy: Policy) -> list[list[MicroBatch]]:
         """Micro-batches of every share, after making sure that all ranks were asked for the same."""
         self._asleep.refuse(what, WEIGHTS, OPTIMIZER)
-        policy.check_ids(sequences)
-        policy.sight.check(sequences)
         self._ranks.check_same(what, sequences)
+        policy.check_ids(sequences)  # of what all have: all raise, or none
+        policy.sight.check(sequences)
         return plan_shares(
             sequences,
             budget=self.config.max_tokens_per_microbatch,

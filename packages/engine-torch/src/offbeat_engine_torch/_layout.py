@@ -2,10 +2,9 @@
 
 from offbeat_dist import Mesh, open_device
 from offbeat_engine_torch._model import read_config
-from offbeat_engine_torch._optimizer import check_schedule
 from offbeat_engine_torch._options import TorchEngineOptions, read_options
 from offbeat_engine_torch._sharding import check_tensor_parallel
-from offbeat_types import ConfigError, TrainEngineConfig, TrainLayout
+from offbeat_types import ConfigError, TrainEngineConfig, TrainLayout, check_schedule
 
 
 def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:

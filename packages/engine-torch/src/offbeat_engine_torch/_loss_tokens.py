@@ -7,7 +7,7 @@ from torch import Tensor
 
 from offbeat_engine_torch._packing import Pack
 from offbeat_engine_torch._policy import Policy
-from offbeat_types import Floats, LossTokens, Metric, Metrics, TrainSequence
+from offbeat_types import Floats, LossFunction, LossTokens, Metric, Metrics, OffbeatError, TrainSequence
 
 
 def ask_loss_tokens(
@@ -38,6 +38,28 @@ def ask_loss_tokens(
         total_tokens=totals[0],
         total_sequences=totals[1],
     )
+
+
+def call_loss(loss: LossFunction, tokens: LossTokens[Tensor]) -> tuple[Tensor, Metrics]:
+    """Call the caller's loss and check what it returns, before anything is done with it that other ranks wait for.
+
+    Returns:
+        A scalar, and metrics whose numbers are plain ones.
+
+    Raises:
+        OffbeatError: it returned something else; and whatever the loss raises.
+    """
+    value, metrics = loss(tokens)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise OffbeatError(f"the loss must return (scalar tensor, metrics): got {got} for the scalar")
+    for name, metric in metrics.items():
+        if not isinstance(metric, Metric):
+            raise OffbeatError(f"the loss must return its metrics as Metric(value=...): got {name} = {metric!r}")
+    return value.reshape(()), {
+        name: Metric(value=float(metric.value), weight=float(metric.weight), how=metric.how)
+        for name, metric in metrics.items()
+    }
 
 
 def count_pack(sequences: Sequence[TrainSequence], pack: Pack, loss: float) -> Metrics:

@@ -3,8 +3,7 @@
 All ranks call the same methods with the same arguments in the same order; each method returns the same on all ranks.
 """
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
@@ -14,7 +13,17 @@ from torch import Tensor
 
 from offbeat_dist import Group, Mesh
 from offbeat_engine_torch._pieces import Box, Piece, cut_box, num_elements, slices
-from offbeat_types import ConfigError, Floats, Metric, Metrics, PeerFailedError, TrainSequence, merge_metrics
+from offbeat_types import (
+    ConfigError,
+    Floats,
+    Metrics,
+    PeerFailedError,
+    TrainSequence,
+    digest_sequences,
+    merge_metrics,
+    pack_metrics,
+    unpack_metrics,
+)
 
 Value = TypeVar("Value")
 
@@ -51,8 +60,8 @@ class Ranks(Protocol):
         """Plain data of every rank, in the order of ranks."""
         ...
 
-    def merge(self, results: Metrics, failure: Exception | None) -> Metrics:
-        """Metrics over all shares; raises everywhere when one rank failed."""
+    def merge(self, results: Sequence[Metrics], failure: Exception | None) -> Metrics:
+        """Metrics of all micro-batches over all shares; raises everywhere when one rank failed."""
         ...
 
     def gather(self, piece: Piece) -> Tensor:
@@ -88,11 +97,11 @@ class Alone:
         """Its own."""
         return [value]
 
-    def merge(self, results: Metrics, failure: Exception | None) -> Metrics:
+    def merge(self, results: Sequence[Metrics], failure: Exception | None) -> Metrics:
         """Its own."""
         if failure is not None:
             raise failure
-        return results
+        return merge_metrics(results)
 
     def gather(self, piece: Piece) -> Tensor:
         """It holds all."""
@@ -138,16 +147,18 @@ class Team:
 
     def check_same(self, what: str, sequences: Sequence[TrainSequence]) -> None:
         """Compare a digest of the arguments."""
-        self._all.check_equal(f"{what} of {len(sequences)} sequences {_digest(sequences)}", what=f"arguments of {what}")
+        self._all.check_equal(
+            f"{what} of {len(sequences)} sequences {digest_sequences(sequences)}", what=f"arguments of {what}"
+        )
 
     def exchange(self, value: Value) -> list[Value]:
         """Gather plain data."""
         values: list[Value] = self._all.all_gather_data(value)
         return values
 
-    def merge(self, results: Metrics, failure: Exception | None) -> Metrics:
+    def merge(self, results: Sequence[Metrics], failure: Exception | None) -> Metrics:
         """Gather from all, and merge one rank of every share, in the order of shares."""
-        plain = {name: [metric.value, metric.weight, metric.how] for name, metric in results.items()}
+        plain, failure = pack_metrics(results, failure)
         reason = "" if failure is None else f"{type(failure).__name__}: {failure}"
         found = self.exchange((reason, self.share, self._tp.rank, plain))
         if failure is not None:
@@ -156,7 +167,7 @@ class Team:
             if their_reason:
                 raise PeerFailedError(f"trainer rank {rank}", their_reason)
         by_share = {share: metrics for _, share, tp_rank, metrics in found if tp_rank == 0}
-        return merge_metrics([_metrics(by_share[share]) for share in range(self.num_shares)])
+        return merge_metrics([unpack_metrics(by_share[share]) for share in range(self.num_shares)])
 
     def gather(self, piece: Piece) -> Tensor:
         """Gather a few rows of every part at a time, so that the transport's own buffers stay small."""
@@ -203,18 +214,3 @@ class Team:
     def barrier(self) -> None:
         """Wait for all."""
         self._all.barrier()
-
-
-def _metrics(plain: Mapping[str, Sequence[Any]]) -> Metrics:
-    return {name: Metric(value=value, weight=weight, how=how) for name, (value, weight, how) in plain.items()}
-
-
-def _digest(sequences: Sequence[TrainSequence]) -> str:
-    """Of everything that the plan and the loss read."""
-    digest = hashlib.blake2b(digest_size=16)
-    for sequence in sequences:
-        unnamed = [("", array) for array in (sequence.ids, sequence.loss_mask, *sequence.images)]
-        for name, array in (*unnamed, *sorted(sequence.extras.items())):
-            digest.update(f"{name} {array.dtype} {array.shape}".encode())
-            digest.update(array.tobytes())
-    return digest.hexdigest()

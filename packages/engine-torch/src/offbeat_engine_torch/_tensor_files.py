@@ -22,7 +22,16 @@ from offbeat_engine_torch._pieces import Box, num_elements, slices
 from offbeat_types import ModelError
 
 MAX_FILE_BYTES = 4 * 10**9
+SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MODEL_FILES = (
+    SINGLE_FILE,
+    "model-?????-of-?????.safetensors",
+    INDEX_FILE,
+    "mtp.safetensors",
+    "mtp-?????-of-?????.safetensors",
+)
+"""All that the weights of a model may be called, as this engine and others write them."""
 FORMATS = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
 
@@ -44,21 +53,27 @@ class TensorReader:
     """The *.safetensors of a folder, read by boxes. A context manager.
 
     Args:
-        folder: with one file, or several with or without an index.
+        folder: with one file, or several with or without an index, which decides where it says something.
 
     Raises:
-        ModelError: a file is missing or cut short.
+        ModelError: a file is missing or cut short, or two hold the same tensor.
     """
 
     def __init__(self, folder: Path, pattern: str = "*.safetensors") -> None:
         self._stack = ExitStack()
-        self._where: dict[str, Any] = {}
+        files: dict[str, Any] = {}
         for path in sorted(folder.glob(pattern)):
             try:
-                file = self._stack.enter_context(safe_open(path, framework="pt"))
+                files[path.name] = self._stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
+                self._stack.close()
                 raise ModelError(f"{path} is missing or cut short ({error}); fetch the folder anew") from error
-            self._where |= dict.fromkeys(file.keys(), file)
+        try:
+            found = find_tensors(folder, {name: list(file.keys()) for name, file in files.items()})
+        except ModelError:
+            self._stack.close()
+            raise
+        self._where = {name: files[file] for name, file in found.items()}
 
     @property
     def names(self) -> set[str]:
@@ -86,6 +101,51 @@ class TensorReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+
+
+def drop_model(folder: Path) -> None:
+    """Remove the weights in a folder, before others come: under other names they would lie beside these."""
+    for pattern in MODEL_FILES:
+        for path in folder.glob(pattern):
+            path.unlink()
+
+
+def find_tensors(folder: Path, held: Mapping[str, Iterable[str]]) -> dict[str, str]:
+    """Which file to read each tensor from: the one that the index names, where there is one.
+
+    Args:
+        folder: of the files; like transformers, this asks no index beside model.safetensors.
+        held: names of the tensors in each file.
+
+    Raises:
+        ModelError: the index cannot be read, its file is missing, or two files hold one tensor and no index decides.
+    """
+    index = {} if SINGLE_FILE in held else _read_index(folder)
+    absent = sorted(set(index.values()) - set(held))
+    if absent:
+        raise ModelError(f"{folder} is not whole: {absent[0]} is missing; fetch the folder anew")
+    found: dict[str, str] = {}
+    for file, names in held.items():
+        for name in names:
+            if index.get(name, file) != file:
+                continue
+            if name in found:
+                raise ModelError(
+                    f"{folder} holds {name} twice, in {found[name]} and in {file}: they are of two models; remove one"
+                )
+            found[name] = file
+    return found
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    path = folder / INDEX_FILE
+    if not path.is_file():
+        return {}
+    try:
+        index: dict[str, str] = dict(json.loads(path.read_text())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); fetch the folder anew") from error
+    return index
 
 
 def write_tensors(
@@ -121,7 +181,7 @@ def write_model(folder: Path, entries: Sequence[Entry], tensors: Iterator[tuple[
     files = _split(entries, MAX_FILE_BYTES)
     names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
     if len(files) == 1:
-        names = ["model.safetensors"]
+        names = [SINGLE_FILE]
     for name, part in zip(names, files, strict=True):
         write_tensors(folder / name, part, (next(tensors) for _ in part), {"format": "pt"})
     if len(files) > 1:

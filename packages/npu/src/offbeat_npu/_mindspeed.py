@@ -20,16 +20,22 @@ INSTALL: Final = (
 )
 
 
+_patched_for: Final[list[dict[str, Any]]] = []
+"""The settings of the last patch, which holds for the whole process; empty before the first."""
+
+
 def patch_megatron(settings: Mapping[str, Any]) -> None:
-    """Patch megatron-core for NPUs.
+    """Patch megatron-core for NPUs; the same settings again change nothing, so a second engine may come any time.
 
     Args:
         settings: arguments in Megatron's words, such as {"tensor_model_parallel_size": 2, "use_flash_attn": True}.
 
     Raises:
         BackendError: torch_npu or MindSpeed is not installed; or it is too late: megatron has been imported without the
-            patches, or has its groups.
+            patches, or has its groups and is patched for other settings.
     """
+    if ADAPTOR in sys.modules and _patched_for == [dict(settings)]:
+        return
     _refuse_late_patches()
     load_operators()
     words, sys.argv = sys.argv, sys.argv[:1]  # the adaptor reads the command line on import, as if it were Megatron's
@@ -40,6 +46,7 @@ def patch_megatron(settings: Mapping[str, Any]) -> None:
     finally:
         sys.argv = words
     adaptor.repatch(dict(settings))
+    _patched_for[:] = [dict(settings)]
 
 
 def _refuse_late_patches() -> None:
@@ -48,8 +55,9 @@ def _refuse_late_patches() -> None:
         return
     if state.model_parallel_is_initialized():
         raise BackendError(
-            "MindSpeed must patch megatron-core before its groups exist, and they do: open the NPU engine before "
-            "anything calls initialize_model_parallel"
+            "MindSpeed must patch megatron-core before its groups exist, and they do, without patches or for other "
+            "settings: open the NPU engine before anything calls initialize_model_parallel, and close it before one "
+            "with other settings"
         )
     if ADAPTOR not in sys.modules:
         raise BackendError(

@@ -48,7 +48,8 @@ def substitute_operators(model: nn.Module, operators: Operators) -> tuple[str, .
     """Let the norms, gated feed-forwards and rotations of a transformers model compute with `operators`.
 
     Norms and feed-forwards are changed in this model only. A rotation is a function of the model's module, so it
-    changes for every model of that family in this process. Weights and their names stay as they are.
+    changes for every model of that family in this process; one that does not compute what the operator does, such as
+    that of Ernie 4.5, which interleaves, stays. Weights and their names stay as they are.
 
     Returns:
         What was replaced: "rms_norm", "swiglu", "rotary", in this order.
@@ -62,7 +63,8 @@ def substitute_operators(model: nn.Module, operators: Operators) -> tuple[str, .
             _replace_forward(module, _gate_forward(module, operators))
             replaced.add("swiglu")
     for name in {type(module).__module__ for module in model.modules()}:
-        if hasattr(sys.modules[name], ROTATION):
+        rotation = getattr(sys.modules[name], ROTATION, None)
+        if rotation is not None and (rotation.__module__ == __name__ or _rotates_halves(rotation)):
             setattr(sys.modules[name], ROTATION, _rotation(operators))
             replaced.add("rotary")
     return tuple(name for name in ("rms_norm", "swiglu", "rotary") if name in replaced)
@@ -110,6 +112,24 @@ def _rotation(operators: Operators) -> Callable[..., tuple[Tensor, Tensor]]:
         return operators.npu_rotary_mul(query, cos, sin), operators.npu_rotary_mul(key, cos, sin)
 
     return rotate
+
+
+def _rotates_halves(rotation: Callable[..., Any]) -> bool:
+    """Whether a model's function does to whole heads what the operator does, and refuses angles for a part of each."""
+    draw = torch.Generator().manual_seed(0)
+    query, key = torch.randn(1, 4, 3, 8, generator=draw), torch.randn(1, 2, 3, 8, generator=draw)
+    angles = torch.rand(1, 3, 4, generator=draw).repeat(1, 1, 2)
+    try:
+        found = rotation(query, key, angles.cos(), angles.sin())
+        wanted = _rotation(REFERENCE)(query, key, angles.cos(), angles.sin())
+        alike = all(one.allclose(other, atol=1e-5) for one, other in zip(found, wanted, strict=True))
+    except Exception:  # noqa: BLE001  a function of that name may want or give anything
+        return False
+    try:
+        rotation(query, key, angles.cos()[..., :4], angles.sin()[..., :4])
+    except RuntimeError:
+        return alike
+    return False
 
 
 def _rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:

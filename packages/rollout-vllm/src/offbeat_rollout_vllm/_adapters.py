@@ -165,13 +165,16 @@ class AdapterReadback:
         return padded
 
     def __call__(self, name: str) -> "Tensor":
-        """The tensor as it was sent, in the engine's number format, if the engine holds what follows from it."""
-        import torch
+        """The tensor as it was sent, in the engine's number format, if the engine holds what follows from it.
 
+        Raises:
+            WeightSyncError: it holds something else, be it in the padding, where an adapter before it may be left.
+        """
         held = self._readback(name)
-        if torch.equal(held, self._padded(name, self._scaled[name]).to(held.dtype)):
-            return self._sent[name].to(held.dtype)
-        return held[tuple(map(slice, self._sent[name].shape))]
+        wanted = self._padded(name, self._scaled[name]).to(held.dtype)
+        if not held.allclose(wanted, rtol=0.0, atol=0.0, equal_nan=True):
+            raise WeightSyncError(f"the engine holds other numbers than were sent in {name!r}; send the adapter again")
+        return self._sent[name].to(held.dtype)
 
 
 def check_adapter_shapes(

@@ -9,13 +9,16 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 from offbeat_rollout_vllm._environment import environment
 from offbeat_rollout_vllm._form import WORKER_METHOD, AdapterUse, OnDelta, OnFailure, new_future, settle
 from offbeat_rollout_vllm._images import prepare_images
 from offbeat_rollout_vllm._outputs import adapter_request, engine_prompt, make_arguments, read_output, sampling_params
-from offbeat_types import Image, OffbeatError, WeightSyncError
+from offbeat_types import Image, OffbeatError, PeerFailedError, WeightSyncError
+
+LOOK_S: Final = 1.0
+"""How often a call that is not answered looks whether the engine core still lives."""
 
 
 class AsyncForm:
@@ -82,7 +85,7 @@ class AsyncForm:
 
         async def run() -> None:
             try:
-                future.set_result(await make())
+                future.set_result(await self._unless_dead(make()))
             except BaseException as error:  # noqa: BLE001 - handed to whoever asked
                 future.set_exception(error)
 
@@ -92,6 +95,23 @@ class AsyncForm:
 
         self.run(lambda: self._keep(run())).add_done_callback(refuse)
         return future
+
+    async def _unless_dead(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """What vLLM answers. A call to an engine core that has died meanwhile is left unanswered by vLLM for ever.
+
+        Raises:
+            PeerFailedError: it has died.
+        """
+        answer = self._loop.create_task(call)
+        try:
+            while not (await asyncio.wait({answer}, timeout=LOOK_S))[0]:
+                if self._llm.errored:
+                    error = self._llm.dead_error
+                    self._on_failure("", error)
+                    raise PeerFailedError("vLLM", f"{type(error).__name__}: {error}")
+            return answer.result()
+        finally:
+            answer.cancel()
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = self._loop.create_task(work)

@@ -371,6 +371,8 @@ class VllmRolloutEngine:
         if unknown := set(tags) - {"weights", "kv_cache"}:
             raise ConfigError(f"wake knows the tags weights and kv_cache, got {', '.join(sorted(unknown))}")
         if wanted := self._asleep & set(tags or ("weights", "kv_cache")):
+            if self._unusable and wanted == self._asleep:
+                await self._owned(self._abort_all)  # fully awake, vLLM steps at once: with weights that are not there
             await asyncio.wrap_future(self._form.wake(tuple(wanted)))
             self._asleep -= wanted
             # Fully awake, vLLM's scheduler runs again: not before we say so.

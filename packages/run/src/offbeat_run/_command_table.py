@@ -21,15 +21,17 @@ class Command:
 
     Args:
         run: called with the sorted words, and with the argument if it takes one; returns the exit code.
-        argument: what it takes, such as "FILE"; empty for nothing.
+        argument: what it takes, such as "FILE", or "TOOL FILE" for two; empty for nothing.
         options: names of the options it reads, each with a value, such as "out".
         overrides: whether it reads settings, as `--section.key VALUE`.
+        switches: names of the options it reads that have no value, such as "shrink".
     """
 
     run: Callable[..., int]
     argument: str = ""
     options: tuple[str, ...] = ()
     overrides: bool = False
+    switches: tuple[str, ...] = ()
 
 
 def run_named_command(words: Sequence[str], commands: Mapping[str, Command], config_type: type) -> int:
@@ -45,7 +47,8 @@ def run_named_command(words: Sequence[str], commands: Mapping[str, Command], con
         OffbeatError: whatever the command raises.
     """
     options = {option for command in commands.values() for option in command.options}
-    sorted_words = split_arguments(words, options=options)
+    switches = {switch for command in commands.values() for switch in command.switches}
+    sorted_words = split_arguments(words, options=options, switches=switches)
     if sorted_words.explain:
         print(explain(config_type, sorted_words.explain))
         return 0
@@ -53,17 +56,18 @@ def run_named_command(words: Sequence[str], commands: Mapping[str, Command], con
     if name not in commands:
         raise ConfigError(f"no such command: {name or 'none given'}; known: {', '.join(commands)}; --help says more")
     command = commands[name]
-    if len(arguments) != bool(command.argument):
-        wanted = f"one {command.argument}" if command.argument else "no argument"
+    if len(arguments) != (num_wanted := len(command.argument.split())):
+        wanted = "one " * (num_wanted == 1) + (command.argument or "no argument")
         raise ConfigError(f"{name} takes {wanted}: got {' '.join(arguments) or 'none'}")
     _refuse_unread(name, command, sorted_words)
     return command.run(sorted_words, *arguments)
 
 
 def _refuse_unread(name: str, command: Command, words: CommandWords) -> None:
-    known = [f"--{option}" for option in command.options] + ["--section.key"] * command.overrides
+    takes, given = (*command.options, *command.switches), (*words.options, *sorted(words.switches))
+    known = [f"--{option}" for option in takes] + ["--section.key"] * command.overrides
     advice = f"it takes {', '.join(known) or 'no option'}"
-    if unread := [f"--{option}" for option in words.options if option not in command.options]:
+    if unread := [f"--{option}" for option in given if option not in takes]:
         raise ConfigError(f"{name} takes no {', '.join(unread)}; {advice}")
     if words.overrides and not command.overrides:
         raise ConfigError(f"{name} takes no settings: got {words.overrides[0]}; {advice}")

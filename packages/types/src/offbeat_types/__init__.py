@@ -1,5 +1,6 @@
 """Wire types, protocols, errors and the backend loader: what all of offbeat agrees on. No torch."""
 
+from offbeat_types._agreement import digest_sequences, pack_metrics, unpack_metrics
 from offbeat_types._backends import (
     INSTALL_LINES,
     defer_device_backends,
@@ -43,6 +44,7 @@ from offbeat_types._rollout import (
     WeightProof,
     WeightStream,
 )
+from offbeat_types._schedule import check_schedule, learning_rate_at
 from offbeat_types._settings import (
     METADATA_KEY,
     REQUIRED,
@@ -118,10 +120,15 @@ __all__ = [
     "WeightProof",
     "WeightStream",
     "WeightSyncError",
+    "check_schedule",
     "defer_device_backends",
+    "digest_sequences",
     "installed_backends",
+    "learning_rate_at",
     "load_backend",
     "merge_metrics",
+    "pack_metrics",
     "restore_module",
     "setting",
+    "unpack_metrics",
 ]

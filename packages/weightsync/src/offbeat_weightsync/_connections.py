@@ -26,6 +26,10 @@ PATIENCE_S: Final = 0.05
 _LAST_READ_S: Final = 1.0
 """How long a side that has said why it gives up still takes what was sent to it: see `Connection.close`."""
 
+_LAST_WORDS_S: Final = 5.0
+"""How long a side whose sending failed waits to be told why. One that gave up says so before it hangs up; where only a
+connection between two living sides was lost, neither has anything to say."""
+
 _HEADER: Final = struct.Struct("<I")
 _MAX_MESSAGE_BYTES: Final = 256 << 20
 _SIGNAL_BYTES: Final = 4
@@ -262,10 +266,19 @@ class Connection:
         """Why sending failed: a side that gives up says so before it hangs up."""
         if self._principal is not None:
             return self._gone("before all was sent")
-        with contextlib.suppress(WeightSyncError, DeadlineError):
+        deadline = self.deadline
+        self.deadline = Deadline(deadline.waiting, min(deadline.left_s(), _LAST_WORDS_S))
+        try:
             while not isinstance(message := self.receive_any("its last words"), Failure):
                 pass
             return _heard(f"{self.peer} gave up: {message.text}")
+        except DeadlineError:
+            if otherwise:
+                otherwise += "; its other connection still stands: was this one reset on the way?"
+        except WeightSyncError:
+            pass  # it is gone
+        finally:
+            self.deadline = deadline
         return _heard(otherwise) if otherwise else self._gone("before all was sent")
 
     def _gone(self, when: str) -> WeightSyncError:

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from offbeat_dist import current_world
-from offbeat_types import WeightProof, WeightSyncError
+from offbeat_types import DeadlineError, WeightProof, WeightSyncError
 from offbeat_weightsync._addresses import new_address
 from offbeat_weightsync._connections import was_heard
+from offbeat_weightsync._courier import GRACE_S
 from offbeat_weightsync._group_talk import GroupTalk, Terms, apart, one_line
 from offbeat_weightsync._peer_stream import PeerStream
 from offbeat_weightsync._plan import BucketPlan
@@ -38,7 +39,7 @@ class GroupStreams:
         """Send to all receivers, and return what each has proved, by group rank; raises as `broadcast_weights`."""
         talk, failure = self._talk, None
         proofs: list[WeightProof] = []
-        with TcpSender(new_address(own_host()), self._plan, name=self._name) as sender:
+        with self._listen() as sender:
             apart(lambda: talk.offer(Terms(self._plan, address=sender.address)))
             try:
                 if talk.group.size > 1:
@@ -47,6 +48,15 @@ class GroupStreams:
                 failure = error
         _agree_on_end(talk, failure)
         return proofs  # all are equal
+
+    def _listen(self) -> TcpSender:
+        """Where the receivers are to connect; if that cannot be, they hear so."""
+        try:
+            return TcpSender(new_address(own_host()), self._plan, name=self._name)
+        except BaseException as error:
+            failure = error
+            apart(lambda: self._talk.decline(failure))
+            raise
 
 
 @contextmanager
@@ -63,23 +73,40 @@ def receive_by_streams(talk: GroupTalk, terms: Terms) -> Iterator[PeerStream]:
 
 
 def own_host() -> str:
-    """The address under which other ranks reach this one: the one that leads to the world's store; else loopback."""
+    """The address under which other ranks reach this one: the one that leads to the world's store; else loopback.
+
+    Raises:
+        WeightSyncError: none leads there.
+    """
     world = current_world()
     store = None if world is None else world.store
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if not isinstance(store, TCPStore):
         return "127.0.0.1"
-    family, kind, _, _, target = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)  # sends nothing for a datagram socket: it only picks the route
-        return str(probe.getsockname()[0])
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing for a datagram socket: it only picks the route
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise WeightSyncError(f"no way leads from here to the world's store at {store.host}: {error}") from error
 
 
 def _agree_on_end(talk: GroupTalk, failure: BaseException | None) -> None:
-    """Raise on all ranks unless all have come to a good end. Who has only heard of a failure names nobody itself."""
+    """Raise on all ranks unless all have come to a good end. Who has only heard of a failure names nobody itself.
+
+    A sync that missed its deadline has no time left to say so, and needs some: else this would fail too, name nobody
+    who was waited for, and end the group.
+    """
     text = None if failure is None or was_heard(failure) else one_line(failure)
-    for rank, said in zip(talk.group.ranks, apart(lambda: talk.gather(text)), strict=True):
+    try:
+        ends = apart(lambda: talk.gather(text, grace_s=GRACE_S))
+    except DeadlineError as error:
+        if failure is None:
+            raise
+        raise failure from error
+    for rank, said in zip(talk.group.ranks, ends, strict=True):
         if said is not None:
             raise failure if failure and text else WeightSyncError(f"rank {rank} gave up: {said}")
     if failure is not None:

@@ -49,9 +49,15 @@ class GroupTalk:
         self.group.broadcast_data(header, self.source, deadline_s=self.left_s())
         self._agree_on(plan.digest)
 
+    def decline(self, failure: BaseException) -> None:
+        """The sender says, where an offer is due, that nothing will come: `learn` raises on all other ranks."""
+        self.group.broadcast_data({"failure": one_line(failure)}, self.source, deadline_s=self.left_s())
+
     def learn(self) -> Terms:
         """The receivers hear what will come; raises on all ranks if they want different things."""
         header: Any = self.group.broadcast_data(None, self.source, deadline_s=self.left_s())
+        if "failure" in header:
+            raise WeightSyncError(f"rank {self.group.ranks[self.source]} gave up: {header['failure']}")
         specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in header["specs"]]
         try:
             plan = BucketPlan.build(specs, header["bucket_bytes"])
@@ -80,9 +86,9 @@ class GroupTalk:
                 compare_proofs(plan, sent, proofs[-1], holder)
         return proofs
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every member's value."""
-        return list(self.group.all_gather_data(value, deadline_s=self.left_s()))
+    def gather(self, value: Any, *, grace_s: float = 0.0) -> list[Any]:
+        """Every member's value. `grace_s`: more time than the sync has left, to say how it has ended."""
+        return list(self.group.all_gather_data(value, deadline_s=self.left_s() + grace_s))
 
     def left_s(self) -> float:
         """Seconds left for a call of the group."""

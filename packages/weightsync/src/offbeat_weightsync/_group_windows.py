@@ -18,7 +18,7 @@ from offbeat_types import WeightProof, WeightSyncError
 from offbeat_weightsync._arrivals import ArrivingStream
 from offbeat_weightsync._courier import NUM_BUFFERS, Courier, Handover
 from offbeat_weightsync._filling import PlannedTensors
-from offbeat_weightsync._group_talk import GroupTalk, Terms, device_of, one_line
+from offbeat_weightsync._group_talk import GroupTalk, Terms, apart, device_of, one_line
 from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._proofs import proof_from_data, proof_to_data
 from offbeat_weightsync._windows import Window, cut_windows
@@ -35,7 +35,7 @@ def send_by_windows(
 ) -> list[WeightProof]:
     """Send to all receivers, and return what each has proved, by group rank; raises as `broadcast_weights`."""
     plan, windows = terms.plan, cut_windows(terms.plan, terms.window_bytes)
-    handover = Handover(_buffers(windows, device), talk.deadline)
+    handover = Handover(_make_buffers(talk, windows, device), talk.deadline)
     with Courier(_Sending(talk, plan, windows, handover, device), handover) as courier:
         source = PlannedTensors(plan, tensors)
         for window in windows:
@@ -51,7 +51,7 @@ def send_by_windows(
 def receive_by_windows(talk: GroupTalk, terms: Terms, device: Device | None) -> Iterator["BroadcastStream"]:
     """A receiver; raises as `receive_broadcast`."""
     windows = cut_windows(terms.plan, terms.window_bytes)
-    handover = Handover(_buffers(windows, device), talk.deadline)
+    handover = Handover(_make_buffers(talk, windows, device), talk.deadline)
     with Courier(_Receiving(talk, terms.plan, windows, handover, device), handover) as courier:
         stream = BroadcastStream(terms.plan, talk.version, windows, handover, courier)
         yield stream
@@ -157,7 +157,16 @@ class _Receiving(_Party):
         return talk.settle(self._plan, sent, proof_to_data(held) if failure is None else one_line(failure))
 
 
-def _buffers(windows: Sequence[Window], device: Device | None) -> list[Tensor]:
-    place = device_of(device).torch_device
-    size = max(window.num_bytes for window in windows) + FLAG_BYTES
-    return [torch.empty(size, dtype=torch.uint8, device=place) for _ in range(min(NUM_BUFFERS, len(windows)))]
+def _make_buffers(talk: GroupTalk, windows: Sequence[Window], device: Device | None) -> list[Tensor]:
+    """Buffers on every rank, or, where one has no memory for them, an error on every rank."""
+    buffers: list[Tensor] = []
+    failure: BaseException | None = None
+    try:
+        place = device_of(device).torch_device
+        size = max(window.num_bytes for window in windows) + FLAG_BYTES
+        num = min(NUM_BUFFERS, len(windows))
+        buffers = [torch.empty(size, dtype=torch.uint8, device=place) for _ in range(num)]
+    except BaseException as error:  # noqa: BLE001 - raised on all ranks
+        failure = error
+    apart(lambda: talk.agree_to_go_on(failure))
+    return buffers

@@ -2,16 +2,20 @@
 
 import socket
 from pathlib import Path
+from typing import Final
 
-from offbeat_types import WeightSyncError
+from offbeat_types import DeadlineError, WeightSyncError
 from offbeat_weightsync._addresses import kernel_address, remove_socket
 from offbeat_weightsync._connections import Connection, Deadline, same_user
 from offbeat_weightsync._messages import Join
 from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._rounds import Round
-from offbeat_weightsync._sender import WeightSender
+from offbeat_weightsync._sender import ACCEPT_S, WeightSender
 from offbeat_weightsync._shared_rounds import SharedMemoryRound
 from offbeat_weightsync._slots import open_slots
+
+_GREETING_S: Final = 5.0
+"""For who has connected to say who it is: others wait meanwhile."""
 
 
 class SharedMemorySender(WeightSender):
@@ -61,18 +65,22 @@ class SharedMemorySender(WeightSender):
         return SharedMemoryRound(list(joined), plan, self._slots, kept)
 
     def _accept(self, deadline: Deadline, missing: str) -> tuple[Connection, Join] | None:
-        self._listener.settimeout(deadline.left_s() or 1e-3)
+        self._listener.settimeout(min(deadline.left_s(), ACCEPT_S) or 1e-3)
         try:
-            with deadline.declared("rollout"):
-                sock, _ = self._listener.accept()
+            sock, _ = self._listener.accept()
         except TimeoutError:
+            if deadline.left_s():
+                return None
             raise deadline.missed(missing) from None
-        peer = Connection(sock, "a receiver", deadline)
+        greeting = Deadline(deadline.waiting, min(_GREETING_S, deadline.left_s()))
+        peer = Connection(sock, "a receiver", greeting)
         try:
             if same_user(sock):
-                return peer, peer.receive(Join, "its request")
-        except WeightSyncError:
-            pass  # nobody: it connected and left before it said who it was
+                join = peer.receive(Join, "its request")
+                peer.deadline = deadline
+                return peer, join
+        except (WeightSyncError, DeadlineError):
+            pass  # nobody: it connected, and left or stopped before it said who it was
         peer.close()
         return None
 

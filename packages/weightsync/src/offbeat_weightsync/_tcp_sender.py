@@ -11,7 +11,7 @@ from offbeat_weightsync._connections import Connection, Deadline
 from offbeat_weightsync._messages import Join, JoinLane
 from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._rounds import Round
-from offbeat_weightsync._sender import WeightSender
+from offbeat_weightsync._sender import ACCEPT_S, WeightSender
 from offbeat_weightsync._shared_sender import SharedMemorySender
 from offbeat_weightsync._tcp import admit, greet, listen_tcp
 from offbeat_weightsync._tcp_rounds import TcpRound
@@ -110,17 +110,14 @@ class TcpSender(WeightSender):
                 self._part(peer)
 
     def _await_news(self, deadline: Deadline, missing: str) -> None:
-        """Wait until somebody connects, or says who it is. Who is silent holds nobody up."""
+        """Wait a moment for somebody to connect, or to say who it is. Who is silent holds nobody up."""
         if not deadline.left_s():
             raise deadline.missed(missing)  # also while strangers keep coming
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             for each in self._strangers:
                 selector.register(each, selectors.EVENT_READ, each)
-            with deadline.declared("rollout"):
-                ready = selector.select(deadline.left_s())
-        if not ready:
-            raise deadline.missed(missing)
+            ready = selector.select(min(deadline.left_s(), ACCEPT_S))
         for key, _ in ready:
             if isinstance(key.data, Connection):
                 self._admit(key.data, min(_GREETING_S, deadline.left_s()))

@@ -64,6 +64,7 @@ class TrainerRole:
         self._plan = BucketPlan.build(describe_tensors(self._engine.weights(), rollout_dtype), bucket_bytes)
         self._leads = team.rank == 0
         self._senders: dict[str, WeightSender] = {}
+        self._last_withdrawn = 0
         if self._leads:
             self._senders[""] = open_sender(socket_path, self._plan)
         self._in_lanes = mesh is None and tensors_stay(self._engine.weights)
@@ -94,21 +95,37 @@ class TrainerRole:
         self._senders[sender.address] = sender
         return sender.address
 
-    def send_weights(self, version: int, deadline_s: float, address: str = "") -> list[WeightProof]:
+    def send_weights(self, version: int, deadline_s: float, address: str = "", errand: int = 0) -> list[WeightProof]:
         """Give the weights to one rollout engine that asks for `version`; the other ranks hand over their parts.
 
         Args:
             version: of the policy.
             deadline_s: for the engine to come, load and prove.
             address: what the engine was given, if it is one from `listen`.
+            errand: a number that grows with each call, for `withdraw`; 0 cannot be withdrawn.
         """
         if self._in_lanes:
-            return self._senders[address].send(list(self._engine.weights()), version, 1, deadline_s=deadline_s)
+            return self._send(list(self._engine.weights()), version, deadline_s, address, errand)
         weights = iter(self._engine.weights())
         try:
-            return self._senders[address].send(weights, version, 1, deadline_s=deadline_s) if self._leads else []
+            return self._send(weights, version, deadline_s, address, errand) if self._leads else []
         finally:
             deque(weights, maxlen=0)  # all ranks gather every tensor, also when the receiver has failed
+
+    def _send(
+        self, weights: Iterable[tuple[str, Any]], version: int, deadline_s: float, address: str, errand: int
+    ) -> list[WeightProof]:
+        def is_withdrawn() -> bool:
+            return 0 < errand <= self._last_withdrawn
+
+        return self._senders[address].send(weights, version, 1, deadline_s=deadline_s, is_withdrawn=is_withdrawn)
+
+    async def withdraw(self, errand: int) -> None:
+        """The engine of this errand does not come any more: wait for it no longer, also if that has not begun yet.
+
+        A coroutine, so that it is heard while `send_weights` waits in its thread.
+        """
+        self._last_withdrawn = max(self._last_withdrawn, errand)
 
     def save(self, folder: str, with_optimizer: bool) -> None:
         """Write a checkpoint in Hugging Face format; with the optimizer it can be resumed exactly.

@@ -4,6 +4,7 @@ import contextlib
 import socket
 import tempfile
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -12,12 +13,14 @@ from offbeat_cluster._specs import ClusterConfig
 from offbeat_cluster.placement import Node, local_node
 from offbeat_cluster.ray._import import import_ray
 from offbeat_cluster.ray._own_cluster import SHARED_CPUS, loopback_only, own_folder, start_own_cluster
-from offbeat_types import ConfigError, DeadlineError
+from offbeat_types import BackendError, ConfigError, DeadlineError
 
 LOCAL: Final = "local"
 _ADVICE: Final = (
     "is a Ray of this version there, and are RAY_AUTH_MODE and the token (RAY_AUTH_TOKEN_PATH) what its nodes have?"
 )
+_SLICE_S: Final = 0.1
+"""Of the wait for a connection: who is interrupted meanwhile does not wait for its end."""
 _END_S: Final = 30.0
 """For Ray to end the processes of a cluster of our own; they die with this one in any case."""
 
@@ -27,24 +30,25 @@ class Connection:
 
     Args:
         config: names the cluster. A connection that somebody else has made in this process is used, and left as it is.
+        given_up: ends the wait for a connection once it is set.
 
     Attributes:
         address: IP address of this machine, as the other nodes see it.
 
     Raises:
-        BackendError: Ray is not installed.
+        BackendError: Ray is not installed, or the wait for it was given up.
         ConfigError: nothing answers at the address, or this process is connected to another cluster.
         DeadlineError: no connection in `connect_timeout_s`.
     """
 
-    def __init__(self, config: ClusterConfig) -> None:
+    def __init__(self, config: ClusterConfig, given_up: threading.Event | None = None) -> None:
         self.ray = import_ray()
         self._owner: _Owner | None = None
         if self.ray.is_initialized():
             _check_same(self.ray, config.address)
         else:
             self._owner = _Owner(self.ray, config)
-            self._owner.connect()
+            self._owner.connect(given_up or threading.Event())
         self.address = str(self.ray.util.get_node_ip_address())
 
     def close(self) -> None:
@@ -118,14 +122,19 @@ class _Owner(threading.Thread):
         self._connected, self._closing = threading.Event(), threading.Event()
         self._error: BaseException | None = None
 
-    def connect(self) -> None:
+    def connect(self, given_up: threading.Event) -> None:
         """Connect within the deadline: see `Connection`."""
         address, deadline_s = self._config.address, self._config.connect_timeout_s
         if address != LOCAL:
             _check_listening(address, deadline_s)
         self.start()
-        if not self._connected.wait(deadline_s):
+        end_s = time.monotonic() + deadline_s
+        while not self._connected.wait(_SLICE_S) and time.monotonic() < end_s and not given_up.is_set():
+            pass
+        if not self._connected.is_set():
             self._closing.set()  # should it ever come up
+            if given_up.is_set():
+                raise BackendError("the launcher was closed while it connected to Ray")
             on, advice = "a Ray cluster of our own", "raise cluster.connect_timeout_s: this machine is busy"
             if address != LOCAL:
                 on, advice = f"the Ray cluster at {address}", f"{_ADVICE} or raise cluster.connect_timeout_s"

@@ -5,6 +5,8 @@ import logging
 import os
 import secrets
 import signal
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
@@ -19,7 +21,15 @@ from offbeat_cluster.ray._connection import Connection, cluster_nodes
 from offbeat_cluster.ray._log_mirror import describe_log
 from offbeat_cluster.ray._messages import Order, Started, decode, encode
 from offbeat_cluster.ray._remote_process import KeeperLink, RemoteProcess, is_node_alive
-from offbeat_cluster.ray._reservation import Reservation, find_room, release, release_now, reserve, start_keeper
+from offbeat_cluster.ray._reservation import (
+    Reservation,
+    find_room,
+    release,
+    release_now,
+    reserve,
+    start_keeper,
+    unanswered,
+)
 from offbeat_types import PeerFailedError, PlacementError
 
 T = TypeVar("T")
@@ -55,6 +65,7 @@ class RayLauncher(ProcessLauncher):
     def __init__(self, run_name: str, config: ClusterConfig | None = None) -> None:
         super().__init__(run_name, config)
         self._connection: asyncio.Future[Connection] | None = None
+        self._given_up = threading.Event()
         self._home: asyncio.Future[KeeperLink] | None = None
         self._held: list[Reservation] = []
         self._seats: dict[str, _Seat] = {}
@@ -73,14 +84,23 @@ class RayLauncher(ProcessLauncher):
         return cluster_nodes(config)
 
     async def place(self, plan: Plan, groups: Sequence[RankGroup], *, deadline_s: float | None = None) -> None:
-        """Reserve what a plan asks for, and check that it lies as planned: see `Launcher.place`."""
+        """Reserve what a plan asks for, and check that it lies as planned: see `Launcher.place`.
+
+        The deadline begins when Ray is connected, for which it has `connect_timeout_s`.
+        """
         deadline_s = self._config.place_timeout_s if deadline_s is None else deadline_s
         connection = await self._connect()
+        begin_s = time.monotonic()
         blocks = plan_blocks(plan, groups)
-        nodes = connection.nodes()
-        ids = _match_nodes({block.node for block in blocks}, nodes)
-        await self._give_back({role for block in blocks for role in block.roles})
-        held = await reserve(connection, blocks, ids, run_name=self._run_name, deadline_s=deadline_s)
+        try:
+            async with asyncio.timeout(deadline_s):
+                nodes = await asyncio.to_thread(connection.nodes)
+                ids = _match_nodes({block.node for block in blocks}, nodes)
+                await self._give_back({role for block in blocks for role in block.roles})
+        except TimeoutError:
+            raise unanswered(deadline_s) from None
+        spent_s = time.monotonic() - begin_s
+        held = await reserve(connection, blocks, ids, run_name=self._run_name, deadline_s=deadline_s, spent_s=spent_s)
         try:
             _verify(plan, groups, held, {name: nodes[node] for name, node in ids.items()})
         except PlacementError:
@@ -93,6 +113,10 @@ class RayLauncher(ProcessLauncher):
     async def close(self, deadline_s: float | None = None) -> None:
         """Stop every role, give all devices back, and end a cluster of our own: see `Launcher.close`."""
         await super().close(deadline_s)
+        if self._connection is not None and not self._connection.done():
+            self._given_up.set()
+            await asyncio.wait({self._connection})
+            self._given_up = threading.Event()
         if (connection := _result(self._connection)) is not None:
             if (home := _result(self._home)) is not None:
                 home.kill()
@@ -188,7 +212,7 @@ class RayLauncher(ProcessLauncher):
     async def _connect(self) -> Connection:
         """Connect in a thread, once: it takes seconds, in which the driver must hear Ctrl-C."""
         if self._connection is None or (self._connection.done() and _result(self._connection) is None):
-            self._connection = asyncio.ensure_future(asyncio.to_thread(Connection, self._config))
+            self._connection = asyncio.ensure_future(asyncio.to_thread(Connection, self._config, self._given_up))
         return await asyncio.shield(self._connection)
 
     async def _give_back(self, roles: set[str]) -> None:

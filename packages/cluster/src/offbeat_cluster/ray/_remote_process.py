@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -12,6 +13,9 @@ from typing import Any, Final
 from offbeat_cluster._spawn import open_log
 from offbeat_cluster.ray._kept_process import CHUNK_BYTES
 from offbeat_cluster.ray._messages import Report, decode
+from offbeat_types import RunFolderError
+
+_log: Final = logging.getLogger(__name__)
 
 _PATIENCE_S: Final = 10.0
 """A keeper reports at least so often, even when there is nothing to tell."""
@@ -20,6 +24,8 @@ _ASK_S: Final = 5.0
 _AGAIN_S: Final = 0.1
 _REACH_S: Final = 2.0
 """For a node to take a connection."""
+_LOOK_AGAIN_S: Final = 2.0
+"""After `silent_after_s`, for what has come to be read."""
 _KILL_S: Final = 5.0
 """After SIGKILL: how long the keeper has to report the end, before it is given up itself."""
 
@@ -106,6 +112,7 @@ class RemoteProcess:
         self._end: asyncio.Future[int | str] = self._loop.create_future()
         self._chunks: asyncio.Queue[bytes] = asyncio.Queue()
         self._chunk = memoryview(b"")
+        self._is_log_lost = False
         self._heard_s = time.monotonic()
         self._listening = asyncio.create_task(self._listen())
 
@@ -170,29 +177,56 @@ class RemoteProcess:
         self._listening.cancel()
 
     async def _listen(self) -> None:
-        patience_s = min(_PATIENCE_S, self._silent_after_s / 3)
         try:
             while self.alive:
-                async with asyncio.timeout(self._silent_after_s):
-                    report = decode(await self._link.actor.receive.remote(self._key, patience_s), Report)
+                report = await self._next_report()
+                if report is None:
+                    self._give_up(f"nothing was heard of its node {self.address} for {self._silent_after_s:g} s")
+                    return
                 self._heard_s = time.monotonic()
                 self._take(report)
-        except TimeoutError:
-            self._give_up(f"nothing was heard of its node {self.address} for {self._silent_after_s:g} s")
         except self._link.ray.exceptions.RayError as error:
             self._finish(await self._link.explain_loss(error))
 
+    async def _next_report(self) -> Report | None:
+        """What the keeper has to tell; None: it was silent for too long, and not because this process was suspended.
+
+        Of a process that goes on after SIGSTOP the timers are due before it has read what came meanwhile: it looks
+        once more.
+        """
+        asked = asyncio.ensure_future(self._ask())
+        try:
+            for patience_s in (self._silent_after_s, _LOOK_AGAIN_S):
+                await asyncio.wait({asked}, timeout=patience_s)
+                if asked.done():
+                    return asked.result()
+        finally:
+            asked.cancel()
+        return None
+
+    async def _ask(self) -> Report:
+        patience_s = min(_PATIENCE_S, self._silent_after_s / 3)
+        return decode(await self._link.actor.receive.remote(self._key, patience_s), Report)
+
     def _take(self, report: Report) -> None:
         if report.log and self._log_path is not None:
-            log = open_log(self._log_path, self._key)
-            with contextlib.closing(os.fdopen(log, "wb")) as file:
-                file.write(report.log)
+            self._write_log(self._log_path, report.log)
         if report.stream:
             self._chunks.put_nowait(report.stream)
         if report.ended is not None:
             self._finish(report.ended)
         elif report.closed:
             self._chunks.put_nowait(b"")
+
+    def _write_log(self, path: Path, text: bytes) -> None:
+        """Append to the driver's file. Where that fails (its disk is full), the role works on without a log."""
+        try:
+            with contextlib.closing(os.fdopen(open_log(path, self._key), "wb")) as file:
+                file.write(text)
+        except (OSError, RunFolderError) as error:
+            if not self._is_log_lost:
+                _log.warning("what %s writes is lost: %s: %s", self._key.split()[0], path, error)
+            self._is_log_lost = True
 
     def _finish(self, end: int | str) -> None:
         self._chunks.put_nowait(b"")

@@ -17,6 +17,8 @@ from offbeat_types import DeadlineError, PeerFailedError, PlacementError
 
 _POLL_S: Final = 0.05
 _RELEASE_S: Final = 10.0
+_EXPLAIN_S: Final = 5.0
+"""For Ray to say what a missed deadline was spent on."""
 _SOME_CPU: Final = 0.001
 """Ray reserves something or nothing at all: the share of a block that needs neither devices nor CPUs of its own."""
 
@@ -47,7 +49,13 @@ class Reservation:
 
 
 async def reserve(
-    connection: Connection, blocks: Sequence[Block], nodes: Mapping[str, str], *, run_name: str, deadline_s: float
+    connection: Connection,
+    blocks: Sequence[Block],
+    nodes: Mapping[str, str],
+    *,
+    run_name: str,
+    deadline_s: float,
+    spent_s: float = 0.0,
 ) -> list[Reservation]:
     """Reserve blocks and start a keeper in each.
 
@@ -57,6 +65,7 @@ async def reserve(
         nodes: Ray's ids of the nodes by the names that the blocks use.
         run_name: shown by Ray.
         deadline_s: for everything.
+        spent_s: what of that has passed before this call.
 
     Raises:
         PlacementError: a node cannot hold its part at all, or Ray placed one elsewhere.
@@ -66,11 +75,11 @@ async def reserve(
     ray = connection.ray
     held: list[Reservation] = []
     try:
-        async with asyncio.timeout(deadline_s):
+        async with asyncio.timeout(deadline_s - spent_s):
             await hold(connection, blocks, nodes, held, run_name=run_name)
             await asyncio.gather(*(_open(ray, each, nodes[each.block.node], run_name) for each in held))
     except TimeoutError:
-        error = await asyncio.to_thread(_describe_wait, connection, held, nodes, deadline_s)
+        error = await _explain_missed(connection, held, nodes, deadline_s)
         await release(ray, held)
         raise error from None
     except BaseException:
@@ -91,7 +100,7 @@ async def hold(
 
     What has been asked for goes into `held` before anything waits, so that it can be released whatever happens.
     """
-    _check_room(connection, blocks, nodes)
+    await asyncio.to_thread(_check_room, connection, blocks, nodes)
     held.extend(_ask(connection.ray, block, nodes[block.node], run_name) for block in blocks)
     for each in held:
         await _wait_created(connection.ray, each, nodes[each.block.node])
@@ -237,6 +246,22 @@ async def _open(ray: Any, each: Reservation, node: str, run_name: str) -> None:
             f"{block.name} was planned with {block.num_devices} devices on {block.node}, and its process has "
             f"{len(where.devices)} on {where.address}"
         )
+
+
+async def _explain_missed(
+    connection: Connection, held: Sequence[Reservation], nodes: Mapping[str, str], deadline_s: float
+) -> DeadlineError:
+    """What was waited for; Ray itself, if it does not tell."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_EXPLAIN_S):
+            return await asyncio.to_thread(_describe_wait, connection, held, nodes, deadline_s)
+    return unanswered(deadline_s)
+
+
+def unanswered(deadline_s: float) -> DeadlineError:
+    """The error to raise when Ray has not said in time what it has."""
+    advice = "does the head of its cluster live, and can it be reached?"
+    return DeadlineError("placing what the plan asks for", "Ray's head to answer", deadline_s, advice)
 
 
 def _describe_wait(

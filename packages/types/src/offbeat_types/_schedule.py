@@ -1,8 +1,9 @@
-"""The learning rate's schedule. Pure: no megatron-core."""
+"""The schedule of the learning rate, the same under every training engine."""
 
 import math
 
-from offbeat_types import ConfigError, TrainEngineConfig
+from offbeat_types._errors import ConfigError
+from offbeat_types._training import TrainEngineConfig
 
 
 def learning_rate_at(step: int, config: TrainEngineConfig) -> float:

@@ -1,0 +1,164 @@
+"""A configuration in the making: what came from which option, what changed its meaning, what has no counterpart."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+from grpo_async_app._config import GrpoConfig
+from grpo_async_app._imports.options import is_open
+
+_TEXTS: Final = ("model.path", "data.path", "data.eval_path", "data.split", "log.project")
+"""Keys that may refer to the environment: our own files do so in the same way."""
+_SECTIONS: Final = tuple(each.name.removesuffix("_") for each in fields(GrpoConfig))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One setting.
+
+    Args:
+        value: of ours.
+        source: option it came from.
+    """
+
+    value: Any
+    source: str
+
+
+class Draft:
+    """Takes options one by one; what is left in the end has no counterpart.
+
+    Args:
+        options: of the other framework, by full name.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = dict(options)
+        self._left = dict(options)
+        self.entries: dict[str, Entry] = {}
+        self.changed: dict[str, str] = {}
+        self.missing: dict[str, str] = {}
+        self.always: dict[str, str] = {}
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """Options that nobody has taken yet."""
+        return tuple(self._left)
+
+    def has(self, name: str) -> bool:
+        """Whether an option is set to something."""
+        return self._options.get(name) is not None
+
+    def take(self, *names: str, default: Any = None) -> Any:
+        """The value of the first of these options that is set; all of them count as read."""
+        found = [value for name in names if (value := self._left.pop(name, self._options.get(name))) is not None]
+        return found[0] if found else default
+
+    def number(self, *names: str, default: Any) -> Any:
+        """The same for numbers: one that depends on the environment is told, and left at its default."""
+        value = self.take(*names, default=default)
+        if isinstance(value, int | float):
+            return value
+        self._leave_open(names, value, default)
+        return default
+
+    def _leave_open(self, names: tuple[str, ...], value: Any, default: Any) -> None:
+        stands = "our default" if default is None else default
+        self.change(self.named(*names), f"{value} is not known here: {stands} stands in its place")
+
+    def named(self, *names: str) -> str:
+        """The first of these options that is set, or the first of all."""
+        return next((name for name in names if self.has(name)), names[0])
+
+    def put(self, key: str, value: Any, *names: str) -> None:
+        """Set a key of ours.
+
+        Args:
+            key: "section.key".
+            value: for it.
+            names: options it comes from; where none of them is set it is the other framework's default.
+        """
+        given = [name for name in names if self.has(name)]
+        self.entries[key] = Entry(value, " and ".join(given) if given else f"default of {names[0]}")
+
+    def copy(
+        self, key: str, *names: str, default: Any = None, convert: Callable[[Any], Any] = lambda value: value
+    ) -> None:
+        """Set a key to the value of an option, if there is one."""
+        value = self.take(*names, default=default)
+        if is_open(value) and key not in _TEXTS:
+            self._leave_open(names, value, default)
+            value = default
+        if value is not None:
+            self.put(key, convert(value), *names)
+
+    def change(self, name: str, text: str) -> None:
+        """Say that something means something else here."""
+        self.changed[name] = "; ".join(filter(None, (self.changed.get(name), text)))
+
+    def miss(self, name: str, text: str) -> None:
+        """Say that something has no counterpart."""
+        self.missing[name] = text
+
+    def finish(self, always: Mapping[str, str], missing: Mapping[str, str]) -> None:
+        """Sort what nobody has taken.
+
+        Args:
+            always: patterns of names, and how it is here whatever they say.
+            missing: patterns of names, and why there is no counterpart.
+        """
+        for name, value in self._left.items():
+            if value in (None, [], {}):
+                continue
+            if text := _first_match(name, always):
+                self.always[name] = text
+            else:
+                self.missing[name] = _first_match(name, missing) or "no counterpart"
+
+    def value(self, name: str) -> str:
+        """An option as it stood, for people."""
+        return f"{name} = {json.dumps(self._options[name])}" if self.has(name) else name
+
+    def as_toml(self, head: str) -> str:
+        """The configuration, with where each key comes from, and at its end what did not come along.
+
+        Args:
+            head: first lines of comment.
+        """
+        lines = [f"# {line}".rstrip() for line in head.splitlines()]
+        for section in _SECTIONS:
+            held = {key: entry for key, entry in self.entries.items() if key.startswith(f"{section}.")}
+            if held:
+                lines += ["", f"[{section}]"]
+                lines += [f"{_line(key, entry.value):<34}  # {entry.source}" for key, entry in held.items()]
+        for title, found in (("means something else here", self.changed), ("has no counterpart", self.missing)):
+            if found:
+                lines += ["", f"# {title}:", *(f"#   {self.value(name)}: {text}" for name, text in found.items())]
+        return "\n".join(lines) + "\n"
+
+
+def _first_match(name: str, patterns: Mapping[str, str]) -> str:
+    return next((text for pattern, text in patterns.items() if fnmatchcase(name, pattern)), "")
+
+
+def _line(key: str, value: Any) -> str:
+    return f"{key.partition('.')[2]} = {_toml(value)}"
+
+
+def _toml(value: Any) -> str:
+    """A plain value as TOML; the strings, numbers and lists of JSON are TOML's too."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_name(name)} = {_toml(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _name(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)

@@ -1,0 +1,246 @@
+"""TRL's GRPOConfig in our words.
+
+Source: trl, trl/trainer/grpo_config.py (version of 2026, as stored), with transformers' TrainingArguments; names of its
+scripts (`model_name_or_path`, `dataset_name`) from trl/scripts/utils.py.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+from grpo_async_app._imports.draft import Draft
+
+_SCHEDULES: Final = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+}
+_AGGREGATIONS: Final = {"grpo": "sequence_mean", "dapo": "token_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length"}
+_OWN_LOSSES: Final = {"cispo": "cispo", "sapo": "sapo"}
+_TRACKERS: Final = ("wandb", "trackio", "mlflow")
+
+ALWAYS: Final[Mapping[str, str]] = {
+    "log_completions": "completions are always written down: log.generations",
+    "num_completions_to_print": "log.generations and log.train_generations",
+    "disable_dropout": "nothing is dropped out",
+    "remove_unused_columns": "columns are always carried along",
+    "vllm_enable_sleep_mode": "colocated engines always sleep while the trainer works",
+    "cast_lm_head_to_fp32": "the head is always computed in float32",
+    "logging_steps": "every update is logged",
+    "do_train": "this is `train`",
+    "vllm_server_*": "engines are started by the run",
+    "vllm_group_port": "ports are chosen by the run",
+}
+MISSING: Final[Mapping[str, str]] = {
+    "repetition_penalty": "log-probabilities would not be those of the policy",
+    "generation_kwargs": "log-probabilities would not be those of the policy",
+    "num_iterations": "each sample is trained on once",
+    "mask_truncated_completions": "completions that were cut off are scored as they stand",
+    "sync_ref_model": "the reference stays the first policy",
+    "ref_model_*": "the reference stays the first policy",
+    "deepspeed": 'FSDP2 shards, or engine.backend = "megatron"',
+    "fsdp*": "several ranks are always sharded: engine.num_ranks",
+    "output_dir": "name the run folder: --out FOLDER",
+    "run_name": "name the run folder: --out FOLDER",
+    "push_to_hub": "checkpoints are Hugging Face folders: push one yourself",
+    "hub_*": "checkpoints are Hugging Face folders: push one yourself",
+    "per_device_eval_batch_size": "validation prompts go to the engines like all others",
+}
+
+
+def import_trl(options: Mapping[str, Any]) -> Draft:
+    """Translate TRL's options.
+
+    Args:
+        options: fields of GRPOConfig, and of the script that makes one.
+    """
+    draft = Draft(options)
+    _write_data(draft)
+    _write_rollout(draft)
+    _write_trainer(draft)
+    _write_objective(draft)
+    _write_correction(draft)
+    _write_batches(draft)
+    _write_rhythm(draft)
+    draft.finish(ALWAYS, MISSING)
+    return draft
+
+
+def _write_data(draft: Draft) -> None:
+    draft.copy("model.path", "model_name_or_path")
+    draft.copy("model.trust_remote_code", "trust_remote_code")
+    if draft.has("model_name_or_path"):
+        draft.change("model_name_or_path", "here a folder: download the model, nothing is fetched by name")
+    draft.copy("data.path", "dataset_name")
+    if draft.has("dataset_name"):
+        draft.change("dataset_name", "here a file or a folder: download the data set, nothing is fetched by name")
+    draft.copy("data.split", "dataset_train_split")
+    draft.copy("data.max_prompt_tokens", "max_prompt_length", default=512)
+    if draft.has("max_prompt_length"):
+        draft.change("max_prompt_length", "prompts were cut there; here those that are longer are left out and counted")
+    draft.copy("data.shuffle", "shuffle_dataset")
+    draft.copy("data.template_options", "chat_template_kwargs")
+    functions, weights = draft.take("reward_funcs"), draft.take("reward_weights")
+    names = functions if isinstance(functions, list) else [functions] if functions else []
+    if names:
+        shares = weights or [1.0] * len(names)
+        draft.put("reward.weights", dict(zip(map(str, names), map(float, shares), strict=False)), "reward_funcs")
+        draft.change(
+            "reward_funcs", "called as function(prompt, completion), one completion at a time: module:function"
+        )
+    else:
+        draft.put("reward.name", "math_verify", "reward_funcs")
+        draft.change("reward_funcs", "is given in code there; here by reward.name: choose yours")
+
+
+def _write_rollout(draft: Draft) -> None:
+    uses_vllm, mode = draft.take("use_vllm", default=False), draft.take("vllm_mode", default="server")
+    draft.put("rollout.backend", "vllm" if uses_vllm else "torch", "use_vllm")
+    if uses_vllm and mode == "colocate":
+        draft.put("cluster.colocate", True, "vllm_mode")
+    draft.copy("rollout.tensor_parallel", "vllm_tensor_parallel_size")
+    share = draft.take("vllm_gpu_memory_utilization")
+    if share is not None and uses_vllm:
+        draft.put("rollout.options", {"gpu_memory_utilization": share}, "vllm_gpu_memory_utilization")
+    draft.copy("rollout.samples_per_prompt", "num_generations", default=8)
+    draft.copy("rollout.max_tokens", "max_completion_length", default=256)
+    longest = draft.entries["data.max_prompt_tokens"].value + draft.entries["rollout.max_tokens"].value
+    draft.copy("rollout.max_model_len", "vllm_max_model_length", default=longest)
+    for name in ("temperature", "top_p", "min_p"):
+        draft.copy(f"rollout.{name}", name)
+    draft.copy("rollout.top_k", "top_k", convert=lambda k: max(k, 0))
+
+
+def _write_trainer(draft: Draft) -> None:
+    low = draft.take("bf16", default=not draft.take("fp16", default=False))
+    for key in ("engine.dtype", "rollout.dtype"):
+        draft.put(key, "bfloat16" if low else "float32", "bf16")
+    if draft.has("fp16"):
+        draft.change("fp16", "the trainer computes in float32 or bfloat16")
+    draft.copy("engine.learning_rate", "learning_rate", default=1e-6)
+    kind = draft.take("lr_scheduler_type", default="linear")
+    draft.put("engine.schedule", _SCHEDULES.get(kind, "constant"), "lr_scheduler_type")
+    if kind not in _SCHEDULES:
+        draft.change("lr_scheduler_type", "constant, linear and cosine are there: constant takes its place")
+    draft.copy("engine.warmup_steps", "warmup_steps", convert=lambda steps: int(steps) if steps >= 1 else 0)
+    if draft.take("warmup_ratio"):
+        draft.miss("warmup_ratio", "give engine.warmup_steps in updates")
+    draft.copy("engine.weight_decay", "weight_decay", default=0.0)
+    draft.copy("engine.adam_beta1", "adam_beta1", default=0.9)
+    draft.copy("engine.adam_beta2", "adam_beta2", default=0.999)
+    draft.copy("engine.max_grad_norm", "max_grad_norm", default=1.0)
+    draft.copy("engine.activation_checkpointing", "gradient_checkpointing", default=True)
+    uses_lora = draft.take("use_peft", default=draft.has("lora_r"))
+    rank, alpha = draft.take("lora_r", default=16), draft.take("lora_alpha", default=32)
+    if uses_lora:
+        draft.put("engine.lora_rank", rank, "lora_r")
+        draft.put("engine.lora_alpha", float(alpha), "lora_alpha")
+    for key in ("engine.seed", "rollout.seed", "data.seed"):
+        draft.copy(key, "seed", default=42)
+
+
+def _write_objective(draft: Draft) -> None:
+    wanted, level = draft.take("loss_type", default="dapo"), draft.take("importance_sampling_level", default="token")
+    scale = draft.take("scale_rewards", default="group")
+    is_plain = scale in (False, "none")
+    draft.put("algorithm.advantage", "dr_grpo" if is_plain else "grpo", "scale_rewards")
+    if not is_plain and scale not in (True, "group"):
+        draft.change("scale_rewards", f"{scale} is not there: the spread within each group takes its place")
+    loss = _OWN_LOSSES.get(wanted, "ppo_clip" if level == "token" else "gspo")
+    draft.put("algorithm.loss", loss, "loss_type", "importance_sampling_level")
+    draft.put("algorithm.aggregation", _AGGREGATIONS.get(wanted, "token_mean"), "loss_type")
+    if wanted == "dr_grpo":
+        draft.put("algorithm.fixed_length", draft.entries["rollout.max_tokens"].value, "max_completion_length")
+    if wanted == "bnpo":
+        draft.change("loss_type", "the mean is over all tokens of the update, not those of one device")
+    if wanted not in _AGGREGATIONS and wanted not in _OWN_LOSSES:
+        draft.change("loss_type", f"{wanted} is not there: {loss} with the mean over tokens takes its place")
+    _write_clip(draft, loss)
+    draft.copy("algorithm.kl_coefficient", "beta", default=0.0)
+    if draft.entries["algorithm.kl_coefficient"].value:
+        draft.put("algorithm.kl_estimator", "k3", "beta")
+
+
+def _write_clip(draft: Draft, loss: str) -> None:
+    low, high = draft.take("epsilon", default=0.2), draft.take("epsilon_high")
+    gates = draft.take("sapo_temperature_pos"), draft.take("sapo_temperature_neg")
+    if loss == "sapo":
+        draft.put("algorithm.sapo_tau", [gates[0] or 1.0, gates[1] or 1.05], "sapo_temperature_pos")
+        return
+    if loss == "cispo":
+        if high is not None:
+            draft.put("algorithm.clip_high", high - 1.0, "epsilon_high")
+            draft.change("epsilon_high", "the bound on r itself there, 1 + clip_high here")
+        return
+    draft.put("algorithm.clip_low", low, "epsilon")
+    draft.put("algorithm.clip_high", low if high is None else high, "epsilon_high", "epsilon")
+    bound = draft.take("delta")
+    if bound is not None and loss == "ppo_clip":
+        draft.put("algorithm.dual_clip", bound, "delta")
+
+
+def _write_correction(draft: Draft) -> None:
+    is_on = draft.take("vllm_importance_sampling_correction", default=True) and draft.take("use_vllm")
+    name = "vllm_importance_sampling_mode"
+    mode, cap = draft.take(name, default="sequence_mask"), draft.take("vllm_importance_sampling_cap", default=3.0)
+    level, _, kind = str(mode).partition("_")
+    if not is_on:
+        return
+    if kind == "truncate":
+        draft.put("algorithm.correction", f"{level}_tis", name)
+        draft.put("algorithm.tis_cap", cap, "vllm_importance_sampling_cap")
+        return
+    # A mask is a weight of r that is 0 above the cap.
+    draft.put("algorithm.correction", "icepop" if level == "token" else "sequence_tis_sequence_rs", name)
+    draft.put("algorithm.rs_low", 0.0, name)
+    draft.put("algorithm.rs_high", cap, "vllm_importance_sampling_cap")
+
+
+def _write_batches(draft: Draft) -> None:
+    ranks = draft.number("num_processes", default=1)
+    if not draft.has("num_processes"):
+        draft.change(
+            "num_processes", "accelerate's, and not in this file: 1 is taken; engine.num_ranks multiplies batches"
+        )
+    accumulated = draft.number("gradient_accumulation_steps", default=1)
+    samples = draft.number("per_device_train_batch_size", default=8) * ranks * accumulated
+    group = draft.entries["rollout.samples_per_prompt"].value
+    generated = draft.number("generation_batch_size", default=0)
+    steps = draft.number("steps_per_generation", default=accumulated)
+    draft.put("engine.num_ranks", ranks, "num_processes")
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
+    draft.put("async.mini_batch_size", max(samples // group, 1), *names)
+    draft.change(
+        names[0], f"counts completions on one device there; {samples} of a step are {samples / group:g} prompts"
+    )
+    together = generated // samples if generated else steps // accumulated
+    draft.put("async.require_batches", max(together, 1), "steps_per_generation", "generation_batch_size")
+    draft.put("async.staleness_threshold", 0, "steps_per_generation")
+    draft.change(
+        "steps_per_generation",
+        "generation waits for training there, and so here with staleness 0; async.staleness_threshold = 0.5 lets it "
+        "run ahead" + (" (without cluster.colocate)" if "cluster.colocate" in draft.entries else ""),
+    )
+
+
+def _write_rhythm(draft: Draft) -> None:
+    steps = draft.number("max_steps", default=-1)
+    draft.copy("data.epochs", "num_train_epochs", default=3, convert=math.ceil)
+    if steps > 0:
+        per_update = draft.entries["async.require_batches"].value
+        draft.put("engine.max_updates", math.ceil(steps / per_update), "max_steps")
+        draft.put("data.epochs", 0, "max_steps")
+    strategy, every = draft.take("eval_strategy", default="no"), draft.take("eval_steps")
+    if strategy == "steps" and every:
+        draft.put("eval.every_updates", int(every), "eval_steps")
+        draft.put("data.eval_size", 64, "eval_strategy")
+        draft.change("eval_strategy", "the held-out rows are given in code there; here 64 are held out: data.eval_path")
+    saves = draft.take("save_strategy", default="steps")
+    draft.copy("checkpoint.every", "save_steps", default=500, convert=lambda n: int(n) if saves == "steps" else 0)
+    draft.copy("checkpoint.keep", "save_total_limit")
+    found = draft.take("report_to")
+    names = found if isinstance(found, list) else [found]
+    if trackers := [name for name in names if name in _TRACKERS]:
+        draft.put("log.trackers", trackers, "report_to")

@@ -1,0 +1,259 @@
+"""verl's options in our words.
+
+Source: verl, verl/trainer/config (ppo_trainer, actor/actor, rollout/rollout, algorithm/rollout_correction), and
+verl/experimental/fully_async_policy/config/fully_async_ppo_trainer (earlier recipe/fully_async_policy), read in the
+versions of 2025-11 to 2026-02.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+from grpo_async_app._imports.draft import Draft
+from grpo_async_app._imports.verl_objective import write_objective
+
+_ACTOR: Final = "actor_rollout_ref.actor."
+_ROLLOUT: Final = "actor_rollout_ref.rollout."
+_MODEL: Final = "actor_rollout_ref.model."
+_MEGATRON: Final = f"{_ACTOR}megatron."
+_ENGINES: Final = {"fsdp": "torch", "fsdp2": "torch", "megatron": "megatron"}
+_SAMPLERS: Final = {"vllm": "vllm", "hf": "torch", "trtllm": "trtllm"}
+_TRACKERS: Final = ("wandb", "trackio", "mlflow")
+_AXES: Final = {
+    "tensor_parallel": "tensor_model_parallel_size",
+    "context_parallel": "context_parallel_size",
+    "pipeline_parallel": "pipeline_model_parallel_size",
+    "expert_parallel": "expert_model_parallel_size",
+}
+
+ALWAYS: Final[Mapping[str, str]] = {
+    "data.filter_overlong_prompts*": "prompts that are too long are always left out and counted",
+    "data.return_raw_chat": "the chat template is always applied here",
+    f"{_MODEL}use_remove_padding": "sequences are always packed",
+    f"{_ROLLOUT}calculate_log_probs": "engines always give the log-probabilities of what they sample",
+    f"{_ROLLOUT}mode": "engines always serve asynchronously",
+    f"{_ROLLOUT}log_prob_*": "the trainer's token budget bounds every pass",
+    f"{_ACTOR}use_dynamic_bsz": "micro-batches are always filled by tokens",
+    f"{_ACTOR}ppo_micro_batch_size*": "micro-batches are always filled by tokens",
+    "actor_rollout_ref.ref.log_prob_*": "the trainer's token budget bounds every pass",
+    "trainer.resume_mode": "`grpo-async-app resume RUN` goes on from the latest checkpoint",
+    "algorithm.use_kl_in_reward": "told by kl_in",
+    f"{_ACTOR}use_kl_loss": "told by kl_coefficient",
+}
+MISSING: Final[Mapping[str, str]] = {
+    "data.image_key": "images are not read yet",
+    "data.truncation": "nothing is cut: prompts that are too long are left out and counted",
+    "data.gen_batch_size": "prompts are submitted one by one",
+    "critic.*": "no critic is trained",
+    "trainer.critic_warmup": "no critic is trained",
+    "trainer.val_before_train": "the first validation comes after eval.every_updates",
+    "trainer.experiment_name": "name the run folder: --out FOLDER",
+    "trainer.default_local_dir": "name the run folder: --out FOLDER",
+    f"{_ACTOR}fsdp_config.*": "weights, gradients and moments are always sharded, and stay on the device",
+    "actor_rollout_ref.ref.*": "the reference policy is kept by the trainer, and shared out as it is",
+    f"{_ACTOR}ulysses_sequence_parallel_size": 'engine.backend = "megatron" cuts sequences: context_parallel',
+    f"{_ACTOR}ppo_epochs": "each sample is trained on once",
+    f"{_ROLLOUT}multi_turn.*": "see section environment",
+    f"{_ROLLOUT}load_format": "weights come from the trainer before anything is sampled",
+    "*checkpoint_engine.*": "weights take shared memory on one machine and TCP between machines",
+    "*profiler.*": "no counterpart in this application",
+}
+
+
+def import_verl(options: Mapping[str, Any]) -> Draft:
+    """Translate verl's options.
+
+    Args:
+        options: by full name, as verl's command line takes them.
+    """
+    draft = Draft(options)
+    is_async = any(name.startswith(("async_training.", "rollout.")) for name in options)
+    _write_data(draft)
+    _write_reward(draft)
+    _write_rollout(draft)
+    _write_trainer(draft)
+    write_objective(draft, is_async=is_async)
+    _write_batches(draft, is_async=is_async)
+    _write_places(draft)
+    _write_rhythm(draft, is_async=is_async)
+    draft.finish(ALWAYS, MISSING)
+    return draft
+
+
+def _write_data(draft: Draft) -> None:
+    draft.copy("model.path", f"{_MODEL}path")
+    draft.copy("model.trust_remote_code", f"{_MODEL}trust_remote_code", "data.trust_remote_code")
+    for key, name in (("data.path", "data.train_files"), ("data.eval_path", "data.val_files")):
+        files = draft.take(name)
+        if isinstance(files, list):
+            if len(files) > 1:
+                draft.change(name, f"only {files[0]} is taken: put several files into one folder and name that")
+            files = files[0]
+        if files is not None:
+            draft.put(key, files, name)
+    draft.copy("data.prompt_column", "data.prompt_key", default="prompt")
+    draft.change(
+        "data.train_files",
+        "rows hold the answer in reward_model.ground_truth; here it is a column of its own, data.answer_column",
+    )
+    draft.copy("data.max_prompt_tokens", "data.max_prompt_length", default=512)
+    draft.copy("data.shuffle", "data.shuffle")
+    draft.copy("data.seed", "data.seed")
+
+
+def _write_reward(draft: Draft) -> None:
+    path, name = draft.take("custom_reward_function.path"), draft.take("custom_reward_function.name")
+    draft.take("reward_model.reward_manager", "reward.reward_manager.name")
+    if path:
+        module = str(path).rsplit("/", 1)[-1].removesuffix(".py")
+        draft.put("reward.name", f"{module}:{name or 'compute_score'}", "custom_reward_function.path")
+        draft.change(
+            "custom_reward_function.path",
+            "called as function(prompt, completion), from the working folder or what is installed",
+        )
+    else:
+        draft.put("reward.name", "math_verify", "reward_model.reward_manager")
+        draft.change(
+            "reward_model.reward_manager",
+            "the reward is chosen by data_source there; here by reward.name: choose yours",
+        )
+
+
+def _write_rollout(draft: Draft) -> None:
+    name = f"{_ROLLOUT}name"
+    wanted = draft.take(name, default="vllm")
+    draft.put("rollout.backend", _SAMPLERS.get(wanted, "vllm"), name)
+    if wanted not in _SAMPLERS:
+        draft.change(name, "there is no such rollout engine here: vllm takes its place")
+    draft.copy("rollout.tensor_parallel", f"{_ROLLOUT}tensor_model_parallel_size", default=2)
+    draft.copy("rollout.dtype", f"{_ROLLOUT}dtype", default="bfloat16")
+    draft.copy("rollout.samples_per_prompt", f"{_ROLLOUT}n", "rollout.n", default=1)
+    draft.copy("rollout.temperature", f"{_ROLLOUT}temperature")
+    draft.copy("rollout.top_p", f"{_ROLLOUT}top_p")
+    draft.copy("rollout.top_k", f"{_ROLLOUT}top_k", convert=lambda k: max(k, 0))
+    prompt = draft.entries["data.max_prompt_tokens"].value
+    answer = draft.number("data.max_response_length", f"{_ROLLOUT}response_length", default=512)
+    draft.put("rollout.max_tokens", answer, "data.max_response_length")
+    longest = draft.number(f"{_ROLLOUT}max_model_len", default=prompt + answer)
+    draft.put("rollout.max_model_len", longest, f"{_ROLLOUT}max_model_len", "data.max_response_length")
+    draft.copy("rollout.max_running", f"{_ROLLOUT}max_num_seqs", default=1024)
+    draft.copy(
+        "rollout.sync_bucket_bytes", f"{_ROLLOUT}update_weights_bucket_megabytes", convert=lambda mib: mib * 2**20
+    )
+    draft.copy("eval.temperature", f"{_ROLLOUT}val_kwargs.temperature")
+    _write_engine_arguments(draft, wanted)
+
+
+def _write_engine_arguments(draft: Draft, wanted: str) -> None:
+    """Arguments of the rollout engine itself go to `rollout.options`, which hands on what it does not know."""
+    prefix = f"{_ROLLOUT}engine_kwargs.{wanted}."
+    names = [name for name in draft.left if name.startswith(prefix)]
+    own = [f"{_ROLLOUT}{name}" for name in ("gpu_memory_utilization", "enforce_eager", "enable_chunked_prefill")]
+    names += [name for name in own if draft.has(name)]
+    if not _SAMPLERS.get(wanted, "vllm").startswith("vllm"):
+        return
+    options = {name.rsplit(".", 1)[-1]: draft.take(name) for name in names}
+    options = {name: value for name, value in options.items() if value is not None}
+    if options:
+        draft.put("rollout.options", options, *names)
+
+
+def _write_trainer(draft: Draft) -> None:
+    strategy = draft.take(f"{_ACTOR}strategy", default="fsdp")
+    backend = "megatron" if any(name.startswith(_MEGATRON) for name in draft.left) else _ENGINES.get(strategy, "torch")
+    draft.put("engine.backend", backend, f"{_ACTOR}strategy")
+    options = {key: draft.take(f"{_MEGATRON}{name}") for key, name in _AXES.items()}
+    options = {key: size for key, size in options.items() if size is not None}
+    if options:
+        draft.put("engine.options", options, *(f"{_MEGATRON}{_AXES[key]}" for key in options))
+        draft.change(f"{_ACTOR}strategy", "the megatron engine computes in float32")
+    else:
+        draft.put("engine.dtype", "bfloat16", f"{_ACTOR}strategy")
+    draft.copy("engine.learning_rate", f"{_ACTOR}optim.lr", default=1e-6)
+    draft.copy("engine.warmup_steps", f"{_ACTOR}optim.lr_warmup_steps", convert=lambda steps: max(steps, 0))
+    draft.copy("engine.schedule", f"{_ACTOR}optim.lr_scheduler_type", f"{_ACTOR}optim.warmup_style")
+    draft.copy("engine.min_learning_rate_ratio", f"{_ACTOR}optim.min_lr_ratio")
+    draft.copy("engine.weight_decay", f"{_ACTOR}optim.weight_decay", default=0.01)
+    betas = draft.take(f"{_ACTOR}optim.betas")
+    betas = betas if isinstance(betas, list) and len(betas) == 2 else [0.9, 0.999]
+    draft.put("engine.adam_beta1", betas[0], f"{_ACTOR}optim.betas")
+    draft.put("engine.adam_beta2", betas[1], f"{_ACTOR}optim.betas")
+    draft.copy("engine.max_grad_norm", f"{_ACTOR}grad_clip", f"{_ACTOR}optim.clip_grad")
+    draft.copy("engine.max_tokens_per_microbatch", f"{_ACTOR}ppo_max_token_len_per_gpu", default=16384)
+    draft.copy("engine.activation_checkpointing", f"{_MODEL}enable_gradient_checkpointing", default=True)
+    draft.copy("engine.lora_rank", f"{_MODEL}lora_rank")
+    draft.copy("engine.lora_alpha", f"{_MODEL}lora_alpha", convert=float)
+
+
+def _write_batches(draft: Draft, *, is_async: bool) -> None:
+    step = draft.number(f"{_ACTOR}ppo_mini_batch_size", default=256)
+    draft.put("async.mini_batch_size", step, f"{_ACTOR}ppo_mini_batch_size")
+    all_prompts = draft.number("data.train_batch_size", default=1024)
+    if not is_async:
+        draft.put("async.require_batches", max(all_prompts // step, 1), "data.train_batch_size")
+        draft.put("async.staleness_threshold", 0, "data.train_batch_size")
+        return
+    draft.copy("async.require_batches", "async_training.require_batches", default=1)
+    draft.copy("async.trigger_parameter_sync_step", "async_training.trigger_parameter_sync_step", default=4)
+    staleness = draft.number("async_training.staleness_threshold", default=0.1)
+    draft.put("async.staleness_threshold", staleness, "async_training.staleness_threshold")
+    partial = draft.take("async_training.partial_rollout", default=True)
+    draft.put("async.partial_rollout", bool(partial and staleness), "async_training.partial_rollout")
+    if partial and not staleness:
+        draft.change(
+            "async_training.partial_rollout", "has no effect without staleness: nothing is in flight at a sync"
+        )
+    names = ("rollout.max_concurrent_samples_per_replica", "async_training.max_concurrent_samples_per_replica")
+    draft.copy("rollout.max_running", *names)
+
+
+def _write_places(draft: Draft) -> None:
+    nodes = draft.number("trainer.nnodes", default=1)
+    width = draft.number("trainer.n_gpus_per_node", default=8)
+    draft.put("engine.num_ranks", nodes * width, "trainer.nnodes", "trainer.n_gpus_per_node")
+    shared = draft.entries["rollout.tensor_parallel"].value
+    is_apart = draft.has("rollout.nnodes") or draft.has("rollout.n_gpus_per_node")
+    draft.take("actor_rollout_ref.hybrid_engine")
+    draft.put("cluster.launcher", "ray", "trainer.nnodes")
+    sampling_nodes, sampling_width = nodes, width
+    if is_apart:
+        sampling_nodes = draft.number("rollout.nnodes", default=1)
+        sampling_width = draft.number("rollout.n_gpus_per_node", default=8)
+    else:
+        draft.put("cluster.colocate", True, "actor_rollout_ref.hybrid_engine")
+    names = ("rollout.nnodes", "rollout.n_gpus_per_node") if is_apart else ("trainer.nnodes", "trainer.n_gpus_per_node")
+    draft.put("rollout.num_engines", max(sampling_nodes * sampling_width // shared, 1), *names)
+    draft.change(
+        names[0],
+        "engines and ranks are counted, and the planner finds their nodes; `plan --cluster NODESxACCELERATORS` shows "
+        "whether they fit, and cluster.num_nodes with cluster.accelerators_per_node would ask for a part of a cluster",
+    )
+    for key in ("engine.device", "rollout.device"):
+        if device := draft.take("trainer.device"):
+            draft.put(key, device, "trainer.device")
+
+
+def _write_rhythm(draft: Draft, *, is_async: bool) -> None:
+    draft.copy("data.epochs", "rollout.total_epochs", "trainer.total_epochs", default=30)
+    updates = draft.number("trainer.total_training_steps", default=0)
+    prompts = draft.number("rollout.total_rollout_steps", default=0)
+    per_update = draft.entries["async.mini_batch_size"].value * draft.entries["async.require_batches"].value
+    if updates or prompts:
+        draft.put(
+            "engine.max_updates",
+            updates or math.ceil(prompts / per_update),
+            "trainer.total_training_steps" if updates else "rollout.total_rollout_steps",
+        )
+    every = max(draft.number("rollout.test_freq", "trainer.test_freq", default=0), 0)
+    if is_async and every:
+        every *= draft.entries["async.trigger_parameter_sync_step"].value
+        draft.change(draft.named("rollout.test_freq", "trainer.test_freq"), "counted in syncs there, in updates here")
+    if every and "data.eval_path" in draft.entries:
+        draft.put("eval.every_updates", every, "rollout.test_freq", "trainer.test_freq")
+    draft.copy("checkpoint.every", "trainer.save_freq", convert=lambda steps: max(steps, 0))
+    draft.copy("checkpoint.keep", "trainer.max_actor_ckpt_to_keep")
+    loggers = draft.take("trainer.logger")
+    trackers = [name for name in loggers if name in _TRACKERS] if isinstance(loggers, list) else []
+    if trackers:
+        draft.put("log.trackers", trackers, "trainer.logger")
+    draft.copy("log.project", "trainer.project_name")

@@ -1,0 +1,212 @@
+"""verl's algorithm, loss, KL penalty and rollout correction in our words."""
+
+from typing import Any, Final
+
+from grpo_async_app._imports.draft import Draft
+from offbeat_types import ConfigError
+
+_ACTOR: Final = "actor_rollout_ref.actor."
+_CORRECTION: Final = "algorithm.rollout_correction."
+_ADVANTAGES: Final = {
+    "grpo": "grpo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "reinforce_plus_plus": "reinforce_plus_plus",
+    "remax": "remax",
+    "opo": "opo",
+}
+_LOSSES: Final = {
+    "vanilla": "ppo_clip",
+    "gspo": "gspo",
+    "cispo": "cispo",
+    "sapo": "sapo",
+    "geo_mean": "gmpo",
+}
+_ESTIMATORS: Final = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_LEVELS: Final = {
+    "token": "token",
+    "token_k1": "token",
+    "sequence": "sequence",
+    "seq_sum_k1": "sequence",
+    "geometric": "geometric",
+    "seq_mean_k1": "geometric",
+}
+"""Names of the statistic that rejects, those up to 2025 and those after."""
+
+
+def write_objective(draft: Draft, *, is_async: bool) -> None:
+    """Advantage, loss, penalties and correction.
+
+    Args:
+        draft: to add to.
+        is_async: the fully asynchronous trainer, whose ratio is against the rollout's log-probabilities unless told.
+    """
+    _write_advantage(draft)
+    _write_loss(draft)
+    _write_penalty(draft)
+    _write_rewards(draft)
+    _write_correction(draft, is_async=is_async)
+
+
+def _write_advantage(draft: Draft) -> None:
+    name = "algorithm.adv_estimator"
+    wanted = draft.take(name, default="gae")
+    by_spread = draft.take("algorithm.norm_adv_by_std_in_grpo", default=True)
+    advantage = _ADVANTAGES.get(wanted, "grpo")
+    if wanted not in _ADVANTAGES:
+        draft.change(name, f"{wanted} is not there (no critic is trained): grpo takes its place")
+    if advantage == "grpo" and not by_spread:
+        advantage = "dr_grpo"
+    draft.put("algorithm.advantage", advantage, name)
+    gamma = draft.take("algorithm.gamma")
+    if gamma is not None and advantage == "reinforce_plus_plus":
+        draft.put("algorithm.gamma", gamma, "algorithm.gamma")
+    if draft.take("algorithm.lam") is not None:
+        draft.miss("algorithm.lam", "belongs to gae, which needs a critic")
+
+
+def _write_loss(draft: Draft) -> None:
+    name = f"{_ACTOR}policy_loss.loss_mode"
+    wanted = draft.take(name, default="vanilla")
+    loss = _LOSSES.get(wanted, "ppo_clip")
+    if wanted not in _LOSSES:
+        draft.change(name, f"{wanted} is not there: ppo_clip takes its place")
+    draft.put("algorithm.loss", loss, name)
+    both = draft.take(f"{_ACTOR}clip_ratio")
+    for side in ("low", "high"):
+        value = draft.take(f"{_ACTOR}clip_ratio_{side}", default=both)
+        if value is not None and loss != "sapo":
+            draft.put(f"algorithm.clip_{side}", value, f"{_ACTOR}clip_ratio_{side}", f"{_ACTOR}clip_ratio")
+    bound = draft.take(f"{_ACTOR}clip_ratio_c", default=3.0)
+    if loss == "ppo_clip":
+        draft.put("algorithm.dual_clip", bound, f"{_ACTOR}clip_ratio_c")
+    _write_aggregation(draft)
+    draft.copy("algorithm.entropy_coefficient", f"{_ACTOR}entropy_coeff")
+
+
+def _write_aggregation(draft: Draft) -> None:
+    name = f"{_ACTOR}loss_agg_mode"
+    mode = draft.take(name, default="token-mean")
+    if mode.startswith("seq-mean-token-sum"):
+        draft.put("algorithm.aggregation", "fixed_length", name)
+        draft.put("algorithm.fixed_length", draft.entries["rollout.max_tokens"].value, name, "data.max_response_length")
+        draft.change(name, "the sum over a sequence's tokens, divided by the longest answer: a learning rate apart")
+        return
+    draft.put("algorithm.aggregation", "token_mean" if mode == "token-mean" else "sequence_mean", name)
+
+
+def _write_penalty(draft: Draft) -> None:
+    in_loss, in_reward = draft.take(f"{_ACTOR}use_kl_loss"), draft.take("algorithm.use_kl_in_reward")
+    of_loss = (
+        draft.take(f"{_ACTOR}kl_loss_coef", default=0.001),
+        draft.take(f"{_ACTOR}kl_loss_type", default="low_var_kl"),
+    )
+    of_reward = draft.take("algorithm.kl_ctrl.kl_coef", default=0.001), draft.take("algorithm.kl_penalty", default="kl")
+    if in_loss and in_reward:
+        draft.change("algorithm.use_kl_in_reward", "the penalty enters in one place: that of the loss is taken")
+    if in_loss:
+        _put_penalty(draft, "loss", of_loss, (f"{_ACTOR}kl_loss_coef", f"{_ACTOR}kl_loss_type"))
+    elif in_reward:
+        _put_penalty(draft, "reward", of_reward, ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"))
+
+
+def _put_penalty(draft: Draft, place: str, setting: tuple[Any, str], names: tuple[str, str]) -> None:
+    coefficient, wanted = setting
+    if not coefficient:
+        return
+    draft.put("algorithm.kl_coefficient", coefficient, names[0])
+    draft.put("algorithm.kl_in", place, names[0])
+    estimator = _ESTIMATORS.get(wanted)
+    if estimator is None or (place == "loss" and estimator == "k1"):
+        draft.change(names[1], "its gradient is 0 on average, or it is not there: k3 takes its place")
+        estimator = "k3"
+    draft.put("algorithm.kl_estimator", estimator, names[1])
+
+
+def _write_rewards(draft: Draft) -> None:
+    draft.copy("algorithm.filter_groups", "algorithm.filter_groups.enable")
+    if draft.take("algorithm.filter_groups.metric"):
+        draft.change("algorithm.filter_groups.metric", "groups are dropped whose samples all have the same reward")
+    batches = draft.take("algorithm.filter_groups.max_num_gen_batches")
+    if batches:
+        draft.put("async.max_filtered_batches", batches, "algorithm.filter_groups.max_num_gen_batches")
+    for prefix in ("reward_model.reward_kwargs.", "reward_model.", "reward.reward_kwargs."):
+        buffer = f"{prefix}overlong_buffer_cfg." if "kwargs" in prefix else f"{prefix}overlong_buffer."
+        enabled, length = draft.take(f"{buffer}enable"), draft.take(f"{buffer}len")
+        factor = draft.take(f"{buffer}penalty_factor")
+        if enabled and length:
+            draft.put("algorithm.overlong_buffer_tokens", length, f"{buffer}len")
+            draft.put("algorithm.overlong_penalty_factor", float(factor or 1.0), f"{buffer}penalty_factor")
+
+
+def _write_correction(draft: Draft, *, is_async: bool) -> None:
+    weight_name, reject_name = f"{_CORRECTION}rollout_is", f"{_CORRECTION}rollout_rs"
+    weight, rejection = draft.take(weight_name), draft.take(reject_name)
+    level = _LEVELS.get(rejection) if rejection else None
+    cap_name = f"{_CORRECTION}rollout_is_threshold"
+    cap = draft.take(cap_name, default=2.0)
+    upper = draft.take(f"{_CORRECTION}rollout_rs_threshold", default=cap)
+    lower = draft.take(f"{_CORRECTION}rollout_rs_threshold_lower")
+    if rejection and level is None:
+        draft.miss(reject_name, "a statistic that is not there: token, sequence and geometric are")
+    if weight and isinstance(cap, str):
+        draft.put("algorithm.correction", "icepop", weight_name)
+        _put_bounds(draft, _bounds(cap, None), cap_name)
+        if level:
+            draft.miss(reject_name, "icepop rejects by itself, and stands alone here")
+    elif weight or level:
+        _write_preset(draft, weight, level, cap, _bounds(upper, lower))
+    normalises = draft.take(f"{_CORRECTION}rollout_is_batch_normalize")
+    if weight and normalises:
+        draft.put("algorithm.normalise_weights", True, f"{_CORRECTION}rollout_is_batch_normalize")
+    _write_form(draft, has_weight=bool(weight), is_async=is_async)
+
+
+def _write_preset(draft: Draft, weight: str | None, level: str | None, cap: float, bounds: tuple[float, float]) -> None:
+    names = {f"{_CORRECTION}rollout_is": weight, f"{_CORRECTION}rollout_rs": level}
+    parts = [f"{weight}_tis"] * bool(weight) + [f"{level}_rs"] * bool(level)
+    draft.put("algorithm.correction", "_".join(parts), *(name for name, part in names.items() if part))
+    if level:
+        _put_bounds(draft, bounds, f"{_CORRECTION}rollout_rs_threshold")
+    if weight and weight == level and cap >= bounds[1]:
+        draft.change(f"{_CORRECTION}rollout_is_threshold", "never cuts: the rejection at the upper bound comes first")
+    elif weight:
+        draft.put("algorithm.tis_cap", cap, f"{_CORRECTION}rollout_is_threshold")
+
+
+def _bounds(upper: Any, lower: Any) -> tuple[float, float]:
+    """Bounds on r: "0.5_2.0", or an upper one whose inverse is the lower one where that is not given."""
+    try:
+        if isinstance(upper, str):
+            low, _, high = upper.partition("_")
+            return float(low), float(high)
+        return float(lower) if lower else 1.0 / float(upper), float(upper)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"{_CORRECTION}rollout_rs_threshold must be a number, or two as in 0.5_2.0: got {upper!r}, {lower!r}"
+        ) from error
+
+
+def _put_bounds(draft: Draft, bounds: tuple[float, float], name: str) -> None:
+    draft.put("algorithm.rs_low", bounds[0], name)
+    draft.put("algorithm.rs_high", bounds[1], name)
+
+
+def _write_form(draft: Draft, *, has_weight: bool, is_async: bool) -> None:
+    names = (
+        f"{_CORRECTION}bypass_mode",
+        f"{_CORRECTION}bypass_old_logprob_for_rollout",
+        "async_training.use_rollout_log_probs",
+        f"{_ACTOR}use_rollout_log_probs",
+    )
+    bypasses = draft.take(*names, default=is_async)
+    if draft.take("async_training.compute_prox_log_prob"):
+        bypasses = False
+    if bypasses and has_weight:
+        draft.change(
+            draft.named(*names),
+            "in the bypass form the loss's ratio is r already, and a weight has no effect or counts it twice: the "
+            "decoupled form, in which it has one, takes its place",
+        )
+        bypasses = False
+    draft.put("algorithm.correction_form", "bypass" if bypasses else "decoupled", *names)

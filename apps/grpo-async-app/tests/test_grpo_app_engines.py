@@ -1,0 +1,336 @@
+"""What becomes of engines that fail at an awkward moment: in process, with handles that do as they are told."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_async_app._backend import GrpoBackend
+from grpo_async_app._colocation import Turns
+from grpo_async_app._config import GrpoConfig
+from grpo_async_app._engine import Engine
+from grpo_async_app._engines import Engines
+from grpo_async_app._evaluation import Validation
+from grpo_async_app._fleet import Fleet
+from grpo_async_app._handover import hand_over
+from grpo_async_app._restarts import RestartBudget
+from grpo_async_app._scaling import take_asked_engines
+from offbeat_async_policy import AsyncPolicy
+from offbeat_cluster._specs import Wait
+from offbeat_data import Prompt
+from offbeat_run import RunFolder, load_config
+from offbeat_types import (
+    DeadlineError,
+    EngineHealth,
+    GenerateRequest,
+    OffbeatError,
+    PeerFailedError,
+    RunFolderError,
+    SamplingParams,
+)
+
+REQUEST = GenerateRequest(request_id="1", prompt_ids=(1,), params=SamplingParams(max_tokens=1))
+
+
+class Handle:
+    """As much of an `ActorHandle` as engines are looked after with."""
+
+    address = "127.0.0.1"
+
+    def __init__(self, name: str, fails_in: str = "") -> None:
+        self.name, self._fails_in = name, fails_in
+        self.calls: list[str] = []
+        self._gone = asyncio.Event()
+
+    @property
+    def alive(self) -> bool:
+        return not self._gone.is_set()
+
+    def kill(self) -> None:
+        self._gone.set()
+
+    async def wait_dead(self) -> str:
+        await self._gone.wait()
+        return "it was killed"
+
+    async def stop(self) -> None:
+        self.kill()
+        if self._fails_in == "stop":
+            raise OffbeatError("its close() failed")
+
+    async def call(self, method: str, *_: Any, **__: Any) -> Any:
+        self.calls.append(method)
+        if method == self._fails_in:
+            raise PeerFailedError(self.name, "CUDA out of memory")
+        if method == "health":
+            return EngineHealth(version=0, num_running=1, num_waiting=0, num_tokens=7, busy_s=0.0, uptime_s=1.0)
+        return 0 if method in ("sleep", "wake") else None
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def within() -> None:
+        async with asyncio.timeout(60):
+            await scenario()
+
+    asyncio.run(within())
+
+
+def settings(config: Path, *changes: str) -> GrpoConfig:
+    return load_config(config, GrpoConfig, ["--rollout.num_engines=2", "--cluster.silent_after_s=2", *changes])
+
+
+def open_engines(config: GrpoConfig, start: Any, told: list[str]) -> Engines:
+    budget = RestartBudget(config.cluster.max_restarts, config.cluster.restart_window_s)
+    engines = Engines(config, start, budget, told.append)
+    engines._all_started = True
+    return engines
+
+
+async def until(is_so: Callable[[], Any]) -> None:
+    while not is_so():
+        await asyncio.sleep(0.01)
+
+
+def test_an_engine_that_ends_while_it_fetches_weights_keeps_no_trainer_waiting() -> None:
+    async def scenario() -> None:
+        withdrawn = asyncio.Event()
+
+        async def take() -> None:
+            raise PeerFailedError("rollout-0", "killed")
+
+        async def withdraw() -> None:
+            withdrawn.set()
+
+        send = asyncio.ensure_future(withdrawn.wait())
+        with pytest.raises(PeerFailedError, match="killed"):
+            await hand_over(take(), send, withdraw)
+        assert send.done()
+        assert not send.cancelled(), "the trainer itself has ended it"
+
+    run(scenario)
+
+
+@pytest.mark.timeout(240)
+def test_a_trainer_process_is_free_again_when_an_engine_has_not_come(config: Path, model: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async def take() -> None:
+            raise PeerFailedError("rollout-0", "killed before it connected")
+
+        fleet = Fleet(settings(config), str(model), tmp_path)
+        async with fleet:
+            fleet._trainer = await fleet._start_trainers(1, None)
+            for version in (1, 1, 2):
+                offer = fleet.offer_weights(version)
+                with pytest.raises(PeerFailedError, match="before it connected"):
+                    await hand_over(take(), offer.send(await offer.source_for("127.0.0.1")), offer.withdraw)
+            await fleet.trainer.call("listen", "127.0.0.1", returns=str, deadline_s=60)  # in the same thread
+
+    asyncio.run(asyncio.wait_for(scenario(), 200))
+
+
+@pytest.mark.parametrize("step", ["wake", "resume"])
+def test_a_colocated_engine_that_fails_in_its_turn_is_ended_and_does_not_serve(config: Path, step: str) -> None:
+    async def scenario() -> None:
+        good, bad = Engine("rollout-0", Handle("rollout-0")), Engine("rollout-1", Handle("rollout-1", step))
+        turns = Turns(settings(config), lambda: [good, bad], lambda: Handle("trainer-0"))  # type: ignore[arg-type, return-value]
+        for engine in (good, bad):
+            await turns._lull(engine.handle)
+        await turns.to_generation([good, bad])
+        assert [engine.serves.is_set() for engine in (good, bad)] == [True, False]
+        assert [engine.handle.alive for engine in (good, bad)] == [True, False]
+
+    run(scenario)
+
+
+def test_a_colocated_engine_that_fails_to_sleep_is_ended_before_the_trainer_wakes(config: Path) -> None:
+    async def scenario() -> None:
+        bad, trainer = Engine("rollout-0", Handle("rollout-0", "sleep")), Handle("trainer-0")
+        turns = Turns(settings(config), lambda: [bad], lambda: trainer)  # type: ignore[arg-type, return-value]
+        turns._is_training = False
+        await turns.to_training()
+        assert not bad.handle.alive
+        assert trainer.calls == ["wake"]
+
+    run(scenario)
+
+
+def test_who_waits_for_an_engine_that_cannot_start_again_hears_why(config: Path) -> None:
+    async def scenario() -> None:
+        async def start(name: str) -> Any:
+            raise PeerFailedError(name, "no memory left")
+
+        engines = open_engines(settings(config, "--cluster.max_restarts=2"), start, [])
+        first = Handle("rollout-0")
+        engines._add("rollout-0", first)  # type: ignore[arg-type]
+        asks = asyncio.create_task(engines.generate("rollout-0", REQUEST, 7200.0))
+        first.kill()
+        with pytest.raises(PeerFailedError, match=r"no memory left.*started again 2 times"):
+            await asks
+        for _ in range(2):  # the first may be taken for the trainer's fault
+            with pytest.raises(PeerFailedError, match="no memory left"):
+                engines.raise_if_failed()
+        await engines.close()
+
+    run(scenario)
+
+
+def test_an_engine_that_leaves_while_it_is_started_again_is_stopped(config: Path) -> None:
+    async def scenario() -> None:
+        go_on, started = asyncio.Event(), list[Handle]()
+
+        async def start(name: str) -> Any:
+            await go_on.wait()
+            started.append(Handle(name))
+            return started[-1]
+
+        engines = open_engines(settings(config), start, [])
+        first, second = Handle("rollout-0"), Handle("rollout-1")
+        for each in (first, second):
+            engines._add(each.name, each)  # type: ignore[arg-type]
+        second.kill()
+        await until(lambda: engines.num_restarts)
+        engines.scale(1)
+        await asyncio.sleep(0)
+        go_on.set()
+        await until(lambda: "rollout-1" not in engines._engines)
+        assert not started[0].alive
+        assert engines.names == ["rollout-0"]
+        engines.raise_if_failed()
+        await engines.close()
+
+    run(scenario)
+
+
+def test_an_engine_that_does_not_close_well_when_it_leaves_ends_no_run(config: Path) -> None:
+    async def scenario() -> None:
+        told: list[str] = []
+        engines = open_engines(settings(config), None, told)
+        for each in (Handle("rollout-0"), Handle("rollout-1", "stop")):
+            engines._add(each.name, each)  # type: ignore[arg-type]
+        engines.scale(1)
+        await until(lambda: len(told) == 2)
+        assert sorted(told) == [
+            "rollout-1 did not close well: its close() failed",
+            "rollout-1 has left: 1 rollout engine",
+        ]
+        engines.raise_if_failed()
+        await engines.close()
+
+    run(scenario)
+
+
+def test_tokens_that_engines_sample_show_that_the_run_moves(config: Path) -> None:
+    async def scenario() -> None:
+        engines = open_engines(settings(config), None, [])
+        for name in ("rollout-0", "rollout-1"):
+            engines._add(name, Handle(name))  # type: ignore[arg-type]
+        assert engines.num_tokens == 0
+        await until(lambda: engines.num_tokens == 14)
+        await engines.close()
+
+    run(scenario)
+
+
+class NamingLauncher:
+    """Knows who waits for whom, and reserves what a plan says: the seam of `offbeat_cluster.Launcher`."""
+
+    reserves = True
+
+    def waits(self) -> list[Wait]:
+        names = ("rollout-0.generate", "rollout-1.receive_weights")
+        return [Wait(name=name, on=name.split(".")[0], lasted_s=9.0, deadline_s=10.0) for name in names]
+
+    async def close(self, deadline_s: float | None = None) -> None:
+        pass
+
+
+def test_a_sync_that_is_late_names_who_has_not_answered_and_joining_without_a_place_is_refused(
+    config: Path, model: Path, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        fleet, told = Fleet(settings(config), str(model), tmp_path), list[str]()
+        fleet._launcher, fleet.tell = NamingLauncher(), told.append  # type: ignore[assignment]
+        async with fleet:
+            late = fleet.name_who_is_late(asyncio.Event().wait(), "sync 3", 0.2)  # type: ignore[arg-type]
+            with pytest.raises(DeadlineError, match=r"sync 3.* for rollout-1.receive_weights \(9 s\)"):
+                await late
+            for name in ("rollout-0", "rollout-1"):
+                fleet.engines._add(name, Handle(name))  # type: ignore[arg-type]
+            fleet.engines.scale(3)
+            assert told == [], "nothing is started before all roles are there"
+            fleet.engines.let_others_join()
+            await until(lambda: told)
+            assert told[0].startswith("rollout-2 cannot be started, so 2 rollout engines go on: devices were reserved")
+
+    run(scenario)
+
+
+def test_a_note_that_is_left_while_another_is_taken_is_not_lost(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    note = folder.path / "scale.json"
+    note.write_text(json.dumps({"engines": 3}))
+    assert take_asked_engines(folder, pytest.fail) == 3
+    assert list(folder.path.glob("scale.*")) == []
+    note.write_text("no number")
+    told: list[str] = []
+    assert take_asked_engines(folder, told.append) is None
+    assert "use the command `scale`" in told[0]
+
+
+class Notes:
+    """Takes what a backend writes down: the seam of `Journal`, and of the checkpoints in a `RunFolder`."""
+
+    def __init__(self) -> None:
+        self.checkpoints = self
+
+    def worked(self, *_: Any) -> None:
+        pass
+
+    def set_score(self, version: int, reward: float) -> None:
+        raise RunFolderError("no space left on the device")
+
+
+def open_backend(config: GrpoConfig, fleet: Fleet) -> GrpoBackend:
+    notes: Any = Notes()
+    policy = AsyncPolicy(config.async_, 8)
+    prompt = Prompt(index=0, text="1", ids=(1,), answer="1")
+    return GrpoBackend(config, fleet, policy, prompts=(prompt,), held_out=(prompt,), run=notes, journal=notes)
+
+
+def test_a_validation_that_needs_the_trainer_ends_before_colocated_engines_sleep(
+    config: Path, model: Path, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        fleet = Fleet(settings(config), str(model), tmp_path)
+        fleet.engines.turns = Turns(settings(config), list, lambda: fleet.trainer)
+        backend, validated = open_backend(settings(config), fleet), list[int]()
+
+        async def waits_for_an_engine_that_gets_weights() -> None:
+            async with backend._trainer_turn:
+                validated.append(1)
+
+        for action in ("update", "sync", "checkpoint"):
+            backend._validating = asyncio.create_task(waits_for_an_engine_that_gets_weights())
+            await backend.prepare(action)  # type: ignore[arg-type]
+        assert validated == [1, 1, 1]
+
+    run(scenario)
+
+
+def test_a_validation_that_cannot_be_written_down_ends_the_run(
+    config: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answered(*_: Any) -> Validation:
+        return Validation(version=1, accuracy=1.0, reward=1.0, mean_tokens=1.0, mean_turns=None, samples=[])
+
+    async def scenario() -> None:
+        backend = open_backend(settings(config), Fleet(settings(config), str(model), tmp_path))
+        backend._validating = asyncio.create_task(backend._validate(1))
+        with pytest.raises(RunFolderError, match="no space left"):
+            await backend.finish()
+
+    monkeypatch.setattr("grpo_async_app._backend.validate", answered)
+    run(scenario)

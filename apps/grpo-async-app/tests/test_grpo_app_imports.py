@@ -1,0 +1,341 @@
+"""Options of verl and TRL become a configuration that loads, and what does not carry over is told."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_async_app._config import GrpoConfig
+from grpo_async_app._imports.options import read_options, read_value
+from grpo_async_app._imports.shell import read_shell
+from grpo_async_app._imports.trl import import_trl
+from grpo_async_app._imports.verl import import_verl
+from offbeat_run import load_config
+from offbeat_testing import CommandLine
+from offbeat_types import ConfigError
+
+SCRIPT = r"""
+#!/usr/bin/env bash
+set -xeuo pipefail
+# A run on one machine: half of it samples.
+ENGINE=${1:-vllm}
+MODEL_PATH=${MODEL_PATH:-"${MODELS_ROOT}/Qwen3-VL-8B-Instruct"}
+train_path=$HOME/data/geo3k/train.parquet
+NGPUS=${NGPUS:-8}
+n_rollout=4
+n_train=$((NGPUS - n_rollout))
+total=$(((512*10)))
+mode="async"
+if [ "$mode" = "async" ]; then
+    export VLLM_USE_V1=1
+    chat="True"
+fi
+CORRECTION=(
+    algorithm.rollout_correction.rollout_is=sequence   # the weight
+    algorithm.rollout_correction.rollout_is_threshold=2.0
+    algorithm.rollout_correction.rollout_is_batch_normalize=True
+    algorithm.rollout_correction.rollout_rs=token_k1
+    algorithm.rollout_correction.rollout_rs_threshold="0.6_1.6"
+    algorithm.rollout_correction.bypass_mode=True
+)
+
+python3 -m verl.experimental.fully_async_policy.fully_async_main \
+    --config-name='fully_async_ppo_trainer.yaml' \
+    algorithm.adv_estimator=grpo \
+    data.train_files="$train_path" \
+    data.val_files="['$HOME/data/geo3k/test.parquet']" \
+    data.max_prompt_length=1024 \
+    data.max_response_length=2048 \
+    data.filter_overlong_prompts=True \
+    data.image_key=images \
+    data.return_raw_chat=${chat} \
+    actor_rollout_ref.model.path=$MODEL_PATH \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    actor_rollout_ref.actor.kl_loss_coef=0.01 \
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
+    actor_rollout_ref.actor.fsdp_config.param_offload=False \
+    actor_rollout_ref.rollout.name=$ENGINE \
+    actor_rollout_ref.rollout.n=4 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.8 \
+    +actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True \
+    "${CORRECTION[@]}" \
+    trainer.logger='["console","wandb"]' \
+    trainer.total_epochs=15 \
+    trainer.test_freq=5 \
+    trainer.save_freq=-1 \
+    trainer.nnodes=1 \
+    trainer.n_gpus_per_node="${n_train}" \
+    rollout.nnodes=1 \
+    rollout.n_gpus_per_node="${n_rollout}" \
+    rollout.total_rollout_steps="${total}" \
+    async_training.staleness_threshold=0.1 \
+    async_training.trigger_parameter_sync_step=4 \
+    async_training.require_batches=2 \
+    async_training.partial_rollout=True \
+    trainer.device=cuda $@
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MODELS_ROOT", "/models")
+    path = tmp_path / "run_geo3k.sh"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_words_are_read_and_nothing_is_run(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    text = f'touch {mark}\nn=$(touch {mark})\npython -m verl.main a.b="$n" a.c=$(touch {mark}) a.d=1\n'
+    assert read_shell(text)["a.d"] == "1"
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("X=3\nrun a.b=$X", "3"),
+        ("run a.b=${X:-5}", "5"),
+        ("X=${X:-5}\nrun a.b=${X}", "5"),
+        ("X=2; Y=4\nrun a.b=$((X * Y - 1))", "7"),
+        ("X=7\nrun a.b=$((X/2))", "3"),
+        ("run a.b=$HOME/data", "${HOME}/data"),
+        ("run a.b='two words'", "two words"),
+        ("run \\\n  x.y=1 \\\n  a.b=2", "2"),
+        ("run a.b=1 ++a.b=2", "2"),
+        ("# run a.b=1\nrun a.b=2", "2"),
+        ('P=(a.b=1\n  c.d=2)\nrun "${P[@]}"', "1"),
+        ("X=1\nif [ $Y ]; then\n  X=2\nfi\nrun a.b=$X", "1"),
+        ('X="one\ntwo"\nrun a.b=3', "3"),
+        ("run a.b=${X}", "${X}"),
+        ("X=$X\nrun a.b=$X", "${X}"),
+    ],
+)
+def test_a_shell_script_is_read(text: str, value: str) -> None:
+    assert read_shell(text)["a.b"] == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6),
+        ("64", 64),
+        ("True", True),
+        ("null", None),
+        ("'error'", "error"),
+        ('["console","wandb"]', ["console", "wandb"]),
+        ("[0.9, 0.999]", [0.9, 0.999]),
+        ("0.6_1.6", "0.6_1.6"),
+    ],
+)
+def test_values_are_read_as_hydra_reads_them(text: str, value: object) -> None:
+    assert read_value(text) == value
+
+
+def test_a_script_of_verl_becomes_a_configuration_that_plans(
+    command: CommandLine, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "geo3k.toml"
+    ended = command("import", "verl", script, "--out", target)
+    assert ended.code == 0, ended.err
+    monkeypatch.setenv("HOME", "/home/somebody")
+    config = load_config(target, GrpoConfig)
+    assert config.model.path == "/models/Qwen3-VL-8B-Instruct"
+    assert config.data.path == "/home/somebody/data/geo3k/train.parquet"
+    assert config.data.eval_path == "/home/somebody/data/geo3k/test.parquet"
+    policy = config.async_
+    assert (policy.staleness_threshold, policy.trigger_parameter_sync_step, policy.require_batches) == (0.1, 4, 2)
+    assert (policy.mini_batch_size, policy.partial_rollout, policy.max_admitted) == (64, True, 563)
+    assert (config.engine.num_ranks, config.rollout.num_engines, config.rollout.tensor_parallel) == (4, 2, 2)
+    assert (config.rollout.max_tokens, config.rollout.max_model_len, config.rollout.samples_per_prompt) == (
+        2048,
+        3072,
+        4,
+    )
+    assert config.rollout.options == {"disable_mm_preprocessor_cache": True, "gpu_memory_utilization": 0.8}
+    assert (config.algorithm.kl_coefficient, config.algorithm.kl_estimator) == (0.01, "k3")
+    assert (config.engine.weight_decay, config.engine.adam_beta2) == (0.01, 0.999)
+    assert config.engine.max_updates == 40
+    assert config.eval.every_updates == 20
+    assert config.log.trackers == ("wandb",)
+    assert command("plan", target, "--cluster", "1x8").code == 0
+
+
+def test_a_correction_that_would_have_no_effect_is_given_one_and_told(
+    command: CommandLine, script: Path, tmp_path: Path
+) -> None:
+    ended = command("import", "verl", script, "--out", tmp_path / "geo3k.toml")
+    algorithm = load_config(tmp_path / "geo3k.toml", GrpoConfig).algorithm
+    assert (algorithm.correction, algorithm.correction_form) == ("sequence_tis_token_rs", "decoupled")
+    assert (algorithm.tis_cap, algorithm.rs_low, algorithm.rs_high) == (2.0, 0.6, 1.6)
+    assert algorithm.normalise_weights
+    told = " ".join(ended.out.split())
+    assert "a weight has no effect or counts it twice" in told
+
+
+def test_what_has_no_counterpart_is_listed_in_both_places(command: CommandLine, script: Path, tmp_path: Path) -> None:
+    ended = command("import", "verl", script, "--out", tmp_path / "geo3k.toml")
+    text, told = (tmp_path / "geo3k.toml").read_text(), " ".join(ended.out.split())
+    for option in ("data.image_key", "actor_rollout_ref.actor.fsdp_config.param_offload"):
+        assert option in text
+        assert option in told
+    assert "always so here" in told
+    assert "# actor_rollout_ref.actor.optim.lr" in text
+    assert "# default of actor_rollout_ref.actor.optim.betas" in text
+
+
+def test_every_option_of_a_script_is_accounted_for(script: Path) -> None:
+    options = read_options(script, is_hydra=True)
+    draft = import_verl(options)
+    sources = " ".join(entry.source for entry in draft.entries.values())
+    silent = {"actor_rollout_ref.actor.use_kl_loss", "algorithm.rollout_correction.bypass_mode"}
+    for name in options:
+        told = name in sources or name in draft.changed or name in draft.missing or name in draft.always
+        assert told or name in silent or name == "trainer.logger", name
+
+
+def test_verls_yaml_is_read_with_what_it_refers_to(tmp_path: Path) -> None:
+    path = tmp_path / "ppo.yaml"
+    path.write_text("""
+defaults: [ppo_trainer, _self_]
+data:
+  train_files: ${oc.env:DATA_ROOT,/data}/train.parquet
+  train_batch_size: 256
+  max_prompt_length: 512
+  max_response_length: 1024
+actor_rollout_ref:
+  model: {path: /models/Qwen3-8B}
+  actor:
+    strategy: megatron
+    ppo_mini_batch_size: 64
+    optim: {lr: 1e-6}
+    megatron: {tensor_model_parallel_size: 4, pipeline_model_parallel_size: 2}
+    policy_loss: {loss_mode: gspo}
+    clip_ratio_low: 3e-4
+    clip_ratio_high: 4e-4
+    loss_agg_mode: seq-mean-token-mean
+  rollout:
+    name: sglang
+    n: 8
+    prompt_length: ${data.max_prompt_length}
+algorithm: {adv_estimator: rloo}
+trainer: {nnodes: 2, n_gpus_per_node: 8, total_epochs: 3}
+""")
+    options = read_options(path, is_hydra=True)
+    assert options["actor_rollout_ref.rollout.prompt_length"] == 512
+    draft = import_verl(options)
+    held = {key: entry.value for key, entry in draft.entries.items()}
+    assert held["data.path"] == "${DATA_ROOT:-/data}/train.parquet"
+    assert held["engine.backend"] == "megatron"
+    assert held["engine.options"] == {"tensor_parallel": 4, "pipeline_parallel": 2}
+    assert (held["engine.num_ranks"], held["cluster.colocate"], held["rollout.num_engines"]) == (16, True, 8)
+    assert (held["async.require_batches"], held["async.staleness_threshold"]) == (4, 0)
+    assert (held["algorithm.advantage"], held["algorithm.loss"]) == ("rloo", "gspo")
+    assert (held["algorithm.clip_low"], held["algorithm.aggregation"]) == (3e-4, "sequence_mean")
+    assert "actor_rollout_ref.rollout.name" in draft.changed
+    (tmp_path / "ppo.toml").write_text(draft.as_toml("head"))
+    assert load_config(tmp_path / "ppo.toml", GrpoConfig).async_.groups_per_update == 256
+
+
+TRL = {
+    "model_name_or_path": "/models/Qwen3-1.7B",
+    "dataset_name": "/data/math",
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 4,
+    "num_processes": 2,
+    "num_generations": 8,
+    "max_completion_length": 512,
+    "max_prompt_length": 256,
+    "use_vllm": True,
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_cap": 2.0,
+    "learning_rate": 1e-6,
+    "beta": 0.04,
+    "epsilon_high": 0.28,
+    "loss_type": "dr_grpo",
+    "scale_rewards": False,
+    "num_iterations": 2,
+    "max_steps": 100,
+    "save_steps": 20,
+    "report_to": ["wandb", "tensorboard"],
+    "chat_template_kwargs": {"enable_thinking": False},
+}
+
+
+@pytest.mark.parametrize("form", ["json", "yaml"])
+def test_a_configuration_of_trl_becomes_ours(command: CommandLine, tmp_path: Path, form: str) -> None:
+    path, target = tmp_path / f"grpo.{form}", tmp_path / "ours.toml"
+    lines = [f"{name}: {json.dumps(value)}" for name, value in TRL.items()]
+    path.write_text(json.dumps(TRL) if form == "json" else "\n".join(lines))
+    ended = command("import", "trl", path, "--out", target)
+    assert ended.code == 0, ended.err
+    config = load_config(target, GrpoConfig)
+    assert (config.async_.mini_batch_size, config.rollout.samples_per_prompt, config.engine.num_ranks) == (8, 8, 2)
+    assert (config.async_.staleness_threshold, config.rollout.backend) == (0, "vllm")
+    assert (config.algorithm.advantage, config.algorithm.aggregation) == ("dr_grpo", "fixed_length")
+    assert (config.algorithm.fixed_length, config.algorithm.clip_low, config.algorithm.clip_high) == (512, 0.2, 0.28)
+    assert (config.algorithm.kl_coefficient, config.algorithm.correction) == (0.04, "token_tis")
+    assert (config.engine.schedule, config.engine.max_updates, config.engine.adam_beta2) == ("linear", 100, 0.999)
+    assert config.data.template_options == {"enable_thinking": False}
+    assert config.log.trackers == ("wandb",)
+    told = " ".join(ended.out.split())
+    assert "num_iterations = 2" in told
+    assert "64 of a step are 8 prompts" in told
+    assert "with something to put right" not in told
+
+
+def test_trls_defaults_are_written_where_ours_differ() -> None:
+    held = import_trl({"model_name_or_path": "m"}).entries
+    assert held["engine.schedule"].value == "linear"
+    assert held["engine.schedule"].source == "default of lr_scheduler_type"
+    assert held["engine.activation_checkpointing"].value is True
+    assert held["async.mini_batch_size"].value == 1
+    assert "algorithm.correction" not in held
+
+
+def test_what_stays_open_is_something_to_put_right(command: CommandLine, tmp_path: Path) -> None:
+    path, target = tmp_path / "run.sh", tmp_path / "ours.toml"
+    path.write_text("python -m verl.main data.train_files=/d trainer.nnodes=$NODES algorithm.adv_estimator=gae\n")
+    ended = command("import", "verl", path, "--out", target)
+    assert ended.code == 0, ended.err
+    told = " ".join(ended.out.split())
+    assert "${NODES} is not known here: 1 stands in its place" in told
+    assert "gae is not there (no critic is trained): grpo takes its place" in told
+    assert "with something to put right" in told
+    assert "model.path" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["openrlhf", "x.sh"], "import knows verl and trl: got 'openrlhf'"),
+        (["verl", "/nowhere.sh"], "cannot be read"),
+        (["verl"], "import takes FRAMEWORK FILE"),
+    ],
+)
+def test_wrong_words_are_one_clear_error(command: CommandLine, words: list[str], said: str) -> None:
+    ended = command("import", *words)
+    assert ended.code == 2
+    assert said in ended.err
+
+
+def test_a_file_that_is_there_is_not_written_over(command: CommandLine, script: Path, tmp_path: Path) -> None:
+    target = tmp_path / "mine.toml"
+    target.write_text("mine")
+    ended = command("import", "verl", script, "--out", target)
+    assert ended.code == 2
+    assert "exists already" in ended.err
+    assert target.read_text() == "mine"
+
+
+def test_a_script_without_options_and_a_script_for_trl_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "empty.sh"
+    path.write_text("echo nothing\n")
+    with pytest.raises(ConfigError, match="holds no options"):
+        read_options(path, is_hydra=True)
+    with pytest.raises(ConfigError, match=r"\.yaml"):
+        read_options(path, is_hydra=False)

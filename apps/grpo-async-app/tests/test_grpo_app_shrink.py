@@ -1,0 +1,95 @@
+"""`--shrink`: a large recipe rehearsed with real processes, on a model made on the spot."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from grpo_async_app._config import GrpoConfig
+from grpo_async_app._shrink import shrink_run
+from grpo_async_app._shrink_model import tiny_family
+from offbeat_run import load_config, read_metrics
+from offbeat_testing import CommandLine, RunningCommand
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+LARGE = sorted(path for path in RECIPES.glob("*.toml") if "--shrink" in path.read_text())
+
+
+@pytest.fixture(autouse=True)
+def _no_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a model nor data are there."""
+    for name in ("OFFBEAT_MODELS", "OFFBEAT_DATA"):
+        monkeypatch.setenv(name, str(tmp_path / "nowhere"))
+    monkeypatch.delenv("OFFBEAT_DEVICE", raising=False)
+
+
+def test_a_rehearsal_is_planned_with_what_stands_in_for_what(command: CommandLine) -> None:
+    ended = command("plan", RECIPES / "math_qwen3_8b_megatron.toml", "--shrink", "--rollout.backend", "torch")
+    assert ended.code == 0, ended.err
+    text = " ".join(ended.out.split())
+    assert "T0.0 T0.1 R0 R1" in text, "four ranks share each layer: two do so here"
+    assert "engine.backend: megatron is not installed, torch takes its place" in text or "megatron, " in text
+    assert "shrunk: cluster.launcher: local instead of ray" in text
+
+
+def test_a_rehearsal_is_for_this_machine(command: CommandLine) -> None:
+    ended = command("plan", RECIPES / "math_qwen3_8b_fsdp.toml", "--shrink", "--cluster", "2x8")
+    assert ended.code == 2
+    assert "leave --cluster and --fit out" in ended.err
+
+
+@pytest.mark.parametrize("recipe", LARGE, ids=lambda path: path.stem)
+def test_every_large_recipe_passes_the_preflight_when_shrunk(recipe: Path, tmp_path: Path) -> None:
+    preflight = shrink_run(load_config(recipe, GrpoConfig), tmp_path / "model").prepare()
+    assert preflight.num_updates == preflight.config.async_.trigger_parameter_sync_step + 1
+    assert preflight.model.num_parameters < 200_000
+    assert preflight.layout.num_ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "is_embedded", "family", "says"),
+    [
+        ("Qwen3-8B", True, "qwen3", False),
+        ("Qwen3-VL-8B-Instruct", True, "qwen3", True),
+        ("Qwen3-30B-A3B", True, "qwen3", True),
+        ("Qwen3-30B-A3B", False, "qwen3_moe", False),
+        ("SmolLM2-135M-Instruct", True, "llama", False),
+        ("some-model", True, "qwen3", True),
+    ],
+)
+def test_the_family_is_told_by_the_folder(
+    tmp_path: Path, name: str, is_embedded: bool, family: str, says: bool
+) -> None:
+    made, notice = tiny_family(str(tmp_path / name), is_embedded=is_embedded)
+    assert (made, bool(notice)) == (family, says)
+
+
+def test_the_family_is_told_by_the_config_first(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    assert tiny_family(str(tmp_path), is_embedded=True)[0] == "qwen2"
+
+
+def test_the_smallest_batch_keeps_the_staleness_in_effect(tmp_path: Path) -> None:
+    whole = load_config(RECIPES / "math_qwen3_8b_fsdp.toml", GrpoConfig)
+    policy = replace(whole.async_, staleness_threshold=0.01, require_batches=1, mini_batch_size=400)
+    small = shrink_run(replace(whole, async_=policy), tmp_path).config.async_
+    assert small.max_admitted == small.groups_per_sync + 1
+
+
+@pytest.mark.parametrize("stem", ["math_qwen3_8b_fsdp", "geo3k_qwen3vl_8b_cuda"])
+@pytest.mark.timeout(300)
+def test_a_recipe_is_rehearsed_with_real_processes(stem: str, tmp_path: Path) -> None:
+    embedded = ["--rollout.backend", "torch", "--rollout.options", "{}"]  # also where another engine is installed
+    words = ["train", RECIPES / f"{stem}.toml", "--shrink", *embedded, "--out", tmp_path / "run"]
+    with RunningCommand("grpo_async_app", *words) as process:
+        assert process.wait(240.0) == 0, process.output
+        output = process.output
+    logs = {path.stem for path in (tmp_path / "run" / "logs").glob("*.log")}
+    assert {"trainer-0", "trainer-1", "rollout-0", "rollout-1"} <= logs
+    config = load_config(tmp_path / "run" / "config.toml", GrpoConfig)
+    whole = load_config(RECIPES / f"{stem}.toml", GrpoConfig)
+    assert config.algorithm.correction == whole.algorithm.correction
+    assert config.async_.staleness_threshold == whole.async_.staleness_threshold
+    steps = [line.step for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert max(steps) == config.engine.max_updates, output
+    assert (tmp_path / "run" / "report.html").is_file()
