@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+from offbeat_data import Picture
 from offbeat_types import Completion, Ids, Reply, Trajectory, VersionSegment
 
 
@@ -25,6 +26,7 @@ class SampledGroup:
         rewards: one per trajectory, shaping included.
         parts: the reward's parts per trajectory, for the log.
         greedy_reward: reward of the prompt's greedy completion, where the advantage needs it.
+        pictures: images of the prompt, as the files they came in: smaller than their pixels on the way to every rank.
     """
 
     group_id: int
@@ -34,6 +36,7 @@ class SampledGroup:
     rewards: list[float]
     parts: list[dict[str, float]]
     greedy_reward: float = 0.0
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def oldest_version(self) -> int:
@@ -58,10 +61,13 @@ def save_groups(folder: Path, groups: Iterable[SampledGroup]) -> None:
             "rewards": group.rewards,
             "parts": group.parts,
             "greedy_reward": group.greedy_reward,
+            "pictures": [(picture.height, picture.width) for picture in group.pictures],
             "trajectories": [_describe(trajectory) for trajectory in group.trajectories],
         }
         for number, trajectory in enumerate(group.trajectories):
             arrays.update(_arrays(f"{group.group_id}.{number}", trajectory))
+        for number, picture in enumerate(group.pictures):
+            arrays[f"{group.group_id}.picture.{number}"] = np.frombuffer(picture.data, np.uint8)
         index.append(entry)
     folder.mkdir(exist_ok=True)
     (folder / "buffer.json").write_text(json.dumps(index))
@@ -78,6 +84,10 @@ def load_groups(folder: Path) -> dict[int, SampledGroup]:
             _read_trajectory(described, f"{group_id}.{number}", arrays)
             for number, described in enumerate(entry["trajectories"])
         ]
+        pictures = [
+            Picture(data=arrays[f"{group_id}.picture.{number}"].tobytes(), height=height, width=width)
+            for number, (height, width) in enumerate(entry.get("pictures", []))  # older checkpoints have none
+        ]
         groups[group_id] = SampledGroup(
             group_id=group_id,
             item=entry["item"],
@@ -86,6 +96,7 @@ def load_groups(folder: Path) -> dict[int, SampledGroup]:
             rewards=entry["rewards"],
             parts=entry["parts"],
             greedy_reward=entry["greedy_reward"],
+            pictures=tuple(pictures),
         )
     return groups
 
