@@ -1,5 +1,6 @@
 """Rows with images: JSON lines with paths, Parquet in the layout of geo3k, places in the text, pixels."""
 
+import base64
 import io
 import json
 import subprocess
@@ -19,6 +20,7 @@ from offbeat_data import (
     ConversationConfig,
     DataConfig,
     ImageRules,
+    Picture,
     Prompt,
     RewardConfig,
     Tokenizer,
@@ -101,6 +103,18 @@ def test_what_draw_geometry_writes_is_loaded_unchanged(tokenizer: Tokenizer, tmp
     reward = build_reward(RewardConfig(name="math_verify"))
     right = [reward.score(each, rf"So it is \boxed{{{each.answer}}}.").value for each in prompts.eval]
     assert right == [1.0] * 6
+
+
+@pytest.mark.parametrize(("flat", "kind"), [(True, "png"), (False, "jpeg")])
+def test_a_preview_is_small_and_stands_in_a_page(flat: bool, kind: str) -> None:
+    """A drawing is smaller as PNG, a photograph as JPEG."""
+    pixels = np.random.default_rng(0).integers(0, 256, (400, 600, 3), np.uint8)
+    Image.fromarray(pixels * 0 if flat else pixels).save(file := io.BytesIO(), format="PNG")
+    head, _, body = Picture(data=file.getvalue(), height=400, width=600).preview().partition(",")
+    assert head == f"data:image/{kind};base64"
+    shown = Image.open(io.BytesIO(base64.b64decode(body)))
+    assert shown.size == (256, 171)
+    assert len(body) < 64_000
 
 
 def test_json_lines_name_files_beside_them(tokenizer: Tokenizer, tmp_path: Path, write_jsonl: Write) -> None:

@@ -53,7 +53,6 @@ def draw_figures(data: DataConfig, num_figures: int) -> None:
         columns = (data.images_column, data.prompt_column, data.answer_column)
         rows.append(dict(zip(columns, ([f"{number}.png"], "<image>=", str(wide * high)), strict=True)))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def make_seeing_model(folder: Path, family: str, *, alphabet: str, max_positions: int, seed: int) -> None:
@@ -92,7 +91,8 @@ def _write_tokenizer(folder: Path, alphabet: str) -> dict[str, int]:
     backend.save(str(folder / "tokenizer.json"))
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": _CHAT_TEMPLATE}, indent=2))
-    return {mark: backend.token_to_id(mark) for mark in _MARKS.values()}
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    return {mark: vocabulary[mark] for mark in _MARKS.values()}
 
 
 def _text_settings(folder: Path, family: str, vocabulary: int, max_positions: int) -> dict[str, Any]:

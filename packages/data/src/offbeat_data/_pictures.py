@@ -5,17 +5,19 @@ as it is, so that engines which would resize differently (torchvision's and Pill
 equal pixels.
 """
 
+import base64
 import hashlib
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from offbeat_data._image_rules import ImageRules
 from offbeat_types import BackendError, DataError, Image
 
+_PREVIEW_PX: Final = 256
 _BROKEN = (OSError, ValueError, SyntaxError)  # what Pillow raises about a file
 _INSTALL = 'images are read with Pillow; install it with: pip install "offbeat-data[images]"'
 
@@ -49,6 +51,24 @@ class Picture:
         if upright.size != (self.width, self.height):
             upright = upright.resize((self.width, self.height), _pillow().Resampling.BICUBIC)
         return np.array(upright, dtype=np.uint8)
+
+    def preview(self) -> str:
+        """A small copy for people, at most 256 pixels wide and high, as a `data:` address that a page can hold.
+
+        Raises:
+            DataError, BackendError: as `pixels`.
+
+        Source: RFC 2397.
+        """
+        image = _pillow().fromarray(self.pixels())
+        image.thumbnail((_PREVIEW_PX, _PREVIEW_PX))
+        files = {
+            kind: io.BytesIO() for kind in ("png", "jpeg")
+        }  # drawings are smaller as one, photographs as the other
+        for kind, file in files.items():
+            image.save(file, format=kind, optimize=True)
+        kind, file = min(files.items(), key=lambda each: each[1].tell())
+        return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def read_picture(value: Any, folder: Path, rules: ImageRules) -> Picture:
