@@ -70,7 +70,10 @@ class Updates:
 
     def _check_ids(self, sequences: Sequence[TrainSequence]) -> None:
         if any(sequence.images for sequence in sequences):
-            raise DataError("sequences hold images, and the Megatron engine takes none: use the torch engine")
+            raise DataError(
+                "sequences hold images, and the megatron engine trains models for text alone: use engine.backend = "
+                '"torch", or leave the images out'
+            )
         found = [sequence.ids for sequence in sequences if len(sequence.ids)]
         low = min((int(ids.min()) for ids in found), default=0)
         high = max((int(ids.max()) for ids in found), default=0)
