@@ -68,9 +68,9 @@ def make_seeing_model(folder: Path, family: str, *, alphabet: str, max_positions
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    marks = _write_tokenizer(folder, alphabet)
-    ids = {f"{name}_token_id": marks[mark] for name, mark in _MARKS.items()}
-    text = _text_settings(folder, family, max(marks.values()) + 1, max_positions)
+    tokenizer = _write_tokenizer(folder, alphabet)
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in _MARKS.items()}
+    text = _text_settings(tokenizer, family, max_positions)
     config = AutoConfig.for_model(
         family, text_config=text, vision_config=_tower_settings(family), tie_word_embeddings=True, **ids
     )
@@ -78,30 +78,27 @@ def make_seeing_model(folder: Path, family: str, *, alphabet: str, max_positions
     model = AutoModelForImageTextToText.from_config(config).float()
     model.generation_config.eos_token_id = text["eos_token_id"]
     model.save_pretrained(folder)
-    _write_processor(folder)
+    _write_processor(folder, tokenizer)
 
 
-def _write_tokenizer(folder: Path, alphabet: str) -> dict[str, int]:
-    """A tokenizer of characters that knows the marks of images; their ids."""
-    import tokenizers
+def _write_tokenizer(folder: Path, alphabet: str) -> Any:
+    """A tokenizer of characters that knows the marks of images."""
+    from transformers import AutoTokenizer
 
     build_character_tokenizer(folder, alphabet)
-    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    backend.add_special_tokens(list(_MARKS.values()))
-    backend.save(str(folder / "tokenizer.json"))
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": _CHAT_TEMPLATE}, indent=2))
-    vocabulary = backend.get_vocab(with_added_tokens=True)
-    return {mark: vocabulary[mark] for mark in _MARKS.values()}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(_MARKS.values())})
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return tokenizer
 
 
-def _text_settings(folder: Path, family: str, vocabulary: int, max_positions: int) -> dict[str, Any]:
+def _text_settings(tokenizer: Any, family: str, max_positions: int) -> dict[str, Any]:
     """Two layers and four heads; the pairs of a head are shared out over time, height and width."""
-    tokens = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
     own = {"head_dim": 16} if family == "qwen3_vl" else {}
     return {
-        "vocab_size": -(-vocabulary // 8) * 8,
+        "vocab_size": -(-len(tokenizer) // 8) * 8,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
@@ -111,8 +108,8 @@ def _text_settings(folder: Path, family: str, vocabulary: int, max_positions: in
         "rope_parameters": {**rope, "mrope_interleaved": True} if family == "qwen3_vl" else rope,
         "tie_word_embeddings": True,
         "bos_token_id": None,
-        "eos_token_id": tokens["<eos>"],
-        "pad_token_id": tokens["<pad>"],
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
         **own,
     }
 
@@ -133,7 +130,7 @@ def _tower_settings(family: str) -> dict[str, Any]:
     return {**sizes, "window_size": 4 * _PATCH_PIXELS, "fullatt_block_indexes": [1]}
 
 
-def _write_processor(folder: Path) -> None:
+def _write_processor(folder: Path, tokenizer: Any) -> None:
     """The image processor; with torchvision the whole of it, which vLLM asks for."""
     transformers: Any = import_module("transformers")
     square = (_PATCH_PIXELS * _MERGE) ** 2
@@ -142,7 +139,6 @@ def _write_processor(folder: Path) -> None:
     if find_spec("torchvision") is None:
         transformers.Qwen2VLImageProcessorPil(size=size, **patches).save_pretrained(folder)
         return
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     transformers.Qwen3VLProcessor(
         image_processor=transformers.Qwen2VLImageProcessor(size=size, **patches),
         tokenizer=tokenizer,
