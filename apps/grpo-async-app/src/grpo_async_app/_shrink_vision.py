@@ -50,7 +50,7 @@ def draw_figures(data: DataConfig, num_figures: int) -> None:
         image = Image.new("RGB", (32, draw.choice((16, 24, 32))), "white")
         ImageDraw.Draw(image).rectangle((0, 0, wide * square_px - 1, high * square_px // 2 - 1), fill="black")
         image.save(path.parent / f"{number}.png")
-        columns = (data.images_column, data.prompt_column, data.answer_column)
+        columns = ("images", data.prompt_column, data.answer_column)
         rows.append(dict(zip(columns, ([f"{number}.png"], "<image>=", str(wide * high)), strict=True)))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -31,9 +31,6 @@ class SourceConfig:
     eval_size: int = setting(0, "Items held out of path, or read from eval_path at most (0: all of it).", "items", ge=0)
 
     prompt_column: str = setting("prompt", "Column of the prompt: a text, or a list of chat messages.")
-    images_column: str = setting(
-        "images", "Column of the images, where rows have any: paths, or bytes; <image> in a text is the place of one."
-    )
 
     system_prompt: str = setting("", "Put before every conversation that has no system message of its own.")
     chat_template: str = setting(

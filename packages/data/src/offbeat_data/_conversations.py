@@ -11,7 +11,7 @@ from offbeat_data._assistant_turns import encode_marked, mark_assistant_turns
 from offbeat_data._columns import as_messages, as_text, require_column, with_system
 from offbeat_data._config import ConversationConfig
 from offbeat_data._files import Row
-from offbeat_data._image_prompts import RowImages, with_images
+from offbeat_data._image_prompts import IMAGES, RowImages, with_images
 from offbeat_data._prompts import RowCounts, uses_template
 from offbeat_data._sources import read_sources
 from offbeat_data._tokenizer import Tokenizer
@@ -103,7 +103,7 @@ class _SequenceBuilder:
         completion: Any = require_column(row, self.config.completion_column, "completion_column", number, source)
         if isinstance(prompt, str) and not isinstance(completion, list):
             if not uses_template(self.config, self.tokenizer):
-                if row.get(self.config.images_column):
+                if row.get(IMAGES):
                     raise DataError(
                         f"{source}, row {number}: images need a chat template: set data.chat_template to on"
                     )
@@ -135,7 +135,7 @@ class _SequenceBuilder:
 
     @cached_property
     def _images(self) -> RowImages:
-        return RowImages(self.config.images_column, self.tokenizer)
+        return RowImages(self.tokenizer)
 
     def _from_texts(self, prompt: str, completion: str, number: int, source: str) -> TrainSequence:
         """Encode prompt and completion apart: at inference the model sees the prompt's own tokens."""
@@ -164,12 +164,12 @@ def _question(config: ConversationConfig, row: Row) -> Any:
     """What the assistant was asked: all of a row that it did not write, so that another answer is no other question."""
     if config.messages_column not in row:
         asked = row.get(config.prompt_column if config.completion_column in row else config.text_column)
-        return with_images(asked, row, config.images_column)
+        return with_images(asked, row)
     messages = row[config.messages_column]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return None  # `as_messages` says what is wrong with it
     said = [(each.get("role"), each.get("content")) for each in messages if each.get("role") != "assistant"]
-    return with_images(said if any(role != "system" for role, _ in said) else messages, row, config.images_column)
+    return with_images(said if any(role != "system" for role, _ in said) else messages, row)
 
 
 def _fit(sequence: TrainSequence, limit: int, cuts: bool) -> TrainSequence | None:

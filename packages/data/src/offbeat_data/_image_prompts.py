@@ -14,13 +14,15 @@ from offbeat_data._pictures import Picture, picture_key, read_picture
 from offbeat_data._tokenizer import Tokenizer
 from offbeat_types import DataError, Ids, ModelError
 
+IMAGES: Final = "images"
+"""Column of the images of a row: paths, or bytes. Source: dataset card of hiyouga/geometry3k."""
 MARK: Final = "<image>"
-"""Place of an image in a text. Source: dataset card of hiyouga/geometry3k."""
+"""Place of an image in a text. Source: the same."""
 
 
-def with_images(question: Any, row: Row, column: str) -> Any:
+def with_images(question: Any, row: Row) -> Any:
     """What a row asks: its text, and which images go with it. One text may be asked of many."""
-    values = _values(row, column)
+    values = _values(row)
     return [question, [picture_key(value) for value in values]] if values and question is not None else question
 
 
@@ -28,12 +30,11 @@ class RowImages:
     """Reads the images of rows, and brings their placeholders into the prompt.
 
     Args:
-        column: of the images.
         tokenizer: of the model, in whose folder the rules for its images are; they are read with the first image.
     """
 
-    def __init__(self, column: str, tokenizer: Tokenizer) -> None:
-        self._column, self._tokenizer = column, tokenizer
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
 
     def read(self, row: Row, source: str) -> tuple[Picture, ...]:
         """The images of a row.
@@ -49,7 +50,7 @@ class RowImages:
         """
         path = Path(source).expanduser()
         folder, pictures = path if path.is_dir() else path.parent, []
-        for number, value in enumerate(_values(row, self._column), 1):
+        for number, value in enumerate(_values(row), 1):
             try:
                 pictures.append(read_picture(value, folder, self._rules))
             except DataError as error:
@@ -65,7 +66,7 @@ class RowImages:
         Raises:
             DataError: other places than images.
         """
-        if self._column not in row:
+        if IMAGES not in row:
             return messages
         placed = [{**message, "content": _parts(message["content"])} for message in messages]
         found = sum(part.get("type") == "image" for message in placed for part in _list(message["content"]))
@@ -133,9 +134,9 @@ class RowImages:
         return text
 
 
-def _values(row: Row, column: str) -> list[Any]:
+def _values(row: Row) -> list[Any]:
     """What a row gives for its images: a list, or one alone."""
-    value = row.get(column)
+    value = row.get(IMAGES)
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 

@@ -9,7 +9,7 @@ from offbeat_data._chat_template import RenderedChat
 from offbeat_data._columns import as_messages, as_text, require_column, with_system
 from offbeat_data._config import DataConfig, SourceConfig
 from offbeat_data._files import Row
-from offbeat_data._image_prompts import RowImages, with_images
+from offbeat_data._image_prompts import IMAGES, RowImages, with_images
 from offbeat_data._pictures import Picture
 from offbeat_data._plain import to_plain
 from offbeat_data._sources import read_sources
@@ -93,7 +93,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, *, needs_answer: bool
         ModelError: a chat template is needed and there is none; or rows have images and the model takes none.
         BackendError: a reader is not installed.
     """
-    rows = read_sources(config, lambda row: with_images(row.get(config.prompt_column), row, config.images_column))
+    rows = read_sources(config, lambda row: with_images(row.get(config.prompt_column), row))
     builder = _PromptBuilder(config, tokenizer, needs_answer)
     train, train_counts = builder.build(rows.train, config.path, rows.num_shared)
     held_out, eval_counts = builder.build(rows.held_out, config.eval_path or config.path)
@@ -158,13 +158,13 @@ class _PromptBuilder:
 
     @cached_property
     def _images(self) -> RowImages:
-        return RowImages(self.config.images_column, self.tokenizer)
+        return RowImages(self.tokenizer)
 
     def _render(self, row: Row, number: int, source: str) -> _Rendered:
         value = require_column(row, self.config.prompt_column, "prompt_column", number, source)
         if isinstance(value, str):
             if not uses_template(self.config, self.tokenizer):
-                if row.get(self.config.images_column):
+                if row.get(IMAGES):
                     raise DataError(
                         f"{source}, row {number}: images need a chat template: set data.chat_template to on"
                     )

@@ -87,7 +87,7 @@ def shape_of(config: Any) -> ModelShape:
     if getattr(config, "vision_config", None) is not None:
         raise ModelError(
             f"the megatron engine trains models for text: it builds megatron-core's GPT and no vision tower, which "
-            f"{family} has; use engine.backend = \"torch\", whose ranks share all weights (FSDP2)"
+            f'{family} has; use engine.backend = "torch", whose ranks share all weights (FSDP2)'
         )
     if family not in FAMILIES:
         raise ModelError(

@@ -95,7 +95,8 @@ def _write_data(draft: Draft) -> None:
         "data.train_files",
         "rows hold the answer in reward_model.ground_truth; here it is a column of its own, data.answer_column",
     )
-    draft.copy("data.images_column", "data.image_key", default="images")
+    if draft.take("data.image_key", default="images") != "images":
+        draft.change("data.image_key", "images are read from the column `images`: rename yours")
     draft.copy("data.max_prompt_tokens", "data.max_prompt_length", default=512)
     draft.copy("data.shuffle", "data.shuffle")
     draft.copy("data.seed", "data.seed")
