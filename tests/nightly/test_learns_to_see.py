@@ -94,9 +94,9 @@ def test_a_model_learns_what_only_the_picture_tells(tmp_path: Path) -> None:
     twenties = [round(mean(rewards[at : at + 20]), 2) for at in range(0, len(rewards), 20)]
     print(f"mean reward of twenty updates each {twenties}; held-out accuracy of every twentieth {curve}")
     print(f"at the end, greedily: {right} with the right pictures, {shuffled} with shuffled ones")
-    assert ended >= begun + 0.1, "GRPO has taught nothing"
+    assert ended >= begun + 0.15, "GRPO has taught nothing"
     assert curve[-1] > curve[0], "nothing that holds for other figures"
-    assert right >= 0.65
+    assert right >= 0.7
     assert shuffled <= 0.3, "the picture was not needed"
 
 
