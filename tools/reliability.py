@@ -5,30 +5,29 @@
     python tools/reliability.py --write            put the table into docs/reliability.md
 
 Each is a run of `grpo-async-app train` on a model made on the spot, with two rollout engines and a heartbeat deadline
-of 10 s. It takes about ten minutes on two cores.
+of 10 s. It takes about twenty minutes on two cores.
 """
 
 import argparse
 import os
 import random
 import re
-import resource
 import shutil
-import signal
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from role_faults import Job, final_reward, last_value, role_pids, signal_role, updates
+from fake_hosts import FakeHosts, fake_hosts
+from role_faults import Job, final_reward, last_value, updates
+from run_faults import FAULTS, Fault, Scene, kill_driver, leave_alone
 from workspace import ROOT
 
-from offbeat_testing import RunningCommand, wait_until_gone
+from offbeat_testing import RunningCommand
 
 DOCUMENT: Final = ROOT / "docs" / "reliability.md"
 MARK: Final = "<!-- written by tools/reliability.py -->"
@@ -36,48 +35,7 @@ END: Final = "<!-- end -->"
 NUM_EPOCHS: Final = 10
 BEGUN_AFTER: Final = 5
 PATIENCE_S: Final = 240.0
-AGAIN: Final = "is started again"
-LONGER: Final = ("--rollout.max_tokens=64", "--rollout.max_model_len=128", "--rollout.samples_per_prompt=8")
-
-
-@dataclass
-class Scene:
-    """A run that trains, in the middle of which something happens.
-
-    Args:
-        job: what it trains.
-        process: its driver.
-        undo: what ends the fault.
-    """
-
-    job: Job
-    process: RunningCommand
-    undo: ExitStack
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """One thing that happens to a run.
-
-    Args:
-        name: in words.
-        inject: does it.
-        happens: what the run does about it, in words.
-        noticed_by: what the run then says; empty when it says nothing.
-        words: more of the command line.
-        undo_after_s: the fault ends by itself; None: it lasts until the run is over.
-        ends_with: exit code of the run; a run that fails is resumed.
-        needs_root: it mounts a file system.
-    """
-
-    name: str
-    inject: Callable[[Scene], None]
-    happens: str
-    noticed_by: str = AGAIN
-    words: tuple[str, ...] = ()
-    undo_after_s: float | None = None
-    ends_with: int = 0
-    needs_root: bool = False
+ON_RAY: Final = ("--cluster.launcher=ray", "--cluster.connect_timeout_s=300")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,174 +59,6 @@ class Outcome:
     complaints: tuple[str, ...]
 
 
-def kill(role: str, number: signal.Signals = signal.SIGKILL) -> Callable[[Scene], None]:
-    """Send a signal to a role."""
-
-    def inject(scene: Scene) -> None:
-        pid = signal_role(scene.process, role, number)
-        if number == signal.SIGSTOP:
-            scene.undo.callback(_wake, pid)
-
-    return inject
-
-
-def limit(role: str, what: int, amount: int) -> Callable[[Scene], None]:
-    """Lower a limit of a role's process; undone at the end."""
-
-    def inject(scene: Scene) -> None:
-        pid = role_pids(scene.process)[role]
-        before = resource.prlimit(pid, what, (amount, resource.RLIM_INFINITY))
-        scene.undo.callback(_restore_limit, pid, what, before)
-
-    return inject
-
-
-def leave_alone(scene: Scene) -> None:
-    """Do nothing."""
-
-
-def slow_down(scene: Scene) -> None:
-    """Let rollout-1 run a tenth of the time."""
-    scene.undo.enter_context(slowed(role_pids(scene.process)["rollout-1"], 0.1))
-
-
-def fill_disk(scene: Scene) -> None:
-    """Take all room of the file system the run lies on."""
-    path = scene.job.folder / "filler"
-    with suppress(OSError), path.open("wb") as file:
-        while True:
-            file.write(bytes(1 << 16))
-            file.flush()
-    scene.undo.callback(path.unlink)
-
-
-def kill_driver(scene: Scene) -> None:
-    """`kill -9` of the driver, and nobody tells the others."""
-    roles = role_pids(scene.process).values()
-    scene.process.kill()
-    scene.process.wait()
-    wait_until_gone(roles, 30)
-
-
-FAULTS: Final = (
-    Fault(name="none, to compare with", inject=leave_alone, happens="trains to its end", noticed_by=""),
-    Fault(
-        name="none, answers of 64 tokens",
-        inject=leave_alone,
-        happens="trains to its end; what the next rows compare with",
-        noticed_by="",
-        words=LONGER,
-    ),
-    Fault(
-        name="rollout engine killed",
-        words=LONGER,
-        inject=kill("rollout-1"),
-        happens="started again, given the trainer's weights; its prompts are issued again to whoever serves",
-    ),
-    Fault(
-        name="rollout engine stopped (SIGSTOP)",
-        words=LONGER,
-        inject=kill("rollout-1", signal.SIGSTOP),
-        happens="does not answer `health` for `cluster.silent_after_s` (10 s): killed, then as above",
-    ),
-    Fault(
-        name="rollout engine out of memory (RLIMIT_AS)",
-        words=LONGER,
-        inject=limit("rollout-1", resource.RLIMIT_AS, 1 << 20),
-        happens="whatever call fails first: the process is replaced, then as above",
-    ),
-    Fault(
-        name="rollout engine slow by 10 times",
-        inject=slow_down,
-        happens="named as a straggler, never ended; least-loaded routing gives it less",
-        noticed_by="is a straggler",
-        words=LONGER,
-    ),
-    Fault(
-        name="trainer killed",
-        inject=kill("trainer-0"),
-        happens="all its ranks are started again from the last checkpoint; engines stay up",
-    ),
-    Fault(
-        name="one of two trainer ranks killed",
-        inject=kill("trainer-1"),
-        happens="the other is ended too; then as above",
-        words=("--engine.num_ranks=2",),
-    ),
-    Fault(
-        name="trainer stopped (SIGSTOP)",
-        inject=kill("trainer-0", signal.SIGSTOP),
-        happens="does not answer for `cluster.silent_after_s` (10 s): killed, then as above",
-    ),
-    Fault(
-        name="trainer rests 5 s: sample buffer full",
-        inject=kill("trainer-0", signal.SIGSTOP),
-        happens="no prompt is started beyond the staleness bound; goes on by itself",
-        noticed_by="",
-        undo_after_s=5.0,
-    ),
-    Fault(
-        name="scorer killed",
-        inject=kill("scorer"),
-        happens="started again, and asked again for the completion it died over",
-        noticed_by="",
-    ),
-    Fault(
-        name="driver killed",
-        inject=kill_driver,
-        happens="every role dies with it; `resume` goes on from the last checkpoint",
-        noticed_by="",
-        ends_with=-signal.SIGKILL,
-    ),
-    Fault(
-        name="checkpoint cannot be written (RLIMIT_FSIZE)",
-        inject=limit("trainer-0", resource.RLIMIT_FSIZE, 10_000),
-        happens="the run ends with an error that says so (exit code 2); older checkpoints stay whole; `resume` goes on",
-        noticed_by="no space left",
-        ends_with=2,
-    ),
-    Fault(
-        name="disk full (tmpfs)",
-        inject=fill_disk,
-        happens="ends with an error that says so (exit code 2), also where a log cannot be written; `resume` goes on",
-        noticed_by="no space left",
-        ends_with=2,
-        needs_root=True,
-    ),
-)
-
-
-@contextmanager
-def slowed(pid: int, share: float, period_s: float = 0.2) -> Iterator[None]:
-    """Let a process run only so much of the time."""
-    ended = threading.Event()
-
-    def work() -> None:
-        with suppress(ProcessLookupError):
-            while not ended.wait(period_s * share):
-                os.kill(pid, signal.SIGSTOP)
-                ended.wait(period_s * (1 - share))
-                os.kill(pid, signal.SIGCONT)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def _wake(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGCONT)
-
-
-def _restore_limit(pid: int, what: int, before: tuple[int, int]) -> None:
-    with suppress(ProcessLookupError):
-        resource.prlimit(pid, what, before)
-
-
 @contextmanager
 def _folder(fault: Fault) -> Iterator[Path]:
     """A place for the run, on a small file system of its own where the fault asks for one."""
@@ -283,15 +73,26 @@ def _folder(fault: Fault) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
+@contextmanager
+def _hosts(fault: Fault) -> Iterator[FakeHosts | None]:
+    """Hosts for a fault that happens to one."""
+    if not fault.num_hosts:
+        yield None
+        return
+    with fake_hosts([1] * fault.num_hosts) as hosts:
+        yield hosts
+
+
 def try_fault(fault: Fault) -> Outcome:
     """Do it to a run, and see the run to its end."""
-    with _folder(fault) as folder, ExitStack() as undo:
+    with _folder(fault) as folder, _hosts(fault) as hosts, ExitStack() as undo:
         job = Job.make(folder, NUM_EPOCHS)
-        with job.train(*fault.words) as process:
+        words = [] if hosts is None else [*ON_RAY, f"--cluster.address={hosts.address}"]
+        with job.train(*fault.words, *words) as process:
             process.wait_until(lambda: len(updates(job.run)) >= BEGUN_AFTER, "the run has begun", PATIENCE_S)
             time.sleep(random.uniform(0, 0.3))
             before, at_s = updates(job.run)[-1], time.monotonic()
-            fault.inject(Scene(job, process, undo))
+            fault.inject(Scene(job, process, undo, hosts))
             if fault.undo_after_s is not None:
                 time.sleep(fault.undo_after_s)
                 undo.close()
@@ -404,8 +205,8 @@ def main() -> None:
     for fault in FAULTS:
         if asked.only not in fault.name:
             continue
-        if fault.needs_root and os.geteuid():
-            print(f"{fault.name}: left out, it mounts a file system and needs root")
+        if (fault.needs_root or fault.num_hosts) and os.geteuid():
+            print(f"{fault.name}: left out, it needs root")
             continue
         outcome = try_fault(fault)
         row, failed = _row(fault, outcome), failed or bool(outcome.complaints)

@@ -58,7 +58,9 @@ train_generations = 100
 REWARD: Final = """
 import time
 
-WANTED = "abcdefghijklm"  # a model with random weights learns in 30 updates to write nothing else
+# A model with random weights learns in 30 updates to write nothing else. All letters: with half of them "the" is worth
+# two thirds, and a model that has come to write nothing but "the" learns no more.
+WANTED = "abcdefghijklmnopqrstuvwxyz "
 
 def judge(prompt, completion):
     time.sleep({seconds})  # the run takes its time, and not the processor's

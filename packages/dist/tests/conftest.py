@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 import offbeat_dist._mesh
 import offbeat_dist.liveness  # noqa: F401 - warm before the forks
+from offbeat_testing import wait_for_leaving_threads
 
 sys.path.insert(0, str(Path(__file__).parent))  # for liveness_launch
 
@@ -58,6 +59,7 @@ class RankTeam:
     def run(self, num_ranks: int, body: Callable[[int, int, Store], Any]) -> list[Ended]:
         """Run `body(rank, size, store)` in `num_ranks` processes that share a store held by this one."""
         readers, port_writers = {}, []
+        wait_for_leaving_threads()
         for rank in range(num_ranks):
             reader, writer = os.pipe()
             port_reader, port_writer = os.pipe()

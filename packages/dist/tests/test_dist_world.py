@@ -138,6 +138,7 @@ def test_the_store_of_somebody_else_s_group_keeps_its_timeout():
 def test_a_rank_0_that_is_lost_while_joining_is_named_and_leaves_no_world_behind(run_ranks):
     def body(rank, num_ranks, store):
         if rank == 0:  # comes, and is gone before it has opened its hub
+            store.set("offbeat/world/1/host/0", "127.0.0.1")
             store.add("offbeat/world/1/joined/0", 1)
             dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=20))
             store.get("over")

@@ -40,6 +40,10 @@ class Peer:
         self._process.join(30)
         assert self._process.exitcode is not None, "the process lives on"
 
+    def is_stopped(self) -> bool:
+        """Whether it stands still, as after SIGSTOP."""
+        return Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+
     def kill(self) -> None:
         """End it as `kill -9` does."""
         self._process.kill()

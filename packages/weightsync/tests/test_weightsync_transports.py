@@ -158,6 +158,22 @@ def test_an_engine_that_stands_still_is_named_at_the_deadline(
     assert f"weight sync of version 1: waited 2 s for rollout-7 {what}" in str(caught.value)
 
 
+@pytest.mark.parametrize("num_receivers", [1, 2])
+def test_an_engine_that_is_given_up_in_the_middle_of_a_sync_is_waited_for_no_longer(
+    listen: Any, weights: dict[str, Tensor], start_engine: Any, num_receivers: int
+) -> None:
+    """As when its machine is gone: nothing is ever heard of it again, not even that its connection has ended."""
+    with listen(weights) as sender:
+        engine = start_engine(sender.address, "stop at wide")
+        for number in range(1, num_receivers):
+            start_engine(sender.address, name=f"rollout-{number}")
+
+        with pytest.raises(
+            WeightSyncError, match="weight sync of version 1 was withdrawn while it waited for rollout-0"
+        ):
+            sender.send(weights.items(), 1, num_receivers, deadline_s=60, is_withdrawn=engine.is_stopped)
+
+
 def test_engines_that_do_not_come_are_counted_at_the_deadline(
     listen: Any, weights: dict[str, Tensor], start_engine: Any
 ) -> None:

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import FileStore
 
 import offbeat_dist.liveness  # noqa: F401 - warm before the forks
 from offbeat_dist import Group, Mesh, join_world
+from offbeat_testing import wait_for_leaving_threads
 
 PR_SET_PDEATHSIG = 1
 LIMIT_S = 60.0
@@ -40,6 +41,7 @@ class RankTeam:
         folder = tempfile.mkdtemp(prefix="offbeat-ranks-")
         self.folders.append(folder)
         readers = []
+        wait_for_leaving_threads()
         for rank in range(num_ranks):
             reader, writer = os.pipe()
             pid = os.fork()

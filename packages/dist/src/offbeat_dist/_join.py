@@ -1,17 +1,17 @@
 """Joining the world: from torchrun's environment, from an address, from a store, or over an existing default group."""
 
 import os
-import socket
 from collections import Counter
 from datetime import timedelta
 from typing import Final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from offbeat_dist._device import Device, available_devices, open_device
+from offbeat_dist._hosts import find_host, innermost, tell_host
 from offbeat_dist._meeting import open_store
 from offbeat_dist._world import World, refuse_second_world
 from offbeat_types import ConfigError, DeadlineError
@@ -60,13 +60,15 @@ def join_world(
         rank, size, store = _rendezvous(rank, size, address, store, deadline_s)
     store.set_timeout(timedelta(seconds=deadline_s))
     prefix = f"offbeat/world/{_count_join(store)}"
+    tell_host(store, f"{prefix}/host", rank)
     _meet(store, prefix, rank, size, deadline_s)
+    host = find_host(store, f"{prefix}/host", rank, size)
     if not adopted:
         _open_default_group(store, rank, size, opened, deadline_s)
-    world = World(rank, size, opened, deadline_s, _own(store), owned=not adopted)
+    world = World(rank, size, opened, deadline_s, _own(store), host=host, owned=not adopted)
     if size > 1:
         try:
-            world.open_board(f"{prefix}/hub", _own_host(store))
+            world.open_board(f"{prefix}/hub")
         except BaseException as error:
             world.leave(error)  # nobody else has it to leave it
             raise
@@ -75,7 +77,7 @@ def join_world(
 
 def _count_join(store: Store) -> int:
     """How often this process has joined over the store before; ranks do so equally often."""
-    inner = _innermost(store)
+    inner = innermost(store)
     place = f"{inner.host}:{inner.port}" if isinstance(inner, TCPStore) else str(getattr(inner, "path", ""))
     _joins[place] += 1
     return _joins[place]
@@ -85,12 +87,6 @@ def _own(store: Store) -> Store:
     """The same store on a connection of its own: a wait on it leaves the other one free."""
     own: Store = store.clone()  # type: ignore[attr-defined]  # of torch, untyped
     return own
-
-
-def _innermost(store: Store) -> Store:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
 
 
 def backends(device: Device) -> str:
@@ -188,17 +184,6 @@ def _open_default_group(store: Store, rank: int, size: int, device: Device, dead
         device_id = device.torch_device
     timeout = timedelta(seconds=deadline_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
-
-
-def _own_host(store: Store) -> str:
-    """The address of this host that the other ranks reach: the one that leads to the store; else loopback."""
-    store = _innermost(store)
-    if not isinstance(store, TCPStore):
-        return "127.0.0.1"
-    family, kind, _, _, target = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)  # sends nothing for a datagram socket: it only picks the route
-        return str(probe.getsockname()[0])
 
 
 def _first_line(error: BaseException) -> str:

@@ -35,11 +35,14 @@ class World:
         device: where this process computes.
         deadline_s: the default of every wait.
         store: what the processes share, on a connection of the world's own.
+        host: the address of this host under which the other ranks reach this one; loopback where all are on it.
     """
 
-    def __init__(self, rank: int, size: int, device: Device, deadline_s: float, store: Store, *, owned: bool) -> None:
+    def __init__(
+        self, rank: int, size: int, device: Device, deadline_s: float, store: Store, *, host: str, owned: bool
+    ) -> None:
         self.rank, self.size, self.device, self.deadline_s = rank, size, device, deadline_s
-        self.store = store
+        self.store, self.host = store, host
         self.board: Board | None = None
         self._hub: Hub | None = None
         self._owned = owned
@@ -49,7 +52,7 @@ class World:
         _joined.append(self)
         atexit.register(_leave_at_exit, weakref.ref(self))
 
-    def open_board(self, key: str, host: str) -> None:
+    def open_board(self, key: str) -> None:
         """Start the hub on rank 0, tell the others through the store where it is, and connect to it.
 
         Raises:
@@ -57,7 +60,7 @@ class World:
         """
         if self.rank == 0:
             token = secrets.token_hex(16)
-            self._hub = Hub(host, token)
+            self._hub = Hub(self.host, token)
             self.store.set(key, f"{self._hub.address[0]} {self._hub.address[1]} {token}")
         try:
             hub_host, hub_port, token = self.store.get(key).decode().split()

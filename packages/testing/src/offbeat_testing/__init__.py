@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from offbeat_testing._command_line import CommandEnded, CommandLine
     from offbeat_testing._fakes import FakeRolloutEngine, FakeWeightStream, Script
     from offbeat_testing._forked_roles import fork_roles
+    from offbeat_testing._leaving_threads import wait_for_leaving_threads
     from offbeat_testing._ranks._child import Ranks
     from offbeat_testing._reference import changed_weights, reference_logprobs, reference_model
     from offbeat_testing._rollout_conformance import RolloutConformance
@@ -38,6 +39,7 @@ __all__ = [
     "tiny_model",
     "tiny_tokenizer",
     "tiny_vision_model",
+    "wait_for_leaving_threads",
     "wait_until_gone",
 ]
 
@@ -60,6 +62,7 @@ _MODULES = {
     "tiny_model": "_tiny_models",
     "tiny_tokenizer": "_tiny_models",
     "tiny_vision_model": "_tiny_vision_models",
+    "wait_for_leaving_threads": "_leaving_threads",
     "wait_until_gone": "_running_command",
 }
 

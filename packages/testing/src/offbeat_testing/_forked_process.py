@@ -6,6 +6,8 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
+from offbeat_testing._leaving_threads import wait_for_leaving_threads
+
 
 class ForkedProcess:
     """Calls a function in a child process, in a session of its own, with the signal handlers of a new process.
@@ -18,6 +20,7 @@ class ForkedProcess:
 
     def __init__(self, main: Callable[[], object], words: Sequence[str] = (), output: int = 2) -> None:
         self._code: int | None = None
+        wait_for_leaving_threads()
         self.pid = os.fork()
         if not self.pid:
             _become(main, words, output)

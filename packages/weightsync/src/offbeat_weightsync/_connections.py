@@ -23,6 +23,9 @@ T = TypeVar("T")
 PATIENCE_S: Final = 0.05
 """A shorter wait is nobody's business. A longer one is declared to the liveness monitor, and ends with the deadline."""
 
+LOOK_UP_S: Final = 0.2
+"""Whoever waits longer looks up so often: is the sync wanted still?"""
+
 _LAST_READ_S: Final = 1.0
 """How long a side that has said why it gives up still takes what was sent to it: see `Connection.close`."""
 
@@ -43,10 +46,11 @@ class Deadline:
     Args:
         waiting: name of the sync, such as "weight sync of version 3".
         seconds: time allowed from now.
+        is_withdrawn: asked while somebody is waited for: True ends the wait, as nobody will come or answer.
     """
 
-    def __init__(self, waiting: str, seconds: float) -> None:
-        self.waiting, self.seconds = waiting, seconds
+    def __init__(self, waiting: str, seconds: float, is_withdrawn: Callable[[], bool] = lambda: False) -> None:
+        self.waiting, self.seconds, self.is_withdrawn = waiting, seconds, is_withdrawn
         self._end = time.monotonic() + seconds
 
     def left_s(self) -> float:
@@ -56,6 +60,11 @@ class Deadline:
     def declared(self, on: str) -> waiting:
         """Let the liveness monitor see a wait for `on`, for a verdict to name it."""
         return waiting(self.waiting, on=on, deadline_s=self.seconds)
+
+    def look_up(self, on: str) -> None:
+        """Raise WeightSyncError if the sync, which waits for `on`, is not wanted any more."""
+        if self.is_withdrawn():
+            raise WeightSyncError(f"{self.waiting} was withdrawn while it waited for {on}")
 
     def missed(self, on: str) -> DeadlineError:
         """The error to raise when it has passed while waiting for `on`."""
@@ -254,10 +263,14 @@ class Connection:
                 pass  # it takes long
         try:
             with self.deadline.declared(self.peer):
-                self._socket.settimeout(self.deadline.left_s() or 1e-3)
-                return operation()
-        except TimeoutError as error:
-            raise self.deadline.missed(on) from error
+                while True:
+                    self._socket.settimeout(min(self.deadline.left_s(), LOOK_UP_S) or 1e-3)
+                    try:
+                        return operation()
+                    except TimeoutError as error:
+                        self.deadline.look_up(on)
+                        if not self.deadline.left_s():
+                            raise self.deadline.missed(on) from error
         finally:
             with contextlib.suppress(OSError):
                 self._socket.settimeout(PATIENCE_S)

@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from offbeat_types import DeadlineError, WeightProof, WeightSyncError
-from offbeat_weightsync._connections import Connection, LaneLostError
+from offbeat_weightsync._connections import LOOK_UP_S, Connection, LaneLostError
 from offbeat_weightsync._filling import PlannedTensors
 from offbeat_weightsync._lanes import assign_lanes, run_lanes
 from offbeat_weightsync._messages import Accepted, End, Hello, Proof, Ready
@@ -154,9 +154,11 @@ def collect(peers: list[Connection], take: Callable[[Connection], T], what: str)
         while len(taken) < len(peers):
             missing = ", ".join(peer.peer for peer in peers if peer not in taken)
             with deadline.declared(missing):
-                ready = selector.select(deadline.left_s())
+                ready = selector.select(min(deadline.left_s(), LOOK_UP_S))
             if not ready:
-                raise deadline.missed(f"{missing} {what}")
+                deadline.look_up(missing)
+                if not deadline.left_s():
+                    raise deadline.missed(f"{missing} {what}")
             for key, _ in ready:
                 selector.unregister(key.fileobj)
                 taken[key.data] = take(key.data)

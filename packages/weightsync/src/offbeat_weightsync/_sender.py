@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Final, Self
+from typing import Self
 
 from torch import Tensor
 
@@ -13,9 +13,6 @@ from offbeat_weightsync._connections import Connection, Deadline
 from offbeat_weightsync._messages import Join, Welcome
 from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._rounds import Round
-
-ACCEPT_S: Final = 0.2
-"""A sender that waits for receivers looks up so often: is it wanted still?"""
 
 
 class WeightSender(ABC):
@@ -40,7 +37,7 @@ class WeightSender(ABC):
 
     @abstractmethod
     def _accept(self, deadline: Deadline, missing: str) -> tuple[Connection, Join] | None:
-        """Wait `ACCEPT_S` at most for the next receiver; None: it was none, or not yet all of it."""
+        """Wait `LOOK_UP_S` at most for the next receiver; None: it was none, or not yet all of it."""
 
     @abstractmethod
     def _round(self, joined: dict[Connection, Join], plan: BucketPlan, kept: str) -> Round:
@@ -72,7 +69,7 @@ class WeightSender(ABC):
             version: policy version; the receivers must ask for the same.
             num_receivers: how many to wait for before sending, at least 1.
             deadline_s: overrides the sender's.
-            is_withdrawn: asked while receivers are waited for: True ends the wait, as nobody will come.
+            is_withdrawn: asked while receivers are waited for: True ends the wait, as none will come or answer.
 
         Raises:
             WeightSyncError: tensors differ from the plan, a receiver failed or died, or holds other bytes; or it was
@@ -122,11 +119,12 @@ class WeightSender(ABC):
         is_withdrawn: Callable[[], bool] = lambda: False,
     ) -> Iterator[dict[Connection, Join]]:
         """The receivers of a sync. An error within is told to all of them."""
-        deadline = Deadline(f"weight sync of version {version}", self._deadline_s if deadline_s is None else deadline_s)
+        seconds = self._deadline_s if deadline_s is None else deadline_s
+        deadline = Deadline(f"weight sync of version {version}", seconds, is_withdrawn)
         joined: dict[Connection, Join] = {}
         try:
             with deadline.declared("rollout"):
-                self._gather(joined, version, num_receivers, deadline, is_withdrawn)
+                self._gather(joined, version, num_receivers, deadline)
             yield joined
         except BaseException as error:
             for peer in joined:
@@ -136,19 +134,11 @@ class WeightSender(ABC):
             for peer in joined:
                 self._part(peer)
 
-    def _gather(
-        self,
-        joined: dict[Connection, Join],
-        version: int,
-        num_receivers: int,
-        deadline: Deadline,
-        is_withdrawn: Callable[[], bool],
-    ) -> None:
+    def _gather(self, joined: dict[Connection, Join], version: int, num_receivers: int, deadline: Deadline) -> None:
         """Wait until all receivers have asked for this version."""
         refused: list[str] = []
         while len(joined) < num_receivers:
-            if is_withdrawn():
-                raise WeightSyncError(f"{deadline.waiting} was withdrawn while it waited for receivers")
+            deadline.look_up("receivers")
             names = ", ".join([peer.peer for peer in joined]) or "none"
             missing = f"{num_receivers - len(joined)} of {num_receivers} receivers to connect (here: {names})"
             arrived = self._accept(deadline, "; ".join([missing, *refused]))

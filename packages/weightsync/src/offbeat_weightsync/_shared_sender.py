@@ -6,11 +6,11 @@ from typing import Final
 
 from offbeat_types import DeadlineError, WeightSyncError
 from offbeat_weightsync._addresses import kernel_address, remove_socket
-from offbeat_weightsync._connections import Connection, Deadline, same_user
+from offbeat_weightsync._connections import LOOK_UP_S, Connection, Deadline, same_user
 from offbeat_weightsync._messages import Join
 from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._rounds import Round
-from offbeat_weightsync._sender import ACCEPT_S, WeightSender
+from offbeat_weightsync._sender import WeightSender
 from offbeat_weightsync._shared_rounds import SharedMemoryRound
 from offbeat_weightsync._slots import open_slots
 
@@ -65,7 +65,7 @@ class SharedMemorySender(WeightSender):
         return SharedMemoryRound(list(joined), plan, self._slots, kept)
 
     def _accept(self, deadline: Deadline, missing: str) -> tuple[Connection, Join] | None:
-        self._listener.settimeout(min(deadline.left_s(), ACCEPT_S) or 1e-3)
+        self._listener.settimeout(min(deadline.left_s(), LOOK_UP_S) or 1e-3)
         try:
             sock, _ = self._listener.accept()
         except TimeoutError:

@@ -7,11 +7,11 @@ from typing import Final
 
 from offbeat_types import DeadlineError, WeightSyncError
 from offbeat_weightsync._addresses import TcpAddress
-from offbeat_weightsync._connections import Connection, Deadline
+from offbeat_weightsync._connections import LOOK_UP_S, Connection, Deadline
 from offbeat_weightsync._messages import Join, JoinLane
 from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._rounds import Round
-from offbeat_weightsync._sender import ACCEPT_S, WeightSender
+from offbeat_weightsync._sender import WeightSender
 from offbeat_weightsync._shared_sender import SharedMemorySender
 from offbeat_weightsync._tcp import admit, greet, listen_tcp
 from offbeat_weightsync._tcp_rounds import TcpRound
@@ -117,7 +117,7 @@ class TcpSender(WeightSender):
             selector.register(self._listener, selectors.EVENT_READ)
             for each in self._strangers:
                 selector.register(each, selectors.EVENT_READ, each)
-            ready = selector.select(min(deadline.left_s(), ACCEPT_S))
+            ready = selector.select(min(deadline.left_s(), LOOK_UP_S))
         for key, _ in ready:
             if isinstance(key.data, Connection):
                 self._admit(key.data, min(_GREETING_S, deadline.left_s()))

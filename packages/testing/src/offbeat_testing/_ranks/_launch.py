@@ -18,6 +18,7 @@ from typing import Final
 
 import pytest
 
+from offbeat_testing._leaving_threads import wait_for_leaving_threads
 from offbeat_testing._ranks._collectives import waiting_for_the_finished
 from offbeat_testing._ranks._failure import RankEnd, give_verdict
 from offbeat_testing._ranks._report import RankReport, RankState, RankVerdict, from_line
@@ -93,6 +94,7 @@ class Crew:
         """
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+        wait_for_leaving_threads()
         for rank in range(self._request.size):
             self._fork(rank)
         port = 0
