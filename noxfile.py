@@ -221,6 +221,12 @@ def chaos(session: nox.Session, launcher: str) -> None:
     pytest(session, f"chaos-{launcher}", file, OFFBEAT_CHAOS_S="300", OFFBEAT_CHAOS_LAUNCHER=launcher)
 
 
+@nox.session(tags=["nightly"], default=False)
+def sight(session: nox.Session) -> None:
+    """A tiny vision-language model learns from drawn figures what only the picture tells."""
+    pytest(session, "sight", "tests/nightly/test_learns_to_see.py", "-rP")
+
+
 for _folder in ("numerics", "e2e"):
     if list((ROOT / "tests" / _folder).glob("test_*.py")):
 

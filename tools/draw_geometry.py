@@ -42,6 +42,7 @@ class Problem:
         key: kind and numbers; two problems with one key ask the same.
         outline: corners of a closed line, or centre and a point of a circle.
         labels: where to write what.
+        lines: within the outline, each from one point to another.
         question, answer: the text, and LaTeX.
     """
 
@@ -50,6 +51,7 @@ class Problem:
     labels: tuple[tuple[Point, str], ...]
     question: str
     answer: str
+    lines: tuple[tuple[Point, Point], ...] = ()
 
 
 def right_triangle(rng: random.Random) -> Problem:
@@ -88,6 +90,18 @@ def rectangle_perimeter(rng: random.Random) -> Problem:
     return _rectangle(f"rectangle_perimeter {a} {b}", a, b, "Find the perimeter of the rectangle.", str(2 * (a + b)))
 
 
+def squares_area(rng: random.Random) -> Problem:
+    """A rectangle of unit squares, anywhere on a grid of eight by eight; the area is asked."""
+    wide, high = rng.randint(1, 4), rng.randint(1, 4)
+    left, low = rng.randint(1, 7 - wide), rng.randint(1, 7 - high)
+    xs, ys = [(left + step) / 8 for step in range(wide + 1)], [(low + step) / 8 for step in range(high + 1)]
+    lines = [((x, ys[0]), (x, ys[-1])) for x in xs[1:-1]] + [((xs[0], y), (xs[-1], y)) for y in ys[1:-1]]
+    corners = ((xs[0], ys[0]), (xs[-1], ys[0]), (xs[-1], ys[-1]), (xs[0], ys[-1]))
+    key = f"squares_area {wide} {left} {low} {high}"
+    question = "Each square has area 1. Find the area of the rectangle."
+    return Problem(key, corners, (), question, str(wide * high), tuple(lines))
+
+
 def circle_area(rng: random.Random) -> Problem:
     """The radius is given; the area is asked."""
     radius, turn = rng.randint(1, 20), rng.uniform(0, 2 * math.pi)
@@ -110,7 +124,15 @@ def polygon_sides(rng: random.Random) -> Problem:
 
 KINDS: dict[str, Callable[[random.Random], Problem]] = {
     kind.__name__: kind
-    for kind in (circle_area, polygon_sides, rectangle_area, rectangle_perimeter, right_triangle, triangle_angle)
+    for kind in (
+        circle_area,
+        polygon_sides,
+        rectangle_area,
+        rectangle_perimeter,
+        right_triangle,
+        squares_area,
+        triangle_angle,
+    )
 }
 
 
@@ -125,6 +147,8 @@ def draw(problem: Problem, size_px: int) -> bytes:
         pen.line(points, fill="black", width=line_px)
     else:
         pen.line([*points, points[0]], fill="black", width=line_px, joint="curve")
+    for line in problem.lines:
+        pen.line([(x * size_px, (1 - y) * size_px) for x, y in line], fill="black", width=line_px)
     font = ImageFont.load_default(size=max(8, size_px // 12))
     for (x, y), text in problem.labels:
         spot = (x * size_px, (1 - y) * size_px)

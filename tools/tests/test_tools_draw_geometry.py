@@ -22,6 +22,7 @@ def expected(key: str) -> float:
         "rectangle_area": first * second,
         "rectangle_perimeter": 2 * (first + second),
         "right_triangle": math.hypot(first, second),
+        "squares_area": first * second,
         "triangle_angle": 180 - first - second,
     }[kind]
 

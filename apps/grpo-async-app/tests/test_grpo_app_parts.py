@@ -1,16 +1,22 @@
 """The parts of the driver that need no process: busy shares, groups on disk, batches, the plan, the configuration."""
 
+import asyncio
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from grpo_async_app._busy import BusyClock
 from grpo_async_app._config import GrpoConfig
+from grpo_async_app._engines import Engines
+from grpo_async_app._evaluation import validate
 from grpo_async_app._groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._preflight import check_run, check_same_data
 from grpo_async_app._roles.batches import build_batch, split_batch
+from grpo_async_app._rollouts import Rollouts
+from offbeat_data import Prompt
 from offbeat_objectives import AlgorithmConfig
 from offbeat_run import check_limits, dump_config, load_config, parse_config
 from offbeat_testing import CommandLine
@@ -18,6 +24,7 @@ from offbeat_types import (
     INSTALL_LINES,
     Completion,
     ConfigError,
+    GenerateRequest,
     Reply,
     TrainSequence,
     Trajectory,
@@ -155,6 +162,29 @@ def test_corrections_reach_the_loss() -> None:
     ratio = np.exp((-1.0 - sequence.extras["rollout_logprobs"][sequence.loss_mask]).sum())
     assert sequence.extras["correction_weights"][sequence.loss_mask] == pytest.approx(min(ratio, 2.0), rel=1e-5)
     assert "correction/share_sequences_rejected" in batch.metrics
+
+
+def test_each_prompt_of_a_validation_draws_with_a_seed_of_its_own(config: Path) -> None:
+    requests: list[GenerateRequest] = []
+
+    class Asked:
+        async def sample(self, _name: str, _prompt: Prompt, request: GenerateRequest) -> list[object]:
+            requests.append(request)
+            return []
+
+    class Idle:
+        names = ("rollout-0",)
+
+        def least_loaded(self) -> str:
+            return "rollout-0"
+
+        def hold(self, _: str) -> AbstractContextManager[None]:
+            return nullcontext()
+
+    rollouts, engines, settings = cast("Rollouts", Asked()), cast("Engines", Idle()), load_config(config, GrpoConfig)
+    prompts = tuple(Prompt(index=at, ids=np.array([1], np.int32), text="") for at in range(4))
+    asyncio.run(validate(rollouts, engines, settings, prompts, version=0))
+    assert len({request.params.seed for request in requests}) == 4
 
 
 def test_the_configuration_stays_small_and_documented() -> None:

@@ -50,7 +50,8 @@ def test_every_large_recipe_passes_the_preflight_when_shrunk(recipe: Path, tmp_p
     ("name", "is_embedded", "family", "says"),
     [
         ("Qwen3-8B", True, "qwen3", False),
-        ("Qwen3-VL-8B-Instruct", True, "qwen3", True),
+        ("Qwen3-VL-8B-Instruct", True, "qwen3_vl", False),
+        ("Qwen2.5-VL-3B-Instruct", False, "qwen2_5_vl", False),
         ("Qwen3-30B-A3B", True, "qwen3", True),
         ("Qwen3-30B-A3B", False, "qwen3_moe", False),
         ("SmolLM2-135M-Instruct", True, "llama", False),
@@ -60,13 +61,34 @@ def test_every_large_recipe_passes_the_preflight_when_shrunk(recipe: Path, tmp_p
 def test_the_family_is_told_by_the_folder(
     tmp_path: Path, name: str, is_embedded: bool, family: str, says: bool
 ) -> None:
-    made, notice = tiny_family(str(tmp_path / name), is_embedded=is_embedded)
+    made, notice = tiny_family(str(tmp_path / name), is_embedded=is_embedded, can_see=True)
     assert (made, bool(notice)) == (family, says)
 
 
 def test_the_family_is_told_by_the_config_first(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
-    assert tiny_family(str(tmp_path), is_embedded=True)[0] == "qwen2"
+    assert tiny_family(str(tmp_path), is_embedded=True, can_see=True)[0] == "qwen2_5_vl"
+
+
+def test_a_trainer_that_takes_no_images_rehearses_the_language_half(tmp_path: Path) -> None:
+    whole = load_config(RECIPES / "geo3k_qwen3vl_8b_cuda.toml", GrpoConfig)
+    shared = replace(whole, engine=replace(whole.engine, options={"tensor_parallel": 2}))
+    rehearsal = shrink_run(shared, tmp_path / "model")
+    assert rehearsal.family == "qwen3"
+    assert rehearsal.config.data.path == "arithmetic:2"
+    assert "shrunk: model: qwen3_vl is rehearsed with a qwen3" in rehearsal.notices
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_a_recipe_with_images_is_rehearsed_with_images(family: str, tmp_path: Path) -> None:
+    whole = load_config(RECIPES / "geo3k_qwen3vl_8b_cuda.toml", GrpoConfig)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "config.json").write_text(f'{{"model_type": "{family}"}}')
+    preflight = shrink_run(replace(whole, model=replace(whole.model, path=str(tmp_path / "own"))), tmp_path).prepare()
+    prompt = preflight.prompts.train[0]
+    assert [image.shape[2] for image in prompt.images] == [3]
+    assert prompt.fields["problem"] == "<image>=", "the columns are those of the recipe"
+    assert preflight.model.family == family
 
 
 def test_the_smallest_batch_keeps_the_staleness_in_effect(tmp_path: Path) -> None:
@@ -92,4 +114,4 @@ def test_a_recipe_is_rehearsed_with_real_processes(stem: str, tmp_path: Path) ->
     assert config.async_.staleness_threshold == whole.async_.staleness_threshold
     steps = [line.step for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert max(steps) == config.engine.max_updates, output
-    assert (tmp_path / "run" / "report.html").is_file()
+    assert ("<img" in (tmp_path / "run" / "report.html").read_text()) == stem.startswith("geo3k"), "with its images"

@@ -1,4 +1,7 @@
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # for pictured_sequences
 
 import numpy as np
 import pytest

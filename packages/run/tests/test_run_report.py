@@ -203,3 +203,20 @@ def test_a_killed_run_shows_its_timeline(tmp_path: Path) -> None:
 def test_a_folder_without_a_run_has_no_report(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="not a run folder"):
         write_report(tmp_path)
+
+
+def test_images_of_a_prompt_stand_beside_it_and_nothing_else_is_loaded(tmp_path: Path) -> None:
+    image = "data:image/png;base64,iVBORw0KGgo="
+    addresses = (
+        image,
+        "http://evil.example/x.png",
+        'data:image/png;base64,AA=="><script>',
+        "data:text/html;base64,AA==",
+    )
+    run = grpo_run(tmp_path / "run", steps=1)
+    with GenerationsLog(run) as log:
+        log.write(
+            [Generation(step=1, kind="train", version=0, prompt="p", completion="c", reward=1.0, images=addresses)]
+        )
+    page = page_of(run)
+    assert [attrs["src"] for tag, attrs in page.tags if tag == "img"] == [image]

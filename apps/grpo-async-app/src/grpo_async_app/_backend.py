@@ -128,6 +128,7 @@ class GrpoBackend:
             group_id=group_id,
             item=prompt.index,
             prompt_ids=prompt.ids,
+            pictures=prompt.pictures,
             trajectories=[sample.trajectory for sample in samples],
             rewards=[sample.reward + self._overlong_penalty(sample.trajectory) for sample in samples],
             parts=[sample.parts for sample in samples],

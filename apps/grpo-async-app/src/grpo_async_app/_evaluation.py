@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._engines import Engines
@@ -83,11 +83,12 @@ async def validate(
         max_tokens=config.rollout.max_tokens,
         temperature=config.eval.temperature,
         stop=tuple(config.rollout.stop),
-        seed=config.rollout.seed,
     )
 
     async def answer(number: int, prompt: Prompt) -> Answered | None:
-        request = GenerateRequest(request_id=f"eval-{version}-{number}", prompt_ids=prompt.ids, params=params)
+        # A seed of its own: with one for all, every prompt would be answered by the same draw.
+        own = replace(params, seed=config.rollout.seed + number)
+        request = GenerateRequest(request_id=f"eval-{version}-{number}", prompt_ids=prompt.ids, params=own)
         for sample in await _sample(rollouts, engines, prompt, request, config.async_.max_group_retries):
             served = {segment.version for turn in sample.trajectory.turns for segment in turn.segments}
             if served - {version}:

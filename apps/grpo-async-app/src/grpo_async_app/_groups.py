@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+from offbeat_data import Picture
 from offbeat_types import Completion, Floats, Ids, Reply, Trajectory, VersionSegment
 
 
@@ -26,6 +27,7 @@ class SampledGroup:
         parts: the reward's parts per trajectory, for the log.
         greedy_reward: reward of the prompt's greedy completion, where the advantage needs it.
         teacher_logprobs: [N] float32 per trajectory, nats, of its sampled tokens; empty without a teacher.
+        pictures: images of the prompt, as the files they came in: smaller than their pixels on the way to every rank.
     """
 
     group_id: int
@@ -36,6 +38,7 @@ class SampledGroup:
     parts: list[dict[str, float]]
     greedy_reward: float = 0.0
     teacher_logprobs: list[Floats] = field(default_factory=list)
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def oldest_version(self) -> int:
@@ -60,12 +63,15 @@ def save_groups(folder: Path, groups: Iterable[SampledGroup]) -> None:
             "rewards": group.rewards,
             "parts": group.parts,
             "greedy_reward": group.greedy_reward,
+            "pictures": [(picture.height, picture.width) for picture in group.pictures],
             "trajectories": [_describe(trajectory) for trajectory in group.trajectories],
         }
         for number, trajectory in enumerate(group.trajectories):
             arrays.update(_arrays(f"{group.group_id}.{number}", trajectory))
         for number, logprobs in enumerate(group.teacher_logprobs):
             arrays[f"{group.group_id}.{number}.teacher"] = logprobs
+        for number, picture in enumerate(group.pictures):
+            arrays[f"{group.group_id}.picture.{number}"] = np.frombuffer(picture.data, np.uint8)
         index.append(entry)
     folder.mkdir(exist_ok=True)
     (folder / "buffer.json").write_text(json.dumps(index))
@@ -82,6 +88,10 @@ def load_groups(folder: Path) -> dict[int, SampledGroup]:
             _read_trajectory(described, f"{group_id}.{number}", arrays)
             for number, described in enumerate(entry["trajectories"])
         ]
+        pictures = [
+            Picture(data=arrays[f"{group_id}.picture.{number}"].tobytes(), height=height, width=width)
+            for number, (height, width) in enumerate(entry.get("pictures", []))  # older checkpoints have none
+        ]
         groups[group_id] = SampledGroup(
             group_id=group_id,
             item=entry["item"],
@@ -91,6 +101,7 @@ def load_groups(folder: Path) -> dict[int, SampledGroup]:
             parts=entry["parts"],
             greedy_reward=entry["greedy_reward"],
             teacher_logprobs=_read_teacher(group_id, len(trajectories), arrays),
+            pictures=tuple(pictures),
         )
     return groups
 

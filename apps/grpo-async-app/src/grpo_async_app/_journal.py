@@ -128,6 +128,7 @@ class Journal:
                 answer=prompt.answer or "",
                 stop_reason=trajectory.stop_reason,
                 num_tokens=trajectory.num_tokens,
+                images=tuple(picture.preview() for picture in prompt.pictures),
             )
             for prompt, trajectory, reward in validation.samples[: self._config.log.generations]
         )
@@ -207,4 +208,5 @@ def _generation(version: int, group: SampledGroup, prompt: Prompt) -> Generation
         answer=prompt.answer or "",
         stop_reason=trajectory.stop_reason,
         num_tokens=trajectory.num_tokens,
+        images=tuple(picture.preview() for picture in prompt.pictures),
     )

@@ -63,14 +63,16 @@ class Rollouts:
         Args:
             name: of the rollout engine.
             prompt: what the samples are of.
-            request: for the first turn of all of them.
+            request: for the first turn of all of them; the prompt's images are put into it here.
 
         Returns:
             In order; fewer than asked for where environments failed, which is counted.
 
         Raises:
+            DataError: an image is broken.
             PeerFailedError: the engine died; it is being started again.
         """
+        request = replace(request, images=await asyncio.to_thread(lambda: prompt.images))
         if self._template is None:
             completions = await self._generate(name, request)
             scores = await self._fleet.score(prompt, [completion.text for completion in completions])
@@ -121,11 +123,13 @@ class Rollouts:
 
 
 def _later_turn(request: GenerateRequest, context_ids: Ids, index: int, turn: int, max_tokens: int) -> GenerateRequest:
-    """The request for one more turn of one sample."""
+    """The request for one more turn of one sample: it sees the images that the first one saw."""
     params = request.params
     seed = None if params.seed is None else params.seed + index + turn * TURN_SEEDS
-    return GenerateRequest(
+    return replace(
+        request,
         request_id=f"{request.request_id}-{index}-{turn}",
         prompt_ids=context_ids,
+        num_samples=1,
         params=replace(params, max_tokens=max_tokens, seed=seed),
     )

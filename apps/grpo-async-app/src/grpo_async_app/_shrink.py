@@ -15,6 +15,7 @@ from grpo_async_app._config import EngineConfig, GrpoConfig, RolloutConfig
 from grpo_async_app._preflight import Preflight, check_run
 from grpo_async_app._shrink_model import make_tiny_model, tiny_family
 from grpo_async_app._shrink_reward import REWARD
+from grpo_async_app._shrink_vision import MAX_IMAGE_TOKENS, SEEING, draw_figures
 from grpo_async_app._teacher_config import TeacherConfig
 from offbeat_async_policy import AsyncConfig
 from offbeat_cluster import ClusterConfig
@@ -27,11 +28,14 @@ _MAX_ROLES: Final = 2
 """Ranks, engines, and ranks of one engine: with two, whatever waits for another does."""
 _SAMPLES: Final = 4
 _PROMPT_TOKENS: Final = 8
+_NUM_ITEMS: Final = 512
 _COMPLETION_TOKENS: Final = 12
 _EPISODE_TOKENS: Final = 48
 _EMBEDDED: Final = "torch"
 _OWN_PROMPTS: Final = frozenset({"reasoning_gym", "verifiers"})
 """Environments that judge none but prompts of their own."""
+FIGURES: Final = Path("figures", "figures.jsonl")
+"""Of a model that sees, in its folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,7 @@ class Rehearsal:
     notices: tuple[str, ...]
 
     def prepare(self) -> Preflight:
-        """Make the model, and check the run as any other.
+        """Make the model, draw what it looks at, and check the run as any other.
 
         Raises:
             UserError: something is wrong with the recipe that does not depend on its sizes.
@@ -59,6 +63,8 @@ class Rehearsal:
         for number, folder in enumerate(folders):  # a teacher of other weights, or there is nothing to learn from it
             seed = config.engine.seed + number
             make_tiny_model(Path(folder), self.family, max_positions=config.rollout.max_model_len, seed=seed)
+        if self.family in SEEING:
+            draw_figures(config.data, _NUM_ITEMS)
         preflight = check_run(config)
         return replace(preflight, notices=(*self.notices, *preflight.notices))
 
@@ -72,20 +78,22 @@ def shrink_run(config: GrpoConfig, model_folder: Path) -> Rehearsal:
     """
     backend = _installed("offbeat.engine", config.engine.backend)
     sampler = _installed("offbeat.rollout", config.rollout.backend)
-    family, family_notice = tiny_family(config.model.path, is_embedded=sampler == _EMBEDDED)
-    environment = _shrink_environment(config.environment)
-    rollout = _shrink_rollout(config.rollout, sampler, environment)
     engine = _shrink_engine(config.engine, backend, config.async_.trigger_parameter_sync_step)
+    can_see = backend == _EMBEDDED and engine.options.get("tensor_parallel", 1) == 1
+    family, family_notice = tiny_family(config.model.path, is_embedded=sampler == _EMBEDDED, can_see=can_see)
+    environment = _shrink_environment(config.environment)
+    data = _drawn_data(config, model_folder / FIGURES if family in SEEING else None)
+    rollout = _shrink_rollout(config.rollout, sampler, environment, data.max_prompt_tokens)
     small = replace(
         config,
         model=replace(config.model, path=str(model_folder)),
-        data=_drawn_data(config),
+        data=data,
         reward=RewardConfig(name=REWARD),
         environment=environment,
         rollout=rollout,
         teacher=_shrink_teacher(config.teacher, model_folder.with_name("teacher")),
         engine=engine,
-        algorithm=_shrink_algorithm(config.algorithm, rollout.max_model_len - _PROMPT_TOKENS),
+        algorithm=_shrink_algorithm(config.algorithm, rollout.max_model_len - data.max_prompt_tokens),
         async_=_shrink_async(config.async_, rollout.samples_per_prompt, engine.num_ranks),
         cluster=_shrink_cluster(config.cluster),
         log=replace(config.log, trackers=()),
@@ -129,13 +137,28 @@ def _shrink_environment(environment: EnvironmentConfig) -> EnvironmentConfig:
     return replace(environment, max_tokens=min(environment.max_tokens, _EPISODE_TOKENS))
 
 
-def _drawn_data(config: GrpoConfig) -> DataConfig:
-    """Sums drawn on the spot; an episode's are asked in the same way, and may be of anything."""
+def _drawn_data(config: GrpoConfig, figures: Path | None) -> DataConfig:
+    """Sums, which an episode's are asked like and may be of anything; or figures, in the columns of the recipe."""
+    eval_size = 4 if config.eval.every_updates else 0
+    if figures is not None:
+        return replace(
+            config.data,
+            path=str(figures),
+            split="train",
+            num_items=0,
+            eval_path="",
+            eval_split="",
+            eval_size=eval_size,
+            system_prompt="",
+            template_options={},
+            max_prompt_tokens=_PROMPT_TOKENS + MAX_IMAGE_TOKENS,
+            epochs=0,
+        )
     return DataConfig(
         path="arithmetic:2",
-        num_items=512,
+        num_items=_NUM_ITEMS,
         seed=config.data.seed,
-        eval_size=4 if config.eval.every_updates else 0,
+        eval_size=eval_size,
         max_prompt_tokens=_PROMPT_TOKENS,
         shuffle=config.data.shuffle,
         epochs=0,
@@ -179,9 +202,11 @@ def _shrink_axes(options: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
     return shrunk
 
 
-def _shrink_rollout(rollout: RolloutConfig, backend: str, environment: EnvironmentConfig) -> RolloutConfig:
+def _shrink_rollout(
+    rollout: RolloutConfig, backend: str, environment: EnvironmentConfig, prompt_tokens: int
+) -> RolloutConfig:
     max_tokens = min(rollout.max_tokens, _COMPLETION_TOKENS)
-    longest = _PROMPT_TOKENS + (environment.max_tokens if environment.name else max_tokens)
+    longest = prompt_tokens + (environment.max_tokens if environment.name else max_tokens)
     own = {name: value for name, value in rollout.options.items() if name != "kv_cache_tokens"}
     return replace(
         rollout,

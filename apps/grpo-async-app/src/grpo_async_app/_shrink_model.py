@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Final
 
+from grpo_async_app._shrink_vision import SEEING, can_draw, make_seeing_model
 from offbeat_data import ARITHMETIC_ALPHABET, build_character_tokenizer
 
 ALPHABET: Final = ARITHMETIC_ALPHABET + "*[]"
@@ -26,21 +27,23 @@ _LANGUAGE_HALF: Final = {
     "qwen2_vl": "qwen2",
 }
 """Families that see, and the family of the language model in each."""
-_DENSE: Final = {"qwen3_moe": "qwen3", "mistral": "llama"}
+_DENSE: Final = {"qwen3_moe": "qwen3", "mistral": "llama", "qwen3_vl_moe": "qwen3_vl", "qwen2_vl": "qwen2_5_vl"}
 """Families that the embedded rollout engine does not decode, and the nearest that it does."""
-_DECODED: Final = ("qwen3", "qwen2", "llama")
+_DECODED: Final = ("qwen3", "qwen2", "llama", *SEEING)
 
 
-def tiny_family(model_path: str, *, is_embedded: bool) -> tuple[str, str]:
+def tiny_family(model_path: str, *, is_embedded: bool, can_see: bool) -> tuple[str, str]:
     """The family of the model to make, and a notice where it is not the recipe's own.
 
     Args:
         model_path: of the recipe; the folder need not be there.
         is_embedded: the embedded rollout engine samples, which decodes dense models only.
+        can_see: the trainer takes images.
     """
-    own = _read_family(model_path)
-    made = _LANGUAGE_HALF.get(own, own)
-    if is_embedded:
+    own = made = _read_family(model_path)
+    if not (can_see and can_draw()):
+        made = _LANGUAGE_HALF.get(own, own)
+    if is_embedded or made in _LANGUAGE_HALF:
         made = _DENSE.get(made, made)
     if made not in (*_DECODED, *_DENSE):
         made = _DECODED[0]
@@ -74,6 +77,9 @@ def make_tiny_model(folder: Path, family: str, *, max_positions: int, seed: int)
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # one bar for one small file
+    if family in SEEING:
+        make_seeing_model(folder, family, alphabet=ALPHABET, max_positions=max_positions, seed=seed)
+        return
     tokenizer = build_character_tokenizer(folder, ALPHABET)
     torch.manual_seed(seed)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

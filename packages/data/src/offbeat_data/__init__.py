@@ -28,7 +28,9 @@ from offbeat_data._environments import build_environment
 from offbeat_data._episode import EpisodeLimits, play_episode
 from offbeat_data._episode_host import EpisodeHost
 from offbeat_data._guard import GuardedReward
+from offbeat_data._image_rules import ImageRules, load_image_rules
 from offbeat_data._order import EpochOrder
+from offbeat_data._pictures import Picture
 from offbeat_data._prompts import (
     Prompt,
     PromptSet,
@@ -63,7 +65,9 @@ __all__ = [
     "EpisodeLimits",
     "EpochOrder",
     "GuardedReward",
+    "ImageRules",
     "Message",
+    "Picture",
     "Prompt",
     "PromptSet",
     "RenderedChat",
@@ -84,6 +88,7 @@ __all__ = [
     "draw_additions",
     "draw_products",
     "load_conversations",
+    "load_image_rules",
     "load_prompts",
     "load_tokenizer",
     "mark_assistant_turns",

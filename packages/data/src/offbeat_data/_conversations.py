@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from offbeat_data._assistant_turns import encode_marked, mark_assistant_turns
 from offbeat_data._columns import as_messages, as_text, require_column, with_system
 from offbeat_data._config import ConversationConfig
 from offbeat_data._files import Row
+from offbeat_data._image_prompts import IMAGES, RowImages, with_images
 from offbeat_data._prompts import RowCounts, uses_template
 from offbeat_data._sources import read_sources
 from offbeat_data._tokenizer import Tokenizer
@@ -31,11 +33,12 @@ def load_conversations(config: ConversationConfig, tokenizer: Tokenizer) -> Conv
 
     The columns decide what a row is: `messages_column` a conversation, with loss on the assistant's turns;
     `prompt_column` with `completion_column` one exchange, with loss on the completion; `text_column` plain text, with
-    loss on all of it.
+    loss on all of it. A conversation may have images; one that is too long is left out and never cut off.
 
     Raises:
         DataError: no such file, empty, broken, a column missing, turns that cannot be found, or every row too long.
-        ModelError: a chat template is needed and there is none.
+        ModelError: a chat template is needed and there is none; or rows have images and the model takes none.
+        BackendError: there are images, and Pillow is not installed.
     """
     rows = read_sources(config, lambda row: _question(config, row))
     builder = _SequenceBuilder(config, tokenizer)
@@ -93,32 +96,46 @@ class _SequenceBuilder:
     def _from_messages(self, row: Row, number: int, source: str) -> Iterator[TrainSequence]:
         column = self.config.messages_column
         value = require_column(row, column, "messages_column", number, source)
-        yield from self._from_chat(as_messages(value, number, source), 0, number, source)
+        yield from self._from_chat(as_messages(value, number, source), 0, row, number, source)
 
     def _from_completion(self, row: Row, number: int, source: str) -> Iterator[TrainSequence]:
         prompt: Any = require_column(row, self.config.prompt_column, "prompt_column", number, source)
         completion: Any = require_column(row, self.config.completion_column, "completion_column", number, source)
         if isinstance(prompt, str) and not isinstance(completion, list):
             if not uses_template(self.config, self.tokenizer):
+                if row.get(IMAGES):
+                    raise DataError(
+                        f"{source}, row {number}: images need a chat template: set data.chat_template to on"
+                    )
                 yield self._from_texts(prompt, as_text(completion), number, source)
                 return
             prompt = [{"role": "user", "content": prompt}]
         if not isinstance(completion, list):
             completion = [{"role": "assistant", "content": as_text(completion)}]
         asked = with_system(as_messages(prompt, number, source), self.config.system_prompt)
-        yield from self._from_chat([*asked, *as_messages(completion, number, source)], len(asked), number, source)
+        messages = [*asked, *as_messages(completion, number, source)]
+        yield from self._from_chat(messages, len(asked), row, number, source)
 
     def _from_chat(
-        self, messages: list[dict[str, Any]], first: int, number: int, source: str
+        self, messages: list[dict[str, Any]], first: int, row: Row, number: int, source: str
     ) -> Iterator[TrainSequence]:
         messages = with_system(messages, self.config.system_prompt)
+        options = self.config.template_options
         try:
-            chats = mark_assistant_turns(self.tokenizer, messages, first=first, options=self.config.template_options)
+            pictures = self._images.read(row, source)
+            messages = self._images.place(messages, row, len(pictures))
+            pixels = [picture.pixels() for picture in pictures]
+            for chat in mark_assistant_turns(self.tokenizer, messages, first=first, options=options):
+                seen = self._images.seen_by(chat, pictures)
+                ids, mask = encode_marked(self.tokenizer, self._images.expand(chat, seen))
+                self._images.check(ids, seen)
+                yield TrainSequence(ids=ids, loss_mask=mask, images=tuple(pixels[: len(seen)]))
         except DataError as error:
             raise DataError(f"{source}, row {number}: {error}") from error
-        for chat in chats:
-            ids, mask = encode_marked(self.tokenizer, chat)
-            yield TrainSequence(ids=ids, loss_mask=mask)
+
+    @cached_property
+    def _images(self) -> RowImages:
+        return RowImages(self.tokenizer)
 
     def _from_texts(self, prompt: str, completion: str, number: int, source: str) -> TrainSequence:
         """Encode prompt and completion apart: at inference the model sees the prompt's own tokens."""
@@ -146,18 +163,19 @@ class _SequenceBuilder:
 def _question(config: ConversationConfig, row: Row) -> Any:
     """What the assistant was asked: all of a row that it did not write, so that another answer is no other question."""
     if config.messages_column not in row:
-        return row.get(config.prompt_column if config.completion_column in row else config.text_column)
+        asked = row.get(config.prompt_column if config.completion_column in row else config.text_column)
+        return with_images(asked, row)
     messages = row[config.messages_column]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return None  # `as_messages` says what is wrong with it
-    asked = [(each.get("role"), each.get("content")) for each in messages if each.get("role") != "assistant"]
-    return asked if any(role != "system" for role, _ in asked) else messages
+    said = [(each.get("role"), each.get("content")) for each in messages if each.get("role") != "assistant"]
+    return with_images(said if any(role != "system" for role, _ in said) else messages, row)
 
 
 def _fit(sequence: TrainSequence, limit: int, cuts: bool) -> TrainSequence | None:
     """The sequence within the limit; None when it is left out, or when the cut leaves nothing to learn."""
     if len(sequence.ids) > limit:
-        if not cuts:
+        if not cuts or sequence.images:
             return None
         sequence = TrainSequence(ids=sequence.ids[:limit], loss_mask=sequence.loss_mask[:limit])
     return sequence if sequence.loss_mask.any() else None

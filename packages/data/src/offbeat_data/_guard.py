@@ -186,4 +186,7 @@ class _ScoringChild:
 
 
 def _prompt_to_plain(prompt: Prompt) -> dict[str, Any]:
-    return {**vars(prompt), "ids": prompt.ids.tolist(), "fields": to_plain(prompt.fields)}
+    """All but the pictures: a reward reads what the model wrote of them."""
+    plain = {**vars(prompt), "ids": prompt.ids.tolist(), "fields": to_plain(prompt.fields)}
+    del plain["pictures"]
+    return plain

@@ -2,15 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from offbeat_data._chat_template import RenderedChat
 from offbeat_data._columns import as_messages, as_text, require_column, with_system
 from offbeat_data._config import DataConfig, SourceConfig
 from offbeat_data._files import Row
+from offbeat_data._image_prompts import IMAGES, RowImages, with_images
+from offbeat_data._pictures import Picture
 from offbeat_data._plain import to_plain
 from offbeat_data._sources import read_sources
 from offbeat_data._tokenizer import Tokenizer
-from offbeat_types import ConfigError, DataError, Ids
+from offbeat_types import ConfigError, DataError, Ids, Image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +23,11 @@ class Prompt:
 
     Args:
         index: its place in its set, counted from 0.
-        ids: [P] int32.
-        text: what the ids encode, the chat template applied.
+        ids: [P] int32; an image stands in them as all its placeholder tokens.
+        text: what the ids encode, the chat template applied, with one placeholder for an image.
         answer: the reference answer, or None.
         fields: the row it came from, as plain JSON data.
+        pictures: its images, in the order of their placeholders.
     """
 
     index: int
@@ -30,6 +35,17 @@ class Prompt:
     text: str
     answer: str | None = None
     fields: dict[str, Any] = field(default_factory=dict)
+    pictures: tuple[Picture, ...] = ()
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """Pixels of the pictures, each [H, W, 3] uint8: what engines take. Decoded at every call.
+
+        Raises:
+            DataError: a picture is broken.
+            BackendError: Pillow is not installed.
+        """
+        return tuple(picture.pixels() for picture in self.pictures)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +90,31 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, *, needs_answer: bool
     Raises:
         DataError: no such file, empty, broken, a column missing, or every prompt too long.
         ConfigError: a setting without effect or a task that does not exist.
-        ModelError: a chat template is needed and there is none.
+        ModelError: a chat template is needed and there is none; or rows have images and the model takes none.
         BackendError: a reader is not installed.
     """
-    rows = read_sources(config, lambda row: row.get(config.prompt_column))
+    rows = read_sources(config, lambda row: with_images(row.get(config.prompt_column), row))
     builder = _PromptBuilder(config, tokenizer, needs_answer)
     train, train_counts = builder.build(rows.train, config.path, rows.num_shared)
     held_out, eval_counts = builder.build(rows.held_out, config.eval_path or config.path)
     return PromptSet(train=train, eval=held_out, train_counts=train_counts, eval_counts=eval_counts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rendered:
+    """A row as text.
+
+    Args:
+        text: for people.
+        encoded: what is encoded: the same, with as many placeholders as each image takes tokens.
+        templated: a chat template wrote it.
+        pictures: of the row.
+    """
+
+    text: str
+    encoded: str
+    templated: bool = True
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,25 +143,32 @@ class _PromptBuilder:
         )
         return kept, counts
 
-    def _prompts(
-        self, rows: list[Row], rendered: list[tuple[str, bool]], encoded: list[Ids], source: str
-    ) -> Iterator[Prompt]:
+    def _prompts(self, rows: list[Row], rendered: list[_Rendered], encoded: list[Ids], source: str) -> Iterator[Prompt]:
         index = 0
-        for number, (row, (text, _), ids) in enumerate(zip(rows, rendered, encoded, strict=True), 1):
+        for number, (row, made, ids) in enumerate(zip(rows, rendered, encoded, strict=True), 1):
             if not len(ids):
                 raise DataError(f"{source}, row {number}: the prompt is empty; fill it in or drop the row")
+            self._images.check(ids, made.pictures)
             if len(ids) <= self.config.max_prompt_tokens:
+                answer = self._answer(row, number, source)
                 yield Prompt(
-                    index=index, ids=ids, text=text, answer=self._answer(row, number, source), fields=to_plain(row)
+                    index=index, ids=ids, text=made.text, answer=answer, fields=to_plain(row), pictures=made.pictures
                 )
                 index += 1
 
-    def _render(self, row: Row, number: int, source: str) -> tuple[str, bool]:
-        """The text of a row, and whether a chat template made it."""
+    @cached_property
+    def _images(self) -> RowImages:
+        return RowImages(self.tokenizer)
+
+    def _render(self, row: Row, number: int, source: str) -> _Rendered:
         value = require_column(row, self.config.prompt_column, "prompt_column", number, source)
         if isinstance(value, str):
             if not uses_template(self.config, self.tokenizer):
-                return value, False
+                if row.get(IMAGES):
+                    raise DataError(
+                        f"{source}, row {number}: images need a chat template: set data.chat_template to on"
+                    )
+                return _Rendered(text=value, encoded=value, templated=False)
             value = [{"role": "user", "content": value}]
         elif self.config.chat_template == "off":
             raise DataError(
@@ -139,17 +179,20 @@ class _PromptBuilder:
         if isinstance(tools := row.get("tools"), list) and tools:
             options = {"tools": tools, **options}
         try:
+            pictures = self._images.read(row, source)
+            messages = self._images.place(messages, row, len(pictures))
             chat = template.render(messages, add_generation_prompt=True, options=options)
+            encoded = self._images.expand(RenderedChat(text=chat.text, spans=()), pictures).text
         except DataError as error:
             raise DataError(f"{source}, row {number}: {error}") from error
-        return chat.text, True
+        return _Rendered(text=chat.text, encoded=encoded, pictures=pictures)
 
-    def _encode(self, rendered: list[tuple[str, bool]]) -> list[Ids]:
+    def _encode(self, rendered: list[_Rendered]) -> list[Ids]:
         """A chat template writes bos itself; a plain text gets what the tokenizer puts around a text."""
         encoded: dict[int, Ids] = {}
         for templated in (True, False):
-            places = [at for at, (_, flag) in enumerate(rendered) if flag is templated]
-            ids = self.tokenizer.encode([rendered[at][0] for at in places], add_special_tokens=not templated)
+            places = [at for at, made in enumerate(rendered) if made.templated is templated]
+            ids = self.tokenizer.encode([rendered[at].encoded for at in places], add_special_tokens=not templated)
             encoded.update(zip(places, ids, strict=True))
         return [encoded[at] for at in range(len(rendered))]
 

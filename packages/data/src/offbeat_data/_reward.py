@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from offbeat_data._answers import last_boxed, last_in_tag, last_match, last_number, numbers_match, plain_minus
+from offbeat_data._answers import last_boxed, last_in_tag, last_match, last_number, numbers_match
+from offbeat_data._math_text import as_latex, has_variables, without_units
 from offbeat_data._prompts import Prompt
 from offbeat_data._reasoning_gym import import_reasoning_gym, score_entry
 from offbeat_data._reward_config import RewardConfig
@@ -130,7 +131,8 @@ def _math_verify(config: RewardConfig) -> Scorer:
     """Equality of mathematical expressions.
 
     math-verify's own timeouts use signals and raise off the main thread, so they are off; `GuardedReward` has the
-    deadline. A reference that is no expression to it is compared as text.
+    deadline. A reference that is no expression to it is compared as text. Units of an answer are left out, unless the
+    reference has letters of its own.
     """
     try:
         import math_verify
@@ -142,7 +144,7 @@ def _math_verify(config: RewardConfig) -> Scorer:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def parse(text: str) -> Any:
-        return math_verify.parse(plain_minus(text), parsing_timeout=None)
+        return math_verify.parse(as_latex(text), parsing_timeout=None)
 
     def score(prompt: Prompt, completion: str) -> float:
         answer, reference = _answer_of(completion, config), _reference_of(prompt, config, "math_verify")
@@ -150,6 +152,8 @@ def _math_verify(config: RewardConfig) -> Scorer:
             return 0.0
         if config.extract == "boxed":
             answer = f"\\boxed{{{answer}}}"
+        if not has_variables(reference):
+            answer = without_units(answer)
         gold = parse(f"\\boxed{{{reference}}}") or parse(reference)
         if not gold:
             return float(answer == reference)

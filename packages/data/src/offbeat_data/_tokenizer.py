@@ -69,6 +69,11 @@ class Tokenizer:
                 return f"{text!r} has {here} here and {there} there"
         return ""
 
+    def token_text(self, token_id: int) -> str | None:
+        """The text of one token, such as "<|image_pad|>"; None when there is no such token."""
+        text: str | None = self._backend.id_to_token(token_id)
+        return text
+
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Ids]:
         """Token ids of each text, [T] int32; with or without the bos or eos that the tokenizer puts around a text."""
         encodings = self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)

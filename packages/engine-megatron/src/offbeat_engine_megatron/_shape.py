@@ -84,6 +84,11 @@ def shape_of(config: Any) -> ModelShape:
         ModelError: another family, or a feature of the family that the engine does not compute.
     """
     family = str(config.model_type)
+    if getattr(config, "vision_config", None) is not None:
+        raise ModelError(
+            f"the megatron engine trains models for text: it builds megatron-core's GPT and no vision tower, which "
+            f'{family} has; use engine.backend = "torch", whose ranks share all weights (FSDP2)'
+        )
     if family not in FAMILIES:
         raise ModelError(
             f"the megatron engine trains {', '.join(FAMILIES)}: got {family!r}; use another engine.backend"

@@ -13,7 +13,7 @@ from offbeat_engine_megatron._parallel import Parallel
 from offbeat_engine_megatron._passes import Passes
 from offbeat_engine_megatron._ranks import Ranks
 from offbeat_engine_megatron._shares import Share, plan_shares, spread_values
-from offbeat_types import Floats, ModelError, TrainSequence
+from offbeat_types import DataError, Floats, ModelError, TrainSequence
 
 
 class Updates:
@@ -42,6 +42,7 @@ class Updates:
 
         Raises:
             ModelError: an id is not in the vocabulary.
+            DataError: there are images.
             MismatchError: another rank was given other sequences; on all.
         """
         self._ranks.check_same(what, sequences)  # called from here, so that a verdict shows whose call this was
@@ -68,6 +69,11 @@ class Updates:
         return plan_shares(sequences, budget=self._budget, num_shares=self._ranks.num_shares, round_up_to=self._round)
 
     def _check_ids(self, sequences: Sequence[TrainSequence]) -> None:
+        if any(sequence.images for sequence in sequences):
+            raise DataError(
+                "sequences hold images, and the megatron engine trains models for text alone: use engine.backend = "
+                '"torch", or leave the images out'
+            )
         found = [sequence.ids for sequence in sequences if len(sequence.ids)]
         low = min((int(ids.min()) for ids in found), default=0)
         high = max((int(ids.max()) for ids in found), default=0)

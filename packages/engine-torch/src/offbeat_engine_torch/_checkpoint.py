@@ -42,6 +42,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "*processor_config.json",
 )
 
 

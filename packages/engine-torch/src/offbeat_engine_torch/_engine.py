@@ -20,12 +20,19 @@ from offbeat_engine_torch._load import make_policy
 from offbeat_engine_torch._loss_tokens import ask_loss_tokens, call_loss, count_pack
 from offbeat_engine_torch._optimizer import ClippedAdamW
 from offbeat_engine_torch._options import TorchEngineOptions, read_options
-from offbeat_engine_torch._packing import idle_pack, lay_out
+from offbeat_engine_torch._packing import idle_pack
 from offbeat_engine_torch._pieces import collect_gradients, memory_of, trained_parameters
 from offbeat_engine_torch._policy import Policy
 from offbeat_engine_torch._ranks import Alone, Ranks, Team
 from offbeat_engine_torch._sharding import partial_gradients
-from offbeat_engine_torch._shares import MicroBatch, count_tokens, members_in_order, plan_shares, spread_values
+from offbeat_engine_torch._shares import (
+    MicroBatch,
+    count_tokens,
+    members_in_order,
+    plan_shares,
+    rounds_with_images,
+    spread_values,
+)
 from offbeat_engine_torch._weights import iterate_weights
 from offbeat_types import (
     ConfigError,
@@ -142,12 +149,13 @@ class TorchTrainEngine:
         totals = sum(int(sequence.loss_mask.sum()) for sequence in with_loss), len(with_loss)
         results: list[Metrics] = []
         failure: Exception | None = None
-        for batch in self._plan("forward_backward", with_loss, self._policy)[self._ranks.share]:
-            pack = lay_out(with_loss, batch) if batch and failure is None else None
+        shares = self._plan("forward_backward", with_loss, self._policy)
+        for batch, tower in zip(shares[self._ranks.share], rounds_with_images(with_loss, shares), strict=True):
+            pack = self._policy.lay_out(with_loss, batch) if batch and failure is None else None
             if pack is None:
-                self._keep_company(self._policy.ask(idle_pack())[0])
+                self._keep_company(self._policy.ask(idle_pack(), through_tower=tower)[0])
                 continue
-            tokens = ask_loss_tokens(self._policy, with_loss, pack, totals)
+            tokens = ask_loss_tokens(self._policy, with_loss, pack, totals, through_tower=tower)
             try:
                 value, metrics = call_loss(loss, tokens)
             except Exception as error:  # the other ranks wait in this pass: finish it, then tell them
@@ -204,8 +212,9 @@ class TorchTrainEngine:
         shares = self._plan("logprobs of the first policy" if reference else "logprobs", sequences, policy)
         values = [np.zeros(0, np.float32)]
         with scope:
-            for batch in shares[self._ranks.share]:
-                answer = policy.ask(lay_out(sequences, batch) if batch else idle_pack())[0]
+            for batch, tower in zip(shares[self._ranks.share], rounds_with_images(sequences, shares), strict=True):
+                pack = policy.lay_out(sequences, batch) if batch else idle_pack()
+                answer = policy.ask(pack, through_tower=tower)[0]
                 if batch:
                     values.append(answer.float().cpu().numpy())
         policy.settle()
@@ -310,6 +319,7 @@ class TorchTrainEngine:
         self._asleep.refuse(what, Asleep.WEIGHTS, Asleep.OPTIMIZER)
         self._ranks.check_same(what, sequences)
         policy.check_ids(sequences)  # of what all have: all raise, or none
+        policy.sight.check(sequences)
         return plan_shares(
             sequences,
             budget=self.config.max_tokens_per_microbatch,

@@ -32,25 +32,29 @@ def make_policy(
     """
     with ranks.together("load model"):
         if mesh is None:
-            model, pieces = _load_whole(config, device.torch_device)
+            model, pieces = _load_whole(config, options, device.torch_device)
         else:
-            model, pieces = _load_parts(config, device.torch_device, mesh)
+            model, pieces = _load_parts(config, options, device.torch_device, mesh)
         device.adapt(model.whole)
     return Policy(model, pieces, device, config, options)
 
 
-def _load_whole(config: TrainEngineConfig, device: torch.device) -> tuple[CausalModel, list[Piece]]:
+def _load_whole(
+    config: TrainEngineConfig, options: TorchEngineOptions, device: torch.device
+) -> tuple[CausalModel, list[Piece]]:
     model = load_model(config.model_path, device=device, trust_remote_code=config.trust_remote_code)
-    _add_adapters(model, config)
+    _choose_trained(model, config, options)
     pieces = find_pieces(model)
     _copy(dict(initial_adapters(model.whole, config.seed)), pieces)
     return model, pieces
 
 
-def _load_parts(config: TrainEngineConfig, device: torch.device, mesh: Mesh) -> tuple[CausalModel, list[Piece]]:
+def _load_parts(
+    config: TrainEngineConfig, options: TorchEngineOptions, device: torch.device, mesh: Mesh
+) -> tuple[CausalModel, list[Piece]]:
     """Cut the model over the mesh; each rank only ever holds its own part and one layer."""
     model = outline_model(config.model_path, trust_remote_code=config.trust_remote_code)
-    _add_adapters(model, config)
+    _choose_trained(model, config, options)
     shard_model(model, mesh, device)
     dp, tp = mesh.group("dp"), mesh.group("tp")
     pieces = find_pieces(model, dp=(dp.rank, dp.size), tp=(tp.rank, tp.size))
@@ -88,10 +92,15 @@ def read_weights(folder: Path, pieces: Iterable[Piece], config: TrainEngineConfi
     _copy(found, list(wanted.values()))
 
 
-def _add_adapters(model: CausalModel, config: TrainEngineConfig) -> None:
+def _choose_trained(model: CausalModel, config: TrainEngineConfig, options: TorchEngineOptions) -> None:
+    """Freeze what is not to be trained, and put adapters where they are wanted."""
+    tower = model.tower
+    if tower is not None and not options.train_vision:
+        tower.requires_grad_(requires_grad=False)
     if config.lora_rank:
         model.whole.requires_grad_(False)
-        add_lora(model.backbone, rank=config.lora_rank, alpha=config.lora_alpha or 2.0 * config.lora_rank)
+        trained = model.backbone if tower is None or options.train_vision else model.decoder
+        add_lora(trained, rank=config.lora_rank, alpha=config.lora_alpha or 2.0 * config.lora_rank)
 
 
 def _is_adapter(piece: Piece) -> bool:

@@ -11,7 +11,12 @@ from offbeat_types import Floats, LossFunction, LossTokens, Metric, Metrics, Off
 
 
 def ask_loss_tokens(
-    policy: Policy, sequences: Sequence[TrainSequence], pack: Pack, totals: tuple[int, int]
+    policy: Policy,
+    sequences: Sequence[TrainSequence],
+    pack: Pack,
+    totals: tuple[int, int],
+    *,
+    through_tower: bool = False,
 ) -> LossTokens[Tensor]:
     """Run the policy over a pack.
 
@@ -20,8 +25,9 @@ def ask_loss_tokens(
         sequences: of the whole update.
         pack: some of them.
         totals: loss tokens and sequences of the whole update.
+        through_tower: as `Policy.ask`.
     """
-    logprobs, entropy = policy.ask(pack)
+    logprobs, entropy = policy.ask(pack, through_tower=through_tower)
     names = sorted(sequences[pack.members[0]].extras)
     return LossTokens(
         logprobs_N=logprobs,

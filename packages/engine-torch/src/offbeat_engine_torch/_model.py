@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 from transformers.utils import logging as hf_logging
 
 from offbeat_engine_torch._attention import ATTENTION_NAME, register_attention
@@ -18,11 +18,13 @@ from offbeat_engine_torch._logprobs import VocabularyPart, token_logprobs
 from offbeat_engine_torch._packing import Segment
 from offbeat_engine_torch._rows import AttentionPlan
 from offbeat_engine_torch._tensor_parallel import here
+from offbeat_engine_torch._vision import ImagePatches
 from offbeat_types import ModelError
 
 # transformers has no error of its own for a folder it cannot read
 UNREADABLE = (ValueError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, AttributeError, ImportError)
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_ATTENTION = {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config": "sdpa"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,17 @@ class CausalModel(nn.Module):
         return backbone
 
     @property
+    def decoder(self) -> nn.Module:
+        """The part of `backbone` that reads embeddings: all of it but the tower."""
+        decoder: nn.Module = getattr(self.backbone, "language_model", self.backbone)
+        return decoder
+
+    @property
+    def tower(self) -> nn.Module | None:
+        """Patches of images to what stands in the place of embeddings, within `backbone`; None of a model for text."""
+        return getattr(self.backbone, "visual", None)
+
+    @property
     def head(self) -> nn.Linear:
         """Hidden states to logits, within `whole`."""
         head: nn.Linear = self.whole.get_output_embeddings()
@@ -84,21 +97,25 @@ class CausalModel(nn.Module):
         kernel: str,
         asked: Asked | None = None,
         autocast: torch.dtype | None = None,
+        patches: ImagePatches | None = None,
     ) -> Any:
         """[N] log-probabilities and [N] entropies of the loss tokens asked for; [T, E] hidden states for None.
 
         Args:
             ids_T: token ids of one pack.
-            positions_T: position of each in its own sequence.
+            positions_T: position of each in its own sequence; [3, T] where a position has three axes.
             plan: who attends to whom.
             kernel: of the packed attention.
             asked: what the head computes.
             autocast: format of the backbone's matrix products; None for that of the weights.
+            patches: of the pack's images; None where no rank has one in this micro-batch.
         """
+        rest = {"position_ids": positions_T.unsqueeze(-2), "use_cache": False, "plan": plan, "kernel": kernel}
         with torch.autocast(ids_T.device.type, dtype=autocast) if autocast else nullcontext():
-            out = self.backbone(
-                input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False, plan=plan, kernel=kernel
-            )
+            if patches is None:
+                out = self.backbone(input_ids=ids_T[None], **rest)
+            else:
+                out = self.decoder(**self._embed(ids_T, patches), **rest)
         hidden_TE: Tensor = out.last_hidden_state[0]
         if asked is None:
             return hidden_TE
@@ -113,6 +130,24 @@ class CausalModel(nn.Module):
             entropy_gradient=asked.entropy_gradient,
             part=self.part,
         )
+
+    def _embed(self, ids_T: Tensor, patches: ImagePatches) -> dict[str, Any]:
+        """What the language model is given: embeddings, with what the tower sees where images stand.
+
+        Of patches that stand nowhere nothing is taken, but they are part of the graph: the backward pass goes through
+        the tower, with gradients of zero.
+        """
+        place_M = patches.place_M
+        backbone: Any = self.backbone
+        seen = backbone.get_image_features(patches.pixels_PC, patches.grid_I3)
+        embeds_TE = self.whole.get_input_embeddings()(ids_T)
+        seen_ME = torch.cat(list(seen.pooler_output))[: len(place_M)].to(embeds_TE.dtype)
+        given: dict[str, Any] = {"inputs_embeds": embeds_TE.index_copy(0, place_M, seen_ME)[None]}
+        if deeper := getattr(seen, "deepstack_features", None):
+            mask_T = torch.zeros_like(ids_T, dtype=torch.bool).index_fill(0, place_M, value=True)
+            given["visual_pos_masks"] = mask_T[None]
+            given["deepstack_visual_embeds"] = [torch.cat(list(layer))[: len(place_M)] for layer in deeper]
+        return given
 
 
 def plain_name(name: str) -> str:
@@ -135,11 +170,11 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
     folder = Path(path).expanduser()
     config = read_config(path, trust_remote_code=trust_remote_code)
     with _readable(folder), _without_progress_bars():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _kind(config).from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,
-            attn_implementation=ATTENTION_NAME,
+            attn_implementation=_ATTENTION,
             trust_remote_code=trust_remote_code,
             local_files_only=True,
             output_loading_info=True,
@@ -166,8 +201,8 @@ def outline_model(path: str, *, trust_remote_code: bool = False) -> CausalModel:
     folder = Path(path).expanduser()
     config = read_config(path, trust_remote_code=trust_remote_code)
     with _readable(folder), torch.device("meta"):
-        whole: Any = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=ATTENTION_NAME, trust_remote_code=trust_remote_code
+        whole: Any = _kind(config).from_config(
+            config, dtype=torch.float32, attn_implementation=_ATTENTION, trust_remote_code=trust_remote_code
         )
     if (folder / "generation_config.json").is_file():
         whole.generation_config = GenerationConfig.from_pretrained(folder)
@@ -187,6 +222,11 @@ def read_config(path: str, *, trust_remote_code: bool = False) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     _check_config(config, folder)
     return config
+
+
+def _kind(config: Any) -> Any:
+    """The family of transformers' classes to load a model with."""
+    return AutoModelForCausalLM if getattr(config, "vision_config", None) is None else AutoModelForImageTextToText
 
 
 @contextmanager
@@ -233,6 +273,7 @@ def _check_folder(folder: Path) -> None:
 
 def _check_config(config: Any, folder: Path) -> None:
     """Refuse models whose sequences or logits the engine would get wrong."""
+    config = config.get_text_config()
     others = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYER_TYPES
     if others:
         raise ModelError(f"{folder}: layers of type {', '.join(sorted(others))} would mix packed sequences")
@@ -245,6 +286,12 @@ def _take_apart(whole: Any, folder: Path) -> CausalModel:
     head, backbone = whole.get_output_embeddings(), getattr(whole, whole.base_model_prefix, None)
     if not isinstance(head, nn.Linear) or not isinstance(backbone, nn.Module):
         raise ModelError(f"{folder}: {type(whole).__name__} has no linear vocabulary head on a backbone")
+    if getattr(whole.config, "vision_config", None) is not None and not (
+        hasattr(backbone, "visual") and hasattr(backbone, "language_model") and hasattr(backbone, "get_rope_index")
+    ):
+        raise ModelError(
+            f"{folder}: of models with images the engine trains those of Qwen-VL, not {type(whole).__name__}"
+        )
     for module in whole.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # the policy that is trained must be the policy that was sampled

@@ -17,6 +17,7 @@ class TorchEngineOptions:
     share_prompts: bool = setting(True, "Compute a prompt once for all sequences that begin with it.")
     entropy_gradient: bool = setting(False, "Let the loss's gradient flow through the entropy.")
     tensor_parallel: int = setting(1, "Ranks that share every layer; the ranks left over are data parallel.", ge=1)
+    train_vision: bool = setting(True, "Train the vision tower, if there is one; false leaves it as it is.")
     head_dtype: str = setting(
         "float32",
         "Number format of the products of the vocabulary head; bfloat16 is coarser by 0.01 to 0.1 nats.",

@@ -4,16 +4,18 @@ Two things are never computed: what comes after the last loss token's predecesso
 shared prompts, a prompt's second copy. A group's prompt is laid out once; its completions follow, each at positions
 that go on from the prompt's.
 
-Shapes: T packed tokens, N loss tokens, t a token's index in its own sequence.
+Shapes: T packed tokens, N loss tokens, M placeholder tokens, t a token's index in its own sequence.
 """
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from offbeat_types import TrainSequence
+from offbeat_types import Image, TrainSequence
 
 Indices = npt.NDArray[np.int64]
 
@@ -48,13 +50,15 @@ class Pack:
 
     Args:
         ids_T: token ids.
-        positions_T: position of each token in its own sequence.
+        positions_T: position of each token in its own sequence; [3, T] where a position has three axes.
         segments: who attends to whom, in order of `start`; children follow their parent at once.
         predictor_N: packed index of the token whose hidden state predicts each loss token.
         target_N: id of each loss token.
         sequence_N: which of `members` each loss token belongs to, sorted.
         token_N: t of each loss token.
         members: index of each sequence among those given.
+        images: in the order of their placeholders; an image of a shared prompt once.
+        place_M: packed index of each placeholder token.
     """
 
     ids_T: Indices
@@ -65,6 +69,32 @@ class Pack:
     sequence_N: Indices
     token_N: Indices
     members: tuple[int, ...]
+    images: tuple[Image, ...] = ()
+    place_M: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+class Sight(Protocol):
+    """What laying out needs to know of a model that may take images."""
+
+    def positions(self, sequence: TrainSequence) -> Indices:
+        """Position of each token, [T] or, with three axes, [3, T]."""
+        ...
+
+    def spans(self, sequence: TrainSequence) -> list[tuple[int, int]]:
+        """(start, stop) of the placeholder tokens of each image."""
+        ...
+
+
+class TextOnly:
+    """Of a model that takes no images."""
+
+    def positions(self, sequence: TrainSequence) -> Indices:
+        """[T]: one after the other."""
+        return np.arange(len(sequence.ids))
+
+    def spans(self, sequence: TrainSequence) -> list[tuple[int, int]]:
+        """None."""
+        return []
 
 
 def plan_packs(sequences: Sequence[TrainSequence], *, budget: int, share_prompts: bool) -> list[list[Family]]:
@@ -98,9 +128,12 @@ def find_families(
 ) -> list[Family]:
     """Group by prompt, the ids before the first loss token; a group above the budget is cut into several.
 
+    Sequences with different images, wherever those stand, are of different groups.
+
     With `fair`, a group is also cut where it holds the tokens of several fair shares.
     """
-    groups: dict[tuple[int, bytes], list[int]] = {}
+    groups: dict[tuple[int, bytes, tuple[bytes, ...]], list[int]] = {}
+    known: dict[int, bytes] = {}
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for index, sequence in enumerate(sequences):
@@ -109,7 +142,8 @@ def find_families(
             continue
         first[index], last[index] = int(places[0]), int(places[-1])
         prompt = sequence.ids[: first[index]].tobytes() if share_prompts else b""
-        groups.setdefault((0 if share_prompts else index, prompt), []).append(index)
+        looks = tuple(_look(image, known) for image in sequence.images) if share_prompts else ()
+        groups.setdefault((0 if share_prompts else index, prompt, looks), []).append(index)
     families = []
     for members in groups.values():
         prefix, limit = first[members[0]], budget
@@ -118,6 +152,13 @@ def find_families(
             limit = min(budget, prefix + -(-own // max(1, round((prefix + own) / fair))))
         families.extend(_cut(members, prefix, last, limit))
     return families
+
+
+def _look(image: Image, known: dict[int, bytes]) -> bytes:
+    """A digest of an image; samples of one prompt mostly hold the very same array, which is read once."""
+    if id(image) not in known:
+        known[id(image)] = hashlib.blake2b(f"{image.shape}".encode() + image.tobytes(), digest_size=16).digest()
+    return known[id(image)]
 
 
 def _cut(members: list[int], prefix: int, last: dict[int, int], budget: int) -> list[Family]:
@@ -139,9 +180,15 @@ def _family(members: list[int], prefix: int, num_tokens: int) -> Family:
     return Family(members=tuple(members), prefix=prefix if len(members) > 1 else 0, num_tokens=num_tokens)
 
 
-def lay_out(sequences: Sequence[TrainSequence], families: Sequence[Family]) -> Pack:
-    """Lay out one micro-batch chosen by `plan_packs`."""
-    layout = _Layout()
+def lay_out(sequences: Sequence[TrainSequence], families: Sequence[Family], sight: Sight | None = None) -> Pack:
+    """Lay out one micro-batch chosen by `plan_packs`.
+
+    Args:
+        sequences: of the whole update.
+        families: of the micro-batch.
+        sight: of the model; None for one that takes no images.
+    """
+    layout = _Layout(sight or TextOnly())
     for family in families:
         layout.add(sequences, family)
     return layout.pack()
@@ -150,14 +197,23 @@ def lay_out(sequences: Sequence[TrainSequence], families: Sequence[Family]) -> P
 def idle_pack() -> Pack:
     """One token of one sequence: for a rank that has nothing to compute, but must meet the others in every layer."""
     zero = np.zeros(1, np.int64)
-    names = ("ids_T", "positions_T", "predictor_N", "target_N", "sequence_N", "token_N")
-    return Pack(segments=(Segment(start=0, length=1),), members=(), **dict.fromkeys(names, zero))
+    return Pack(
+        ids_T=zero,
+        positions_T=zero,
+        segments=(Segment(start=0, length=1),),
+        predictor_N=zero,
+        target_N=zero,
+        sequence_N=zero,
+        token_N=zero,
+        members=(),
+    )
 
 
 class _Layout:
     """Collects the pieces of one pack."""
 
-    def __init__(self) -> None:
+    def __init__(self, sight: Sight) -> None:
+        self.sight = sight
         self.ids: list[npt.NDArray[np.int32]] = []
         self.positions: list[Indices] = []
         self.segments: list[Segment] = []
@@ -166,42 +222,53 @@ class _Layout:
         self.target: list[npt.NDArray[np.int32]] = []
         self.token: list[Indices] = []
         self.members: list[int] = []
+        self.images: list[Image] = []
+        self.place: list[Indices] = [np.zeros(0, np.int64)]
 
     def add(self, sequences: Sequence[TrainSequence], family: Family) -> None:
         """Lay out the family's prompt, then what each member has of its own."""
         prefix, prompt_start, parent = family.prefix, self.size, -1
         if prefix:
-            parent = self._segment(sequences[family.members[0]].ids[:prefix], 0, -1)
+            parent = self._segment(sequences[family.members[0]], 0, prefix, -1)
         for member in family.members:
             sequence = sequences[member]
             token = np.flatnonzero(sequence.loss_mask)
             offset = self.size - prefix  # packed index of token t is t + offset, for t >= prefix
-            self._segment(sequence.ids[prefix : token[-1]], prefix, parent)
+            self._segment(sequence, prefix, int(token[-1]), parent)
             before = token - 1
             self.predictor.append(np.where(before >= prefix, before + offset, before + prompt_start))
             self.target.append(sequence.ids[token])
             self.token.append(token)
             self.members.append(member)
 
-    def _segment(self, ids: npt.NDArray[np.int32], position: int, parent: int) -> int:
-        """Append a segment, unless it is empty: a completion of one token has nothing of its own to compute."""
-        if len(ids):
-            self.segments.append(Segment(start=self.size, length=len(ids), parent=parent))
-            self.ids.append(ids)
-            self.positions.append(np.arange(position, position + len(ids)))
-            self.size += len(ids)
+    def _segment(self, sequence: TrainSequence, start: int, stop: int, parent: int) -> int:
+        """Append tokens [start, stop), unless there are none: a completion of one token has nothing of its own."""
+        if stop > start:
+            self.segments.append(Segment(start=self.size, length=stop - start, parent=parent))
+            self.ids.append(sequence.ids[start:stop])
+            self.positions.append(self.sight.positions(sequence)[..., start:stop])
+            self._place_images(sequence, start, stop)
+            self.size += stop - start
         return len(self.segments) - 1
+
+    def _place_images(self, sequence: TrainSequence, start: int, stop: int) -> None:
+        for image, (first, end) in zip(sequence.images, self.sight.spans(sequence), strict=True):
+            if start <= first < stop:  # and so end <= stop: a segment ends before a loss token, not within an image
+                self.images.append(image)
+                self.place.append(np.arange(first, end) - start + self.size)
 
     def pack(self) -> Pack:
         """Join the pieces."""
         lengths = [len(token) for token in self.token]
         return Pack(
             ids_T=np.concatenate(self.ids).astype(np.int64),
-            positions_T=np.concatenate(self.positions),
+            positions_T=np.concatenate(self.positions, axis=-1),
             segments=tuple(self.segments),
             predictor_N=np.concatenate(self.predictor),
             target_N=np.concatenate(self.target).astype(np.int64),
             sequence_N=np.repeat(np.arange(len(lengths)), lengths),
             token_N=np.concatenate(self.token),
             members=tuple(self.members),
+            images=tuple(self.images),
+            place_M=np.concatenate(self.place),
         )

@@ -13,10 +13,11 @@ from offbeat_dist import Device
 from offbeat_engine_torch._lora import without_lora
 from offbeat_engine_torch._model import Asked, CausalModel
 from offbeat_engine_torch._options import TorchEngineOptions
-from offbeat_engine_torch._packing import Pack
+from offbeat_engine_torch._packing import Family, Pack, lay_out
 from offbeat_engine_torch._pieces import Piece
 from offbeat_engine_torch._rows import AttentionPlan
 from offbeat_engine_torch._sharding import free_gathered
+from offbeat_engine_torch._vision import Blind, Vision, see
 from offbeat_types import ModelError, TrainEngineConfig, TrainSequence
 
 _FORMATS = {"float32": None, "bfloat16": torch.bfloat16}
@@ -42,6 +43,7 @@ class Policy:
         options: TorchEngineOptions,
     ) -> None:
         self.model, self.pieces = model, pieces
+        self.sight: Vision | Blind = see(model.backbone, config.model_path)
         self.kernel: str = getattr(device, "packed_attention", "rows")
         self._device, self._options = device.torch_device, options
         self._autocast = _FORMATS[config.dtype]
@@ -51,8 +53,13 @@ class Policy:
         """Rows of the vocabulary head: token ids are below it."""
         return self.model.head.out_features
 
-    def ask(self, pack: Pack) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [N] and entropies [N] of a pack's loss tokens."""
+    def ask(self, pack: Pack, *, through_tower: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [N] and entropies [N] of a pack's loss tokens.
+
+        Args:
+            pack: one micro-batch.
+            through_tower: run the vision tower though the pack has no image, because another rank's has one.
+        """
         asked = Asked(
             predictor_N=self.tensor(pack.predictor_N),
             target_N=self.tensor(pack.target_N),
@@ -62,7 +69,8 @@ class Policy:
         )
         ids, positions = self.tensor(pack.ids_T), self.tensor(pack.positions_T)
         plan = AttentionPlan(pack.segments, self._device)
-        answer: tuple[Tensor, Tensor] = self.model(ids, positions, plan, self.kernel, asked, self._autocast)
+        patches = self.sight.patches(pack.images, pack.place_M, self._device) if pack.images or through_tower else None
+        answer: tuple[Tensor, Tensor] = self.model(ids, positions, plan, self.kernel, asked, self._autocast, patches)
         return answer
 
     def without_adapters(self) -> AbstractContextManager[None]:
@@ -91,6 +99,10 @@ class Policy:
                 f"token ids must be in [0, {self.vocabulary_size}): got {low} to {high}; "
                 "use the tokenizer of this model"
             )
+
+    def lay_out(self, sequences: Sequence[TrainSequence], families: Sequence[Family]) -> Pack:
+        """Lay out one micro-batch for this model."""
+        return lay_out(sequences, families, self.sight)
 
     def tensor(self, array: npt.NDArray[Any]) -> Tensor:
         """Put an array onto the device."""

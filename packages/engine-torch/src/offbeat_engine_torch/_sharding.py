@@ -113,6 +113,11 @@ def check_tensor_parallel(config: Any, family: str, size: int) -> None:
     Raises:
         ConfigError: the family has no plan of columns and rows, or its sizes cannot be cut.
     """
+    if getattr(config, "vision_config", None) is not None:
+        raise ConfigError(
+            f"tp = {size}: the layers of {family} are not shared out, because it has a vision tower: set tp to 1, and "
+            "every rank holds its part of all weights (FSDP2)"
+        )
     plan = _plan(config)
     unknown = sorted(set(plan.values()) - {COLUMNS, ROWS, PARTIAL})
     if not plan or unknown:

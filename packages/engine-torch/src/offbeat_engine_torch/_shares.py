@@ -48,6 +48,14 @@ def plan_shares(
         rounds += 1
 
 
+def rounds_with_images(sequences: Sequence[TrainSequence], shares: list[list[MicroBatch]]) -> list[bool]:
+    """For each round of micro-batches, whether any share has an image in it: all meet in the vision tower then."""
+    return [
+        any(sequences[member].images for batch in batches for family in batch for member in family.members)
+        for batches in zip(*shares, strict=True)
+    ]
+
+
 def members_in_order(shares: list[list[MicroBatch]]) -> list[list[int]]:
     """For each share, the sequences it computes, in the order in which it computes them."""
     return [[member for batch in share for family in batch for member in family.members] for share in shares]

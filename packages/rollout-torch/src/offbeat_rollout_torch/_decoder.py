@@ -1,5 +1,7 @@
 """The forward pass: plain functions over `DecoderWeights`, with as few operators per layer as the result allows."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
@@ -9,7 +11,30 @@ from offbeat_rollout_torch._families import Architecture
 from offbeat_rollout_torch._weights import DecoderWeights, LayerWeights
 
 
-def decode_hidden(weights: DecoderWeights, ids_N: Tensor, rotations_PC: Tensor, attention: Attention) -> Tensor:
+@dataclass(frozen=True)
+class Sight:
+    """What the vision tower has to say to the tokens of one pass.
+
+    Args:
+        place_M: [M] int64, which tokens of the pass stand for images.
+        embeds_MH: what is in the place of their embeddings.
+        deeper: [M, hidden] each, added to what the first layers give (Qwen3-VL; none in Qwen2.5-VL).
+    """
+
+    place_M: Tensor
+    embeds_MH: Tensor
+    deeper: tuple[Tensor, ...] = ()
+
+
+def decode_hidden(
+    weights: DecoderWeights,
+    ids_N: Tensor,
+    rotations_PC: Tensor,
+    attention: Attention,
+    *,
+    turns_NC: Tensor | None = None,
+    sight: Sight | None = None,
+) -> Tensor:
     """Run the layers.
 
     Args:
@@ -17,13 +42,17 @@ def decode_hidden(weights: DecoderWeights, ids_N: Tensor, rotations_PC: Tensor, 
         ids_N: [N] int64 tokens of the pass, packed.
         rotations_PC: [positions, head_dim / 2] complex64.
         attention: planned for these tokens.
+        turns_NC: the rotation of each token, where its place in the cache does not say it.
+        sight: of the images among these tokens.
 
     Returns:
         [N, hidden] before the last norm.
     """
     a = weights.architecture
     x = F.embedding(ids_N, weights.embedding)
-    turns = rotations_PC.index_select(0, attention.positions_N)[:, None]
+    if sight is not None:
+        x.index_copy_(0, sight.place_M, sight.embeds_MH.to(x.dtype))
+    turns = (rotations_PC.index_select(0, attention.positions_N) if turns_NC is None else turns_NC)[:, None]
     for index, layer in enumerate(weights.layers):
         qkv = layer.qkv(F.rms_norm(x, (a.hidden_size,), layer.input_norm, a.norm_eps))
         qkv = qkv.view(len(x), -1, a.head_dim)
@@ -31,6 +60,8 @@ def decode_hidden(weights: DecoderWeights, ids_N: Tensor, rotations_PC: Tensor, 
         x = layer.out.plus(attention(index, qkv), x)
         h = F.rms_norm(x, (a.hidden_size,), layer.mlp_norm, a.norm_eps)
         x = layer.down.plus(layer.up.times(h, layer.gate.silu(h)), x)
+        if sight is not None and index < len(sight.deeper):
+            x.index_add_(0, sight.place_M, sight.deeper[index].to(x.dtype))
     return x
 
 

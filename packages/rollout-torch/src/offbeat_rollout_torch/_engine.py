@@ -5,7 +5,7 @@ import os
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from offbeat_rollout_torch._samples import Ending, RequestInFlight
 from offbeat_rollout_torch._scheduler import Scheduler
 from offbeat_rollout_torch._stepper import Stepper
 from offbeat_rollout_torch._text import load_tokenizer
+from offbeat_rollout_torch._vision import Eyes, Pictures
 from offbeat_rollout_torch._weights import DecoderWeights
 from offbeat_rollout_torch._worker import Worker, new_future
 from offbeat_types import (
@@ -74,15 +75,11 @@ class TorchRolloutOptions:
 
 
 class TorchRolloutEngine:
-    """Samples completions in this process, in a thread of its own. Make it with `create`."""
+    """Samples completions in this process, in a thread of its own. Make it with `create`.
 
-    capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
-        pause_modes=("abort", "wait", "keep"),
-        sleep_levels=(1, 2),
-        shares_prompt_prefix=True,
-        scores=True,
-        fp8_weights=True,
-    )
+    Attributes:
+        capabilities: what it can do; it takes images where the model does.
+    """
 
     def __init__(self, config: RolloutEngineConfig) -> None:
         folder = Path(config.model_path).expanduser()
@@ -93,6 +90,15 @@ class TorchRolloutEngine:
                 "1, or take a backend that splits its model, such as vllm"
             )
         self._architecture = read_architecture(folder)
+        self._eyes = Eyes(folder) if self._architecture.vision else None
+        self.capabilities = RolloutCapabilities(
+            pause_modes=("abort", "wait", "keep"),
+            sleep_levels=(1, 2),
+            shares_prompt_prefix=True,
+            multimodal=self._eyes is not None,
+            scores=True,
+            fp8_weights=True,
+        )
         self._tokenizer = load_tokenizer(folder)
         self._folder, self._config, self._device = folder, config, _device(config.device)
         eos_ids = read_eos_ids(folder, self._tokenizer)
@@ -143,8 +149,8 @@ class TorchRolloutEngine:
         """See `RolloutEngine`.
 
         Raises:
-            DataError: the prompt is empty, holds unknown ids, or leaves no room.
-            ConfigError: a sampling parameter that cannot be, an image, an adapter.
+            DataError: the prompt is empty, holds unknown ids, leaves no room, or does not fit its images.
+            ConfigError: a sampling parameter that cannot be, an adapter; an image, and the model takes none.
             WeightSyncError: an update failed half way, and no whole one has come since.
         """
         self._check(request)
@@ -156,7 +162,7 @@ class TorchRolloutEngine:
             else:
                 done.set_result(outcome)
 
-        in_flight = RequestInFlight(request, self._tokenizer, deliver)
+        in_flight = RequestInFlight(request, self._tokenizer, deliver, await self._look(request))
         if not in_flight.samples:
             return []
         try:
@@ -170,6 +176,12 @@ class TorchRolloutEngine:
         """See `ScoringEngine`: at any temperature."""
         request.check(self._architecture.vocab_size, self._ending.max_model_len)
         return await asyncio.wrap_future(self._worker.call(lambda: self._worker.score(request)))
+
+    async def _look(self, request: GenerateRequest) -> Pictures | None:
+        """Prepare the images, in another thread than that of the event loop."""
+        if self._eyes is None:
+            return None
+        return await asyncio.to_thread(self._eyes.prepare, request, self._device)
 
     def _check(self, request: GenerateRequest) -> None:
         self.capabilities.check(request, "rollout-torch")

@@ -22,22 +22,34 @@ class Family:
     Args:
         qk_norm: queries and keys are normalised per head.
         qkv_bias: query, key and value projections have a bias; None: as config.attention_bias says, the output's too.
+        sections: of a vision-language family, where its config says nothing: how many pairs of a head are turned by
+            position in time, height and width. Empty of a family for text.
+        interleaved: the three take pairs in turn, and not one run of pairs each.
     """
 
     qk_norm: bool = False
     qkv_bias: bool | None = None
+    sections: tuple[int, ...] = ()
+    interleaved: bool = False
 
 
 FAMILIES: Final = {
     "qwen3": Family(qk_norm=True),
     "qwen2": Family(qkv_bias=True),
     "llama": Family(),
+    "qwen3_vl": Family(qk_norm=True, sections=(24, 20, 20), interleaved=True),
+    "qwen2_5_vl": Family(qkv_bias=True, sections=(16, 24, 24)),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The shape of one model. Sizes are counts of elements; `rope` holds the rotary parameters of the config."""
+    """The shape of one model. Sizes are counts of elements; `rope` holds the rotary parameters of the config.
+
+    `axes` names, for each pair of a head, the axis of a position that turns it (0 time, 1 height, 2 width); it is empty
+    where a position is one number. `vision` is the folder of a vision-language model; its decoder's names begin with
+    `prefix`.
+    """
 
     family: str
     vocab_size: int
@@ -55,6 +67,9 @@ class Architecture:
     mlp_bias: bool
     rope: dict[str, Any]
     max_positions: int
+    axes: tuple[int, ...] = ()
+    vision: Path | None = None
+    prefix: str = "model."
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -82,15 +97,20 @@ def read_architecture(folder: Path) -> Architecture:
     name = config.get("model_type")
     if name not in FAMILIES:
         raise ModelError(f"model family {name!r} is not supported by rollout-torch; supported: {', '.join(FAMILIES)}")
+    has_vision = bool(FAMILIES[name].sections)
+    if has_vision:  # older folders have the decoder's keys beside vision_config, newer ones in text_config
+        tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        config = {**config, **config.get("text_config", {}), **tied}
     _refuse_variants(config)
     try:
-        return _architecture(name, config)
+        return _architecture(name, config, folder if has_vision else None)
     except KeyError as error:
         raise ModelError(f"{folder / 'config.json'} lacks the key {error}") from error
 
 
-def _architecture(name: str, config: dict[str, Any]) -> Architecture:
+def _architecture(name: str, config: dict[str, Any], vision: Path | None = None) -> Architecture:
     family, heads = FAMILIES[name], config["num_attention_heads"]
+    head_dim, rope = config.get("head_dim") or config["hidden_size"] // heads, _rope_parameters(config)
     attention_bias = bool(config.get("attention_bias", False))
     return Architecture(
         family=name,
@@ -100,16 +120,33 @@ def _architecture(name: str, config: dict[str, Any]) -> Architecture:
         num_layers=config["num_hidden_layers"],
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        head_dim=head_dim,
         norm_eps=config.get("rms_norm_eps", 1e-6),
         tied=bool(config.get("tie_word_embeddings", False)),
         qk_norm=family.qk_norm,
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         out_bias=attention_bias and family.qkv_bias is None,
         mlp_bias=bool(config.get("mlp_bias", False)),
-        rope=_rope_parameters(config),
+        rope=rope,
         max_positions=config.get("max_position_embeddings", 2048),
+        axes=_axes(family, rope, head_dim // 2) if vision else (),
+        vision=vision,
+        prefix="model.language_model." if vision else "model.",
     )
+
+
+def _axes(family: Family, rope: dict[str, Any], num_pairs: int) -> tuple[int, ...]:
+    """Which axis turns each pair. Source: transformers, recomposition_frequencies of Qwen3-VL and Qwen2.5-VL."""
+    sections = tuple(rope.get("mrope_section") or family.sections)
+    if len(sections) != 3 or sum(sections) != num_pairs:
+        raise ModelError(f"mrope_section must share out {num_pairs} pairs over three axes, got {list(sections)}")
+    if not family.interleaved:
+        return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
+    axes = [0] * num_pairs
+    for axis in (1, 2):
+        for pair in range(axis, 3 * sections[axis], 3):
+            axes[pair] = axis
+    return tuple(axes)
 
 
 def _refuse_variants(config: dict[str, Any]) -> None:
@@ -130,6 +167,8 @@ def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     rope.setdefault("rope_type", rope.get("type", "default"))
+    if rope["rope_type"] == "mrope":  # older folders; `_axes` reads what it means
+        rope["rope_type"] = "default"
     return rope
 
 

@@ -29,7 +29,8 @@ def load_weights(weights: DecoderWeights, folder: Path, *, as_fp8: bool = False)
     for path in _files(folder):
         for name, tensor in _tensors(path):
             if not name.endswith("rotary_emb.inv_freq"):  # old folders stored what the config says already
-                writer.write(name, _rounded(name, tensor) if as_fp8 else tensor)
+                tensor = _rounded(name, tensor) if as_fp8 else tensor
+                writer.write(_named(name, weights.architecture.prefix), tensor)
     writer.finish()
     weights.freeze()
 
@@ -38,6 +39,13 @@ def _rounded(name: str, tensor: Tensor) -> Tensor:
     if not is_fp8_weight(TensorSpec(name, "float32", tuple(tensor.shape))):
         return tensor
     return dequantize_blocks(*quantize_blocks(tensor))
+
+
+def _named(name: str, prefix: str) -> str:
+    """The name of today, for vision-language folders written before transformers 4.52."""
+    if prefix == "model." or name.startswith((prefix, "model.visual.", "lm_head.")):
+        return name
+    return f"model.{name}" if name.startswith("visual.") else f"{prefix}{name.removeprefix('model.')}"
 
 
 def _files(folder: Path) -> list[Path]:

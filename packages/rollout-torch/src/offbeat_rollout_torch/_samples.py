@@ -5,10 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from offbeat_rollout_torch._cache import Row
 from offbeat_rollout_torch._text import StopStrings
+from offbeat_rollout_torch._vision import Pictures
 from offbeat_types import Completion, GenerateRequest, SamplingParams, StopReason, VersionSegment
 
 
@@ -48,6 +50,17 @@ class Sample:
         """Tokens still to go through the model before the next can be drawn."""
         return len(self.tokens) - self.num_cached
 
+    def positions(self, num_tokens: int) -> npt.NDArray[np.int64]:
+        """[3, num_tokens]: positions in time, height and width of the next tokens to compute."""
+        pictures, start = self.request.pictures, self.num_cached
+        index = np.arange(start, start + num_tokens)
+        if pictures is None:
+            return np.tile(index, (3, 1))
+        found = np.tile(index + pictures.offset, (3, 1))
+        of_prompt = pictures.positions_3P[:, start : start + num_tokens]
+        found[:, : of_prompt.shape[1]] = of_prompt
+        return found
+
     def push(self, token: int, logprob: float, version: int, ending: Ending) -> None:
         """Add a drawn token and decide whether it is the last."""
         self.tokens.append(token)
@@ -83,6 +96,7 @@ class RequestInFlight:
         request: as asked.
         tokenizer: for stop strings and text.
         deliver: called once with the completions, or with the error that ended the request.
+        pictures: the request's images, prepared; None without any.
     """
 
     def __init__(
@@ -90,7 +104,9 @@ class RequestInFlight:
         request: GenerateRequest,
         tokenizer: Tokenizer,
         deliver: Callable[[list[Completion] | Exception], None],
+        pictures: Pictures | None = None,
     ) -> None:
+        self.pictures = pictures
         self.request_id, self.params = request.request_id, request.params
         self.prompt: list[int] = np.asarray(request.prompt_ids).tolist()
         self._tokenizer, self._deliver = tokenizer, deliver

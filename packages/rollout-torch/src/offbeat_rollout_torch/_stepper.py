@@ -3,17 +3,19 @@
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from offbeat_rollout_torch._attention import Attention, Chunk, DecodeAttention, PrefillAttention
 from offbeat_rollout_torch._cache import KVCache
-from offbeat_rollout_torch._decoder import decode_hidden, decode_logits
+from offbeat_rollout_torch._decoder import Sight, decode_hidden, decode_logits
 from offbeat_rollout_torch._families import rotations
 from offbeat_rollout_torch._samples import Ending, Sample
 from offbeat_rollout_torch._sampling import draw, uniforms
 from offbeat_rollout_torch._scheduler import Scheduler
 from offbeat_rollout_torch._scoring import Scorer
+from offbeat_rollout_torch._vision import look
 from offbeat_rollout_torch._weights import DecoderWeights
 from offbeat_types import Floats, ModelError, ScoreRequest
 
@@ -33,6 +35,7 @@ class Stepper:
         self.num_tokens, self.busy_s = 0, 0.0
         self._device = weights.final_norm.device
         self._rotations = rotations(weights.architecture, ending.max_model_len).to(self._device)
+        self._axes = torch.tensor(weights.architecture.axes, dtype=torch.int64, device=self._device)
 
     def step(self) -> None:
         """Prefill or decode once. Afterwards ask the scheduler to `retire`."""
@@ -64,7 +67,8 @@ class Stepper:
         samples = scheduler.decode_order()
         scheduler.cache.allocate()
         attention = DecodeAttention(scheduler.cache.bands, self.weights.architecture, self.weights.final_norm)
-        hidden = self._forward([sample.tokens[-1] for sample in samples], attention)
+        ids = [sample.tokens[-1] for sample in samples]
+        hidden = self._forward(ids, attention, self._turns([(sample, 1) for sample in samples]))
         for sample in samples:
             assert sample.row is not None
             sample.row.cached += 1
@@ -78,7 +82,8 @@ class Stepper:
         ends: list[int] = []
         for sample, chunk in zip(samples, chunks, strict=True):
             ids += sample.tokens[chunk.row.cached : chunk.row.cached + chunk.num_tokens]
-        hidden = self._forward(ids, attention)
+        runs = [(sample, chunk.num_tokens) for sample, chunk in zip(samples, chunks, strict=True)]
+        hidden = self._forward(ids, attention, self._turns(runs), self._sight(runs))
         end = -1
         for sample, chunk in zip(samples, chunks, strict=True):
             end += chunk.num_tokens
@@ -104,9 +109,38 @@ class Stepper:
                 rows = [one.row for one in members if one.row is not None]
                 self.scheduler.cache.share(leader.row, rows, num_tokens)
 
-    def _forward(self, ids: list[int], attention: Attention) -> Tensor:
+    def _turns(self, runs: Sequence[tuple[Sample, int]]) -> Tensor | None:
+        """[N, head_dim / 2], where positions have axes; `runs` say how many tokens of each sample the pass holds."""
+        if not len(self._axes):
+            return None
+        positions_3N = np.concatenate([sample.positions(num_tokens) for sample, num_tokens in runs], 1)
+        by_pair_CN = torch.from_numpy(positions_3N).to(self._device).index_select(0, self._axes)
+        return self._rotations.gather(0, by_pair_CN.T)
+
+    def _sight(self, runs: Sequence[tuple[Sample, int]]) -> Sight | None:
+        """What the tower says to those tokens of the pass that stand for images; None where there are none."""
+        parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+        start = 0
+        for sample, num_tokens in runs:
+            if (pictures := sample.request.pictures) is not None:
+                first = sample.num_cached
+                there = np.flatnonzero((pictures.place_M >= first) & (pictures.place_M < first + num_tokens))
+                if len(there):
+                    seen = look(pictures, self.weights.tower)
+                    rows = torch.from_numpy(there).to(self._device)
+                    place = torch.from_numpy(pictures.place_M[there] - first + start).to(self._device)
+                    parts.append((place, tuple(layer.index_select(0, rows) for layer in seen)))
+            start += num_tokens
+        if not parts:
+            return None
+        embeds, *deeper = (torch.cat(layer) for layer in zip(*(layers for _, layers in parts), strict=True))
+        return Sight(torch.cat([place for place, _ in parts]), embeds, tuple(deeper))
+
+    def _forward(
+        self, ids: list[int], attention: Attention, turns: Tensor | None, sight: Sight | None = None
+    ) -> Tensor:
         ids_N = torch.tensor(ids, device=self._device)
-        return decode_hidden(self.weights, ids_N, self._rotations, attention)
+        return decode_hidden(self.weights, ids_N, self._rotations, attention, turns_NC=turns, sight=sight)
 
     def _draw(self, samples: Sequence[Sample], hidden: Tensor) -> None:
         logits = decode_logits(self.weights, hidden)

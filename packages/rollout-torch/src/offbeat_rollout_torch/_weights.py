@@ -14,6 +14,7 @@ from torch import Tensor
 
 from offbeat_rollout_torch._families import Architecture
 from offbeat_rollout_torch._linear import Linear, can_pack
+from offbeat_rollout_torch._vision import build_tower
 
 
 @dataclass(frozen=True)
@@ -123,21 +124,25 @@ class DecoderWeights:
         self.head: Linear | None = Linear(a.vocab_size, a.hidden_size, bias=False, like=like, pack=pack, shared=shared)
         self.final_norm = like.new_empty(a.hidden_size)
         self.layers = [LayerWeights(a, like, pack) for _ in range(a.num_layers)]
+        self.tower = build_tower(a.vision, dtype, device) if a.vision else None
         self.parameters = self._parameters()
-        self.aliases = {"lm_head.weight": "model.embed_tokens.weight"} if a.tied else {}
+        self.aliases = {"lm_head.weight": f"{a.prefix}embed_tokens.weight"} if a.tied else {}
 
     def _parameters(self) -> dict[str, Parameter]:
         a = self.architecture
         table = (a.vocab_size, a.hidden_size)
         found = {
-            "model.embed_tokens.weight": Parameter(lambda: self.embedding, slice(0, a.vocab_size), table),
-            "model.norm.weight": _vector(lambda: self.final_norm, a.hidden_size),
+            f"{a.prefix}embed_tokens.weight": Parameter(lambda: self.embedding, slice(0, a.vocab_size), table),
+            f"{a.prefix}norm.weight": _vector(lambda: self.final_norm, a.hidden_size),
         }
         if not a.tied and self.head is not None:
             found["lm_head.weight"] = Parameter(self.head.weight, slice(0, a.vocab_size), table)
         for index, layer in enumerate(self.layers):
             for name, parameter in layer.parameters(a).items():
-                found[f"model.layers.{index}.{name}"] = parameter
+                found[f"{a.prefix}layers.{index}.{name}"] = parameter
+        if self.tower is not None:
+            for name, tensor in self.tower.named_parameters(prefix="model.visual"):
+                found[name] = Parameter(tensor.detach, slice(None), tuple(tensor.shape))
         return found
 
     def read(self, name: str) -> Tensor:
@@ -152,7 +157,7 @@ class DecoderWeights:
     def release(self) -> None:
         """Give all memory back. What is left tells only how to make such weights again."""
         self.parameters, self.layers = {}, []
-        self.embedding, self.head = self.final_norm, None
+        self.embedding, self.head, self.tower = self.final_norm, None, None
 
     def freeze(self) -> None:
         """Make ready to serve: pack. Call after every write, and after reads."""

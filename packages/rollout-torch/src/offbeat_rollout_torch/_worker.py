@@ -223,15 +223,23 @@ class Worker:
             raise WeightSyncError(f"weight stream of version {version}: {error}") from error
         stepper.weights.freeze()
         stepper.version, self._unusable = version, ""
-        stepper.scheduler.cache.drop()
+        self._forget()
         return proof
 
     def _spoil(self, reason: str) -> None:
         """Weights of two versions are mixed: serve nothing until a whole update arrives."""
         self._unusable = reason
-        self._stepper.scheduler.cache.drop()
+        self._forget()
         if self._mode != "keep":
             self.abort_all()
+
+    def _forget(self) -> None:
+        """Drop what was computed of samples in flight: keys and values, and what the vision tower saw."""
+        scheduler = self._stepper.scheduler
+        scheduler.cache.drop()
+        for request in scheduler.requests.values():
+            if request.pictures is not None:
+                request.pictures.seen = ()
 
     def _refuse_if_unusable(self) -> None:
         if self._unusable:
@@ -244,7 +252,7 @@ class Worker:
     def sleep(self, level: int) -> None:
         """Free the cache, and at level 2 the weights; the process has less memory when this returns."""
         stepper = self._stepper
-        stepper.scheduler.cache.drop()
+        self._forget()
         self._asleep.add("kv_cache")
         if level == 2:
             stepper.weights.release()

@@ -27,6 +27,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         answer: what was expected, where that is known.
         stop_reason: as in `Completion`.
         num_tokens: of the completion.
+        images: of the prompt, small copies for people: `data:` addresses of image files.
     """
 
     step: int
@@ -39,6 +40,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     answer: str = ""
     stop_reason: str = ""
     num_tokens: int = 0
+    images: tuple[str, ...] = ()
 
 
 class GenerationsLog:

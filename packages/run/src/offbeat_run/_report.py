@@ -1,6 +1,7 @@
 """Writes report.html: one page that says how a run went, readable without a network."""
 
 import json
+import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -98,6 +99,7 @@ def _page(run: RunFolder) -> str:
     if strip:
         figures.insert(min(_FIGURES_ABOVE_TIMELINE, len(figures)), strip)
     environment = Environment(loader=PackageLoader("offbeat_run", "_report"), autoescape=True, trim_blocks=True)
+    environment.tests["drawable"] = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+").fullmatch
     return environment.get_template("page.html").render(
         name=run.path.name,
         written=time.strftime("%Y-%m-%d %H:%M"),

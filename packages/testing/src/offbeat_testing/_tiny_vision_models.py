@@ -1,12 +1,20 @@
 """Tiny vision-language model folders, made on the spot: real architectures and processors, and no file fetched."""
 
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from offbeat_testing._tiny_models import tiny_tokenizer
 
 VISION_TOKENS: Final = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+VISION_CHAT_TEMPLATE: Final = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Its words are those of the small models' ChatML; its images stand as in Qwen-VL's own template."""
 PATCH_PIXELS: Final = 4
 MERGE: Final = 2
 
@@ -18,7 +26,8 @@ def tiny_vision_model(
 ) -> Path:
     """Write a random Qwen3-VL or Qwen2.5-VL, float32, with tokenizer and processor, ready for `AutoProcessor`.
 
-    A placeholder token stands for 8 x 8 pixels, and an image for 4 to 64 of them. The processor needs torchvision.
+    A placeholder token stands for 8 x 8 pixels, and an image for 4 to 64 of them. The processor needs torchvision;
+    without it the folder is ready for `AutoImageProcessor` and `AutoTokenizer` only.
 
     Args:
         folder: made when missing.
@@ -50,7 +59,7 @@ def tiny_vision_model(
         eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id
     )
     model.save_pretrained(folder)
-    _processor(tokenizer, name).save_pretrained(folder)
+    _save_processor(folder, tokenizer, name)
     return folder
 
 
@@ -107,17 +116,24 @@ def _vision(family: TinyVisionFamily) -> dict[str, Any]:
     }
 
 
-def _processor(tokenizer: Any, name: str) -> Any:
+def _save_processor(folder: Path, tokenizer: Any, name: str) -> None:
     transformers: Any = import_module("transformers")
+    tokenizer.chat_template = VISION_CHAT_TEMPLATE
     patches = {"patch_size": PATCH_PIXELS, "merge_size": MERGE, "temporal_patch_size": 2}
     pixels = (PATCH_PIXELS * MERGE) ** 2
-    images = transformers.Qwen2VLImageProcessor(
+    whole = find_spec("torchvision") is not None
+    images = getattr(transformers, "Qwen2VLImageProcessor" if whole else "Qwen2VLImageProcessorPil")(
         size={"shortest_edge": 4 * pixels, "longest_edge": 64 * pixels}, **patches
     )
+    if not whole:
+        images.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return
     videos = {"Qwen3VL": "Qwen3VLVideoProcessor", "Qwen2_5_VL": "Qwen2VLVideoProcessor"}[name]
-    return getattr(transformers, f"{name}Processor")(
+    processor = getattr(transformers, f"{name}Processor")(
         image_processor=images,
         tokenizer=tokenizer,
         video_processor=getattr(transformers, videos)(**patches),
         chat_template=tokenizer.chat_template,
     )
+    processor.save_pretrained(folder)

@@ -27,7 +27,8 @@ def digest_sequences(sequences: Sequence[TrainSequence]) -> str:
     """Digest of everything that the plan of an update and its loss read."""
     digest = hashlib.blake2b(digest_size=16)
     for sequence in sequences:
-        for name, array in (("", sequence.ids), ("", sequence.loss_mask), *sorted(sequence.extras.items())):
+        unnamed = [("", array) for array in (sequence.ids, sequence.loss_mask, *sequence.images)]
+        for name, array in (*unnamed, *sorted(sequence.extras.items())):
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
             digest.update(array.tobytes())
     return digest.hexdigest()

@@ -3,7 +3,7 @@
 Shapes: P prompt tokens, T completion tokens; H, W height and width of an image in pixels.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -20,6 +20,18 @@ Image = npt.NDArray[np.uint8]
 
 StopReason = Literal["eos", "stop", "length", "aborted"]
 PauseMode = Literal["abort", "wait", "keep"]
+
+
+def check_images(images: Sequence[Image], whose: str) -> None:
+    """Refuse images of another form than `Image`.
+
+    Raises:
+        DataError: with the first that is, and `whose` it is.
+    """
+    for index, image in enumerate(images):
+        found = np.asarray(image)
+        if found.dtype != np.uint8 or found.ndim != 3 or found.shape[2] != 3 or not found.size:
+            raise DataError(f"{whose}: image {index} must be [H, W, 3] uint8, got {found.shape} {found.dtype}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,10 +170,7 @@ class RolloutCapabilities:
                 f"{name} holds {len(request.images)} image{'s' * (len(request.images) > 1)}, and this {engine} is not "
                 "multimodal: use an engine, and a model, that declare it"
             )
-        for index, image in enumerate(request.images):
-            found = np.asarray(image)
-            if found.dtype != np.uint8 or found.ndim != 3 or found.shape[2] != 3 or not found.size:
-                raise DataError(f"{name}: image {index} must be [H, W, 3] uint8, got {found.shape} {found.dtype}")
+        check_images(request.images, name)
 
     def check_adapter(self, adapter: "LoraAdapter | None", engine: str) -> None:
         """Refuse an update that brings an adapter, where there can be none.

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offbeat_types._errors import ShapeError
-from offbeat_types._rollout import Floats, Ids
+from offbeat_types._rollout import Floats, Ids, Image, check_images
 from offbeat_types._settings import REQUIRED, setting
 
 TensorT = TypeVar("TensorT")
@@ -70,13 +70,21 @@ class TrainSequence:
         ids: [T] int32.
         loss_mask: [T] bool; True where the token enters the loss. loss_mask[0] must be False.
         extras: per-token inputs of the loss, each [T] float32; entries where loss_mask is False are not read.
+        images: each [H, W, 3] uint8, in the order of their placeholders, as in `GenerateRequest`. A placeholder in the
+            loss was sampled: it is a token like any other, and stands for no image.
+
+    Raises:
+        ShapeError: the arrays differ in shape, or loss_mask[0] is True.
+        DataError: an image that is not one.
     """
 
     ids: Ids
     loss_mask: npt.NDArray[np.bool_]
     extras: dict[str, Floats] = field(default_factory=dict)
+    images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
+        check_images(self.images, "a sequence to learn from")
         shapes = {"loss_mask": self.loss_mask.shape, **{name: array.shape for name, array in self.extras.items()}}
         wrong = {name: shape for name, shape in shapes.items() if shape != self.ids.shape}
         if wrong:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offbeat_types._errors import ShapeError
-from offbeat_types._rollout import Completion, Floats, Ids, StopReason, VersionSegment
+from offbeat_types._rollout import Completion, Floats, Ids, Image, StopReason, VersionSegment
 from offbeat_types._training import TrainSequence
 
 TrajectoryEnd = Literal["done", "cut_off", "max_turns", "max_tokens"]
@@ -105,14 +105,15 @@ class Trajectory:
         texts = [turn.text for turn in self.turns]
         return texts[0] + "".join(reply.text + text for reply, text in zip(self.replies, texts[1:], strict=True))
 
-    def to_sequence(self, prompt_ids: Ids) -> TrainSequence:
+    def to_sequence(self, prompt_ids: Ids, images: tuple[Image, ...] = ()) -> TrainSequence:
         """The prompt and this trajectory, with the loss on what was sampled.
 
         Args:
             prompt_ids: [P] int32.
+            images: of the prompt, in the order of their placeholders.
         """
         ids = np.concatenate([prompt_ids, *self._parts()])
-        return TrainSequence(ids=ids, loss_mask=self._mask(len(prompt_ids)))
+        return TrainSequence(ids=ids, loss_mask=self._mask(len(prompt_ids)), images=images)
 
     def _parts(self) -> list[Ids]:
         """Tokens in order, sampled and read by turns."""

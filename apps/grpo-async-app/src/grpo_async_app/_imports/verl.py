@@ -41,7 +41,6 @@ ALWAYS: Final[Mapping[str, str]] = {
     f"{_ACTOR}use_kl_loss": "told by kl_coefficient",
 }
 MISSING: Final[Mapping[str, str]] = {
-    "data.image_key": "images are not read yet",
     "data.truncation": "nothing is cut: prompts that are too long are left out and counted",
     "data.gen_batch_size": "prompts are submitted one by one",
     "critic.*": "no critic is trained",
@@ -96,6 +95,8 @@ def _write_data(draft: Draft) -> None:
         "data.train_files",
         "rows hold the answer in reward_model.ground_truth; here it is a column of its own, data.answer_column",
     )
+    if draft.take("data.image_key", default="images") != "images":
+        draft.change("data.image_key", "images are read from the column `images`: rename yours")
     draft.copy("data.max_prompt_tokens", "data.max_prompt_length", default=512)
     draft.copy("data.shuffle", "data.shuffle")
     draft.copy("data.seed", "data.seed")

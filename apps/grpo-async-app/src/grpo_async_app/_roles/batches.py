@@ -4,7 +4,7 @@ Shapes: S samples of all groups; N their loss tokens, packed end to end.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ def build_batch(groups: list[SampledGroup], config: AlgorithmConfig, engine: Tra
         (place, group, number) for place, group in enumerate(groups) for number in range(len(group.trajectories))
     ]
     trajectories = [group.trajectories[number] for _, group, number in samples]
-    plain = [each.to_sequence(group.prompt_ids) for each, (_, group, _) in zip(trajectories, samples, strict=True)]
+    plain = [sequence for group in groups for sequence in _sequences(group)]
     lengths_S = torch.tensor([trajectory.num_tokens for trajectory in trajectories])
     packed: dict[str, Floats] = {"rollout_logprobs": np.concatenate([each.logprobs for each in trajectories])}
     metrics: Metrics = {}
@@ -70,6 +70,12 @@ def build_batch(groups: list[SampledGroup], config: AlgorithmConfig, engine: Tra
         metrics.update(correction.metrics)
     sequences = list(_with_extras(plain, packed, lengths_S.tolist()))
     return TrainBatch(sequences=sequences, groups=[place for place, _, _ in samples], metrics=metrics)
+
+
+def _sequences(group: SampledGroup) -> list[TrainSequence]:
+    """Of its trajectories; they share the pixels of one set of images."""
+    images = tuple(picture.pixels() for picture in group.pictures)
+    return [trajectory.to_sequence(group.prompt_ids, images) for trajectory in group.trajectories]
 
 
 def split_batch(batch: TrainBatch, num_batches: int) -> Iterator[TrainBatch]:
@@ -119,4 +125,4 @@ def _with_extras(
         for name, values_N in packed.items():
             extras[name] = np.zeros(len(sequence.ids), np.float32)
             extras[name][sequence.loss_mask] = values_N[here]
-        yield TrainSequence(ids=sequence.ids, loss_mask=sequence.loss_mask, extras=extras)
+        yield replace(sequence, extras=extras)

@@ -1,0 +1,84 @@
+"""Conversations with images: two ranks learn from them, with the loss that transformers finds."""
+
+import io
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from draw_geometry import main as draw_geometry
+
+from offbeat_data import ConversationConfig, load_conversations, load_tokenizer
+from offbeat_run import RunFolder, read_metrics
+from offbeat_testing import CommandLine, tiny_vision_model
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in the layout of geo3k."""
+    folder = tmp_path_factory.mktemp("figures")
+    draw_geometry([str(folder), "--train", "16", "--test", "4", "--size-px", "64", "--kinds", "squares_area"])
+    return folder
+
+
+@pytest.fixture
+def config(figures: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "images.toml"
+    path.write_text(f"""
+[model]
+path = "{tiny_vision_model(tmp_path / "model", spread=0.02)}"
+[data]
+path = "{figures}"
+eval_path = "{figures}"
+eval_split = "test"
+prompt_column = "problem"
+completion_column = "answer"
+max_sequence_tokens = 256
+epochs = 3
+[engine]
+device = "cpu"
+num_ranks = 2
+learning_rate = 1e-3
+batch_size = 8
+max_tokens_per_microbatch = 512
+[eval]
+every_updates = 6
+""")
+    return path
+
+
+def transformers_loss(folder: Path, figures: Path) -> float:
+    """Mean loss of the held-out answers by plain transformers, which prepares the images itself."""
+    from PIL import Image
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoImageProcessor.from_pretrained(folder)
+    rows = pq.read_table(figures / "test.parquet").to_pylist()
+    config = ConversationConfig(path=str(figures / "test.parquet"), prompt_column="problem", completion_column="answer")
+    total, count = 0.0, 0
+    for row, sequence in zip(rows, load_conversations(config, load_tokenizer(folder)).train, strict=True):
+        made = processor(images=[Image.open(io.BytesIO(row["images"][0]["bytes"])).convert("RGB")], return_tensors="pt")
+        ids = torch.from_numpy(sequence.ids.astype("int64"))[None]
+        labels = torch.where(torch.from_numpy(sequence.loss_mask)[None], ids, -100)
+        kinds = (ids == model.config.image_token_id).int()
+        with torch.no_grad():
+            loss = model(input_ids=ids, labels=labels, mm_token_type_ids=kinds, **made).loss
+        total, count = total + float(loss) * int(sequence.loss_mask.sum()), count + int(sequence.loss_mask.sum())
+    return total / count
+
+
+def test_ranks_learn_from_images_with_the_loss_of_transformers(
+    command: CommandLine, config: Path, figures: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    ended = command("train", config, "--out", run)
+    assert ended.code == 0, ended.err
+    held_out = {
+        line.step: line.values["eval/loss"]
+        for line in read_metrics(run / "metrics.jsonl")
+        if "eval/loss" in line.values
+    }
+    assert held_out[6] < held_out[0] - 0.2
+    checkpoint = RunFolder.open(run, write=False).checkpoints.latest()
+    assert checkpoint is not None
+    assert transformers_loss(checkpoint.path, figures) == pytest.approx(held_out[6], abs=2e-4)

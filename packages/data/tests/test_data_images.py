@@ -1,0 +1,317 @@
+"""Rows with images: JSON lines with paths, Parquet in the layout of geo3k, places in the text, pixels."""
+
+import base64
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tokenizers
+from draw_geometry import main as draw_geometry
+from PIL import Image
+
+from offbeat_data import (
+    ConversationConfig,
+    DataConfig,
+    ImageRules,
+    Picture,
+    Prompt,
+    RewardConfig,
+    Tokenizer,
+    build_reward,
+    load_conversations,
+    load_image_rules,
+    load_prompts,
+    load_tokenizer,
+)
+from offbeat_data._guard import _prompt_to_plain
+from offbeat_types import DataError, ModelError
+
+Write = Callable[..., str]
+
+# As Qwen-VL's own: parts of type image become one placeholder between two marks.
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SQUARE = 8
+
+
+@pytest.fixture(scope="session")
+def vision_folder(tokenizer_folder: Callable[[str | None], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokenizer and image settings of a model that sees 8 x 8 pixels as a token, and images as 4 to 64 of them."""
+    folder = tmp_path_factory.mktemp("vision")
+    backend = tokenizers.Tokenizer.from_file(str(tokenizer_folder("chatml") / "tokenizer.json"))
+    backend.add_special_tokens(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "config.json").write_text(json.dumps({"image_token_id": backend.token_to_id("<|image_pad|>")}))
+    size = {"shortest_edge": 4 * SQUARE**2, "longest_edge": 64 * SQUARE**2}
+    settings = {"patch_size": 4, "merge_size": 2, "size": size}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(vision_folder: Path) -> Tokenizer:
+    return load_tokenizer(vision_folder)
+
+
+@pytest.fixture(scope="session")
+def rules(vision_folder: Path) -> ImageRules:
+    return load_image_rules(vision_folder)
+
+
+def picture(seed: int, height: int = 24, width: int = 32, form: str = "PNG") -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    Image.fromarray(pixels).save(buffer := io.BytesIO(), format=form)
+    return buffer.getvalue()
+
+
+def decoded(data: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def load(tokenizer: Tokenizer, path: object, **settings: object) -> tuple[Prompt, ...]:
+    return load_prompts(DataConfig(path=str(path), **settings), tokenizer).train
+
+
+def test_what_draw_geometry_writes_is_loaded_unchanged(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    draw_geometry([str(tmp_path), "--train", "12", "--test", "6", "--size-px", "64"])
+    config = DataConfig(path=str(tmp_path), prompt_column="problem", eval_split="test")
+    prompts = load_prompts(config, tokenizer)
+    assert (len(prompts.train), len(prompts.eval)) == (12, 6)  # one question of many figures is not one question
+    rows = pq.read_table(tmp_path / "train.parquet").to_pylist()
+    for prompt, row in zip(prompts.train, rows, strict=True):
+        question = row["problem"].removeprefix("<image>")
+        seen = "<|vision_start|>" + "<|image_pad|>" * 64 + "<|vision_end|>"
+        wanted = f"<|im_start|>user\n{seen}{question}<|im_end|>\n<|im_start|>assistant\n"
+        assert tokenizer.decode(prompt.ids, skip_special_tokens=False) == wanted
+        assert prompt.text == wanted.replace("<|image_pad|>" * 64, "<|image_pad|>")
+        np.testing.assert_array_equal(prompt.images[0], decoded(row["images"][0]["bytes"]))
+        assert prompt.answer == row["answer"]
+        assert json.loads(json.dumps(prompt.fields)) == prompt.fields
+    reward = build_reward(RewardConfig(name="math_verify"))
+    right = [reward.score(each, rf"So it is \boxed{{{each.answer}}}.").value for each in prompts.eval]
+    assert right == [1.0] * 6
+
+
+@pytest.mark.parametrize(("flat", "kind"), [(True, "png"), (False, "jpeg")])
+def test_a_preview_is_small_and_stands_in_a_page(flat: bool, kind: str) -> None:
+    """A drawing is smaller as PNG, a photograph as JPEG."""
+    pixels = np.random.default_rng(0).integers(0, 256, (400, 600, 3), np.uint8)
+    Image.fromarray(pixels * 0 if flat else pixels).save(file := io.BytesIO(), format="PNG")
+    head, _, body = Picture(data=file.getvalue(), height=400, width=600).preview().partition(",")
+    assert head == f"data:image/{kind};base64"
+    shown = Image.open(io.BytesIO(base64.b64decode(body)))
+    assert shown.size == (256, 171)
+    assert len(body) < 64_000
+
+
+def test_json_lines_name_files_beside_them(tokenizer: Tokenizer, tmp_path: Path, write_jsonl: Write) -> None:
+    (tmp_path / "figures").mkdir()
+    for number, form in enumerate(("PNG", "JPEG")):
+        (tmp_path / "figures" / f"{number}").write_bytes(picture(number, form=form))
+    both = ["figures/0", str(tmp_path / "figures" / "1")]
+    rows: list[dict[str, object]] = [
+        {"prompt": "Before <image> between <image> after.", "answer": "1", "images": both},
+        {"prompt": "No picture, and <image> is a word.", "answer": "2"},
+        {"prompt": "No place is named.", "answer": "3", "images": "figures/1"},
+    ]
+    first, second, third = load(tokenizer, write_jsonl(rows))
+    assert "user\nBefore <|vision_start|><|image_pad|><|vision_end|> between <|vision" in first.text
+    assert [image.shape for image in first.images] == [(24, 32, 3)] * 2
+    np.testing.assert_array_equal(first.images[1], decoded((tmp_path / "figures" / "1").read_bytes()))
+    assert second.images == ()
+    assert "<image> is a word" in second.text
+    assert "user\n<|vision_start|><|image_pad|><|vision_end|>No place" in third.text
+
+
+def test_chat_messages_have_their_images_in_parts_or_marks(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Look: "}, {"type": "image", "text": None}]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": parts}],
+            "answer": "1",
+            "images": [{"bytes": picture(0), "path": None}],
+        },
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "parts.parquet")
+    [prompt] = load(tokenizer, tmp_path / "parts.parquet")
+    assert "user\nLook: <|vision_start|><|image_pad|><|vision_end|><|im_end|>" in prompt.text
+
+
+def test_one_text_of_two_pictures_is_two_questions(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def rows(*seeds: int) -> pa.Table:
+        made = [
+            {"prompt": "Find x.", "answer": "1", "images": [{"bytes": picture(seed), "path": None}]} for seed in seeds
+        ]
+        return pa.Table.from_pylist(made)
+
+    pq.write_table(rows(0, 1, 2), tmp_path / "train.parquet")
+    pq.write_table(rows(2, 3), tmp_path / "test.parquet")
+    prompts = load_prompts(DataConfig(path=str(tmp_path), eval_split="test"), tokenizer)
+    assert (len(prompts.train), len(prompts.eval), prompts.train_counts.held_out) == (2, 2, 1)
+
+
+def test_a_picture_is_brought_to_the_size_the_model_sees(
+    tokenizer: Tokenizer, rules: ImageRules, tmp_path: Path
+) -> None:
+    sizes = [(24, 32), (33, 70), (5, 9), (300, 400), (8, 160)]
+    rows = [
+        {"prompt": f"{size}", "answer": "1", "images": [{"bytes": picture(1, *size), "path": None}]} for size in sizes
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    for prompt, size in zip(load(tokenizer, tmp_path / "rows.parquet"), sizes, strict=True):
+        height, width = prompt.images[0].shape[:2]
+        assert (height, width) == rules.fit(*size)
+        assert rules.fit(height, width) == (height, width), "an engine would resize it again"
+        assert np.count_nonzero(prompt.ids == rules.token_id) == height * width // SQUARE**2
+        assert 4 <= height * width // SQUARE**2 <= 64
+
+
+def test_sizes_are_those_of_transformers(rules: ImageRules) -> None:
+    code = (
+        "import json, sys\n"
+        "from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize\n"
+        "limits = {'factor': 8, 'min_pixels': 256, 'max_pixels': 4096}\n"
+        "print(json.dumps([smart_resize(*size, **limits) for size in json.load(sys.stdin)]))"
+    )
+    draw = np.random.default_rng(0)
+    sizes = [
+        (int(high), int(wide))
+        for high, wide in draw.integers(1, 400, (300, 2))
+        if max(high, wide) < 200 * min(high, wide)
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(sizes), capture_output=True, text=True, timeout=90, check=True
+    )
+    assert [list(rules.fit(*size)) for size in sizes] == json.loads(done.stdout)
+
+
+def test_a_camera_held_upright_is_turned(tokenizer: Tokenizer, tmp_path: Path, write_jsonl: Write) -> None:
+    image = Image.open(io.BytesIO(picture(0, 16, 48)))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image.save(tmp_path / "turned.png", exif=exif)
+    [prompt] = load(tokenizer, write_jsonl([{"prompt": "x", "answer": "1", "images": ["turned.png"]}]))
+    np.testing.assert_array_equal(prompt.images[0], np.rot90(np.asarray(image), -1))
+
+
+BROKEN = {
+    "no such file": ("x", ["gone.png"], r"row 1: image 1: image .*gone\.png cannot be read"),
+    "no image": ("x", ["words.txt"], r"row 1: image 1: .* no image that Pillow reads"),
+    "a number": ("x", [3], r"an image must be a path, bytes"),
+    "more places": ("<image> <image>", ["fine.png"], r"2 places for images \(<image>\), and the row 1 images"),
+    "fewer places": ("<image>", ["fine.png", "fine.png"], r"1 places for images .*, and the row 2"),
+    "a place without an image": ("<image>", [], r"1 places for images .*, and the row 0"),
+    "a placeholder in the text": ("<|image_pad|>", ["fine.png"], r"wrote 2 placeholders"),
+    "too thin": ("x", ["thin.png"], r"one side may be 200 times the other"),
+}
+
+
+@pytest.mark.parametrize(("prompt", "images", "message"), BROKEN.values(), ids=BROKEN)
+def test_what_does_not_fit_is_named_by_row(
+    prompt: str, images: list[object], message: str, tokenizer: Tokenizer, tmp_path: Path, write_jsonl: Write
+) -> None:
+    (tmp_path / "words.txt").write_text("no picture")
+    (tmp_path / "fine.png").write_bytes(picture(0))
+    (tmp_path / "thin.png").write_bytes(picture(0, 2, 500))
+    with pytest.raises(DataError, match=message):
+        load(tokenizer, write_jsonl([{"prompt": prompt, "answer": "1", "images": images}]))
+
+
+def test_a_file_that_is_broken_further_in_is_named(tokenizer: Tokenizer, tmp_path: Path, write_jsonl: Write) -> None:
+    for form in ("PNG", "JPEG"):
+        (tmp_path / form).write_bytes(picture(0, 48, 48, form)[:900])
+    with pytest.raises(DataError, match="row 1: image 1: an image of 900 bytes is broken"):
+        load(tokenizer, write_jsonl([{"prompt": "x", "answer": "1", "images": ["PNG"]}]))
+    [prompt] = load(tokenizer, write_jsonl([{"prompt": "x", "answer": "1", "images": ["JPEG"]}]))
+    with pytest.raises(DataError, match="an image of 900 bytes is broken"):
+        _ = prompt.images
+
+
+def test_a_model_without_images_and_a_prompt_without_template_are_named(
+    make_tokenizer: Callable[..., Tokenizer], tokenizer: Tokenizer, tmp_path: Path, write_jsonl: Write
+) -> None:
+    (tmp_path / "fine.png").write_bytes(picture(0))
+    path = write_jsonl([{"prompt": "x", "answer": "1", "images": ["fine.png"]}])
+    with pytest.raises(ModelError, match="takes no images"):
+        load(make_tokenizer("chatml"), path)
+    with pytest.raises(DataError, match="images need a chat template"):
+        load(tokenizer, path, chat_template="off")
+
+
+@pytest.mark.parametrize("writing", ["older", "newer", "within"])
+def test_each_way_of_writing_the_limits_is_read(writing: str, tmp_path: Path, rules: ImageRules) -> None:
+    base = {"patch_size": 4, "merge_size": 2}
+    sized = {**base, "size": {"shortest_edge": 256, "longest_edge": 4096}}
+    files = {
+        "older": {"preprocessor_config.json": {**base, "min_pixels": 256, "max_pixels": 4096}},
+        "newer": {"preprocessor_config.json": sized},
+        "within": {"processor_config.json": {"image_processor": sized}},
+    }[writing]
+    for name, content in {"config.json": {"image_token_id": rules.token_id}, **files}.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert load_image_rules(tmp_path) == rules
+
+
+def test_a_model_whose_images_are_cut_otherwise_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"image_token_id": 5}))
+    with pytest.raises(ModelError, match=r"preprocessor_config\.json.*must give patch_size"):
+        load_image_rules(tmp_path)
+
+
+def test_a_reward_in_another_process_is_sent_no_picture(
+    tokenizer: Tokenizer, tmp_path: Path, write_jsonl: Write
+) -> None:
+    (tmp_path / "fine.png").write_bytes(picture(0))
+    [prompt] = load(tokenizer, write_jsonl([{"prompt": "x", "answer": "1", "images": ["fine.png"]}]))
+    assert Prompt(**json.loads(json.dumps(_prompt_to_plain(prompt)))).pictures == ()
+
+
+def test_conversations_with_images_mask_the_answers_alone(
+    tokenizer: Tokenizer, rules: ImageRules, tmp_path: Path, write_jsonl: Write
+) -> None:
+    for number in range(2):
+        (tmp_path / f"{number}.png").write_bytes(picture(number, 24 + 8 * number, 32))
+    talk = [
+        {"role": "user", "content": "<image>What is it?"},
+        {"role": "assistant", "content": "Noise."},
+        {"role": "user", "content": "And <image>?"},
+        {"role": "assistant", "content": "Noise too."},
+    ]
+    exchange = {"prompt": "<image>What?", "completion": "Noise.", "images": ["1.png"]}
+    path = write_jsonl([{"messages": talk, "images": ["0.png", "1.png"]}, exchange])
+    first, second = load_conversations(ConversationConfig(path=path), tokenizer).train
+    assert [image.shape for image in first.images] == [(24, 32, 3), (32, 32, 3)]
+    assert np.count_nonzero(first.ids == rules.token_id) == 12 + 16
+    assert (
+        tokenizer.decode(first.ids[first.loss_mask], skip_special_tokens=False)
+        == "Noise.<|im_end|>Noise too.<|im_end|>"
+    )
+    assert tokenizer.decode(second.ids[second.loss_mask], skip_special_tokens=False) == "Noise.<|im_end|>"
+    assert np.count_nonzero(second.ids == rules.token_id) == 16
+    cut = ConversationConfig(path=path, max_sequence_tokens=60, too_long="truncate")
+    assert load_conversations(cut, tokenizer).train_counts.too_long == 1
+
+
+def test_pillow_is_loaded_with_the_first_image_only(tmp_path: Path, vision_folder: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "answer": "1"}\n')
+    code = (
+        "import sys\n"
+        "from offbeat_data import DataConfig, load_prompts, load_tokenizer\n"
+        f"load_prompts(DataConfig(path={str(tmp_path / 'rows.jsonl')!r}), load_tokenizer({str(vision_folder)!r}))\n"
+        "print({'PIL', 'torch', 'transformers'} & set(sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "set()\n", done.stderr

@@ -1,0 +1,150 @@
+"""Samples of prompts with images: their log-probabilities are those of transformers, however they are computed."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoImageProcessor
+
+from offbeat_rollout_torch import TorchRolloutEngine
+from offbeat_testing import FakeWeightStream, changed_weights, reference_model, tiny_vision_model
+from offbeat_types import DataError, GenerateRequest, RolloutEngineConfig, SamplingParams
+
+FAMILIES = [("qwen3_vl", True), ("qwen3_vl", False), ("qwen2_5_vl", True), ("qwen2_5_vl", False)]
+SIZES = ((40, 56), (33, 70), (24, 24))
+
+
+class Yardstick:
+    """transformers and the folder's own image processor."""
+
+    def __init__(self, folder):
+        self.model, self.processor = reference_model(folder), AutoImageProcessor.from_pretrained(folder)
+        config = self.model.config
+        self.image_id, self.video_id = config.image_token_id, config.video_token_id
+        self.ends = config.vision_start_token_id, config.vision_end_token_id
+        draw = np.random.default_rng(3)
+        self.images = tuple(draw.integers(0, 256, (*size, 3), np.uint8) for size in SIZES)
+
+    def prompt(self, num_images, seed=0):
+        """(ids, images): words, and between them placeholders."""
+        draw, images = np.random.default_rng(seed), self.images[:num_images]
+        parts = [draw.integers(3, 300, 4)]
+        for image in images:
+            count = self.processor.get_number_of_image_patches(*image.shape[:2]) // 4
+            parts += [[self.ends[0]], np.full(count, self.image_id), [self.ends[1]], draw.integers(3, 300, 3)]
+        return np.concatenate(parts).astype(np.int32), images
+
+    def error(self, request, completion, start=0):
+        """Largest distance in nats; up to the first placeholder that was sampled, which transformers cannot take."""
+        special = np.isin(completion.ids, [self.image_id, self.video_id])
+        count = int(np.argmax(special)) if special.any() else len(special)
+        assert count > start, "nothing to compare"
+        ids = torch.from_numpy(np.concatenate([request.prompt_ids, completion.ids[:count]]).astype(np.int64))[None]
+        given = {}
+        if request.images:
+            given = dict(
+                self.processor(images=list(request.images), input_data_format="channels_last", return_tensors="pt")
+            )
+            given["mm_token_type_ids"] = (ids == self.image_id).int()
+        with torch.no_grad():
+            logits = self.model(input_ids=ids, use_cache=False, **given).logits[0, :-1]
+        chosen = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[len(request.prompt_ids) - 1 :, 0]
+        return float(np.abs(completion.logprobs[:count] - chosen.numpy())[start:].max())
+
+
+def ask(yardstick, num_images, request_id="r", *, num_samples=1, max_tokens=12, seed=0):
+    ids, images = yardstick.prompt(num_images, seed)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=5)
+    return GenerateRequest(request_id=request_id, prompt_ids=ids, images=images, num_samples=num_samples, params=params)
+
+
+def run(folder, use, **options):
+    """Run `use(engine)` on a fresh engine."""
+
+    async def body():
+        config = RolloutEngineConfig(model_path=str(folder), device="cpu", max_model_len=256, options=options)
+        engine = await TorchRolloutEngine.create(config)
+        try:
+            return await use(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(asyncio.wait_for(body(), 90))
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda param: f"{param[0]}-{'tied' if param[1] else 'untied'}")
+def folder(request, tmp_path_factory):
+    family, tied = request.param
+    return tiny_vision_model(tmp_path_factory.mktemp("images") / family, family, tied=tied)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    return tiny_vision_model(tmp_path_factory.mktemp("images") / "model")
+
+
+@pytest.mark.parametrize("max_prefill_tokens", [16, 2048])
+def test_prompts_of_0_1_and_3_images_decode_together(folder, max_prefill_tokens):
+    """Whole prompts in one step, or cut within images; three samples share what the tower saw."""
+    yardstick = Yardstick(folder)
+    requests = [ask(yardstick, count, f"r{count}", num_samples=3, seed=count) for count in (0, 1, 3)]
+
+    async def use(engine):
+        assert engine.capabilities.multimodal
+        return await asyncio.gather(*(engine.generate(each) for each in requests))
+
+    for each, completions in zip(requests, run(folder, use, max_prefill_tokens=max_prefill_tokens), strict=True):
+        assert max(yardstick.error(each, completion) for completion in completions) < 1e-4
+
+
+def test_new_weights_look_again(qwen3):
+    """Of a sample that is held, the tokens after an update are those of the new tower."""
+    yardstick = Yardstick(qwen3)
+    request = ask(yardstick, 1, max_tokens=200)
+
+    async def use(engine):
+        task = asyncio.create_task(engine.generate(request))
+        while (await engine.health()).num_tokens < 8:
+            await asyncio.sleep(0.005)
+        await engine.pause("keep")
+        stream = FakeWeightStream(changed_weights(yardstick.model), 1)
+        await engine.update_weights(stream, 1)
+        await engine.resume()
+        [held] = await task
+        [fresh] = await engine.generate(ask(yardstick, 3, "fresh"))
+        return held, fresh
+
+    held, fresh = run(qwen3, use)
+    assert [segment.version for segment in held.segments] == [0, 1]
+    assert yardstick.error(ask(yardstick, 3, "fresh"), fresh) < 1e-4
+    special = np.isin(held.ids, [yardstick.image_id, yardstick.video_id])
+    if not special[: held.segments[0].num_tokens + 1].any():
+        assert yardstick.error(request, held, held.segments[0].num_tokens) < 1e-4
+
+
+def test_sleep_gives_the_tower_back_and_an_update_brings_it(qwen3):
+    yardstick = Yardstick(qwen3)
+
+    async def use(engine):
+        await engine.sleep(2)
+        await engine.wake()
+        await engine.update_weights(FakeWeightStream(changed_weights(yardstick.model), 1), 1)
+        return await engine.generate(ask(yardstick, 1))
+
+    [completion] = run(qwen3, use)
+    assert yardstick.error(ask(yardstick, 1), completion) < 1e-4
+
+
+def test_placeholders_that_do_not_fit_the_images_are_refused(qwen3):
+    yardstick = Yardstick(qwen3)
+    ids, images = yardstick.prompt(1)
+    wrong = [(ids, ()), (ids, images * 2), (ids[:-6], images), (ids, (np.zeros((64, 64, 3), np.uint8),))]
+
+    async def use(engine):
+        for prompt_ids, given in wrong:
+            with pytest.raises(DataError, match="placeholder tokens"):
+                await engine.generate(GenerateRequest(request_id="r", prompt_ids=prompt_ids, images=given))
+        return await engine.generate(ask(yardstick, 1))
+
+    assert len(run(qwen3, use)) == 1
