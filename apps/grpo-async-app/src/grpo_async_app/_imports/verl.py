@@ -160,18 +160,13 @@ def _write_engine_arguments(draft: Draft, wanted: str) -> None:
 
 
 def _write_trainer(draft: Draft) -> None:
-    has_megatron = any(name.startswith(_MEGATRON) for name in draft.left)
-    strategy = draft.take(f"{_ACTOR}strategy", default="megatron" if has_megatron else "fsdp")
-    backend = _ENGINES.get(strategy, "torch")
-    draft.put("engine.backend", backend, f"{_ACTOR}strategy")
-    if backend == "megatron":
-        options = {key: draft.take(f"{_MEGATRON}{name}") for key, name in _AXES.items()}
-        options = {key: size for key, size in options.items() if size is not None}
-        if options:
-            draft.put("engine.options", options, *(f"{_MEGATRON}{_AXES[key]}" for key in options))
-        draft.change(f"{_ACTOR}strategy", "the megatron engine computes in float32")
-    else:
+    has_axes = any(name.startswith(_MEGATRON) for name in draft.left)
+    strategy = draft.take(f"{_ACTOR}strategy", default="megatron" if has_axes else "fsdp")
+    draft.put("engine.backend", _ENGINES.get(strategy, "torch"), f"{_ACTOR}strategy")
+    if str(strategy).startswith("fsdp"):
         draft.put("engine.dtype", "bfloat16", f"{_ACTOR}strategy")
+    else:
+        _write_axes(draft)
     draft.copy("engine.learning_rate", f"{_ACTOR}optim.lr", default=1e-6)
     draft.copy("engine.warmup_steps", f"{_ACTOR}optim.lr_warmup_steps", convert=lambda steps: max(steps, 0))
     draft.copy("engine.schedule", f"{_ACTOR}optim.lr_scheduler_type", f"{_ACTOR}optim.warmup_style")
@@ -186,3 +181,12 @@ def _write_trainer(draft: Draft) -> None:
     draft.copy("engine.activation_checkpointing", f"{_MODEL}enable_gradient_checkpointing", default=True)
     draft.copy("engine.lora_rank", f"{_MODEL}lora_rank")
     draft.copy("engine.lora_alpha", f"{_MODEL}lora_alpha", convert=float)
+
+
+def _write_axes(draft: Draft) -> None:
+    """Along which axes the ranks share the model."""
+    options = {key: draft.take(f"{_MEGATRON}{name}") for key, name in _AXES.items()}
+    options = {key: size for key, size in options.items() if size is not None}
+    if options:
+        draft.put("engine.options", options, *(f"{_MEGATRON}{_AXES[key]}" for key in options))
+    draft.change(f"{_ACTOR}strategy", "the megatron engine computes in float32")
