@@ -162,8 +162,11 @@ def _write_engine_arguments(draft: Draft, wanted: str) -> None:
 def _write_trainer(draft: Draft) -> None:
     has_axes = any(name.startswith(_MEGATRON) for name in draft.left)
     strategy = draft.take(f"{_ACTOR}strategy", default="megatron" if has_axes else "fsdp")
-    draft.put("engine.backend", _ENGINES.get(strategy, "torch"), f"{_ACTOR}strategy")
-    if str(strategy).startswith("fsdp"):
+    if strategy not in _ENGINES:
+        draft.change(f"{_ACTOR}strategy", "there is no such training engine here: torch takes its place")
+        strategy = "fsdp"
+    draft.put("engine.backend", _ENGINES[strategy], f"{_ACTOR}strategy")
+    if strategy.startswith("fsdp"):
         draft.put("engine.dtype", "bfloat16", f"{_ACTOR}strategy")
     else:
         _write_axes(draft)
