@@ -137,6 +137,7 @@ def check_settings(config: GrpoConfig) -> tuple[str, ...]:
         max_tokens=config.max_response_tokens,
     )
     _check_lengths(config)
+    _check_mode(config)
     return (*notices, *_fp8_notice(config))
 
 
@@ -260,20 +261,22 @@ def _count_updates(config: GrpoConfig, num_prompts: int) -> int:
 
 
 def _check_turns(config: GrpoConfig, backend: TrainBackend) -> None:
-    """Trainer and engines on the same devices: one of them always waits, and both must be able to give memory back."""
-    if not config.cluster.colocate:
-        return
-    if config.async_.mode != "on-policy pipeline":
+    """Trainer and engines on the same devices must both be able to give memory back."""
+    if config.cluster.colocate and (not isinstance(backend, type) or not issubclass(backend, SleepingTrainEngine)):
+        raise ConfigError(
+            f"engine.backend = {config.engine.backend!r} cannot give its memory back between updates, which "
+            "cluster.colocate = true needs: take another, or cluster.colocate = false"
+        )
+
+
+def _check_mode(config: GrpoConfig) -> None:
+    """Trainer and engines on the same devices: one of them always waits."""
+    if config.cluster.colocate and config.async_.mode != "on-policy pipeline":
         raise ConfigError(
             "cluster.colocate = true: trainer and engines take turns, so nothing can be generated while it trains; "
             f"async is {config.async_.mode} (staleness_threshold = {config.async_.staleness_threshold:g}, "
             f"trigger_parameter_sync_step = {config.async_.trigger_parameter_sync_step}): set them to 0 and 1, with "
             "more steps in one update by async.require_batches; or cluster.colocate = false"
-        )
-    if not isinstance(backend, type) or not issubclass(backend, SleepingTrainEngine):
-        raise ConfigError(
-            f"engine.backend = {config.engine.backend!r} cannot give its memory back between updates, which "
-            "cluster.colocate = true needs: take another, or cluster.colocate = false"
         )
 
 
