@@ -47,9 +47,7 @@ METRIC_NAMES: Final = {
         MetricName("engines/restarts", "Times a rollout engine died and was started again.", "restarts"),
         MetricName("engines/stragglers", "Rollout engines much slower than the others.", "engines"),
         MetricName("engines/serving", "Rollout engines, once they are not as many as configured.", "engines"),
-        MetricName(
-            "distillation/kl", "Divergence of the policy from its teacher on its own samples.", "nats"
-        ),
+        MetricName("distillation/kl", "Divergence of the policy from its teacher on its own samples.", "nats"),
         MetricName("distillation/kl_k3", "The same, estimated without negative values.", "nats"),
         MetricName("distillation/teacher_logprob", "Log-probability the teacher gives what was sampled.", "nats"),
         MetricName("teacher/restarts", "Times a replica of the teacher died and was started again.", "restarts"),
