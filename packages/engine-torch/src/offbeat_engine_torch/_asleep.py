@@ -28,11 +28,24 @@ class Asleep:
         self._parking = {tag: Parking(device) for tag in (WEIGHTS, OPTIMIZER)}
         self._away: set[str] = set()
 
-    def put_away(self, tag: str, tensors: Iterable[Tensor], *, movable: bool) -> None:
-        """Free the memory of a part, and keep its values; nothing where it is away. See `Parking.park`."""
-        if tag not in self._away:
-            self._parking[tag].park(tensors, movable=movable)
-            self._away.add(tag)
+    def put_away(self, tag: str, own: Iterable[Tensor], shared: Iterable[Tensor] = ()) -> None:
+        """Free the memory of a part, and keep its values; nothing where it is away. See `Parking.park`.
+
+        Args:
+            tag: of the part.
+            own: nobody else shares their memory, so it may be exchanged.
+            shared: others hold on to their memory too, such as FSDP to its shards.
+        """
+        if tag in self._away:
+            return
+        parking = self._parking[tag]
+        parking.park(own, movable=True)
+        try:
+            parking.park(shared)
+        except OffbeatError:
+            parking.bring_back()
+            raise
+        self._away.add(tag)
 
     def bring_back(self, tags: Iterable[str]) -> None:
         """Bring parts back; those that are here stay.
