@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCH = Path(__file__).parents[1] / "bench"
 
 
@@ -20,6 +22,7 @@ def test_every_published_row_is_printed_with_its_totals(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
 
 
+@pytest.mark.timeout(300)  # two real runs, each with its roles: half a minute on a quiet machine
 def test_two_real_synchronous_runs_become_a_scenario(tmp_path: Path) -> None:
     """The shortest form of the comparison with real runs; whether it is close is no matter here."""
     command = [sys.executable, str(BENCH / "simulate_run.py"), "--updates", "4", "--keep", str(tmp_path), "--only", "1"]

@@ -111,7 +111,7 @@ def test_ranks_that_sleep_train_as_those_that_do_not(model_folder, make_groups, 
     folder = Path(mesh.group("dp", "tp").broadcast_data(str(tmp_path_factory.mktemp("saved"))))
 
     def between():
-        engine.save_weights(folder)
+        engine.save(folder)  # moments too
         engine.sleep(2)
         engine.wake(("weights",))
         list(engine.weights())

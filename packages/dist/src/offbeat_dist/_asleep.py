@@ -42,21 +42,29 @@ class Asleep:
             raise ConfigError(f"sleep level must be one of {tuple(levels)}, got {level!r}")
         return levels[level]
 
-    def put_away(self, tag: str, keep: Iterable[Tensor], *, drop: Sequence[Tensor] = (), movable: bool = False) -> None:
+    def put_away(
+        self, tag: str, own: Iterable[Tensor], shared: Iterable[Tensor] = (), *, drop: Sequence[Tensor] = ()
+    ) -> None:
         """Free the memory of a part; nothing where it is away.
 
         Args:
             tag: of the part.
-            keep: tensors whose values come back.
+            own: tensors whose values come back, and whose memory nobody else shares: see `movable` of `Parking.park`.
+            shared: the same, where others hold on to the memory too, such as FSDP to its shards.
             drop: tensors whose memory comes back with any values, such as cleared gradients.
-            movable: see `Parking.park`.
 
         Raises:
-            OffbeatError: memory that cannot be emptied, or no room for what is in it.
+            OffbeatError: memory that cannot be emptied, or no room for what is in it. Nothing has changed then.
         """
         if tag in self._away:
             return
-        self._parking[tag].park(keep, movable=movable)
+        parking = self._parking[tag]
+        parking.park(own, movable=True)
+        try:
+            parking.park(shared)
+        except OffbeatError:
+            parking.bring_back()
+            raise
         storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in drop}.values()
         self._dropped[tag] = [(storage, storage.nbytes()) for storage in storages]
         for storage in storages:

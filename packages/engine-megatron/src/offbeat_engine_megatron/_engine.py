@@ -292,9 +292,9 @@ class MegatronTrainEngine:
         self._checkpoints.finish()
         optimizer = self._optimizer
         others = self._reference.tensors() if self._reference else []
-        self._asleep.put_away(Asleep.OPTIMIZER, [*optimizer.state(), *others], drop=optimizer.gradients())
+        self._asleep.put_away(Asleep.OPTIMIZER, (), [*optimizer.state(), *others], drop=optimizer.gradients())
         if Asleep.WEIGHTS in tags:
-            self._asleep.put_away(Asleep.WEIGHTS, self._passes.tensors())
+            self._asleep.put_away(Asleep.WEIGHTS, (), self._passes.tensors())
 
     def wake(self, tags: tuple[str, ...] = ()) -> None:
         """Take memory again after `sleep`: tags `weights`, `optimizer` (all else), or none for both."""

@@ -275,10 +275,12 @@ class TorchTrainEngine:
         if any(piece.parameter.grad is not None for piece in self._policy.pieces):
             raise OffbeatError("sleep: there are gradients that no step has used; call step() first")
         if Asleep.OPTIMIZER in tags:
-            others = memory_of(self._reference.pieces) if self._reference else []
-            self._asleep.put_away(Asleep.OPTIMIZER, [*self._optimizer.moments(), *others], movable=self._mesh is None)
+            # Moments are this engine's own, and were shown to numpy if they have been saved.
+            reference = memory_of(self._reference.pieces) if self._reference else []
+            own, shared = self._by_owner(reference)
+            self._asleep.put_away(Asleep.OPTIMIZER, [*self._optimizer.moments(), *own], shared)
         if Asleep.WEIGHTS in tags:
-            self._asleep.put_away(Asleep.WEIGHTS, memory_of(self._policy.pieces), movable=self._mesh is None)
+            self._asleep.put_away(Asleep.WEIGHTS, *self._by_owner(memory_of(self._policy.pieces)))
 
     def wake(self, tags: tuple[str, ...] = ()) -> None:
         """Take memory again after `sleep`: tags `weights`, `optimizer` (all else), or none for both."""
@@ -313,6 +315,10 @@ class TorchTrainEngine:
     def steps_refused(self) -> int:
         """Updates refused since the run began."""
         return self._steps_refused
+
+    def _by_owner(self, weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Those that are this engine's alone, and those that FSDP holds too: all of the one kind or of the other."""
+        return (weights, []) if self._mesh is None else ([], weights)
 
     def _plan(self, what: str, sequences: Sequence[TrainSequence], policy: Policy) -> list[list[MicroBatch]]:
         """Micro-batches of every share, after making sure that all ranks were asked for the same."""
