@@ -125,7 +125,7 @@ def main() -> None:
     asked = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="elastic-"))
     try:
-        job = make_job(folder, num_epochs=max(8, round(asked.seconds * sum(asked.engines) * 0.15)))
+        job = make_job(folder, num_epochs=max(8, round(asked.seconds * sum(asked.engines) * 0.25)))
         figures = measure(job, asked.engines, asked.seconds)
         wrong = what_is_wrong(job, figures)
     finally:

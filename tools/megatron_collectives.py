@@ -12,9 +12,6 @@ Then it is proved that nobody can wait for somebody who does not come:
 """
 
 import argparse
-import json
-import os
-import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,9 +25,9 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from megatron_layouts import Layout, engine_config, make_model, make_sequences, policy_loss
-from torch._C._distributed_c10d import FileStore
+from megatron_ranks import on_ranks, write_table
 
-from offbeat_dist import Mesh, join_world
+from offbeat_dist import Mesh
 from offbeat_dist.liveness import recent_collectives
 from offbeat_engine_megatron import MegatronTrainEngine
 
@@ -45,7 +42,6 @@ LAYOUTS: Final = (
     Layout(model="qwen3-moe", axes={"tp": 2, "dp": 2, "ep": 2}),
 )
 PHASES: Final = ("training step", "validation", "weight export", "checkpoint")
-START_MARK, END_MARK = "<!-- collectives: tools/megatron_collectives.py -->", "<!-- end of collectives -->"
 UNEQUAL: Final = ("all_to_all", "alltoall", "alltoall_base", "gather", "scatter")
 """Members of these may bring tensors of different shapes."""
 
@@ -211,18 +207,14 @@ def measure(layout: Layout, folder: Path) -> dict[str, tuple[int, int]]:
         RuntimeError: a rank failed; its error is on standard error.
         AssertionError: somebody might wait in vain.
     """
-    with tempfile.TemporaryDirectory() as shared:
-        children = []
-        for rank in range(layout.num_ranks):
-            child = os.fork()
-            if not child:
-                _be_rank(layout, folder, rank, Path(shared))
-            children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        if any(codes):
-            raise RuntimeError(f"{layout}: ranks ended with {codes}")
-        told = [json.loads((Path(shared) / f"rank{rank}.json").read_text()) for rank in range(layout.num_ranks)]
-    return judge(told)
+
+    def look(rank: int, shared: Path) -> dict[str, Any]:
+        engine = MegatronTrainEngine.create(engine_config(folder, layout), Mesh(**layout.axes))
+        told = tell(walk(engine, shared / "saved"))
+        engine.close()
+        return told
+
+    return judge(on_ranks(layout.num_ranks, look))
 
 
 def judge(told: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
@@ -248,23 +240,6 @@ def tell(seen: Mapping[str, Seen]) -> dict[str, Any]:
     return {"members": members_of_groups(), "phases": phases}
 
 
-def _be_rank(layout: Layout, folder: Path, rank: int, shared: Path) -> None:
-    """A rank's life."""
-    code = 1
-    try:
-        store = FileStore(str(shared / "store"), layout.num_ranks)
-        with join_world(rank=rank, size=layout.num_ranks, store=store, device="cpu", deadline_s=120):
-            engine = MegatronTrainEngine.create(engine_config(folder, layout), Mesh(**layout.axes))
-            (shared / f"rank{rank}.json").write_text(json.dumps(tell(walk(engine, shared / "saved"))))
-            engine.close()
-        code = 0
-    except BaseException as error:  # noqa: BLE001  the boundary of the process
-        sys.excepthook(type(error), error, error.__traceback__)
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
 def table(rows: list[tuple[Layout, dict[str, tuple[int, int]]]]) -> str:
     """Markdown: collectives, and messages where there are such."""
     lines = [f"| model | layout | {' | '.join(PHASES)} |", "|" + "---|" * (2 + len(PHASES))]
@@ -273,13 +248,6 @@ def table(rows: list[tuple[Layout, dict[str, tuple[int, int]]]]) -> str:
         cells = [f"{calls} + {messages} messages" if messages else str(calls) for calls, messages in counts.values()]
         lines.append(f"| {model} | {rest} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def write_table(path: Path, text: str) -> None:
-    """Put the table between its marks."""
-    before, _, rest = path.read_text().partition(START_MARK)
-    _, _, after = rest.partition(END_MARK)
-    path.write_text(f"{before}{START_MARK}\n{text}\n{END_MARK}{after}")
 
 
 def main() -> None:
@@ -301,7 +269,7 @@ def main() -> None:
                 print(*rows[-1], flush=True)
     print(table(rows))
     if args.table:
-        write_table(args.table, table(rows))
+        write_table(args.table, "collectives", table(rows))
 
 
 if __name__ == "__main__":

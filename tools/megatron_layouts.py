@@ -9,10 +9,7 @@ same folder, each sequence alone, torch's autograd and AdamW, in one process. Ru
 
 import argparse
 import gc
-import json
 import math
-import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -22,10 +19,10 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from megatron_ranks import on_ranks, write_table
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FileStore
 
-from offbeat_dist import Mesh, join_world
+from offbeat_dist import Mesh
 from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_testing import tiny_model
 from offbeat_types import LossTokens, Metrics, TrainEngineConfig, TrainSequence
@@ -37,7 +34,6 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
     "llama": {"family": "llama", "tied": False},
     "qwen3-moe": {},
 }
-START_MARK, END_MARK = "<!-- layouts: tools/megatron_layouts.py -->", "<!-- end of layouts -->"
 NUM_STEPS: Final = 2
 LORA_RANK: Final = 3
 PADDING_ID: Final = 0
@@ -351,10 +347,11 @@ def _per_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def train_with_engine(engine: MegatronTrainEngine) -> Trained:
     """The same two steps; all ranks call it."""
-    gradients = {} if engine.config.options.get("overlap_grad_reduce") else _gradients(engine)
-    losses, norms = [], []
+    losses, norms, gradients = [], [], {}
     for step in range(NUM_STEPS):
         losses.append(engine.forward_backward(make_sequences(step), policy_loss)["loss"].value)
+        if step == 0 and not engine.config.options.get("overlap_grad_reduce"):
+            gradients = whole_gradients(engine, engine._trained)
         norms.append(engine.step()["grad_norm"].value)
     weights = {name: tensor.clone() for name, tensor in engine.weights()}
     asked = make_sequences(9)
@@ -362,16 +359,22 @@ def train_with_engine(engine: MegatronTrainEngine) -> Trained:
     return Trained(losses=losses, grad_norms=norms, gradients=gradients, weights=weights, logprobs=logprobs)
 
 
-def _gradients(engine: MegatronTrainEngine) -> dict[str, Tensor]:
-    """Of the first step, whole, on every rank; the engine is left as it was."""
+def whole_gradients(engine: MegatronTrainEngine, *held: Any) -> dict[str, Tensor]:
+    """Gradients of the pass that was made, added up over all ranks, by name; the step that follows reduces them itself.
+
+    Args:
+        engine: all ranks call it.
+        *held: the weights to look at.
+    """
     from megatron.core.distributed import finalize_model_grads
 
-    engine.forward_backward(make_sequences(0), policy_loss)
+    kept = [(buffer, buffer.clone()) for buffer in engine._optimizer.gradients()]
     with engine._shim:
         finalize_model_grads(engine._optimizer.parts, None, force_all_reduce=True)
-    found = {name: tensor.clone() for name, tensor in engine._trained.gather(lambda parameter: parameter.main_grad)}
-    with engine._shim:
-        engine._clear_gradients()
+    stream = (pair for each in held for pair in each.gather(lambda parameter: parameter.main_grad))
+    found = {name: tensor.clone() for name, tensor in stream}
+    for buffer, before in kept:
+        buffer.copy_(before)
     return found
 
 
@@ -402,36 +405,15 @@ def measure(layout: Layout, folder: Path, wanted: Trained) -> Errors:
     Raises:
         RuntimeError: a rank failed; its error is on standard error.
     """
-    with tempfile.TemporaryDirectory() as shared:
-        children = []
-        for rank in range(layout.num_ranks):
-            child = os.fork()
-            if not child:
-                _be_rank(layout, folder, wanted, rank, Path(shared))
-            children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        if any(codes):
-            raise RuntimeError(f"{layout}: ranks ended with {codes}")
-        told = [json.loads((Path(shared) / f"rank{rank}.json").read_text()) for rank in range(layout.num_ranks)]
+
+    def train(rank: int, shared: Path) -> dict[str, float]:
+        engine = MegatronTrainEngine.create(engine_config(folder, layout), Mesh(**layout.axes))
+        errors = compare(train_with_engine(engine), wanted)
+        engine.close()
+        return asdict(errors)
+
+    told = on_ranks(layout.num_ranks, train)
     return Errors(**{name: max(each[name] for each in told) for name in told[0]})
-
-
-def _be_rank(layout: Layout, folder: Path, wanted: Trained, rank: int, shared: Path) -> None:
-    """A rank's life."""
-    code = 1
-    try:
-        store = FileStore(str(shared / "store"), layout.num_ranks)
-        with join_world(rank=rank, size=layout.num_ranks, store=store, device="cpu", deadline_s=120):
-            engine = MegatronTrainEngine.create(engine_config(folder, layout), Mesh(**layout.axes))
-            errors = compare(train_with_engine(engine), wanted)
-            (shared / f"rank{rank}.json").write_text(json.dumps(asdict(errors)))
-            engine.close()
-        code = 0
-    except BaseException as error:  # noqa: BLE001  the boundary of the process
-        sys.excepthook(type(error), error, error.__traceback__)
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def table(rows: list[tuple[Layout, Errors]]) -> str:
@@ -444,13 +426,6 @@ def table(rows: list[tuple[Layout, Errors]]) -> str:
         values = [f"{errors.loss:.1e}", f"{errors.grad_norm:.1e}", seen, f"{errors.weight:.1e}"]
         lines.append(f"| {model} | {rest} | {' | '.join(values)} | {errors.logprob_nats:.1e} |")
     return "\n".join(lines)
-
-
-def write_table(path: Path, text: str) -> None:
-    """Put the table between its marks."""
-    before, _, rest = path.read_text().partition(START_MARK)
-    _, _, after = rest.partition(END_MARK)
-    path.write_text(f"{before}{START_MARK}\n{text}\n{END_MARK}{after}")
 
 
 def main() -> None:
@@ -478,7 +453,7 @@ def main() -> None:
                 print(*rows[-1], flush=True)
     print(table(rows))
     if args.table:
-        write_table(args.table, table(rows))
+        write_table(args.table, "layouts", table(rows))
 
 
 if __name__ == "__main__":

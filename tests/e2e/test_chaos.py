@@ -44,7 +44,7 @@ def test_random_kills_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     print(f"seed {SEED}: killed {', '.join(killed)}")
     assert code == 0, output
     assert job.complaints() == [], output
-    assert final_reward(job.run) > 0.9, "what it had learned was lost"  # 1.0 undisturbed, 0.2 untrained
+    assert final_reward(job.run) > 0.9, "what it had learned was lost"  # 1.0 undisturbed, below 0.5 untrained
     assert len(killed) >= NUM_KILLS // 2, f"the run was over after {killed}"
     if not may_be_driver:
         others = [role for role in killed if role != "scorer"]

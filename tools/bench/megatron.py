@@ -13,7 +13,6 @@ megatron's own loop is its GPTModel, its attention, its loss and its schedule ov
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -30,9 +29,9 @@ sys.path[:] = [str(TOOLS), *(each for each in sys.path if Path(each or ".").reso
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from torch._C._distributed_c10d import FileStore  # noqa: E402
+from megatron_ranks import on_ranks  # noqa: E402
 
-from offbeat_dist import Device, Mesh, join_world, open_device  # noqa: E402
+from offbeat_dist import Device, Mesh, open_device  # noqa: E402
 from offbeat_testing import tiny_model  # noqa: E402
 from offbeat_types import LossTokens, Metrics, TrainEngineConfig, TrainSequence, load_backend  # noqa: E402
 
@@ -53,12 +52,14 @@ class Row:
         axes: sizes of the mesh's axes that are not 1.
         options: of the engine.
         recompute: activation checkpointing.
+        dtype: of the engine.
     """
 
     who: str
     axes: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     recompute: bool = False
+    dtype: str = "float32"
 
     @property
     def num_ranks(self) -> int:
@@ -68,6 +69,7 @@ class Row:
     def __str__(self) -> str:
         axes = " ".join(f"{axis}{size}" for axis, size in self.axes.items()) or "one rank"
         rest = [f"{name}={value}" for name, value in self.options.items()] + ["recompute"] * self.recompute
+        rest += [self.dtype] * (self.dtype != "float32")
         return f"{self.who}: {', '.join([axes, *rest])}"
 
 
@@ -92,6 +94,8 @@ def rows() -> Iterator[Row]:
             yield Row(who="engine-megatron", axes=axes)
         yield Row(who="engine-megatron", axes={"pp": 2}, options={"virtual_pipeline": 2})
         yield Row(who="engine-megatron", recompute=True)
+        for axes in ({}, {"dp": 2}):
+            yield Row(who="engine-megatron", axes=axes, dtype="bfloat16")
 
 
 def make_sequences(args: argparse.Namespace, vocabulary: int) -> list[TrainSequence]:
@@ -122,6 +126,7 @@ def prepare(row: Row, folder: Path, sequences: list[TrainSequence], args: argpar
         model_path=str(folder),
         max_tokens_per_microbatch=args.budget,
         activation_checkpointing=row.recompute,
+        dtype=row.dtype,
         options=row.options,
     )
     engine = load_backend("offbeat.engine", row.who.removeprefix("engine-")).create(config, mesh)
@@ -139,41 +144,16 @@ def measure(row: Row, folder: Path, sequences: list[TrainSequence], args: argpar
     Raises:
         RuntimeError: a rank failed; its error is on standard error.
     """
-    with tempfile.TemporaryDirectory() as shared:
-        children = []
-        for rank in range(row.num_ranks):
-            child = os.fork()
-            if not child:
-                _be_rank(row, folder, sequences, args, rank, Path(shared))
-            children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        if any(codes):
-            raise RuntimeError(f"{row}: ranks ended with {codes}")
-        told = [json.loads((Path(shared) / f"rank{rank}.json").read_text()) for rank in range(row.num_ranks)]
+
+    def train(rank: int, shared: Path) -> dict[str, float]:
+        torch.set_num_threads(max(1, args.threads // row.num_ranks))
+        step = prepare(row, folder, sequences, args)
+        return _time_steps(step, open_device(device_of(rank, row.num_ranks)), args.steps)
+
+    told = on_ranks(row.num_ranks, train, device_of=lambda rank: device_of(rank, row.num_ranks), deadline_s=600)
     step_s, peak_mb = (max(each[name] for each in told) for name in ("step_s", "peak_mb"))
     num_tokens = sum(len(sequence.ids) for sequence in sequences)
     return Figures(step_s=step_s, tokens_per_s=num_tokens / step_s, peak_mb=peak_mb)
-
-
-def _be_rank(
-    row: Row, folder: Path, sequences: list[TrainSequence], args: argparse.Namespace, rank: int, shared: Path
-) -> None:
-    """A rank's life."""
-    code = 1
-    try:
-        torch.set_num_threads(max(1, args.threads // row.num_ranks))
-        store = FileStore(str(shared / "store"), row.num_ranks)
-        device = device_of(rank, row.num_ranks)
-        with join_world(rank=rank, size=row.num_ranks, store=store, device=device, deadline_s=600) as world:
-            found = _time_steps(prepare(row, folder, sequences, args), open_device(device), args.steps)
-            (shared / f"rank{rank}.json").write_text(json.dumps(found))
-            del world
-        code = 0
-    except BaseException as error:  # noqa: BLE001  the boundary of the process
-        sys.excepthook(type(error), error, error.__traceback__)
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def device_of(rank: int, num_ranks: int) -> str:

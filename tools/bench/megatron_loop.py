@@ -51,7 +51,7 @@ class MegatronLoop:
         _, shape = read_model(str(folder))
         with self._shim:
             groups = join_groups(parallel, mesh, mesh.device.kind, config.seed)
-            settings = transformer_config(shape, parallel, options)
+            settings = transformer_config(shape, parallel, options, torch.float32)
             settings.variable_seq_lengths = False
             stage, on_cpu = groups.coordinates["pp"], self._device.type == "cpu"
             make_spec = get_gpt_layer_local_spec if on_cpu else get_gpt_layer_with_transformer_engine_spec

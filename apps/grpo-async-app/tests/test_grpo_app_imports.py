@@ -10,7 +10,7 @@ from grpo_async_app._imports.options import read_options, read_value
 from grpo_async_app._imports.shell import read_shell
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
-from offbeat_run import load_config
+from offbeat_run import load_config, parse_config
 from offbeat_testing import CommandLine
 from offbeat_types import ConfigError
 
@@ -340,3 +340,56 @@ def test_a_script_without_options_and_a_script_for_trl_are_refused(tmp_path: Pat
         read_options(path, is_hydra=True)
     with pytest.raises(ConfigError, match=r"\.yaml"):
         read_options(path, is_hydra=False)
+
+
+PREFIX = "actor_rollout_ref."
+
+
+def test_arguments_of_the_engine_keep_their_nesting_and_stay_with_their_engine() -> None:
+    named = f"{PREFIX}rollout.engine_kwargs"
+    draft = import_verl({f"{named}.vllm.compilation_config.level": 3, f"{named}.vllm.swap_space": 4})
+    assert draft.entries["rollout.options"].value == {"compilation_config": {"level": 3}, "swap_space": 4}
+    other = import_verl({f"{PREFIX}rollout.name": "sglang", f"{named}.sglang.attention_backend": "fa3"})
+    assert "rollout.options" not in other.entries
+    assert f"{named}.sglang.attention_backend" in other.missing
+
+
+def test_the_strategy_that_is_named_decides_the_trainer() -> None:
+    megatron = {f"{PREFIX}actor.megatron.tensor_model_parallel_size": 4}
+    assert import_verl(megatron).entries["engine.backend"].value == "megatron"
+    named = import_verl({**megatron, f"{PREFIX}actor.strategy": "fsdp2"})
+    assert named.entries["engine.backend"].value == "torch"
+    assert "engine.options" not in named.entries
+    assert f"{PREFIX}actor.megatron.tensor_model_parallel_size" in named.missing
+
+
+def test_options_that_refer_to_options_that_refer_to_others_are_put_in(tmp_path: Path) -> None:
+    path = tmp_path / "verl.yaml"
+    path.write_text("data:\n  a: ${data.b}\n  b: ${data.c}\n  c: 512\n  d: ${data.e}\n  e: ${data.d}\n")
+    options = read_options(path, is_hydra=True)
+    assert (options["data.a"], options["data.b"]) == (512, 512)
+    assert str(options["data.d"]).startswith("${")
+
+
+def test_a_value_of_several_lines_leaves_a_file_that_loads() -> None:
+    draft = import_verl({"data.max_prompt_length": "$(count\n[data]\npath = 1)", f"{PREFIX}model.path": "m"})
+    assert "data.max_prompt_length" in draft.changed
+    parse_config(draft.as_toml("head"), GrpoConfig, ["--data.path=x"])
+
+
+def test_rewards_and_weights_of_different_number_are_told() -> None:
+    draft = import_trl({"reward_funcs": ["a:b", "c:d"], "reward_weights": [2.0]})
+    assert draft.entries["reward.weights"].value == {"a:b": 2.0, "c:d": 1.0}
+    assert "1 for 2 functions" in draft.changed["reward_weights"]
+
+
+def test_a_format_that_was_not_asked_for_is_not_spoken_of() -> None:
+    assert "fp16" not in import_trl({"fp16": False, "bf16": True}).changed
+    assert "fp16" in import_trl({"fp16": True}).changed
+
+
+def test_a_folder_that_is_not_there_is_one_clear_error(command: CommandLine, script: Path, tmp_path: Path) -> None:
+    ended = command("import", "verl", script, "--out", tmp_path / "nowhere" / "mine.toml")
+    assert ended.code == 2
+    assert "cannot be written" in ended.err
+    assert "Traceback" not in ended.err

@@ -191,7 +191,8 @@ def test_the_configuration_stays_small_and_documented() -> None:
     # 120 keys, and the five of the section environment, which no other section could hold: it says what the model acts
     # in, where data says what it is asked and reward what its last words are worth.
     # The rest is for runs on clusters: where roles lie, when a silent one is given up, how often one is started again.
-    check_limits(GrpoConfig, max_keys=140)
+    # A teacher is a model served of its own: where it is, who serves it, on what. Traces: which steps of which roles.
+    check_limits(GrpoConfig, max_keys=156)
 
 
 def test_the_resolved_configuration_loads_back(config: Path) -> None:

@@ -10,7 +10,7 @@ from grpo_async_app._batch import BatchArithmetic
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._fit import change_recipe, fit_settings
 from grpo_async_app._placement import Site, place_run
-from grpo_async_app._preflight import check_run
+from grpo_async_app._preflight import check_run, check_settings
 from offbeat_cluster.placement import grid_nodes
 from offbeat_run import load_config, parse_config
 from offbeat_testing import CommandLine
@@ -133,7 +133,25 @@ def test_a_cluster_that_is_too_small_is_named_with_what_would_fit(command: Comma
     assert "2 more nodes with 8 GPU free" in ended.err
     fitted = tmp_path / "fitted.toml"
     assert command("plan", recipe(tmp_path, cluster=""), "--cluster", "2x8", "--fit", fitted).code == 0
-    assert "colocate = true" in fitted.read_text()
+    config = load_config(fitted, GrpoConfig)
+    assert config.cluster.colocate
+    check_settings(config)  # roles that take turns train synchronously, and the recipe asked for lag
+    assert config.async_.mode == "on-policy pipeline"
+    before = recipe(tmp_path, cluster="").read_text().splitlines()
+    assert {line for line in fitted.read_text().splitlines() if line not in before} == {
+        "colocate = true",
+        "staleness_threshold = 0",
+        "trigger_parameter_sync_step = 1",
+        "partial_rollout = false",
+    }
+
+
+def test_roles_that_take_turns_and_a_lag_are_refused_for_another_cluster_too(
+    command: CommandLine, tmp_path: Path
+) -> None:
+    ended = command("plan", recipe(tmp_path, cluster="colocate = true"), "--cluster", "2x8")
+    assert ended.code == 2
+    assert "cluster.colocate = true: trainer and engines take turns" in ended.err
 
 
 def test_the_plan_as_json_holds_every_rank(command: CommandLine, tmp_path: Path) -> None:
@@ -243,7 +261,12 @@ def test_changes_reach_every_form_of_recipe() -> None:
 def test_a_recipe_that_fits_needs_no_change() -> None:
     site = Site(nodes=tuple(grid_nodes(2, 8)), reserves=True)
     assert fit_settings(small(), site) == {}
-    assert fit_settings(small(), Site(nodes=tuple(grid_nodes(1, 8)), reserves=True)) == {"cluster.colocate": True}
+    assert fit_settings(small(), Site(nodes=tuple(grid_nodes(1, 8)), reserves=True)) == {
+        "cluster.colocate": True,
+        "async.staleness_threshold": 0,
+        "async.trigger_parameter_sync_step": 1,
+        "async.partial_rollout": False,
+    }
 
 
 def test_the_batch_arithmetic_adds_up(config: Path) -> None:

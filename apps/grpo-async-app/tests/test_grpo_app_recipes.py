@@ -34,6 +34,17 @@ _TEXT = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
 _QWEN3_8B = {**_TEXT, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-8B": ("Qwen3Config", {**_QWEN3_8B, "num_attention_heads": 32, "tie_word_embeddings": False}),
+    "Qwen3-32B": (
+        "Qwen3Config",
+        {
+            **_TEXT,
+            "hidden_size": 5120,
+            "intermediate_size": 25600,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 64,
+            "tie_word_embeddings": False,
+        },
+    ),
     "Qwen3-1.7B": (
         "Qwen3Config",
         {
@@ -114,6 +125,7 @@ def test_there_are_recipes_of_both_kinds() -> None:
         "math_qwen3_8b_megatron",
         "moe_30b_megatron",
         "math_trtllm",
+        "math_qwen3_8b_distill",
         "geo3k_qwen3vl_8b_cuda",
     }
     assert wanted <= stems

@@ -95,3 +95,16 @@ def test_the_plan_shows_the_ranks(command: CommandLine, config: Path) -> None:
     assert ended.code == 0, ended.err
     assert "2 that train together as dp 2" in " ".join(ended.out.split())
     assert "on each rank" in " ".join(ended.out.split())
+
+
+def test_the_ranks_that_are_named_are_traced(command: CommandLine, config: Path, tmp_path: Path) -> None:
+    words = ["--profile.steps=1:3", "--eval.every_updates=0", "--engine.max_updates=4"]
+    ended = command("train", config, "--out", tmp_path / "all", *WORDS, *RANKS, *words)
+    assert ended.code == 0, ended.err
+    traces = {f"trainer-{rank}-{step}.json" for rank in (0, 1) for step in (1, 2)}
+    assert {path.name for path in (tmp_path / "all" / "profile").iterdir()} == traces
+    ended = command(
+        "train", config, "--out", tmp_path / "none", *WORDS, *RANKS, *words, '--profile.roles=["trainer-2"]'
+    )
+    assert ended.code == 2
+    assert "no role 'trainer-2' to trace in this run; it has trainer-0, trainer-1" in ended.err

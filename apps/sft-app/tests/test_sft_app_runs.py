@@ -107,15 +107,18 @@ def test_the_best_checkpoint_is_kept(command: CommandLine, config: Path, tmp_pat
 def test_a_profile_holds_the_steps_asked_for(command: CommandLine, config: Path, tmp_path: Path, steps: str) -> None:
     ended = command("train", config, "--out", tmp_path / "run", "--profile.steps", steps, "--eval.every_updates=0")
     assert ended.code == 0, ended.err
-    trace = json.loads((tmp_path / "run" / "profile.json").read_text())
-    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert all(event["dur"] >= 0 and {"name", "ts", "pid", "tid"} <= event.keys() for event in spans)
     first, last = map(int, steps.split(":"))
-    updates = {event["name"]: event for event in spans if event["name"].startswith("update ")}
-    assert updates.keys() == {f"update {number}" for number in range(first, min(last, 8))}
-    for update in updates.values():  # each with its own matrix products
+    wanted = range(first, min(last, 8))
+    found = {path.name for path in (tmp_path / "run" / "profile").iterdir()}
+    assert found == {f"trainer-0-{number}.json" for number in wanted}
+    for number in wanted:
+        trace = json.loads((tmp_path / "run" / "profile" / f"trainer-0-{number}.json").read_text())
+        spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+        assert all(event["dur"] >= 0 and {"name", "ts", "pid", "tid"} <= event.keys() for event in spans)
+        [update] = [event for event in spans if event["name"] == f"update {number}"]
         start, end = update["ts"], update["ts"] + update["dur"]
-        assert any("mm" in event["name"] and start <= event["ts"] <= end for event in spans)
+        assert any("mm" in event["name"] and start <= event["ts"] <= end for event in spans), "no matrix products"
+    assert f"profile/trainer-0-{first}.json" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_what_it_writes_is_a_model_for_grpo(command: CommandLine, config: Path, tmp_path: Path) -> None:

@@ -201,3 +201,19 @@ def test_every_id_is_below_the_size_of_the_vocabulary(
     vocabulary["zz"] = max(vocabulary.values()) + 100
     (folder / "tokenizer.json").write_text(json.dumps(content))
     assert load_tokenizer(folder).vocab_size == vocabulary["zz"] + 1
+
+
+def test_two_tokenizers_are_told_apart_by_a_text_that_they_number_differently(
+    tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
+) -> None:
+    folder = tokenizer_folder("chatml")
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.first_difference(load_tokenizer(folder)) == ""
+    held = json.loads((folder / "tokenizer.json").read_text())
+    last = "".join(held["model"]["merges"].pop())
+    number = held["model"]["vocab"].pop(last)
+    shutil.copytree(folder, tmp_path / "other")
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(held))
+    other = load_tokenizer(tmp_path / "other")
+    assert tokenizer.first_difference(other) == f"{last!r} has id {number} here and no id there"
+    assert other.first_difference(tokenizer) == f"{last!r} has no id here and id {number} there"

@@ -1,8 +1,12 @@
+import json
+import threading
+
 import pytest
 import torch
+from torch.profiler import record_function
 
-from offbeat_dist import available_devices, open_device, rank_device
-from offbeat_types import ConfigError, installed_backends
+from offbeat_dist import StepTracer, available_devices, open_device, rank_device
+from offbeat_types import ConfigError, TracePlan, installed_backends
 
 
 def test_cpu_and_cuda_are_registered():
@@ -85,3 +89,72 @@ def test_each_rank_takes_an_accelerator_of_its_own(monkeypatch):
 
 def test_ranks_share_the_cpu():
     assert [rank_device("cpu", rank, 4) for rank in range(4)] == ["cpu"] * 4
+
+
+def test_a_profile_shows_all_threads(tmp_path):
+    """An engine computes in a thread of its own."""
+    ended = threading.Event()
+
+    def compute():
+        block = torch.randn(32, 32)
+        while not ended.wait(0.001):
+            with record_function("work of another thread"):
+                torch.mm(block, block)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    profiler = open_device("cpu").profiler()
+    profiler.start()
+    ended.wait(0.2)
+    profiler.stop()
+    ended.set()
+    thread.join()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    assert "work of another thread" in names_in(tmp_path / "trace.json")
+
+
+def names_in(path):
+    return {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+
+
+def tracer(folder, max_bytes=1 << 24, role="trainer-0"):
+    plan = TracePlan(role=role, folder=str(folder), first=1, last=3, max_bytes=max_bytes)
+    return StepTracer(open_device("cpu"), plan)
+
+
+def run_steps(traced, numbers=range(4)):
+    for number in numbers:
+        with traced.step(number):
+            torch.mm(torch.ones(4, 4), torch.ones(4, 4))
+
+
+def test_steps_are_traced_each_into_a_file_of_its_own(tmp_path):
+    traced = tracer(tmp_path / "profile")
+    run_steps(traced)
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == ["trainer-0-1.json", "trainer-0-2.json"]
+    for number in (1, 2):
+        found = names_in(tmp_path / "profile" / f"trainer-0-{number}.json")
+        assert {f"update {number}", "aten::mm"} <= found
+        assert f"update {3 - number}" not in found
+    assert traced.left_out == ""
+
+
+def test_a_step_that_fails_is_traced_and_its_error_passes(tmp_path):
+    def fail():
+        torch.mm(torch.ones(4, 4), torch.ones(4, 4))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), tracer(tmp_path).step(1):
+        fail()
+    assert "aten::mm" in names_in(tmp_path / "trainer-0-1.json")
+
+
+def test_traces_have_a_bound_that_the_former_process_has_used_too(tmp_path, capsys):
+    run_steps(tracer(tmp_path), numbers=[1])
+    size = (tmp_path / "trainer-0-1.json").stat().st_size
+    (tmp_path / "rollout-0-1.json").write_text(" " * 10 * size)  # another role's: not counted
+    traced = tracer(tmp_path, max_bytes=size + 10)
+    run_steps(traced, numbers=[2, 1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rollout-0-1.json", "trainer-0-1.json"]
+    assert "10 of" in traced.left_out
+    assert traced.left_out in capsys.readouterr().out

@@ -6,8 +6,8 @@ import os
 import pytest
 import torch
 
-from offbeat_dist import Parking, open_device
-from offbeat_types import OffbeatError
+from offbeat_dist import Asleep, Parking, open_device
+from offbeat_types import ConfigError, OffbeatError
 
 MIB = 2**20
 
@@ -93,3 +93,25 @@ def test_a_gpu_gets_its_memory_back():
     assert before - device.memory().allocated_bytes >= 64 * MIB
     parking.bring_back()
     assert block.sum() == total
+
+
+def test_parts_of_an_engine_are_away_by_level_and_refused_until_they_are_back():
+    asleep, weights, moments, gradients = Asleep(open_device("cpu")), *(torch.ones(10) for _ in range(3))
+    assert Asleep.tags_of(1) == (Asleep.OPTIMIZER,)
+    with pytest.raises(ConfigError, match="level must be one of"):
+        Asleep.tags_of(3)
+    shared = [gradients, gradients[2:]]
+    for _ in range(2):  # the second time does nothing
+        asleep.put_away(Asleep.OPTIMIZER, [moments], drop=shared)
+    asleep.put_away(Asleep.WEIGHTS, [weights])
+    assert not any(each.untyped_storage().nbytes() for each in (weights, moments, gradients))
+    assert not asleep.bring_back([Asleep.WEIGHTS])
+    asleep.refuse("weights", Asleep.WEIGHTS)
+    with pytest.raises(OffbeatError, match=r"step: .* sleeps without its optimizer; call wake\(\)"):
+        asleep.refuse("step", Asleep.WEIGHTS, Asleep.OPTIMIZER)
+    with pytest.raises(ConfigError, match="knows the tags weights and optimizer, got all"):
+        asleep.bring_back(["all"])
+    assert asleep.bring_back([]), "gradients are there again"
+    assert weights.sum() == moments.sum() == 10
+    assert gradients.untyped_storage().nbytes() == 40
+    assert not asleep.bring_back([])

@@ -149,7 +149,7 @@ def test_ranks_that_cannot_share_a_model_are_refused_before_anything_starts(fold
 
 
 SETTINGS = {
-    "bfloat16": ({"dtype": "bfloat16"}, "float32"),
+    "a number format": ({"dtype": "float16"}, "float32 or bfloat16: got dtype = float16"),
     "a schedule without an end": ({"schedule": "cosine"}, "total_steps above warmup_steps"),
 }
 

@@ -95,6 +95,23 @@ def runtime(native):
     }
 
 
+class Profile:
+    """torch_npu's profiler by torch's own, which shows the device's operators as the CPU dispatches them."""
+
+    def __init__(self, *, activities=None):
+        assert list(activities) == ["CPU", "NPU"]
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+    def start(self):
+        self._profile.start()
+
+    def stop(self):
+        self._profile.stop()
+
+    def export_chrome_trace(self, output_path):
+        self._profile.export_chrome_trace(output_path)
+
+
 def operators():
     """A module torch_npu with the operators that the device puts into models, each counted in `calls`."""
     module = ModuleType("torch_npu")
@@ -109,6 +126,7 @@ def operators():
 
     for name in Operators.__dataclass_fields__:
         setattr(module, name, counted(name, getattr(REFERENCE, name)))
+    module.profiler = SimpleNamespace(ProfilerActivity=SimpleNamespace(CPU="CPU", NPU="NPU"), profile=Profile)
     return module
 
 

@@ -55,10 +55,13 @@ def test_references_take_what_the_operators_take(operator, recorded):
 
 
 def test_the_profiler_takes_what_the_seam_gives_it():
-    profile = find_symbol(TORCH_NPU, "torch_npu/profiler/profiler.py", "profile.__init__")
-    assert {"activities", "on_trace_ready"} <= names_of(profile)
-    handler = find_symbol(TORCH_NPU, "torch_npu/profiler/profiler.py", "tensorboard_trace_handler")
-    assert next(each["name"] for each in handler["parameters"]) == "dir_name"
+    path = "torch_npu/profiler/profiler.py"
+    assert "activities" in names_of(find_symbol(TORCH_NPU, path, "profile.__init__"))
+    assert {"start", "stop"} <= names_of(find_symbol(TORCH_NPU, path, "profile"))
+    ours = inspect.signature(npu_standin.Profile.export_chrome_trace).parameters
+    export = find_symbol(TORCH_NPU, path, "_KinetoProfile.export_chrome_trace")
+    assert [each["name"] for each in export["parameters"]] == list(ours)
+    assert "_KinetoProfile" in find_symbol(TORCH_NPU, path, "profile")["bases"]
 
 
 def test_settings_of_vllm_ascend_are_those_that_it_reads():

@@ -3,16 +3,18 @@
 Each test runs in forked processes of its own, so that this one never knows the device.
 """
 
+import json
+
 import npu_standin
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from offbeat_dist import Mesh, available_devices, join_world, open_device
+from offbeat_dist import Mesh, StepTracer, available_devices, join_world, open_device
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_testing import tiny_model
-from offbeat_types import TrainEngineConfig, TrainSequence
+from offbeat_types import TracePlan, TrainEngineConfig, TrainSequence
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +92,21 @@ def test_memory_random_state_and_count(standin):
     assert torch.equal(first.cpu(), torch.randn(4, device=device.torch_device).cpu())
     assert torch.equal(cpu_state, torch.get_rng_state()), "the CPU's generator was used"
     device.synchronize()
+
+
+@ALONE
+def test_an_update_is_traced_through_the_seam(standin, model, tmp_path):
+    npu_standin.install(standin)
+    engine = TorchTrainEngine.create(config(model, "npu"))
+    plan = TracePlan(role="trainer-0", folder=str(tmp_path), first=1, last=2, max_bytes=1 << 26)
+    traced = StepTracer(open_device("npu"), plan)
+    for number in range(3):
+        with traced.step(number):
+            engine.forward_backward(sequences(number), weighted)
+            engine.step()
+    assert [path.name for path in tmp_path.iterdir()] == ["trainer-0-1.json"]
+    names = {event.get("name") for event in json.loads((tmp_path / "trainer-0-1.json").read_text())["traceEvents"]}
+    assert {"update 1", "aten::mm"} <= names
 
 
 @ALONE

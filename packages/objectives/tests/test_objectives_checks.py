@@ -8,6 +8,7 @@ from offbeat_objectives import AlgorithmConfig, check_algorithm
 from offbeat_objectives._config import CORRECTIONS
 from offbeat_types import METADATA_KEY, ConfigError
 
+TAUGHT = {"advantage": "none", "distillation_coefficient": 1.0}
 LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "gmpo")
 
 
@@ -53,6 +54,12 @@ LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "gmpo")
         ({"correction": "token_rs", "rs_low": 1.5}, "enclose 1"),
         ({"correction": "token_rs", "rs_high": 0.9, "rs_low": 0.1}, "enclose 1"),
         ({"correction": "geometric_rs", "rs_low": 1.0, "rs_high": 1.0}, "enclose 1"),
+        ({"distillation_discount": 1.0}, "distillation_discount has no effect"),
+        ({"distillation_coefficient": -1.0}, ">= 0"),
+        ({"advantage": "none"}, "set one of them"),
+        ({**TAUGHT, "filter_groups": True}, "does not learn from"),
+        ({**TAUGHT, "overlong_buffer_tokens": 8}, "it changes rewards"),
+        ({**TAUGHT, "kl_coefficient": 0.1, "kl_in": "reward"}, "use kl_in = loss"),
     ],
 )
 def test_what_cannot_work_or_does_nothing_is_refused_with_its_reason(changes, words):

@@ -97,6 +97,7 @@ def test_the_public_names_are_pinned():
     assert offbeat_objectives.__all__ == [
         "AlgorithmConfig",
         "Correction",
+        "Distillation",
         "Packed",
         "PolicyLoss",
         "aggregate",
@@ -104,6 +105,7 @@ def test_the_public_names_are_pinned():
         "check_algorithm",
         "compute_advantages",
         "correct_rollouts",
+        "distill",
         "gae_advantages",
         "has_signal",
         "kl_per_token",

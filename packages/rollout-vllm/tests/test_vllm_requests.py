@@ -1,10 +1,21 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from offbeat_rollout_vllm._flights import Flight, Flights
 from offbeat_rollout_vllm._samples import Delta, Sample
 from offbeat_rollout_vllm._sampling import check_params, check_request, vllm_params
-from offbeat_types import ConfigError, DataError, GenerateRequest, SamplingParams, VersionSegment
+from offbeat_rollout_vllm._scoring import check_scores, prompt_logprobs, read_scores, score_flights
+from offbeat_types import (
+    ConfigError,
+    DataError,
+    GenerateRequest,
+    RolloutCapabilities,
+    SamplingParams,
+    ScoreRequest,
+    VersionSegment,
+)
 
 EOS = frozenset([2])
 
@@ -159,3 +170,40 @@ def test_a_failure_ends_one_request_or_all():
     flights.fail("", ValueError("all"))
     assert str(first.done.exception()) == str(third.done.exception()) == "all"
     assert (flights.num_waiting, flights.num_running) == (0, 0)
+
+
+def score(ids=(7, 8), temperature=1.0):
+    continuations = (np.asarray([], np.int32), np.asarray(ids, np.int32))
+    return ScoreRequest(
+        request_id="s", prompt_ids=np.asarray([5, 6], np.int32), continuations=continuations, temperature=temperature
+    )
+
+
+def test_a_continuation_is_scored_as_a_part_of_a_prompt():
+    (flight,) = flights = score_flights(score())
+    assert flight.prompt == [5, 6, 7, 8]
+    assert vllm_params(flight.request.params, 0, EOS, 9) | dict(flight.changes) == {
+        **vllm_params(SamplingParams(max_tokens=1, ignore_eos=True), 0, EOS, 9),
+        "prompt_logprobs": 0,
+    }
+    tell = [None, *({token: SimpleNamespace(logprob=-float(token))} for token in (6, 7, 8))]
+    scores = Delta(
+        ids=[1], logprobs=[-1.0], finish_reason="length", prompt_logprobs=prompt_logprobs(tell, [5, 6, 7, 8])
+    )
+    flight.samples[0].push(scores, EOS)
+    empty, found = read_scores(score(), flights)
+    assert (len(empty), found.tolist(), found.dtype) == (0, [-7.0, -8.0], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("request_", "scores", "error", "words"),
+    [
+        (score(temperature=0.7), True, ConfigError, "at temperature 1 only"),
+        (score(), False, ConfigError, "enable_lora cannot score"),
+        (score([7] * 30), True, DataError, "max_model_len is 31"),
+    ],
+)
+def test_what_vllm_cannot_score_is_refused(request_, scores, error, words):
+    capabilities = RolloutCapabilities(pause_modes=(), scores=scores)
+    with pytest.raises(error, match=words):
+        check_scores(request_, capabilities, vocab_size=100, max_model_len=32)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 # Imported here: the sessions inside this one would do it anew each time, as pytester restores sys.modules.
 from offbeat_testing._ranks import _child, _launch
+from offbeat_testing._ranks._collectives import recorded_collectives
 
 pytest_plugins = ["pytester"]
 
@@ -31,6 +32,17 @@ def run(pytester):
         return pytester.runpytest_inprocess(*[f"-pno:{name}" for name in others], *options)
 
     return run_file
+
+
+@pytest.mark.ranks(2)
+def test_collectives_of_the_process_a_rank_was_forked_from_are_not_its_own(rank):
+    """The names of groups and the numbers of their collectives begin anew in a fork, and may come again."""
+    for _ in range(3):
+        dist.all_reduce(torch.tensor([rank]))
+    now_ns = time.time_ns()
+    dist.all_reduce(torch.tensor([1.0]))
+    assert [each.inputs for each in recorded_collectives(now_ns)] == [["float32[1]"]]
+    assert len(recorded_collectives()) >= 4
 
 
 @pytest.mark.ranks(2, 4)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from offbeat_types import WeightSyncError
 from offbeat_weightsync import (
     BucketPlan,
+    DequantizedStream,
     InProcessStream,
     dequantize_blocks,
     describe_tensors,
@@ -106,3 +107,32 @@ def test_a_model_is_quantised_on_its_way_and_proved() -> None:
     held = {name: tensor.clone() for name, tensor in stream}
     assert stream.prove(held.__getitem__).num_tensors == 7
     assert plan.num_bytes < sum(tensor.numel() for tensor in tensors.values()) * 2
+
+
+@pytest.mark.parametrize("held_as", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_an_engine_that_holds_the_values_proves_the_blocks(held_as: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(2)
+    tensors = {
+        "a.weight": torch.randn(200, 160, generator=draw) * torch.randn(200, 160, generator=draw).mul(3).exp2(),
+        "a.norm": torch.randn(160, generator=draw),
+    }
+    stream = DequantizedStream(InProcessStream(quantize_tensors(tensors.items()), 3))
+    held = {name: tensor.to(held_as if tensor.dim() == 2 else tensor.dtype) for name, tensor in stream}
+    assert held.keys() == tensors.keys()
+    expected = dequantize_blocks(*quantize_blocks(tensors["a.weight"]))
+    assert torch.equal(held["a.weight"], expected.to(held_as))
+    assert stream.prove(held.__getitem__).num_tensors == 3
+    held["a.weight"][7, 7] *= 1.2
+    with pytest.raises(WeightSyncError, match="holds other bytes than were sent"):
+        stream.prove(held.__getitem__)
+
+
+def test_blocks_and_scales_come_in_pairs() -> None:
+    (_, blocks), (_, scales) = quantize_tensors([("a.weight", torch.ones(128, 128))])
+    for tensors, words in (
+        ([("a.weight", blocks), ("b.norm", torch.ones(3))], "followed by a.weight_scale_inv, got b.norm"),
+        ([("a.weight", blocks)], "got nothing"),
+        ([("a.weight_scale_inv", scales)], "without its weight"),
+    ):
+        with pytest.raises(WeightSyncError, match=words):
+            list(DequantizedStream(InProcessStream(tensors, 1)))

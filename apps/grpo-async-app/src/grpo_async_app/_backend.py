@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,6 +64,9 @@ class GrpoBackend:
         self._rollouts = Rollouts(config, fleet, template, self._clock.busy)
         self._template = template
         fleet.engines.bring_weights = self._bring_weights
+        if fleet.teachers is not None:
+            # A clock of its own: shares of idle time are those of trainer and engines.
+            fleet.teachers.busy = BusyClock("", lambda: config.teacher.num_replicas, clock_s, journal.worked).busy
 
     # ── rollouter ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -78,8 +82,19 @@ class GrpoBackend:
         group = self._group(group_id, prompt, samples, greedy_reward)
         filtered = self._config.algorithm.filter_groups and not has_signal(group.rewards)
         if not filtered:
-            self._groups[group_id] = group
+            self._groups[group_id] = await self._taught(group)
         return GroupResult(oldest_version=group.oldest_version, filtered=filtered)
+
+    async def _taught(self, group: SampledGroup) -> SampledGroup:
+        """The group with what the teacher has to say to it, where there is one."""
+        if (teachers := self._fleet.teachers) is None:
+            return group
+
+        def where(name: str) -> None:
+            self._where[group.group_id] = name
+
+        logprobs = await teachers.score(group.group_id, group.prompt_ids, group.trajectories, where)
+        return replace(group, teacher_logprobs=logprobs)
 
     async def _sample(self, group_id: int, prompt: Prompt, name: str) -> list[ScoredTrajectory]:
         params = self._config.rollout.sampling(self._seed(group_id))
@@ -160,6 +175,7 @@ class GrpoBackend:
                     "update",
                     groups,
                     self._config.async_.require_batches,
+                    version,
                     returns=Metrics,
                     deadline_s=self._config.async_.update_deadline_s,
                 )

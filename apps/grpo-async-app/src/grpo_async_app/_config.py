@@ -3,11 +3,12 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from grpo_async_app._teacher_config import TeacherConfig
 from offbeat_async_policy import AsyncConfig
 from offbeat_cluster import ClusterConfig
 from offbeat_data import DataConfig, EnvironmentConfig, RewardConfig
 from offbeat_objectives import AlgorithmConfig
-from offbeat_run import CheckpointConfig, LivenessConfig, LogConfig
+from offbeat_run import CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
 from offbeat_types import (
     REQUIRED,
     RolloutEngineConfig,
@@ -82,6 +83,15 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RolesProfileConfig(ProfileConfig):
+    """Section `profile`: traces of some updates, and of the engines that sample under their weights."""
+
+    rollout_s: float = setting(
+        10.0, "Longest stretch of a rollout engine's trace, from the weights of a traced update on.", "s", gt=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class GrpoConfig:
     """Everything a run of `grpo-async-app` can be told."""
 
@@ -90,6 +100,7 @@ class GrpoConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     async_: AsyncConfig = field(default_factory=AsyncConfig)
@@ -98,6 +109,13 @@ class GrpoConfig:
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    profile: RolesProfileConfig = field(default_factory=RolesProfileConfig)
+
+    @property
+    def traced_roles(self) -> list[str]:
+        """Roles that can trace themselves."""
+        trainers = [f"trainer-{rank}" for rank in range(self.engine.num_ranks)]
+        return [*trainers, *(f"rollout-{number}" for number in range(self.rollout.num_engines))]
 
     @property
     def max_response_tokens(self) -> int:
@@ -111,6 +129,15 @@ class GrpoConfig:
             num_threads=num_threads,
             model_path=model_path,
             trust_remote_code=self.model.trust_remote_code,
+        )
+
+    def teacher_engine(self, num_threads: int) -> RolloutEngineConfig:
+        """What the teacher's backend is given."""
+        return self.teacher.engine(
+            self.rollout.max_model_len,
+            self.rollout.samples_per_prompt,
+            num_threads,
+            trust=self.model.trust_remote_code,
         )
 
     def endpoint(self, engine: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Makes a recipe fit a cluster: finds the smallest changes of settings, and writes them into the recipe's own text."""
 
+import keyword
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,6 +13,12 @@ from offbeat_run import parse_config
 from offbeat_types import ConfigError, PlacementError
 
 Setting = bool | int
+_IN_TURNS: Final[Mapping[str, Setting]] = {
+    "async.staleness_threshold": 0,
+    "async.trigger_parameter_sync_step": 1,
+    "async.partial_rollout": False,
+}
+"""What goes with cluster.colocate: roles that take turns train synchronously."""
 _MAX_ROUNDS: Final = 4
 """The allocation may need a change, and then a group within it."""
 
@@ -38,6 +45,8 @@ def fit_settings(config: GrpoConfig, site: Site) -> dict[str, Setting]:
             if not usable:
                 raise error from None
             settings |= {change.key: _value(change) for change in usable[0]}
+            if "cluster.colocate" in settings and config.async_.mode != "on-policy pipeline":
+                settings |= _IN_TURNS
         else:
             return settings
     raise PlacementError("no change of settings was found that makes the recipe fit: choose the cluster first")
@@ -58,12 +67,19 @@ def with_settings(config: GrpoConfig, settings: Mapping[str, Setting]) -> GrpoCo
         config: to change.
         settings: by "section.key".
     """
+    by_section: dict[str, dict[str, Setting]] = {}  # together: one setting may be allowed with another only
     for path, value in settings.items():
-        section, _, key = path.partition(".")
+        section, key = _field(path)
         kept = isinstance(getattr(getattr(config, section), key), bool)
-        changed = replace(getattr(config, section), **{key: bool(value) if kept else value})
-        config = replace(config, **{section: changed})
-    return config
+        by_section.setdefault(section, {})[key] = bool(value) if kept else value
+    changed = {section: replace(getattr(config, section), **keys) for section, keys in by_section.items()}
+    return replace(config, **changed)
+
+
+def _field(path: str) -> tuple[str, str]:
+    """Names of the section's field and the key's, of "section.key"; `async` is a word of Python's."""
+    section, _, key = path.partition(".")
+    return section + "_" * keyword.iskeyword(section), key
 
 
 def change_recipe(text: str, settings: Mapping[str, Setting]) -> str:
@@ -83,10 +99,11 @@ def change_recipe(text: str, settings: Mapping[str, Setting]) -> str:
     changed = "\n".join(lines) + "\n"
     found = parse_config(changed, GrpoConfig, name="the changed recipe")
     for path, value in settings.items():
-        section, _, key = path.partition(".")
-        if getattr(getattr(found, section), key) != value:
+        if getattr(getattr(found, _field(path)[0]), _field(path)[1]) != value:
             wanted = ", ".join(f"{name} = {str(each).lower()}" for name, each in settings.items())
-            raise ConfigError(f"the recipe's [{section}] cannot be rewritten line by line: set by hand {wanted}")
+            raise ConfigError(
+                f"the recipe's [{path.partition('.')[0]}] cannot be rewritten line by line: set by hand {wanted}"
+            )
     return changed
 
 

@@ -17,8 +17,10 @@ from grpo_async_app._gathering import all_or_first_error
 from grpo_async_app._handover import WeightOffer
 from grpo_async_app._placement import Placement
 from grpo_async_app._restarts import RestartBudget, Tell, start_again
+from grpo_async_app._role_specs import RoleSpecs
+from grpo_async_app._teachers import Teachers
 from grpo_async_app._trainers import Trainers, start_trainers
-from offbeat_cluster import ActorHandle, Launcher, RoleSpec, available_cpus, split_threads
+from offbeat_cluster import ActorHandle, Launcher
 from offbeat_data import GuardedReward, Prompt, RewardScore
 from offbeat_types import (
     ConfigError,
@@ -40,7 +42,7 @@ QUICK_STOP_S = 2.0
 TOLD_BEFORE_S: Final = 2.0
 """So long before the deadline of a sync the driver looks who it waits for: afterwards all calls are cancelled."""
 
-_OTHER_CALLS: Final = (".generate", ".health", ".beat")
+_OTHER_CALLS: Final = (".generate", ".score", ".health", ".beat")
 """Calls that run beside a sync and are no part of it."""
 
 
@@ -56,13 +58,13 @@ class Fleet:
         tell: takes a line when something has happened to a role.
         engines: the rollout engines.
         environment: where the run has one.
+        teachers: replicas of the teacher, where the run has one.
     """
 
     def __init__(self, config: GrpoConfig, model_path: str, log_folder: Path) -> None:
-        self._config, self._model_path, self._log_folder = config, model_path, log_folder
+        self._config, self._roles = config, RoleSpecs(config, model_path, log_folder)
         self._launcher: Launcher = load_backend("offbeat.launcher", config.cluster.launcher)("grpo", config.cluster)
         self._socket_path = new_socket_path()
-        self._threads = plan_threads(config)
         self._trainer: Trainers | None = None
         self._errands = itertools.count(1)
         self.tell: Tell = _log.warning
@@ -71,6 +73,7 @@ class Fleet:
         if config.cluster.colocate:
             self.engines.turns = Turns(config, lambda: self.engines.living, lambda: self.trainer)
         self.environment = self._environment() if config.environment.name else None
+        self.teachers = Teachers(config, self._start_teacher, self._budget, self.say) if config.teacher.is_set else None
         self._reward = (
             GuardedReward(config.reward, start_timeout_s=config.cluster.start_timeout_s)
             if config.reward.is_set
@@ -84,6 +87,8 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.engines.close()
+        if self.teachers is not None:
+            await self.teachers.close()
         if self._trainer is not None:
             await self._trainer.forget()
         await self._launcher.close(QUICK_STOP_S if error else None)
@@ -112,9 +117,10 @@ class Fleet:
             await turns.trainer_started()
             await self._start_serving()
             await turns.engines_started()
+            await all_or_first_error(self._starting_teachers())
         else:
             self._trainer, *_ = await all_or_first_error(
-                [self._start_trainers(num_updates, checkpoint), self._start_serving()]
+                [self._start_trainers(num_updates, checkpoint), self._start_serving(), *self._starting_teachers()]
             )
         self.engines.let_others_join()
 
@@ -127,6 +133,15 @@ class Fleet:
         environments = [self.environment.start()] if self.environment else []
         await all_or_first_error([self.engines.start(), *environments])
 
+    def _starting_teachers(self) -> list[Coroutine[Any, Any, None]]:
+        return [self.teachers.start()] if self.teachers is not None else []
+
+    async def _start_teacher(self, name: str) -> ActorHandle:
+        return await self._launcher.start(self._roles.teacher(name))
+
+    def _environment(self) -> EnvironmentProcess:
+        return EnvironmentProcess(self._launcher, self._roles.environment(), self._config.environment.step_timeout_s)
+
     async def _start_rollout(self, name: str) -> ActorHandle:
         if self._launcher.reserves and int(name.rpartition("-")[2]) >= self._config.rollout.num_engines:
             raise PlacementError(
@@ -135,9 +150,9 @@ class Fleet:
             )
         turns = self.engines.turns if self._trainer is not None else None  # without a trainer nobody takes turns
         if turns is None:
-            return await self._launcher.start(self._rollout_spec(name))
+            return await self._launcher.start(self._roles.rollout(name))
         async with turns.starting(name) as started:
-            handle = await self._launcher.start(self._rollout_spec(name))
+            handle = await self._launcher.start(self._roles.rollout(name))
             await started(handle)
         return handle
 
@@ -150,6 +165,8 @@ class Fleet:
             ConfigError: an environment left this to the `reward` section, which names no reward.
         """
         reward = self._reward
+        if reward is None and not self._config.environment.name:  # a teacher alone is learned from
+            return [RewardScore(value=0.0, parts={}) for _ in texts]
         if reward is None:
             raise ConfigError(
                 f"environment.name = {self._config.environment.name!r} leaves the last turn to the reward section: "
@@ -191,7 +208,7 @@ class Fleet:
         self._socket_path = new_socket_path()  # what still looks for a former trainer shall not find this one
         return await start_trainers(
             self._launcher,
-            self._trainer_spec(num_updates, checkpoint),
+            self._roles.trainer(self._socket_path, num_updates, checkpoint),
             self._config.engine.num_ranks,
             start_deadline_s=cluster.start_timeout_s,
             call_deadline_s=self._config.async_.update_deadline_s,
@@ -252,6 +269,8 @@ class Fleet:
     def raise_if_dead(self) -> None:
         """Raise when a role is gone without which the run cannot go on."""
         self.engines.raise_if_failed()
+        if self.teachers is not None:
+            self.teachers.raise_if_failed()
         self.trainer.raise_if_dead()
 
     def metrics(self) -> Metrics:
@@ -262,66 +281,9 @@ class Fleet:
             "engines/stragglers": len(self.engines.stragglers),
             "engines/serving": num_engines if num_engines != self._config.rollout.num_engines else 0,
             "trainer/restarts": self._budget.spent["trainer"],
+            "teacher/restarts": self.teachers.num_restarts if self.teachers is not None else 0,
         }
         metrics = {name: Metric(value=float(count), how="last") for name, count in counts.items() if count}
         if self.engines.turns is not None:
             metrics["perf/handover_s"] = Metric(value=self.engines.turns.take_spent_s())
         return metrics
-
-    # ── what is started ───────────────────────────────────────────────────────────────────────────────────────────
-
-    def _trainer_spec(self, num_updates: int, checkpoint: Path | None) -> RoleSpec:
-        config = self._config
-        return RoleSpec(
-            name="trainer-0",
-            target="grpo_async_app._roles.trainer:TrainerRole",
-            kwargs={
-                "backend": config.engine.backend,
-                "config": config.train_engine(self._model_path, num_updates, self._threads["trainer"]),
-                "algorithm": config.algorithm,
-                "socket_path": self._socket_path,
-                "rollout_dtype": config.rollout.dtype,
-                "bucket_bytes": config.rollout.sync_bucket_bytes,
-                "checkpoint": str(checkpoint or ""),
-                "stall_after_s": config.liveness.stall_after_s,
-            },
-            num_threads=self._threads["trainer"],
-            log_path=self._log_folder / "trainer-0.log",
-        )
-
-    def _environment(self) -> EnvironmentProcess:
-        spec = RoleSpec(
-            name="environment-0",
-            target="grpo_async_app._roles.environment:EnvironmentRole",
-            kwargs={"config": self._config.environment},
-            num_threads=1,
-            log_path=self._log_folder / "environment-0.log",
-        )
-        return EnvironmentProcess(self._launcher, spec, self._config.environment.step_timeout_s)
-
-    def _rollout_spec(self, name: str) -> RoleSpec:
-        return RoleSpec(
-            name=name,
-            target="grpo_async_app._roles.rollout:RolloutRole",
-            kwargs={
-                "backend": self._config.rollout.backend,
-                "config": self._config.rollout_engine(self._model_path, self._threads["rollout"]),
-                **self._config.endpoint(name),
-            },
-            num_threads=self._threads["rollout"],
-            log_path=self._log_folder / f"{name}.log",
-        )
-
-
-def plan_threads(config: GrpoConfig) -> dict[str, int]:
-    """CPU threads of one trainer rank and of one rollout engine; colocated, each kind has all CPUs in its turn."""
-    trainers = [f"trainer-{rank}" for rank in range(config.engine.num_ranks)]
-    rollouts = [f"rollout-{number}" for number in range(config.rollout.num_engines)]
-    turns = [trainers, rollouts] if config.cluster.colocate else [[*trainers, *rollouts]]
-    shares: dict[str, int] = {}
-    for roles in turns:
-        shares |= split_threads(available_cpus(), dict.fromkeys(roles, 1.0))
-    return {
-        "trainer": config.cluster.trainer_threads or shares["trainer-0"],
-        "rollout": config.cluster.rollout_threads or shares["rollout-0"],
-    }

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from offbeat_data import Picture
-from offbeat_types import Completion, Ids, Reply, Trajectory, VersionSegment
+from offbeat_types import Completion, Floats, Ids, Reply, Trajectory, VersionSegment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,7 @@ class SampledGroup:
         rewards: one per trajectory, shaping included.
         parts: the reward's parts per trajectory, for the log.
         greedy_reward: reward of the prompt's greedy completion, where the advantage needs it.
+        teacher_logprobs: [N] float32 per trajectory, nats, of its sampled tokens; empty without a teacher.
         pictures: images of the prompt, as the files they came in: smaller than their pixels on the way to every rank.
     """
 
@@ -36,6 +37,7 @@ class SampledGroup:
     rewards: list[float]
     parts: list[dict[str, float]]
     greedy_reward: float = 0.0
+    teacher_logprobs: list[Floats] = field(default_factory=list)
     pictures: tuple[Picture, ...] = ()
 
     @property
@@ -66,6 +68,8 @@ def save_groups(folder: Path, groups: Iterable[SampledGroup]) -> None:
         }
         for number, trajectory in enumerate(group.trajectories):
             arrays.update(_arrays(f"{group.group_id}.{number}", trajectory))
+        for number, logprobs in enumerate(group.teacher_logprobs):
+            arrays[f"{group.group_id}.{number}.teacher"] = logprobs
         for number, picture in enumerate(group.pictures):
             arrays[f"{group.group_id}.picture.{number}"] = np.frombuffer(picture.data, np.uint8)
         index.append(entry)
@@ -96,9 +100,15 @@ def load_groups(folder: Path) -> dict[int, SampledGroup]:
             rewards=entry["rewards"],
             parts=entry["parts"],
             greedy_reward=entry["greedy_reward"],
+            teacher_logprobs=_read_teacher(group_id, len(trajectories), arrays),
             pictures=tuple(pictures),
         )
     return groups
+
+
+def _read_teacher(group_id: int, num_trajectories: int, arrays: dict[str, NDArray[Any]]) -> list[Floats]:
+    names = [f"{group_id}.{number}.teacher" for number in range(num_trajectories)]
+    return [arrays[name] for name in names if name in arrays]
 
 
 def _describe(trajectory: Trajectory) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from types import TracebackType
+from typing import Final
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from offbeat_run import Generation, RunFolder, RunLog, clock_s, read_metrics
 from offbeat_types import Metric, Metrics
 
 WAIT_SHOWN_AFTER_S = 120.0
+_WORK: Final = {"rollout": "generate", "teacher": "score", "trainer": "train"}
+"""What a role does, as the timeline calls it."""
 
 
 class Journal:
@@ -49,7 +52,7 @@ class Journal:
 
     def worked(self, role: str, start_s: float, end_s: float) -> None:
         """Add a stretch in which a role was busy, in seconds of `clock_s`."""
-        self._log.span(role, "generate" if role.startswith("rollout") else "train", start_s, end_s)
+        self._log.span(role, _WORK[role.partition("-")[0]], start_s, end_s)
 
     def synced(self, version: int, start_s: float, end_s: float) -> None:
         """Note a weight sync."""

@@ -24,6 +24,13 @@ class RunMemory:
     trainer: MemoryEstimate
     rollout: MemoryEstimate
     kv_bytes_per_token: float
+    teacher: MemoryEstimate | None = None
+
+    @property
+    def roles(self) -> dict[str, MemoryEstimate]:
+        """By role."""
+        roles = {"trainer": self.trainer, "rollout": self.rollout}
+        return {**roles, "teacher": self.teacher} if self.teacher else roles
 
     def rows(self, placement: Placement) -> list[tuple[str, str]]:
         """In words."""
@@ -32,22 +39,24 @@ class RunMemory:
         if shape.num_vision_parameters:
             model += f", {count_text(shape.num_vision_parameters)} of them for vision"
         rows = [("parameters", model)]
-        for role, estimate in (("trainer", self.trainer), ("rollout", self.rollout)):
+        for role, estimate in self.roles.items():
             rows.append((f"{role} memory", f"{_parts_text(estimate)}{_of_text(estimate, placement, role)}"))
         return rows
 
     def notices(self, placement: Placement) -> list[str]:
         """Devices that hold too little."""
-        roles = {"trainer": self.trainer.num_bytes, "rollout": self.rollout.num_bytes}
         advice = {
             "trainer": "more engine.num_ranks, engine.activation_checkpointing, or fewer max_tokens_per_microbatch",
             "rollout": "a larger rollout.tensor_parallel, or fewer rollout.max_running",
+            "teacher": "a larger teacher.tensor_parallel, or teacher.colocate = false",
         }
-        if placement.groups[1].shares_devices_with:
-            roles = {"trainer": sum(roles.values())}
+        needs = {role: estimate.num_bytes for role, estimate in self.roles.items()}
+        for group in reversed(placement.groups):  # the teacher's to the engines', and theirs to the trainer's
+            if group.shares_devices_with:
+                needs[group.shares_devices_with] += needs.pop(group.role)
         return [
             f"a {role} rank needs about {size_text(needed)} and its device has {size_text(has)}: {advice[role]}"
-            for role, needed in roles.items()
+            for role, needed in needs.items()
             if (has := placement.accelerator_bytes(role)) and needed > has
         ]
 
@@ -62,14 +71,7 @@ def estimate_memory(config: GrpoConfig, layout: TrainLayout | None = None) -> Ru
     Raises:
         ModelError: it is not there, not readable, or of a family that is not known.
     """
-    path = Path(config.model.path).expanduser() / "config.json"
-    try:
-        held = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ModelError(f"no {path}") from None
-    except ValueError as error:
-        raise ModelError(f"{path} is corrupt: {error}; copy it again") from error
-    shape = ModelShape.from_config(held)
+    shape = _read_shape(config.model.path)
     engine, rollout, width = config.engine, config.rollout, trainer_width(config)
     layout = layout or TrainLayout(dp=engine.num_ranks // width, tp=width, zero_stage=3)
     trainer = TrainMemory(
@@ -93,7 +95,35 @@ def estimate_memory(config: GrpoConfig, layout: TrainLayout | None = None) -> Ru
         max_model_len=rollout.max_model_len,
         sync_bytes=2 * rollout.sync_bucket_bytes,
     )
-    return RunMemory(shape, trainer.estimate(shape), engines.estimate(shape), engines.kv_bytes_per_token(shape))
+    return RunMemory(
+        shape,
+        trainer.estimate(shape),
+        engines.estimate(shape),
+        engines.kv_bytes_per_token(shape),
+        _estimate_teacher(config) if config.teacher.is_set else None,
+    )
+
+
+def _estimate_teacher(config: GrpoConfig) -> MemoryEstimate:
+    """Of one rank of a replica: the samples of one group are scored together."""
+    number_bytes = _NUMBER_BYTES[config.teacher.dtype]
+    return RolloutMemory(
+        weight_bytes=number_bytes,
+        kv_bytes=number_bytes,
+        tensor_parallel=config.teacher.tensor_parallel,
+        max_running=config.rollout.samples_per_prompt,
+        max_model_len=config.rollout.max_model_len,
+    ).estimate(_read_shape(config.teacher.path))
+
+
+def _read_shape(folder: str) -> ModelShape:
+    path = Path(folder).expanduser() / "config.json"
+    try:
+        return ModelShape.from_config(json.loads(path.read_text()))
+    except FileNotFoundError:
+        raise ModelError(f"no {path}") from None
+    except ValueError as error:
+        raise ModelError(f"{path} is corrupt: {error}; copy it again") from error
 
 
 def _parts_text(estimate: MemoryEstimate) -> str:

@@ -33,6 +33,12 @@ _ROLLOUT_KEYS: Final = {
     "shares_devices_with": "cluster.colocate",
     "spans_nodes": "cluster.spans_nodes",
 }
+_TEACHER_KEYS: Final = {
+    "num_replicas": "teacher.num_replicas",
+    "cpus_per_rank": "cluster.rollout_threads",
+    "tensor_parallel": "teacher.tensor_parallel",
+    "shares_devices_with": "teacher.colocate",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,10 +181,38 @@ def wanted_groups(config: GrpoConfig, site: Site) -> list[RankGroup]:
             scales={"cpus_per_rank": rollout.tensor_parallel},
         ),
     ]
+    if config.teacher.is_set:
+        groups.append(_teacher_group(config, site, samples_on))
     if config.environment.name:
         cpus = _cpus_per_rank(site, "", 1)
         groups.append(RankGroup(role="environment", accelerator="", cpus_per_rank=cpus, process_per_replica=True))
     return groups
+
+
+def _teacher_group(config: GrpoConfig, site: Site, samples_on: str) -> RankGroup:
+    """Replicas of the teacher: apart, or on the accelerators of the engines that sample.
+
+    Raises:
+        ConfigError: to be colocated where the two compute on different kinds of device.
+    """
+    teacher = config.teacher
+    kind = _kind(teacher.device, site)
+    if teacher.colocate and site.reserves and not (kind and kind == samples_on):
+        raise ConfigError(
+            f"teacher.colocate = true: the teacher computes on {kind or 'CPUs'} and the rollout engines on "
+            f"{samples_on or 'CPUs'}, which share nothing; set it to false, or teacher.device as rollout.device"
+        )
+    return RankGroup(
+        role="teacher",
+        num_replicas=teacher.num_replicas,
+        tensor_parallel=teacher.tensor_parallel,
+        accelerator=kind,
+        cpus_per_rank=_cpus_per_rank(site, kind, config.cluster.rollout_threads / teacher.tensor_parallel),
+        shares_devices_with="rollout" if teacher.colocate and kind else "",
+        process_per_replica=True,
+        keys=_TEACHER_KEYS,
+        scales={"cpus_per_rank": teacher.tensor_parallel},
+    )
 
 
 def trainer_width(config: GrpoConfig) -> int:

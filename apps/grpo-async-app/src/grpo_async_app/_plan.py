@@ -1,8 +1,9 @@
 """The plan of a run in words: resources, memory, batch arithmetic. Starts nothing."""
 
 from grpo_async_app._batch import BatchArithmetic
-from grpo_async_app._fleet import plan_threads
+from grpo_async_app._config import GrpoConfig
 from grpo_async_app._preflight import Preflight
+from grpo_async_app._role_specs import plan_threads
 from offbeat_cluster import available_cpus
 from offbeat_run import count_text, size_text
 
@@ -21,7 +22,7 @@ def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
         ("asynchrony", f"{config.async_.mode}, staleness {config.async_.staleness_threshold:g}"),
         *_describe_environment(preflight),
         ("length", f"{preflight.num_updates} updates of {batch.groups_per_update} prompts each"),
-        ("objective", f"{config.algorithm.advantage} advantages, {config.algorithm.loss} loss"),
+        ("objective", _describe_objective(config)),
         (
             "checkpoints",
             f"{size_text(preflight.checkpoint_bytes)} each, {size_text(preflight.required_bytes)} of disk in all",
@@ -31,9 +32,21 @@ def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
         rows.append(
             ("validation", f"{len(preflight.held_out)} held-out prompts every {config.eval.every_updates} updates")
         )
-    notices = [*preflight.notices, *batch.notices(), *_thread_notice(preflight, threads)]
+    notices = [
+        *preflight.notices,
+        *batch.notices(),
+        *_thread_notice(preflight, threads),
+        *_colocation_notice(preflight),
+    ]
     rows += [("notice", notice) for notice in [*notices, *(memory.notices(preflight.placement) if memory else [])]]
     return [*rows, ("prompt tokens", f"longest {prompts.train_counts.longest}, limit {config.data.max_prompt_tokens}")]
+
+
+def _describe_objective(config: GrpoConfig) -> str:
+    algorithm = config.algorithm
+    taught = f"{algorithm.distillation_coefficient:g} x divergence from {config.teacher.path}"
+    parts = [f"{algorithm.advantage} advantages"] * algorithm.needs_reward + [taught] * algorithm.needs_teacher
+    return f"{' + '.join(parts)}, {algorithm.loss} loss"
 
 
 def _describe_environment(preflight: Preflight) -> list[tuple[str, str]]:
@@ -61,19 +74,38 @@ def _describe_processes(preflight: Preflight, threads: dict[str, int]) -> str:
         f"{config.engine.num_ranks} x trainer ({config.engine.backend}, {shared}{config.engine.device}, "
         f"{threads['trainer']} threads), "
         f"{config.rollout.num_engines} x rollout ({config.rollout.backend}, {config.rollout.device}, "
-        f"{threads['rollout']} threads); launcher {config.cluster.launcher}"
+        f"{threads['rollout']} threads){_teacher_text(config, threads)}; launcher {config.cluster.launcher}"
     )
+
+
+def _teacher_text(config: GrpoConfig, threads: dict[str, int]) -> str:
+    teacher = config.teacher
+    if not teacher.is_set:
+        return ""
+    place = "with the rollout engines" if teacher.colocate else "apart"
+    how = f"{teacher.backend}, {teacher.device}, {place}, {threads['teacher']} threads"
+    return f", {teacher.num_replicas} x teacher ({how})"
 
 
 def _thread_notice(preflight: Preflight, threads: dict[str, int]) -> list[str]:
     config = preflight.config
-    kinds = threads["trainer"] * config.engine.num_ranks, threads["rollout"] * config.rollout.num_engines
+    samplers = threads["rollout"] * config.rollout.num_engines
+    if config.teacher.is_set:
+        samplers += threads["teacher"] * config.teacher.num_replicas
+    kinds = threads["trainer"] * config.engine.num_ranks, samplers
     wanted = max(kinds) if config.cluster.colocate else sum(kinds)  # colocated they take turns
     if wanted <= available_cpus():
         return []
     return [
         f"the processes want {wanted} threads and there are {available_cpus()} CPUs: they will slow each other down"
     ]
+
+
+def _colocation_notice(preflight: Preflight) -> list[str]:
+    groups = {group.role: group for group in preflight.placement.groups}
+    if not preflight.config.teacher.colocate or groups["teacher"].shares_devices_with:
+        return []
+    return ["teacher.colocate has no effect: no devices are given out here, each role takes the one that it names"]
 
 
 def _weights_text(preflight: Preflight) -> str:

@@ -36,8 +36,7 @@ class _Outlook:
             **self.placement.plan.as_data(),
             "nodes": [{"name": node.name, "address": node.address} for node in self.placement.nodes],
             "memory_bytes": {
-                role: {**estimate.parts, "all": estimate.num_bytes}
-                for role, estimate in (("trainer", memory.trainer), ("rollout", memory.rollout))
+                role: {**estimate.parts, "all": estimate.num_bytes} for role, estimate in memory.roles.items()
             }
             if memory
             else None,

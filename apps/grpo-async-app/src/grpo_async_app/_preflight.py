@@ -92,10 +92,14 @@ def check_run(config: GrpoConfig) -> Preflight:
     _check_devices(config)
     _check_reward(config)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
+    _check_teacher(config, tokenizer)
     template = _turn_template(config, tokenizer)
     prompts = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer)
+    _check_teacher_sees(config, prompts)
     _check_end(config)
-    layout = _plan_trainer(backend, config, _count_updates(config, len(prompts.train)))
+    num_updates = _count_updates(config, len(prompts.train))
+    config.profile.check(config.traced_roles, num_updates)
+    layout = _plan_trainer(backend, config, num_updates)
     held_out = validation_prompts(config, prompts.eval)
     if config.eval.every_updates and not held_out:
         raise ConfigError(
@@ -124,13 +128,26 @@ def check_settings(config: GrpoConfig) -> tuple[str, ...]:
         ConfigError: the first thing that is wrong, with what to do.
     """
     config.environment.check(has_reward=config.reward.is_set)
+    config.teacher.check(is_learned_from=config.algorithm.needs_teacher)
+    if config.eval.every_updates and not (config.reward.is_set or config.environment.name):
+        raise ConfigError("eval.every_updates needs something that judges: set reward.name, or eval.every_updates = 0")
     notices = check_algorithm(
         config.algorithm,
         samples_per_prompt=config.rollout.samples_per_prompt,
         max_tokens=config.max_response_tokens,
     )
     _check_lengths(config)
-    return tuple(notices)
+    _check_mode(config)
+    return (*notices, *_fp8_notice(config))
+
+
+def _fp8_notice(config: GrpoConfig) -> list[str]:
+    if config.rollout.weight_format != "fp8" or config.algorithm.correction != "none":
+        return []
+    return [
+        "rollout.weight_format = fp8 samples from coarser weights than are trained, and algorithm.correction = none "
+        "leaves it at that; token_tis is usual"
+    ]
 
 
 def _estimate_memory(config: GrpoConfig, layout: TrainLayout) -> RunMemory | None:
@@ -173,6 +190,36 @@ def _check_positions(config: GrpoConfig, model: ModelFolder) -> None:
         )
 
 
+def _check_teacher(config: GrpoConfig, tokenizer: Tokenizer) -> None:
+    """A teacher is there, can be served, and means the same by every token."""
+    teacher = config.teacher
+    if not teacher.is_set:
+        return
+    load_backend("offbeat.rollout", teacher.backend)
+    folder = inspect_model(teacher.path)
+    if folder.max_positions and config.rollout.max_model_len > folder.max_positions:
+        raise ConfigError(
+            f"rollout.max_model_len = {config.rollout.max_model_len} is more than the {folder.max_positions} positions "
+            f"of the teacher {folder.path}: lower it"
+        )
+    difference = tokenizer.first_difference(load_tokenizer(folder.path, config.model.trust_remote_code))
+    if difference:
+        raise ConfigError(
+            f"the teacher {folder.path} has another tokenizer than {config.model.path} ({difference}), so its "
+            "log-probabilities are of other texts: take a teacher of the same family"
+        )
+
+
+def _check_teacher_sees(config: GrpoConfig, prompts: PromptSet) -> None:
+    """Images are not shown to a teacher, which would judge answers to questions that it has not seen."""
+    pictured = next((prompt for prompt in prompts.train if prompt.pictures), None)
+    if config.teacher.is_set and pictured is not None:
+        raise ConfigError(
+            f"a teacher scores text, and row {pictured.index} of {config.data.path} has images: leave the section "
+            "teacher out, or take prompts without images"
+        )
+
+
 _OWN_DATA = {"reasoning_gym": "reasoning-gym:", "verifiers": "verifiers:"}
 """Environments that judge prompts of their own only, and how data.path begins for those."""
 
@@ -180,7 +227,7 @@ _OWN_DATA = {"reasoning_gym": "reasoning-gym:", "verifiers": "verifiers:"}
 def _check_reward(config: GrpoConfig) -> None:
     """Whoever judges is there: the reward section, or the environment, with prompts that it can judge."""
     name, path = config.environment.name, config.data.path
-    if config.reward.is_set or not name:
+    if config.reward.is_set or (config.algorithm.needs_reward and not name):
         build_reward(config.reward)
     if name:
         build_environment(config.environment)
@@ -214,25 +261,28 @@ def _count_updates(config: GrpoConfig, num_prompts: int) -> int:
 
 
 def _check_turns(config: GrpoConfig, backend: TrainBackend) -> None:
-    """Trainer and engines on the same devices: one of them always waits, and both must be able to give memory back."""
-    if not config.cluster.colocate:
-        return
-    if config.async_.mode != "on-policy pipeline":
-        raise ConfigError(
-            "cluster.colocate = true: trainer and engines take turns, so nothing can be generated while it trains; "
-            f"async is {config.async_.mode} (staleness_threshold = {config.async_.staleness_threshold:g}, "
-            f"trigger_parameter_sync_step = {config.async_.trigger_parameter_sync_step}): set them to 0 and 1, with "
-            "more steps in one update by async.require_batches; or cluster.colocate = false"
-        )
-    if not isinstance(backend, type) or not issubclass(backend, SleepingTrainEngine):
+    """Trainer and engines on the same devices must both be able to give memory back."""
+    if config.cluster.colocate and (not isinstance(backend, type) or not issubclass(backend, SleepingTrainEngine)):
         raise ConfigError(
             f"engine.backend = {config.engine.backend!r} cannot give its memory back between updates, which "
             "cluster.colocate = true needs: take another, or cluster.colocate = false"
         )
 
 
+def _check_mode(config: GrpoConfig) -> None:
+    """Trainer and engines on the same devices: one of them always waits."""
+    if config.cluster.colocate and config.async_.mode != "on-policy pipeline":
+        raise ConfigError(
+            "cluster.colocate = true: trainer and engines take turns, so nothing can be generated while it trains; "
+            f"async is {config.async_.mode} (staleness_threshold = {config.async_.staleness_threshold:g}, "
+            f"trigger_parameter_sync_step = {config.async_.trigger_parameter_sync_step}): set them to 0 and 1, with "
+            "more steps in one update by async.require_batches; or cluster.colocate = false"
+        )
+
+
 def _check_devices(config: GrpoConfig) -> None:
-    named = {config.engine.device, config.rollout.device} - {"auto", "cpu"}
+    teachers = {config.teacher.device} if config.teacher.is_set else set()
+    named = {config.engine.device, config.rollout.device, *teachers} - {"auto", "cpu"}
     if named:
         from offbeat_dist import open_device  # imports torch: only where a device is named
 

@@ -16,6 +16,7 @@ from grpo_async_app._preflight import Preflight, check_run
 from grpo_async_app._shrink_model import make_tiny_model, tiny_family
 from grpo_async_app._shrink_reward import REWARD
 from grpo_async_app._shrink_vision import MAX_IMAGE_TOKENS, SEEING, draw_figures
+from grpo_async_app._teacher_config import TeacherConfig
 from offbeat_async_policy import AsyncConfig
 from offbeat_cluster import ClusterConfig
 from offbeat_data import DataConfig, EnvironmentConfig, RewardConfig
@@ -58,8 +59,10 @@ class Rehearsal:
             UserError: something is wrong with the recipe that does not depend on its sizes.
         """
         config = self.config
-        folder = Path(config.model.path)
-        make_tiny_model(folder, self.family, max_positions=config.rollout.max_model_len, seed=config.engine.seed)
+        folders = [config.model.path, *([config.teacher.path] if config.teacher.is_set else [])]
+        for number, folder in enumerate(folders):  # a teacher of other weights, or there is nothing to learn from it
+            seed = config.engine.seed + number
+            make_tiny_model(Path(folder), self.family, max_positions=config.rollout.max_model_len, seed=seed)
         if self.family in SEEING:
             draw_figures(config.data, _NUM_ITEMS)
         preflight = check_run(config)
@@ -88,6 +91,7 @@ def shrink_run(config: GrpoConfig, model_folder: Path) -> Rehearsal:
         reward=RewardConfig(name=REWARD),
         environment=environment,
         rollout=rollout,
+        teacher=_shrink_teacher(config.teacher, model_folder.with_name("teacher")),
         engine=engine,
         algorithm=_shrink_algorithm(config.algorithm, rollout.max_model_len - data.max_prompt_tokens),
         async_=_shrink_async(config.async_, rollout.samples_per_prompt, engine.num_ranks),
@@ -116,6 +120,7 @@ def _replacements(config: GrpoConfig, small: GrpoConfig) -> list[str]:
         for key, wanted, taken in (
             ("engine.backend", config.engine.backend, small.engine.backend),
             ("rollout.backend", config.rollout.backend, small.rollout.backend),
+            ("teacher.backend", config.teacher.backend, small.teacher.backend),
         )
         if wanted != taken
     ]
@@ -216,6 +221,21 @@ def _shrink_rollout(
         sync_bucket_bytes=min(rollout.sync_bucket_bytes, 2**16),  # so that weights take several buckets here too
         serve_port=rollout.serve_port and 0,
         options=own if backend == rollout.backend else {},
+    )
+
+
+def _shrink_teacher(teacher: TeacherConfig, folder: Path) -> TeacherConfig:
+    if not teacher.is_set:
+        return teacher
+    backend = _installed("offbeat.rollout", teacher.backend)
+    return replace(
+        teacher,
+        path=str(folder),
+        backend=backend,
+        num_replicas=min(teacher.num_replicas, _MAX_ROLES),
+        device="cpu",
+        tensor_parallel=1 if backend == _EMBEDDED else min(teacher.tensor_parallel, _MAX_ROLES),
+        options=teacher.options if backend == teacher.backend else {},
     )
 
 

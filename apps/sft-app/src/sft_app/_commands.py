@@ -37,7 +37,7 @@ def _train(words: CommandWords, file: str) -> int:
     with RunFolder.create(new_run_folder(words, Path(file).stem), required_bytes=preflight.required_bytes) as run:
         run.write_config(preflight.config)
         run.write_plan(rows)
-        with closing(create_engine(preflight, run.logs)) as engine:
+        with closing(create_engine(preflight, run)) as engine:
             run.keep()
             print(f"run folder: {run.path}", flush=True)
             train(preflight, run, engine)
@@ -52,7 +52,7 @@ def _plan(words: CommandWords, file: str) -> int:
 def _resume(words: CommandWords, folder: str) -> int:
     with RunFolder.open(folder) as run:
         preflight = check_run(load_config(run.config, SftConfig, words.overrides))
-        with closing(create_engine(preflight, run.logs)) as engine:
+        with closing(create_engine(preflight, run)) as engine:
             resume(preflight, run, engine)
             return _conclude(run)
 

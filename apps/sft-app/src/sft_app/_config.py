@@ -1,12 +1,11 @@
 """The configuration of a run: one section per class."""
 
-import re
 from dataclasses import dataclass, field, fields
 
 from offbeat_cluster import available_cpus
 from offbeat_data import ConversationConfig
-from offbeat_run import CheckpointConfig, LivenessConfig, LogConfig
-from offbeat_types import REQUIRED, ConfigError, TrainEngineConfig, TrainEngineSettings, setting
+from offbeat_run import CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
+from offbeat_types import REQUIRED, TrainEngineConfig, TrainEngineSettings, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,25 +38,6 @@ class EvalConfig:
 
     every_updates: int = setting(0, "Updates between two validations; 0 turns them off.", "updates", ge=0)
     max_sequences: int = setting(0, "Held-out sequences used; 0 uses all.", "sequences", ge=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
-    """Section `profile`: a trace of some steps, for Perfetto."""
-
-    steps: str = setting("", "FIRST:LAST, such as 3:6: trace the steps from FIRST up to, not including, LAST.")
-
-    def __post_init__(self) -> None:
-        if self.steps and (not re.fullmatch(r"\d+:\d+", self.steps) or not len(self.range)):
-            raise ConfigError(
-                f"profile.steps must be FIRST:LAST with FIRST below LAST, such as 3:6; got {self.steps!r}"
-            )
-
-    @property
-    def range(self) -> range:
-        """The steps to trace, counted from 0; empty for none."""
-        first, _, last = self.steps.partition(":")
-        return range(int(first), int(last)) if self.steps else range(0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,10 +108,7 @@ def check_run(config: SftConfig) -> Preflight:
             "eval.every_updates needs held-out data: set data.eval_size or data.eval_path, or set it to 0"
         )
     num_updates = _count_updates(config, len(conversations.train))
-    if config.profile.range and config.profile.range.start >= num_updates:
-        raise ConfigError(
-            f"profile.steps = {config.profile.steps} begins after the last of {num_updates} updates, counted from 0"
-        )
+    config.profile.check([f"trainer-{rank}" for rank in range(config.engine.num_ranks)], num_updates)
     return Preflight(
         config=config,
         model=model,

@@ -10,9 +10,9 @@ from typing import Final
 
 from torch._C._distributed_c10d import TCPStore
 
-from offbeat_dist import Mesh, World, join_world, liveness, open_store, rank_device
+from offbeat_dist import Mesh, StepTracer, World, join_world, liveness, open_device, open_store, rank_device
 from offbeat_objectives import sft_loss
-from offbeat_types import TrainEngine, TrainEngineConfig, TrainSequence, load_backend
+from offbeat_types import TracePlan, TrainEngine, TrainEngineConfig, TrainSequence, load_backend
 
 _LOOPBACK: Final = "127.0.0.1"
 
@@ -28,6 +28,7 @@ class Place:
         deadline_s: for the ranks to come, and for each wait of one for another.
         stall_after_s: see `LivenessConfig`.
         dumps: folder for what the monitor finds; None writes none.
+        trace: which steps it traces; None for none.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class Place:
     deadline_s: float
     stall_after_s: float
     dumps: str | None
+    trace: TracePlan | None = None
 
     @property
     def name(self) -> str:
@@ -75,6 +77,7 @@ class Rank:
             rank=place.rank, size=place.size, store=store, device=device, deadline_s=place.deadline_s
         )
         self.engine = self._create(self._config, Mesh(dp=place.size))
+        self._tracer = StepTracer(open_device(device), place.trace) if place.trace else None
 
     def forward_backward(self, sequences: list[TrainSequence]) -> None:
         """Do this rank's share. The answer is rank 0's too, so it stays here; and so below."""
@@ -83,6 +86,17 @@ class Rank:
     def step(self) -> None:
         """Take the step."""
         self.engine.step()
+
+    def begin_trace(self, number: int) -> None:
+        """Trace the step that begins, if it is one to trace."""
+        if self._tracer is not None:
+            self._tracer.begin(number)
+
+    def end_trace(self) -> None:
+        """Write what was traced of it."""
+        if self._tracer is not None:
+            self._tracer.stop()
+            self._tracer.write()
 
     def logprobs(self, sequences: list[TrainSequence], reference: bool) -> None:
         """Do this rank's share."""

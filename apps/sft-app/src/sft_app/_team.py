@@ -1,7 +1,7 @@
 """The trainer on several ranks, as the training loop sees it: one engine."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from offbeat_cluster import RoleSpec
 from offbeat_dist import liveness
 from offbeat_objectives import sft_loss
-from offbeat_types import Floats, LossFunction, Metrics, PeerFailedError, TrainEngineConfig, TrainSequence
+from offbeat_types import Floats, LossFunction, Metrics, PeerFailedError, TracePlan, TrainEngineConfig, TrainSequence
 from sft_app._crew import Crew
 from sft_app._ranks import Place, Rank
 
@@ -27,6 +27,7 @@ class TeamEngine:
         deadline_s: for each call, and for each wait of one rank for another in it.
         stall_after_s: see `LivenessConfig`.
         logs: folder for the logs of the other ranks and for what the monitor finds; None: they print where we do.
+        trace: what each rank traces, by its name.
 
     Raises:
         UserError: a setting the backend cannot follow, a model it cannot train.
@@ -42,6 +43,7 @@ class TeamEngine:
         deadline_s: float,
         stall_after_s: float,
         logs: Path | None,
+        trace: Callable[[str], TracePlan | None] = lambda _: None,
     ) -> None:
         dumps = str(logs / time.strftime("liveness-%Y%m%d-%H%M%S")) if logs else None
         places = [
@@ -52,9 +54,11 @@ class TeamEngine:
                 deadline_s=deadline_s,
                 stall_after_s=stall_after_s,
                 dumps=dumps,
+                trace=trace(f"trainer-{rank}"),
             )
             for rank in range(num_ranks)
         ]
+        self._is_traced = any(place.trace for place in places)
         self._names = ", ".join(place.name for place in places[1:])
         self._own = Rank(config, places[0])
         self._crew = Crew(self._own.stop_watching, deadline_s)
@@ -79,6 +83,18 @@ class TeamEngine:
         """Clip, update the weights, clear gradients."""
         with self._all("step"):
             return self._own.engine.step()
+
+    @contextmanager
+    def traced(self, number: int) -> Iterator[None]:
+        """The block in which a step runs, traced on the ranks that shall trace it."""
+        if not self._is_traced:
+            yield
+            return
+        with self._all("begin_trace", number):
+            self._own.begin_trace(number)
+        yield
+        with self._all("end_trace"):
+            self._own.end_trace()
 
     def logprobs(self, sequences: Sequence[TrainSequence], *, reference: bool = False) -> list[Floats]:
         """Log-probability of each loss token: see `TrainEngine.logprobs`."""

@@ -3,8 +3,11 @@
 import json
 import math
 import time
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
+from offbeat_dist import StepTracer, open_device
 from offbeat_objectives import sft_loss
 from offbeat_run import RunFolder, RunLog
 from offbeat_types import (
@@ -18,18 +21,20 @@ from offbeat_types import (
 )
 from sft_app._interrupt import deferred_interrupts
 from sft_app._preflight import Preflight
-from sft_app._profile import PROFILE_FILE, UpdateProfiler, open_profiler
 from sft_app._team import TeamEngine
 
 STATE_FILE = "loop.json"
 
+UpdateTracer = Callable[[int], AbstractContextManager[None]]
+"""Called with the number of an update, from 0: the block in which it runs."""
 
-def create_engine(preflight: Preflight, logs: Path | None = None) -> TrainEngine:
+
+def create_engine(preflight: Preflight, run: RunFolder | None = None) -> TrainEngine:
     """Load the model into the trainer, on as many ranks as the configuration says.
 
     Args:
         preflight: checked.
-        logs: folder for the logs of the other ranks.
+        run: takes logs and traces of the other ranks.
 
     Raises:
         ConfigError: a setting the backend cannot follow.
@@ -44,10 +49,21 @@ def create_engine(preflight: Preflight, logs: Path | None = None) -> TrainEngine
             num_ranks=config.engine.num_ranks,
             deadline_s=config.engine.update_deadline_s,
             stall_after_s=config.liveness.stall_after_s,
-            logs=logs,
+            logs=run.logs if run else None,
+            trace=partial(config.profile.plan, folder=run.profile) if run else lambda _: None,
         )
     engine: TrainEngine = load_backend("offbeat.engine", config.engine.backend).create(settings)
     return engine
+
+
+def open_tracer(preflight: Preflight, run: RunFolder, engine: TrainEngine) -> UpdateTracer:
+    """Traces the updates that section `profile` names, on all ranks that it names."""
+    if isinstance(engine, TeamEngine):
+        return engine.traced
+    plan = preflight.config.profile.plan("trainer-0", run.profile)
+    if plan is None:
+        return lambda _: nullcontext()
+    return StepTracer(open_device(preflight.config.engine.device), plan).step
 
 
 def train(preflight: Preflight, run: RunFolder, engine: TrainEngine) -> None:
@@ -123,8 +139,8 @@ class _Session:
 
         A checkpoint comes after the validation of its update, so what a resumed run finds saved is validated too.
         """
-        profile_path = self._run.path / PROFILE_FILE
-        with deferred_interrupts() as is_asked_to_end, open_profiler(self._config.profile.range, profile_path) as trace:
+        trace = open_tracer(self._preflight, self._run, self._engine)
+        with deferred_interrupts() as is_asked_to_end:
             if not self._start:
                 self._validate(0)
             for update in range(self._start, self._preflight.num_updates):
@@ -139,7 +155,7 @@ class _Session:
         every = self._config.checkpoint.every
         return done == self._preflight.num_updates or bool(every and done % every == 0)
 
-    def _update(self, update: int, trace: UpdateProfiler) -> None:
+    def _update(self, update: int, trace: UpdateTracer) -> None:
         batch = self._preflight.batch(update)
         started_s = time.monotonic()
         with self._log.measure("trainer-0", "update"), trace(update):

@@ -60,6 +60,15 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder().values()
         return frozenset(token.content for token in added if token.special)
 
+    def first_difference(self, other: "Tokenizer") -> str:
+        """A text that the two know under different ids, in words; "" where every id means the same to both."""
+        own, theirs = (each._backend.get_vocab(with_added_tokens=True) for each in (self, other))
+        for text in sorted(own.keys() | theirs.keys(), key=lambda text: own.get(text, -1)):
+            if own.get(text) != theirs.get(text):
+                here, there = (f"id {held[text]}" if text in held else "no id" for held in (own, theirs))
+                return f"{text!r} has {here} here and {there} there"
+        return ""
+
     def token_text(self, token_id: int) -> str | None:
         """The text of one token, such as "<|image_pad|>"; None when there is no such token."""
         text: str | None = self._backend.id_to_token(token_id)

@@ -8,7 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from offbeat_dist._device import Device, DeviceMemory, available_devices, open_device, rank_device
+    from offbeat_dist._asleep import Asleep
+    from offbeat_dist._device import Device, DeviceMemory, Profiler, available_devices, open_device, rank_device
     from offbeat_dist._group import Group
     from offbeat_dist._guard import Guard
     from offbeat_dist._join import join_world
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
     from offbeat_dist._mesh import Mesh
     from offbeat_dist._parking import Parking
     from offbeat_dist._tensors import ReduceOp
+    from offbeat_dist._tracing import StepTracer
     from offbeat_dist._world import World, current_world
 
 _HOMES = {
     "AXES": "_layout",
+    "Asleep": "_asleep",
     "Device": "_device",
     "DeviceMemory": "_device",
     "Group": "_group",
@@ -28,7 +31,9 @@ _HOMES = {
     "Layout": "_layout",
     "Mesh": "_mesh",
     "Parking": "_parking",
+    "Profiler": "_device",
     "ReduceOp": "_tensors",
+    "StepTracer": "_tracing",
     "World": "_world",
     "available_devices": "_device",
     "current_world": "_world",
@@ -40,6 +45,7 @@ _HOMES = {
 
 __all__ = [
     "AXES",
+    "Asleep",
     "Device",
     "DeviceMemory",
     "Group",
@@ -47,7 +53,9 @@ __all__ = [
     "Layout",
     "Mesh",
     "Parking",
+    "Profiler",
     "ReduceOp",
+    "StepTracer",
     "World",
     "available_devices",
     "current_world",

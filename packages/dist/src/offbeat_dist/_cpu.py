@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from offbeat_dist._device import DeviceMemory
+from offbeat_dist._threads_profile import profile_threads
 
 CLEAR_PEAK = "5"  # proc(5), /proc/pid/clear_refs: reset the peak resident set size
 
@@ -61,6 +62,10 @@ class CpuDevice:
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Set what `rng_state` gave."""
         torch.set_rng_state(state)
+
+    def profiler(self) -> torch.profiler.profile:
+        """Torch's, of all threads."""
+        return profile_threads(torch.profiler.ProfilerActivity.CPU)
 
     def adapt(self, model: torch.nn.Module) -> tuple[str, ...]:
         """Nothing to replace: torch's own kernels serve a CPU."""

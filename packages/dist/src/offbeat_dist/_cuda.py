@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from offbeat_dist._device import DeviceMemory
+from offbeat_dist._threads_profile import profile_threads
 
 
 class CudaDevice:
@@ -53,6 +54,10 @@ class CudaDevice:
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Set what `rng_state` gave."""
         torch.cuda.set_rng_state(state, self.torch_device)
+
+    def profiler(self) -> torch.profiler.profile:
+        """Torch's, of all threads and the kernels of the GPU."""
+        return profile_threads(torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
 
     def adapt(self, model: torch.nn.Module) -> tuple[str, ...]:
         """Nothing to replace: torch's own kernels serve a GPU."""

@@ -30,6 +30,22 @@ class DeviceMemory:
     total_bytes: int
 
 
+class Profiler(Protocol):
+    """Records what this process and one of its devices do: torch's own, or one with its methods."""
+
+    def start(self) -> None:
+        """Record from here on."""
+        ...
+
+    def stop(self) -> None:
+        """Record no further; in the thread that started it."""
+        ...
+
+    def export_chrome_trace(self, path: str) -> None:
+        """Write what was recorded as JSON in Chrome's format; in any thread."""
+        ...
+
+
 class Device(Protocol):
     """One device of this process.
 
@@ -77,6 +93,10 @@ class Device(Protocol):
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Set what `rng_state` gave."""
+        ...
+
+    def profiler(self) -> Profiler:
+        """A new profiler of this device and, where the platform can, of all threads of this process."""
         ...
 
     def adapt(self, model: torch.nn.Module) -> tuple[str, ...]:

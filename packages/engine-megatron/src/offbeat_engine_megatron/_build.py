@@ -9,6 +9,7 @@ from offbeat_engine_megatron._lora import Adapters
 from offbeat_engine_megatron._model import HeadSettings, build_parts, rotary_frequencies, transformer_config
 from offbeat_engine_megatron._mtp import TokensAhead, new_tensors
 from offbeat_engine_megatron._optimizer import ClippedOptimizer, wrap_parts
+from offbeat_engine_megatron._optimizer_state import OptimizerState
 from offbeat_engine_megatron._passes import Passes
 from offbeat_engine_megatron._ranks import Ranks
 from offbeat_engine_megatron._slots import list_ahead_slots
@@ -28,15 +29,16 @@ def build(engine: "MegatronTrainEngine", plan: "Plan") -> None:
     recompute: dict[str, Any] = {}
     if plan.config.activation_checkpointing:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    config = transformer_config(plan.shape, plan.parallel, plan.options, **recompute)
-    with engine._ranks.together("load model"):
+    config = transformer_config(plan.shape, plan.parallel, plan.options, plan.dtype, **recompute)
+    with engine._ranks.together("make model"):
         parts = _parts(engine, plan, config)
         held = HeldWeights(parts, plan.shape, plan.parallel, engine.mesh)
-        held.read(Path(plan.config.model_path).expanduser())
         ahead_held = _hold_ahead(engine, plan, parts)
-    engine._held, engine._adapters = held, _add_adapters(engine, plan, parts, held)
+        engine._held, engine._adapters = held, _adapters_of(engine, plan, parts, held)
     wrapped = wrap_parts(parts, config, plan.options)
     engine._optimizer = ClippedOptimizer(wrapped, plan.config, plan.options)
+    with engine._ranks.together("load model"):  # when there are float32 copies, so that these lose nothing
+        _load(plan, OptimizerState(engine._optimizer), held, engine._adapters, ahead_held)
     engine._steps = Steps(engine._optimizer, engine._ranks, engine._trained)
     engine._updates = Updates(
         engine._ranks,
@@ -52,30 +54,39 @@ def build(engine: "MegatronTrainEngine", plan: "Plan") -> None:
     )
 
 
-def _add_adapters(engine: "MegatronTrainEngine", plan: "Plan", parts: list[Any], held: HeldWeights) -> Adapters | None:
+def _load(
+    plan: "Plan", state: OptimizerState, held: HeldWeights, adapters: Adapters | None, ahead: HeldWeights | None
+) -> None:
+    """Read the model's folder. Layers of multi-token prediction that it lacks are new, alike in every layout."""
+    folder = Path(plan.config.model_path).expanduser()
+    held.read(folder, state.put_weights)
+    if adapters is not None:
+        adapters.initialise(plan.config.seed, state.put_weights)
+    if ahead is None:
+        return
+    with TensorFolder(folder) as tensors:
+        known = any(slot.name in tensors.names for slot in ahead.slots)
+    if known:
+        ahead.read(folder, state.put_weights)
+    else:
+        std = getattr(plan.hf_config, "initializer_range", 0.02)
+        ahead.fill(new_tensors(ahead.slots, seed=plan.config.seed, std=std), state.put_weights)
+
+
+def _adapters_of(engine: "MegatronTrainEngine", plan: "Plan", parts: list[Any], held: HeldWeights) -> Adapters | None:
     rank = plan.config.lora_rank
     if not rank:
         return None
     alpha = plan.config.lora_alpha or 2.0 * rank
-    adapters = Adapters(parts, held, plan.shape, plan.parallel, engine.mesh, rank=rank, alpha=alpha)
-    adapters.initialise(plan.config.seed)
-    return adapters
+    return Adapters(parts, held, plan.shape, plan.parallel, engine.mesh, rank=rank, alpha=alpha)
 
 
 def _hold_ahead(engine: "MegatronTrainEngine", plan: "Plan", parts: list[Any]) -> HeldWeights | None:
-    """Weights of multi-token prediction: those of the model's folder, or new ones that do not depend on the layout."""
+    """Weights of multi-token prediction."""
     if not plan.shape.mtp_layers:
         return None
     slots = list_ahead_slots(plan.shape, plan.parallel)
-    held = HeldWeights(parts, plan.shape, plan.parallel, engine.mesh, slots)
-    folder = Path(plan.config.model_path).expanduser()
-    with TensorFolder(folder) as tensors:
-        known = any(slot.name in tensors.names for slot in slots)
-    if known:
-        held.read(folder)
-    else:
-        held.fill(new_tensors(slots, seed=plan.config.seed, std=getattr(plan.hf_config, "initializer_range", 0.02)))
-    return held
+    return HeldWeights(parts, plan.shape, plan.parallel, engine.mesh, slots)
 
 
 def _ahead_of(engine: "MegatronTrainEngine", plan: "Plan", parts: list[Any]) -> TokensAhead | None:
@@ -96,7 +107,7 @@ def _ahead_of(engine: "MegatronTrainEngine", plan: "Plan", parts: list[Any]) -> 
 def build_reference(engine: "MegatronTrainEngine", plan: "Plan") -> Passes:
     """Make the first policy, which only answers; all ranks call it."""
     plan = replace(plan, shape=replace(plan.shape, mtp_layers=0))
-    config = transformer_config(plan.shape, plan.parallel, plan.options)
+    config = transformer_config(plan.shape, plan.parallel, plan.options, plan.dtype)
     with engine._ranks.together("load the first policy"):
         parts = _parts(engine, plan, config)
         for part in parts:

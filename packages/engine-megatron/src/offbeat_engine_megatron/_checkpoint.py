@@ -6,7 +6,8 @@ adapter/                                     with LoRA: the adapters in PEFT's f
 trainer/optimizer*.safetensors               Adam's moments, whole tensors: "exp_avg.NAME" and "exp_avg_sq.NAME"
 trainer/engine.json                          format, updates done and refused, and which file holds which moments
 
-Whole tensors under Hugging Face names, so that any layout reads what any other has written; the format is that of
+All tensors are float32; of weights in bfloat16 these are the values that they are rounded from. Whole tensors under
+Hugging Face names, so that any layout reads what any other has written; the format is that of
 offbeat-engine-torch, and either engine goes on from what the other has saved. Every rank gathers bucket by bucket and
 writes the files that are its own. megatron-core's own checkpoints are not used: with torch's Adam they lose the count
 of steps when the layout changes, and after loading all parameters share one step tensor, which Adam then counts up
@@ -29,22 +30,20 @@ from offbeat_dist import Device, Mesh
 from offbeat_engine_megatron._background import BackgroundWrite
 from offbeat_engine_megatron._folders import publish, recover, stage, sync_tree
 from offbeat_engine_megatron._lora import Adapters, peft_name
-from offbeat_engine_megatron._moments import MOMENTS, Moments
 from offbeat_engine_megatron._optimizer import ClippedOptimizer
+from offbeat_engine_megatron._optimizer_state import MOMENTS, OptimizerState
 from offbeat_engine_megatron._ranks import Ranks
 from offbeat_engine_megatron._shape import read_model
 from offbeat_engine_megatron._tensor_files import (
-    INDEX_FILE,
     Entry,
     PlannedFile,
     TensorFolder,
-    drop_model,
     index_of,
     plan_files,
     write_files,
 )
 from offbeat_engine_megatron._weights import HeldWeights
-from offbeat_types import ModelError, RunFolderError, UserError
+from offbeat_types import MODEL_INDEX_FILE, ModelError, RunFolderError, UserError, drop_model_files
 
 if TYPE_CHECKING:
     from offbeat_engine_megatron._plan import Plan
@@ -118,7 +117,7 @@ class Checkpoints:
         """
         self.finish()
         self._on_each("save_weights", lambda: folder.mkdir(parents=True, exist_ok=True))
-        self._on_each("save_weights", lambda: drop_model(folder) if self._ranks.leader else None)
+        self._on_each("save_weights", lambda: drop_model_files(folder) if self._ranks.leader else None)
         files = self._files(with_state=False)
         self._on_each("save_weights", lambda: self._write(folder, files, self._stream(with_state=False)))
         self._on_each("save_weights", lambda: self._finish_export(folder, files))
@@ -146,7 +145,7 @@ class Checkpoints:
             (staged / FOLDER / STATE_FILE).write_text(json.dumps(state) + "\n")
             replaces = (folder / FOLDER / STATE_FILE).is_file()
             if not replaces:
-                drop_model(folder)
+                drop_model_files(folder)
             publish(staged, folder, replaces=replaces)
 
         def clear() -> None:
@@ -179,13 +178,13 @@ class Checkpoints:
         self._on_each("load", lambda: recover(folder) if self._ranks.leader else None, ModelError)
         state, weights, moments = self._on_each("load", lambda: self._open(folder), ModelError)
         with weights, moments, self._ranks.together("load"):
-            held = Moments(self._optimizer)
+            optimizer = OptimizerState(self._optimizer)
             for each in self._trained:
-                each.read_values(weights, "", lambda parameter, values: parameter.copy_(values))
+                each.read_values(weights, "", optimizer.put_weights)
                 for name in MOMENTS:
-                    each.read_values(moments, f"{name}.", partial(_put, held, name))
+                    each.read_values(moments, f"{name}.", partial(_put, optimizer, name))
             self._optimizer.steps_taken = state["steps_taken"]
-            held.count_steps(state["steps_taken"])
+            optimizer.count_steps(state["steps_taken"])
             self._set_random_state(folder / FOLDER, sorted(state["parts"]))
         refused: int = state["steps_refused"]
         return refused
@@ -215,16 +214,16 @@ class Checkpoints:
     def _stream(self, *, with_state: bool) -> Stream:
         """Every tensor on every rank, one bucket at a time. All ranks iterate to the end."""
         self._optimizer.gather_weights()
-        yield from self._held.gather()
+        state = OptimizerState(self._optimizer)
+        yield from self._held.gather(None if self._adapters is not None else state.weights)
         if self._ahead is not None:
-            yield from self._ahead.gather()
+            yield from self._ahead.gather(state.weights)
         if with_state and self._adapters is not None:
-            yield from self._adapters.stream()
-        moments = Moments(self._optimizer)
+            yield from self._adapters.stream(state.weights)
         for held in self._trained if with_state else ():
             for bucket in held.buckets():
                 for name in MOMENTS:
-                    for tensor_name, tensor in held.whole(bucket, partial(moments.whole, name=name)):
+                    for tensor_name, tensor in held.whole(bucket, partial(state.moment, name=name)):
                         yield f"{name}.{tensor_name}", tensor
 
     def _own(self, files: Sequence[PlannedFile], stream: Stream) -> Stream:
@@ -261,7 +260,7 @@ class Checkpoints:
         config.save_pretrained(folder)
         weights = [file for file in files if file.name.startswith("model")]
         if len(weights) > 1:
-            (folder / INDEX_FILE).write_text(index_of(weights) + "\n")
+            (folder / MODEL_INDEX_FILE).write_text(index_of(weights) + "\n")
         source = Path(self._plan.config.model_path).expanduser()
         for pattern in TOKENIZER_FILES:
             for file in source.glob(pattern):
@@ -376,8 +375,8 @@ def _of(moment: str, entry: Entry) -> Entry:
     return Entry(name=f"{moment}.{entry.name}", shape=entry.shape)
 
 
-def _put(moments: Moments, name: str, parameter: Any, values: Tensor) -> None:
-    moments.put(parameter, name, values)
+def _put(state: OptimizerState, name: str, parameter: Any, values: Tensor) -> None:
+    state.put_moment(parameter, name, values)
 
 
 def _read_state(folder: Path) -> dict[str, Any]:

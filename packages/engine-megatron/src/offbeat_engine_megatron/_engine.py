@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from offbeat_dist import Device, Mesh
-from offbeat_engine_megatron._asleep import OPTIMIZER, WEIGHTS, Asleep, tags_of
+from offbeat_dist import Asleep, Device, Mesh
 from offbeat_engine_megatron._cpu_shim import HOST, shim_for
 from offbeat_engine_megatron._losses import Losses
 from offbeat_engine_megatron._megatron import load_megatron, require_megatron
@@ -150,7 +149,7 @@ class MegatronTrainEngine:
         with_loss = [sequence for sequence in sequences if sequence.loss_mask.any()]
         if len({frozenset(sequence.extras) for sequence in with_loss}) > 1:
             raise ShapeError("all sequences of an update need the same extras; give each the arrays the loss reads")
-        self._asleep.refuse("forward_backward", WEIGHTS, OPTIMIZER)
+        self._asleep.refuse("forward_backward", Asleep.WEIGHTS, Asleep.OPTIMIZER)
         with self._shim:
             packs = self._updates.packs("forward_backward", with_loss)
             losses = Losses(with_loss, packs, loss)
@@ -176,7 +175,7 @@ class MegatronTrainEngine:
         Returns:
             `grad_norm` (before clipping; weight 0 when refused), `learning_rate`, `steps_refused` (0 or 1).
         """
-        self._asleep.refuse("step", WEIGHTS, OPTIMIZER)
+        self._asleep.refuse("step", Asleep.WEIGHTS, Asleep.OPTIMIZER)
         with self._shim:
             return self._steps.take()
 
@@ -191,7 +190,7 @@ class MegatronTrainEngine:
         Returns:
             [T] float32 nats per sequence; 0 where loss_mask is False.
         """
-        self._asleep.refuse("logprobs", WEIGHTS, OPTIMIZER)
+        self._asleep.refuse("logprobs", Asleep.WEIGHTS, Asleep.OPTIMIZER)
         with self._shim:
             if not reference:
                 return self._updates.logprobs("logprobs", sequences, self._passes)
@@ -201,15 +200,18 @@ class MegatronTrainEngine:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate (Hugging Face name, float32 tensor) in one order, a tied head once, LoRA merged.
 
+        With dtype bfloat16 the values are those that the trainer computes with, so that sending them in that format
+        loses nothing; `save` and `save_weights` write the float32 copies that they are rounded from.
+
         Buckets are gathered over tp, ep and pp as the iteration goes on, so every rank iterates to the end. The
         tensors are copies.
         """
-        self._asleep.refuse("weights", WEIGHTS)
+        self._asleep.refuse("weights", Asleep.WEIGHTS)
         return self._export(self._held.gather())
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate (PEFT's name, float32 tensor) of the adapters; nothing without LoRA. As `weights` otherwise."""
-        self._asleep.refuse("adapter_weights", WEIGHTS)
+        self._asleep.refuse("adapter_weights", Asleep.WEIGHTS)
         return self._export(self._adapters.stream() if self._adapters is not None else iter(()))
 
     def _export(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -223,7 +225,7 @@ class MegatronTrainEngine:
         Raises:
             RunFolderError: the folder cannot be written; on all ranks.
         """
-        self._asleep.refuse("save_weights", WEIGHTS)
+        self._asleep.refuse("save_weights", Asleep.WEIGHTS)
         with self._shim:
             self._checkpoints.export(folder)
 
@@ -235,7 +237,7 @@ class MegatronTrainEngine:
         Raises:
             RunFolderError: the folder cannot be written; on all ranks, and the engine goes on.
         """
-        self._asleep.refuse("save", WEIGHTS, OPTIMIZER)
+        self._asleep.refuse("save", Asleep.WEIGHTS, Asleep.OPTIMIZER)
         with self._shim:
             self._checkpoints.save(folder, self._steps.refused, background=False)
 
@@ -248,7 +250,7 @@ class MegatronTrainEngine:
         Raises:
             RunFolderError: the checkpoint before this one could not be written; on all ranks.
         """
-        self._asleep.refuse("save", WEIGHTS, OPTIMIZER)
+        self._asleep.refuse("save", Asleep.WEIGHTS, Asleep.OPTIMIZER)
         with self._shim:
             self._checkpoints.save(folder, self._steps.refused, background=True)
 
@@ -268,7 +270,7 @@ class MegatronTrainEngine:
             ModelError: the folder is not a whole checkpoint of this model; on all ranks, and nothing has changed.
             OSError, SafetensorError, PeerFailedError: a read has failed in the middle; the engine is of no use after.
         """
-        self._asleep.refuse("load", WEIGHTS, OPTIMIZER)
+        self._asleep.refuse("load", Asleep.WEIGHTS, Asleep.OPTIMIZER)
         with self._shim:
             self._optimizer.gather_weights()
             self._steps.refused = self._checkpoints.load(folder)
@@ -284,15 +286,15 @@ class MegatronTrainEngine:
             ConfigError: another level.
             OffbeatError: there are gradients that no step has used; or no room in that folder.
         """
-        tags = tags_of(level)
+        tags = Asleep.tags_of(level)
         if self._optimizer.in_update:
             raise OffbeatError("sleep: there are gradients that no step has used; call step() first")
         self._checkpoints.finish()
         optimizer = self._optimizer
         others = self._reference.tensors() if self._reference else []
-        self._asleep.put_away(OPTIMIZER, [*optimizer.moments(), *others], drop=optimizer.gradients())
-        if WEIGHTS in tags:
-            self._asleep.put_away(WEIGHTS, self._passes.tensors())
+        self._asleep.put_away(Asleep.OPTIMIZER, [*optimizer.state(), *others], drop=optimizer.gradients())
+        if Asleep.WEIGHTS in tags:
+            self._asleep.put_away(Asleep.WEIGHTS, self._passes.tensors())
 
     def wake(self, tags: tuple[str, ...] = ()) -> None:
         """Take memory again after `sleep`: tags `weights`, `optimizer` (all else), or none for both."""

@@ -30,7 +30,8 @@ def token_logprobs(
     """Log-probability of each target under softmax(scale · hidden @ weight.T), and that softmax's entropy.
 
     Args:
-        hidden_NE: the same on all ranks of `tp`; its gradient is this rank's part, to be added up over them.
+        hidden_NE: the same on all ranks of `tp`; its gradient is this rank's part, to be added up over them. In
+            bfloat16 products are added up in float32, and logits are not rounded.
         weight_VE: rows rank · V to (rank + 1) · V of the head.
         target_N: int64, ids of the whole vocabulary.
         tp: the ranks that share the head.
@@ -76,7 +77,7 @@ class _HeadLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, column, here, lse, entropy, kept = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
         for rows in _chunks(len(hidden), len(weight)):
             logp_CV = kept
             if kept is None:
@@ -85,9 +86,11 @@ class _HeadLogprobs(torch.autograd.Function):
             grad_CV = _grad_logits(logp_CV, column[rows], here[rows], entropy[rows], *pieces)
             grad_CV = grad_CV.mul_(ctx.scale).to(weight.dtype)
             grad_hidden[rows] = grad_CV @ weight
-            if grad_weight is not None:
+            if grad_weight is not None and grad_weight.dtype == hidden.dtype:
                 grad_weight.addmm_(grad_CV.T, hidden[rows])
-        return grad_hidden, grad_weight, None, None, None
+            elif grad_weight is not None:
+                grad_weight += grad_CV.T @ hidden[rows]
+        return grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 def _columns(target_N: Tensor, num_rows: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -104,7 +107,10 @@ def _chunks(num_tokens: int, num_rows: int) -> list[slice]:
 
 def _logits(hidden_CE: Tensor, weight_VE: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """[C, V] scaled logits: a fresh tensor, free to be overwritten."""
-    logits_CV = (hidden_CE @ weight_VE.T).to(dtype)
+    if hidden_CE.is_cuda and hidden_CE.dtype != dtype:
+        logits_CV = torch.mm(hidden_CE, weight_VE.T, out_dtype=dtype)
+    else:  # a wider result of a product is known to GPUs alone
+        logits_CV = hidden_CE.to(dtype) @ weight_VE.to(dtype).T
     return logits_CV if scale == 1.0 else logits_CV.mul_(scale)
 
 

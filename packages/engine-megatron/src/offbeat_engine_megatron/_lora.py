@@ -28,7 +28,7 @@ from offbeat_engine_megatron._adapter_slots import list_adapter_slots
 from offbeat_engine_megatron._parallel import Parallel
 from offbeat_engine_megatron._shape import ModelShape
 from offbeat_engine_megatron._slots import Place, Slot
-from offbeat_engine_megatron._weights import HeldWeights
+from offbeat_engine_megatron._weights import HeldWeights, Put, Values
 
 PEFT_PREFIX: Final = "base_model.model."
 
@@ -105,9 +105,10 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def merged(self, weight_OE: Tensor) -> Tensor:
-        """The layer's weight with the update, a new tensor."""
-        updates = [up @ down * self.scale for up, down in zip(self._sides("B"), self._sides("A"), strict=True)]
-        return weight_OE + self._interleave(updates, 0)
+        """The layer's weight with the update, a new tensor, computed in float32."""
+        pairs = zip(self._sides("B"), self._sides("A"), strict=True)
+        updates = [up.float() @ down.float() * self.scale for up, down in pairs]
+        return weight_OE.float() + self._interleave(updates, 0)
 
     def _sides(self, side: str) -> list[Tensor]:
         return [getattr(self, f"{part}_{side}") for part in self._parts]
@@ -179,7 +180,7 @@ class Adapters:
         self.held = HeldWeights(parts, shape, parallel, mesh, [slot.slot for slot in slots])
         weights.exported = self.merged
 
-    def initialise(self, seed: int) -> None:
+    def initialise(self, seed: int, put: Put) -> None:
         """Draw A and let B be 0, so that training starts at the base model: the values that one process would draw."""
         generator = torch.Generator().manual_seed(seed)
 
@@ -190,7 +191,7 @@ class Adapters:
                     nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
                 yield slot.name, values
 
-        self.held.fill(draw())
+        self.held.fill(draw(), put)
 
     def merged(self, parameter: Tensor) -> Tensor:
         """A parameter of the model with its update; as it is where it has none."""
@@ -206,9 +207,9 @@ class Adapters:
         finally:
             self._switch.on = True
 
-    def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """(PEFT's name, whole tensor) on every rank, which all iterate to the end."""
-        for name, tensor in self.held.gather():
+    def stream(self, values: Values | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(PEFT's name, whole tensor) on every rank, which all iterate to the end; see `HeldWeights.gather`."""
+        for name, tensor in self.held.gather(values):
             yield peft_name(name), tensor
 
     def settings(self, base_model: str) -> dict[str, Any]:

@@ -149,13 +149,17 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return answer
 
 
-def transformer_config(shape: ModelShape, parallel: Parallel, options: MegatronEngineOptions, **more: Any) -> Any:
+def transformer_config(
+    shape: ModelShape, parallel: Parallel, options: MegatronEngineOptions, dtype: torch.dtype, **more: Any
+) -> Any:
     """megatron-core's settings for a model on these ranks.
 
     Args:
         shape: of the model.
         parallel: sizes of the axes.
         options: of the engine.
+        dtype: of the weights and of what travels between layers. Parameters are made in it, ids go in and float32
+            comes out of the head, so megatron-core's Float16Module would have nothing left to convert.
         **more: further fields of `TransformerConfig`.
     """
     experts: dict[str, Any] = {}
@@ -194,8 +198,9 @@ def transformer_config(shape: ModelShape, parallel: Parallel, options: MegatronE
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=1,
-        pipeline_dtype=torch.float32,
-        params_dtype=torch.float32,
+        bf16=dtype == torch.bfloat16,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
         # Interleaved stages get packs of one length: on two stages their exchange of shapes takes the message of the
         # stage before for that of the stage after, since both are one rank.
         variable_seq_lengths=parallel.vpp == 1,

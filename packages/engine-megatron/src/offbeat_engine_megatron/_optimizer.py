@@ -32,7 +32,10 @@ def wrap_parts(parts: Sequence[Any], config: Any, options: MegatronEngineOptions
 
 
 class ClippedOptimizer:
-    """AdamW over the parts of the model on this rank, float32.
+    """AdamW over the parts of the model on this rank.
+
+    Gradients are reduced, measured, clipped and used in float32. Of weights in bfloat16 the optimizer holds float32
+    copies, its main parameters: these are updated, and the weights are they, rounded.
 
     Args:
         parts: wrapped.
@@ -43,6 +46,7 @@ class ClippedOptimizer:
     def __init__(self, parts: Sequence[Any], config: TrainEngineConfig, options: MegatronEngineOptions) -> None:
         self.parts, self.config = list(parts), config
         self.steps_taken = 0
+        self._has_copies = config.dtype == "bfloat16"
         self._overlaps = options.overlap_grad_reduce
         self._reducing = False
         self.megatron = get_megatron_optimizer(
@@ -53,6 +57,7 @@ class ClippedOptimizer:
                 adam_beta1=config.adam_beta1,
                 adam_beta2=config.adam_beta2,
                 adam_eps=config.adam_eps,
+                bf16=self._has_copies,
                 use_distributed_optimizer=options.distributed_optimizer,
                 overlap_param_gather=options.overlap_param_gather,
                 clip_grad=0.0,
@@ -72,10 +77,12 @@ class ClippedOptimizer:
         """There are gradients that no step has used."""
         return self._reducing
 
-    def moments(self) -> list[Tensor]:
-        """Parts of Adam's moments that this rank holds; none before the first step."""
+    def state(self) -> list[Tensor]:
+        """What this rank holds of Adam's moments, none before the first step, and of float32 copies of the weights."""
         states = [state for each in self._each for state in each.optimizer.state.values()]
-        return [value for state in states for name, value in sorted(state.items()) if name.startswith("exp_avg")]
+        found = [value for state in states for name, value in sorted(state.items()) if name.startswith("exp_avg")]
+        copies = [main.detach() for each in self._each for main in each.get_parameters()] if self._has_copies else []
+        return found + copies
 
     def gradients(self) -> list[Tensor]:
         """The buffers into which gradients are added up."""

@@ -1,13 +1,17 @@
 """What an engine was asked for, checked before anything starts. Needs no megatron-core, and no other rank."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
+
+import torch
 
 from offbeat_dist import Device, Mesh, open_device
 from offbeat_engine_megatron._options import MegatronEngineOptions, read_options
 from offbeat_engine_megatron._parallel import Parallel, check_model_fits, choose_parallel
 from offbeat_engine_megatron._shape import ModelShape, read_model
 from offbeat_types import ConfigError, TrainEngineConfig, TrainLayout, check_schedule
+
+_FORMATS: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +32,11 @@ class Plan:
     shape: ModelShape
     parallel: Parallel
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights that the model computes with."""
+        return _FORMATS[self.config.dtype]
+
 
 def plan_engine(config: TrainEngineConfig, axes: dict[str, int] | None = None) -> Plan:
     """Check everything that can be checked without megatron-core and without other ranks.
@@ -42,8 +51,8 @@ def plan_engine(config: TrainEngineConfig, axes: dict[str, int] | None = None) -
     """
     options = read_options(config.options)
     check_schedule(config)
-    if config.dtype != "float32":
-        raise ConfigError(f"the megatron engine computes in float32: got dtype = {config.dtype}; use the torch engine")
+    if config.dtype not in _FORMATS:
+        raise ConfigError(f"the megatron engine computes in {' or '.join(_FORMATS)}: got dtype = {config.dtype}")
     parallel = choose_parallel(axes or dict.fromkeys(("dp", "cp", "tp", "pp", "ep"), 1), options)
     hf_config, shape = read_model(config.model_path, trust_remote_code=config.trust_remote_code)
     if options.mtp_layers and config.lora_rank:

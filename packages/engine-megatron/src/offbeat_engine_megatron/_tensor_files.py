@@ -1,12 +1,8 @@
-"""Safetensors: planned by all ranks alike, written as a stream by the rank of each file, read by boxes.
-
-Source: the safetensors format, github.com/huggingface/safetensors (8 bytes of header length, JSON header, data).
-"""
+"""Safetensors: planned by all ranks alike, written as a stream by the rank of each file, read by boxes."""
 
 import json
 import math
 import os
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,26 +14,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from offbeat_types import ModelError
+from offbeat_types import ModelError, find_tensors, tensor_file_header
 
 MAX_FILE_BYTES: Final = 4 * 10**9
 """A file of a model is not larger, unless one unit of it is."""
 
 MIN_FILE_BYTES: Final = 64 * 2**20
 """Smaller files are not worth another writer."""
-
-SINGLE_FILE: Final = "model.safetensors"
-INDEX_FILE: Final = "model.safetensors.index.json"
-MODEL_FILES: Final = (
-    SINGLE_FILE,
-    "model-?????-of-?????.safetensors",
-    INDEX_FILE,
-    "mtp.safetensors",
-    "mtp-?????-of-?????.safetensors",
-)
-"""All that the weights of a model may be called, as this engine and others write them."""
-
-_FORMATS: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
 Box = Sequence[tuple[int, int]]
 """(start, stop) along each dimension of a tensor; empty for all of it."""
@@ -55,6 +38,11 @@ class Entry:
     def num_bytes(self) -> int:
         """Of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def format(self) -> str:
+        """Its number format, such as "float32"."""
+        return str(self.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,15 +107,8 @@ class FileWriter:
 
     def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
         self._coming = iter(entries)
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for entry in entries:
-            start, end = end, end + entry.num_bytes
-            header[entry.name] = {"dtype": _FORMATS[entry.dtype], "shape": entry.shape, "data_offsets": [start, end]}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
         self._file: IO[bytes] = path.open("wb")
-        self._file.write(struct.pack("<Q", len(text)) + text)
+        self._file.write(tensor_file_header((each.name, each.format, each.shape) for each in entries))
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor, which must be the one that was planned."""
@@ -238,51 +219,6 @@ class TensorFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
-
-
-def drop_model(folder: Path) -> None:
-    """Remove the weights in a folder, before others come: under other names they would lie beside these."""
-    for pattern in MODEL_FILES:
-        for path in folder.glob(pattern):
-            path.unlink()
-
-
-def find_tensors(folder: Path, held: Mapping[str, Iterable[str]]) -> dict[str, str]:
-    """Which file to read each tensor from: the one that the index names, where there is one.
-
-    Args:
-        folder: of the files; like transformers, this asks no index beside model.safetensors.
-        held: names of the tensors in each file.
-
-    Raises:
-        ModelError: the index cannot be read, its file is missing, or two files hold one tensor and no index decides.
-    """
-    index = {} if SINGLE_FILE in held else _read_index(folder)
-    absent = sorted(set(index.values()) - set(held))
-    if absent:
-        raise ModelError(f"{folder} is not whole: {absent[0]} is missing; fetch the folder anew")
-    found: dict[str, str] = {}
-    for file, names in held.items():
-        for name in names:
-            if index.get(name, file) != file:
-                continue
-            if name in found:
-                raise ModelError(
-                    f"{folder} holds {name} twice, in {found[name]} and in {file}: they are of two models; remove one"
-                )
-            found[name] = file
-    return found
-
-
-def _read_index(folder: Path) -> dict[str, str]:
-    path = folder / INDEX_FILE
-    if not path.is_file():
-        return {}
-    try:
-        index: dict[str, str] = dict(json.loads(path.read_text())["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); fetch the folder anew") from error
-    return index
 
 
 def _slices(box: Box, within: Box | None = None) -> tuple[slice, ...]:

@@ -22,6 +22,9 @@ AHEAD: Final = "mtp."
 
 Values = Callable[[Any], Tensor]
 
+Put = Callable[[Any, Tensor], object]
+"""Given a parameter, and the values for it: float32, of its shape."""
+
 
 class HeldWeights:
     """The parameters of this rank under Hugging Face names.
@@ -35,7 +38,8 @@ class HeldWeights:
 
     Attributes:
         slots: of all ranks, in the order in which they are read and exported.
-        exported: what is exported of a parameter: itself, or with adapters merged into it.
+        exported: what is exported of a parameter: itself, or with adapters merged into it. In bfloat16 that is what
+            the trainer computes with, not the float32 copy that the optimizer holds.
     """
 
     exported: Values = staticmethod(Tensor.detach)
@@ -62,15 +66,19 @@ class HeldWeights:
             if ((part, name) in held if slots is not None else not name.startswith(AHEAD))
         }
 
-    def read(self, folder: Path) -> None:
+    def read(self, folder: Path, put: Put = Tensor.copy_) -> None:
         """Fill every parameter from the safetensors of a folder, reading only this rank's slices.
+
+        Args:
+            folder: of the files.
+            put: what takes the values.
 
         Raises:
             ModelError: a file cannot be read, or a tensor is missing or of another shape.
         """
         with TensorFolder(folder) as tensors:
             self.check(tensors)
-            self.read_values(tensors, "", lambda parameter, values: parameter.copy_(values))
+            self.read_values(tensors, "", put)
 
     def check(self, tensors: TensorFolder) -> None:
         """Raise ModelError unless all tensors of the model are there, this rank's or not, in their shapes."""
@@ -78,13 +86,13 @@ class HeldWeights:
             tensors.check(slot.name, slot.shape)
 
     @torch.no_grad()
-    def read_values(self, tensors: TensorFolder, prefix: str, take: Callable[[Any, Tensor], object]) -> None:
+    def read_values(self, tensors: TensorFolder, prefix: str, put: Put) -> None:
         """Read what a folder says of each parameter of this rank, one parameter at a time.
 
         Args:
             tensors: checked.
             prefix: before the Hugging Face names in it; zeros stand for a tensor that is not there.
-            take: given each parameter and the values for it, of its shape.
+            put: what takes the values.
         """
         slots: dict[tuple[int, str], list[Slot]] = {key: [] for key in self._parameters}
         for slot in self.slots:
@@ -94,23 +102,31 @@ class HeldWeights:
         known = tensors.names
         for key, parameter in self._parameters.items():
             assert slots[key], f"no checkpoint tensor fills {key}"
-            values = torch.zeros_like(parameter)
+            values = self._zeros(parameter)
             for slot in slots[key]:
                 if prefix + slot.name in known:
                     view = view_of(slot, values, self._shape, self._tp.size)
                     view.copy_(tensors.read(prefix + slot.name, self._box(slot)).view_as(view))
-            take(parameter, values)
+            put(parameter, values)
 
     @torch.no_grad()
-    def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take this rank's parts of whole tensors, which come in the order of the slots."""
+    def fill(self, tensors: Iterable[tuple[str, Tensor]], put: Put) -> None:
+        """Take this rank's parts of whole tensors, which come in the order of the slots.
+
+        Args:
+            tensors: (Hugging Face name, float32 tensor).
+            put: what takes the values of each parameter; they are held until all have come.
+        """
+        values = {key: self._zeros(parameter) for key, parameter in self._parameters.items()}
         for slot, (name, tensor) in zip(self.slots, tensors, strict=True):
             assert slot.name == name, f"{name} came where {slot.name} was expected"
             part = tensor[tuple(slice(*bounds) for bounds in self._box(slot))]
             for place in (slot.place, *slot.copies):
                 if self._holds(slot, place):
-                    view = self._view(slot, place)
+                    view = view_of(slot, values[place.part, place.path], self._shape, self._tp.size)
                     view.copy_(part.view_as(view))
+        for key, parameter in self._parameters.items():
+            put(parameter, values[key])
 
     @torch.no_grad()
     def gather(self, values: Values | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -147,14 +163,15 @@ class HeldWeights:
         """(Hugging Face name, whole tensor) of one bucket, on every rank; the tensors are copies."""
         chosen = values or _ask_once(self.exported)
         flat = self._empty(sum(slot.num_elements for slot in bucket))
-        tensors = self._gathering.whole(
-            bucket, lambda slot: self._view(slot, slot.place, chosen), flat, BUCKET_BYTES // 4
-        )
+        tensors = self._gathering.whole(bucket, lambda slot: self._view(slot, chosen), flat, BUCKET_BYTES // 4)
         return zip((slot.name for slot in bucket), tensors, strict=True)
 
-    def _view(self, slot: Slot, place: Place, values: Values = Tensor.detach) -> Tensor:
-        parameter = self._parameters[place.part, place.path]
+    def _view(self, slot: Slot, values: Values) -> Tensor:
+        parameter = self._parameters[slot.place.part, slot.place.path]
         return view_of(slot, values(parameter), self._shape, self._tp.size)
+
+    def _zeros(self, parameter: Tensor) -> Tensor:
+        return torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self._device)

@@ -73,7 +73,7 @@ def test_each_level_gives_its_memory_back_and_what_is_away_is_not_used(mesh, mod
     with pytest.raises(OffbeatError, match="gradients that no step has used"):
         engine.sleep(1)
     engine.step()
-    kinds = (engine._optimizer.moments, engine._optimizer.gradients, engine._passes.tensors)
+    kinds = (engine._optimizer.state, engine._optimizer.gradients, engine._passes.tensors)
     awake = [held_bytes(get()) for get in kinds]
     assert all(awake)
     engine.sleep(1)

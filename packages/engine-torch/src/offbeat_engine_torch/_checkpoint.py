@@ -27,9 +27,9 @@ from offbeat_engine_torch._optimizer import MOMENTS, ClippedAdamW
 from offbeat_engine_torch._pieces import Box, Piece, num_elements, overlap, slices, whole_box
 from offbeat_engine_torch._policy import Policy
 from offbeat_engine_torch._ranks import Ranks
-from offbeat_engine_torch._tensor_files import Entry, TensorReader, drop_model, write_model, write_tensors
+from offbeat_engine_torch._tensor_files import Entry, TensorReader, write_model, write_tensors
 from offbeat_engine_torch._weights import ADAPTERS, iterate_weights, weight_entries
-from offbeat_types import ModelError, TrainEngineConfig
+from offbeat_types import ModelError, TrainEngineConfig, drop_model_files
 
 FORMAT = 2
 STATE_FILE = "trainer/engine.json"
@@ -61,7 +61,7 @@ def export_weights(policy: Policy, ranks: Ranks, folder: Path, tokenizer: Path) 
             pass
         return
     folder.mkdir(parents=True, exist_ok=True)
-    drop_model(folder)
+    drop_model_files(folder)
     whole = policy.model.whole
     if getattr(whole, "_weight_conversions", None) and ranks.size == 1:
         whole.save_pretrained(folder, state_dict={name: tensor.contiguous() for name, tensor in weights})
@@ -118,7 +118,7 @@ def _write_moments(
             parts[piece.name] = {"step": float(state["step"]), "box": piece.box}
             tensors |= {f"{moment}.{piece.name}": state[moment] for moment in MOMENTS}
     entries = [Entry(name=key, shape=tuple(tensor.shape), dtype=tensor.dtype) for key, tensor in tensors.items()]
-    write_tensors(beside.with_name(name), entries, tensors.items(), {})
+    write_tensors(beside.with_name(name), entries, tensors.items())
     return parts
 
 

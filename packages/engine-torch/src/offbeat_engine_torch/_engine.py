@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat_dist import Device, Mesh, open_device
-from offbeat_engine_torch._asleep import OPTIMIZER, WEIGHTS, Asleep, memory_of, tags_of
+from offbeat_dist import Asleep, Device, Mesh, open_device
 from offbeat_engine_torch._checkpoint import export_weights, load_state, save_state
 from offbeat_engine_torch._layout import arrange, plan_layout
 from offbeat_engine_torch._load import make_policy
@@ -22,7 +21,7 @@ from offbeat_engine_torch._loss_tokens import ask_loss_tokens, call_loss, count_
 from offbeat_engine_torch._optimizer import ClippedAdamW
 from offbeat_engine_torch._options import TorchEngineOptions, read_options
 from offbeat_engine_torch._packing import idle_pack
-from offbeat_engine_torch._pieces import collect_gradients, trained_parameters
+from offbeat_engine_torch._pieces import collect_gradients, memory_of, trained_parameters
 from offbeat_engine_torch._policy import Policy
 from offbeat_engine_torch._ranks import Alone, Ranks, Team
 from offbeat_engine_torch._sharding import partial_gradients
@@ -182,7 +181,7 @@ class TorchTrainEngine:
         Returns:
             `grad_norm` (before clipping; weight 0 when refused), `learning_rate`, `steps_refused` (0 or 1).
         """
-        self._asleep.refuse("step", WEIGHTS, OPTIMIZER)
+        self._asleep.refuse("step", Asleep.WEIGHTS, Asleep.OPTIMIZER)
         optimizer, rate = self._optimizer, self._optimizer.learning_rate
         norm = self._grad_norm()
         refused = not math.isfinite(norm)
@@ -229,13 +228,13 @@ class TorchTrainEngine:
         On a mesh each step gathers one whole tensor on every rank, so every rank iterates to the end. In one process
         a tensor is the trainer's own: read it before the next step, and do not write to it.
         """
-        self._asleep.refuse("weights", WEIGHTS)
+        self._asleep.refuse("weights", Asleep.WEIGHTS)
         return iterate_weights(self._policy.model, self._policy.pieces, self._ranks)
 
     def save_weights(self, folder: Path) -> None:
         """Write a folder that plain transformers loads: weights with LoRA merged, config, tokenizer."""
         with self._ranks.together("save_weights"):
-            self._asleep.refuse("save_weights", WEIGHTS)
+            self._asleep.refuse("save_weights", Asleep.WEIGHTS)
             self._export(folder)
 
     def save(self, folder: Path) -> None:
@@ -246,7 +245,7 @@ class TorchTrainEngine:
         """
         counts = {"steps_refused": self._steps_refused}
         with self._ranks.together("save"):
-            self._asleep.refuse("save", WEIGHTS, OPTIMIZER)
+            self._asleep.refuse("save", Asleep.WEIGHTS, Asleep.OPTIMIZER)
             self._export(folder)
             save_state(folder, self._policy, self._optimizer, self._device, self._ranks, counts)
 
@@ -257,7 +256,7 @@ class TorchTrainEngine:
             ModelError: the folder is not a whole checkpoint of this model.
         """
         with self._ranks.together("load"):
-            self._asleep.refuse("load", WEIGHTS, OPTIMIZER)
+            self._asleep.refuse("load", Asleep.WEIGHTS, Asleep.OPTIMIZER)
             counts = load_state(folder, self._policy, self._optimizer, self._device, self._ranks, self.config)
         self._steps_refused = counts["steps_refused"]
         self._clear_gradients()
@@ -272,16 +271,16 @@ class TorchTrainEngine:
             ConfigError: another level.
             OffbeatError: there are gradients that no step has used; or no room in that folder.
         """
-        tags = tags_of(level)
+        tags = Asleep.tags_of(level)
         if any(piece.parameter.grad is not None for piece in self._policy.pieces):
             raise OffbeatError("sleep: there are gradients that no step has used; call step() first")
-        if OPTIMIZER in tags:
+        if Asleep.OPTIMIZER in tags:
             # Moments are this engine's own, and were shown to numpy if they have been saved.
-            reference = memory_of(self._reference.pieces) if self._reference else []
-            own, shared = self._by_owner(reference)
-            self._asleep.put_away(OPTIMIZER, [*self._optimizer.moments(), *own], shared)
-        if WEIGHTS in tags:
-            self._asleep.put_away(WEIGHTS, *self._by_owner(memory_of(self._policy.pieces)))
+            own, shared = self._by_owner(memory_of(self._reference.pieces) if self._reference else [])
+            self._asleep.put_away(Asleep.OPTIMIZER, shared, own=[*self._optimizer.moments(), *own])
+        if Asleep.WEIGHTS in tags:
+            own, shared = self._by_owner(memory_of(self._policy.pieces))
+            self._asleep.put_away(Asleep.WEIGHTS, shared, own=own)
 
     def wake(self, tags: tuple[str, ...] = ()) -> None:
         """Take memory again after `sleep`: tags `weights`, `optimizer` (all else), or none for both."""
@@ -323,7 +322,7 @@ class TorchTrainEngine:
 
     def _plan(self, what: str, sequences: Sequence[TrainSequence], policy: Policy) -> list[list[MicroBatch]]:
         """Micro-batches of every share, after making sure that all ranks were asked for the same."""
-        self._asleep.refuse(what, WEIGHTS, OPTIMIZER)
+        self._asleep.refuse(what, Asleep.WEIGHTS, Asleep.OPTIMIZER)
         self._ranks.check_same(what, sequences)
         policy.check_ids(sequences)  # of what all have: all raise, or none
         policy.sight.check(sequences)

@@ -149,3 +149,9 @@ def _tp_dim(parameter: nn.Parameter) -> int | None:
     assert parameter.device_mesh.mesh_dim_names is not None
     placement = parameter.placements[parameter.device_mesh.mesh_dim_names.index("tp")]
     return placement.dim if isinstance(placement, Shard) else None
+
+
+def memory_of(pieces: Sequence[Piece]) -> list[Tensor]:
+    """Memory of a model's parameters on this rank, and, where the model is not cut, everybody who shares it."""
+    parameters = [piece.parameter for piece in pieces]
+    return [*(piece.local for piece in pieces), *(each for each in parameters if not isinstance(each, DTensor))]

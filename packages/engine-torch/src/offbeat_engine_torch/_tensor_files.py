@@ -1,13 +1,9 @@
-"""Safetensors read by slices and written as a stream: neither side ever holds a whole model for a file's sake.
-
-Source: the safetensors format, github.com/huggingface/safetensors (8 bytes of header length, JSON header, data).
-"""
+"""Safetensors read by slices and written as a stream: neither side ever holds a whole model for a file's sake."""
 
 import json
 import math
 import os
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,20 +15,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from offbeat_engine_torch._pieces import Box, num_elements, slices
-from offbeat_types import ModelError
+from offbeat_types import MODEL_FILE, MODEL_INDEX_FILE, ModelError, find_tensors, tensor_file_header
 
 MAX_FILE_BYTES = 4 * 10**9
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-MODEL_FILES = (
-    SINGLE_FILE,
-    "model-?????-of-?????.safetensors",
-    INDEX_FILE,
-    "mtp.safetensors",
-    "mtp-?????-of-?????.safetensors",
-)
-"""All that the weights of a model may be called, as this engine and others write them."""
-FORMATS = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +32,11 @@ class Entry:
     def num_bytes(self) -> int:
         """Of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def format(self) -> str:
+        """Its number format, such as "float32"."""
+        return str(self.dtype).removeprefix("torch.")
 
 
 class TensorReader:
@@ -103,71 +93,16 @@ class TensorReader:
         self._stack.close()
 
 
-def drop_model(folder: Path) -> None:
-    """Remove the weights in a folder, before others come: under other names they would lie beside these."""
-    for pattern in MODEL_FILES:
-        for path in folder.glob(pattern):
-            path.unlink()
-
-
-def find_tensors(folder: Path, held: Mapping[str, Iterable[str]]) -> dict[str, str]:
-    """Which file to read each tensor from: the one that the index names, where there is one.
-
-    Args:
-        folder: of the files; like transformers, this asks no index beside model.safetensors.
-        held: names of the tensors in each file.
-
-    Raises:
-        ModelError: the index cannot be read, its file is missing, or two files hold one tensor and no index decides.
-    """
-    index = {} if SINGLE_FILE in held else _read_index(folder)
-    absent = sorted(set(index.values()) - set(held))
-    if absent:
-        raise ModelError(f"{folder} is not whole: {absent[0]} is missing; fetch the folder anew")
-    found: dict[str, str] = {}
-    for file, names in held.items():
-        for name in names:
-            if index.get(name, file) != file:
-                continue
-            if name in found:
-                raise ModelError(
-                    f"{folder} holds {name} twice, in {found[name]} and in {file}: they are of two models; remove one"
-                )
-            found[name] = file
-    return found
-
-
-def _read_index(folder: Path) -> dict[str, str]:
-    path = folder / INDEX_FILE
-    if not path.is_file():
-        return {}
-    try:
-        index: dict[str, str] = dict(json.loads(path.read_text())["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); fetch the folder anew") from error
-    return index
-
-
-def write_tensors(
-    path: Path, entries: Sequence[Entry], tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str]
-) -> None:
+def write_tensors(path: Path, entries: Sequence[Entry], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write one file, holding one tensor at a time, and force it onto the disk.
 
     Args:
         path: made or replaced.
         entries: of all tensors, in the order in which they come.
         tensors: (name, values), each as its entry says.
-        metadata: strings for the header.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    end = 0
-    for entry in entries:
-        start, end = end, end + entry.num_bytes
-        header[entry.name] = {"dtype": FORMATS[entry.dtype], "shape": entry.shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(tensor_file_header((each.name, each.format, each.shape) for each in entries))
         for entry, (name, tensor) in zip(entries, tensors, strict=True):
             assert (name, tuple(tensor.shape), tensor.dtype) == (entry.name, entry.shape, entry.dtype), name
             if tensor.numel():
@@ -181,15 +116,15 @@ def write_model(folder: Path, entries: Sequence[Entry], tensors: Iterator[tuple[
     files = _split(entries, MAX_FILE_BYTES)
     names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
     if len(files) == 1:
-        names = [SINGLE_FILE]
+        names = [MODEL_FILE]
     for name, part in zip(names, files, strict=True):
-        write_tensors(folder / name, part, (next(tensors) for _ in part), {"format": "pt"})
+        write_tensors(folder / name, part, (next(tensors) for _ in part))
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(entry.num_bytes for entry in entries)},
             "weight_map": {entry.name: name for name, part in zip(names, files, strict=True) for entry in part},
         }
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / MODEL_INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _split(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:

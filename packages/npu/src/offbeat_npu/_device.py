@@ -1,13 +1,11 @@
 """An Ascend NPU as a device."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from offbeat_dist import DeviceMemory
+from offbeat_dist import DeviceMemory, Profiler
 from offbeat_npu._environment import examine_environment
 from offbeat_npu._mindspeed import patch_megatron
 from offbeat_npu._operators import Operators, substitute_operators
@@ -93,14 +91,12 @@ class NpuDevice:
         if library == MEGATRON:
             patch_megatron(settings)
 
-    def profile(self, folder: Path) -> AbstractContextManager[Any]:
-        """Record NPU and CPU; afterwards a timeline for MindStudio or Perfetto lies in `folder`.
+    def profiler(self) -> Profiler:
+        """The platform's own, of NPU and CPU; whether it sees threads other than the one that starts it is not known.
 
-        Source: torch_npu 2.13.0, torch_npu/profiler/profiler.py.
+        Source: torch_npu 2.13.0, torch_npu/profiler/profiler.py, `profile`, `_KinetoProfile.export_chrome_trace`.
         """
         profiler = load_operators().profiler
         activities = [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU]
-        profile: AbstractContextManager[Any] = profiler.profile(
-            activities=activities, on_trace_ready=profiler.tensorboard_trace_handler(str(folder))
-        )
+        profile: Profiler = profiler.profile(activities=activities)
         return profile

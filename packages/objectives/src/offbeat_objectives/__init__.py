@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from offbeat_objectives._advantages import compute_advantages, gae_advantages
     from offbeat_objectives._aggregation import aggregate
     from offbeat_objectives._correction import Correction, correct_rollouts
+    from offbeat_objectives._distillation import Distillation, distill
     from offbeat_objectives._kl import kl_per_token
     from offbeat_objectives._losses import PolicyLoss, build_loss, sft_loss
     from offbeat_objectives._packing import Packed, pack, sequence_of_tokens, unpack
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AlgorithmConfig",
     "Correction",
+    "Distillation",
     "Packed",
     "PolicyLoss",
     "aggregate",
@@ -29,6 +31,7 @@ __all__ = [
     "check_algorithm",
     "compute_advantages",
     "correct_rollouts",
+    "distill",
     "gae_advantages",
     "has_signal",
     "kl_per_token",
@@ -43,6 +46,7 @@ _NEED_TORCH = {
     "_advantages": ("compute_advantages", "gae_advantages"),
     "_aggregation": ("aggregate",),
     "_correction": ("Correction", "correct_rollouts"),
+    "_distillation": ("Distillation", "distill"),
     "_kl": ("kl_per_token",),
     "_losses": ("PolicyLoss", "build_loss", "sft_loss"),
     "_packing": ("Packed", "pack", "sequence_of_tokens", "unpack"),

@@ -59,6 +59,8 @@ def compute_advantages(
     _check_inputs(rewards_S, {"prompts_S": prompts_S, "lengths_S": lengths_S, "greedy_rewards_S": greedy_rewards_S})
     _check_inputs(sequence_N, {"kl_N": kl_N, "values_N": values_N})
     penalty_N = _kl_penalty(config, kl_N, sequence_N)
+    if not config.needs_reward:
+        return torch.zeros(len(sequence_N), device=sequence_N.device)
     if config.advantage == "reinforce_plus_plus":
         token_rewards_N = _token_rewards(rewards_S, lengths_S, penalty_N)
         returns_N = reverse_scan(token_rewards_N, config.gamma, sequence_N, len(rewards_S))

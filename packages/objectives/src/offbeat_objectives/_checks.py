@@ -41,6 +41,7 @@ def check_algorithm(
             *_advantage(config, samples_per_prompt),
             *_loss(config),
             *_penalties(config, max_tokens),
+            *_distillation(config),
             *_correction(config),
         ]
     if complaints:
@@ -114,6 +115,21 @@ def _penalties(config: AlgorithmConfig, max_tokens: int | None) -> Complaints:
             f"overlong_buffer_tokens must be at most the longest completion, {max_tokens}: "
             f"got {config.overlong_buffer_tokens}"
         )
+
+
+def _distillation(config: AlgorithmConfig) -> Complaints:
+    if config.distillation_discount is not None and not config.needs_teacher:
+        yield "distillation_discount has no effect while distillation_coefficient is 0"
+    if config.needs_reward:
+        return
+    if not config.needs_teacher:
+        yield "advantage = none learns from no reward and distillation_coefficient = 0 from no teacher: set one of them"
+    if config.filter_groups:
+        yield "filter_groups drops prompts by their rewards, which advantage = none does not learn from; leave it out"
+    if config.overlong_buffer_tokens:
+        yield "overlong_buffer_tokens has no effect with advantage = none: it changes rewards"
+    if config.needs_reference and config.kl_in == "reward":
+        yield "kl_in = reward has no effect with advantage = none; use kl_in = loss"
 
 
 def _correction(config: AlgorithmConfig) -> Complaints:

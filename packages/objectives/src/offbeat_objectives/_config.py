@@ -37,8 +37,9 @@ class AlgorithmConfig:
     advantage: str = setting(
         "grpo",
         "How rewards become advantages. grpo, dr_grpo, rloo and opo compare the samples of one prompt; "
-        "reinforce_plus_plus normalises over the batch; remax subtracts the greedy reward; gae needs a critic.",
-        choices=("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae", "opo", "remax"),
+        "reinforce_plus_plus normalises over the batch; remax subtracts the greedy reward; gae needs a critic; none "
+        "leaves rewards out, and only a teacher teaches.",
+        choices=("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae", "opo", "remax", "none"),
     )
     gamma: float = setting(1.0, "Discount per token, for reinforce_plus_plus and gae.", "per token", gt=0, le=1)
     gae_lambda: float | None = setting(
@@ -115,6 +116,28 @@ class AlgorithmConfig:
     overlong_penalty_factor: float | None = setting(
         None, "Full size of the overlong penalty; 1 if not given.", "reward", gt=0
     )
+
+    distillation_coefficient: float = setting(
+        0.0, "Weight of the divergence from the teacher, KL(policy, teacher) on the policy's samples; 0: none.", ge=0
+    )
+    distillation_discount: float | None = setting(
+        None,
+        "How far a token answers for the divergence of those after it: 0, if not given, not at all (GKD); 1 to the end "
+        "of the sample (MiniLLM).",
+        "per token",
+        ge=0,
+        le=1,
+    )
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether log-probabilities of a teacher are needed."""
+        return self.distillation_coefficient > 0
+
+    @property
+    def needs_reward(self) -> bool:
+        """Whether anything is learned from rewards."""
+        return self.advantage != "none"
 
     @property
     def needs_reference(self) -> bool:

@@ -27,17 +27,21 @@ from offbeat_types import (
     DataError,
     DeadlineError,
     EngineHealth,
+    Floats,
     GenerateRequest,
     LoraAdapter,
     PauseMode,
     RolloutCapabilities,
     RolloutEngineConfig,
     SamplingParams,
+    ScoreRequest,
     WeightProof,
     WeightStream,
     setting,
 )
+from offbeat_weightsync import DequantizedStream
 
+FP8: Final = "fp8"
 CLOSE_DEADLINE_S: Final = 60.0
 CACHE_SHARE_OF_MEMORY: Final = 0.25
 
@@ -92,6 +96,8 @@ class TorchRolloutEngine:
             sleep_levels=(1, 2),
             shares_prompt_prefix=True,
             multimodal=self._eyes is not None,
+            scores=True,
+            fp8_weights=True,
         )
         self._tokenizer = load_tokenizer(folder)
         self._folder, self._config, self._device = folder, config, _device(config.device)
@@ -117,7 +123,7 @@ class TorchRolloutEngine:
     def _build(self) -> Stepper:
         dtype: torch.dtype = getattr(torch, self._config.dtype)
         weights = DecoderWeights(self._architecture, dtype, self._device, pack=self._options.pack_weights)
-        load_weights(weights, self._folder)
+        load_weights(weights, self._folder, as_fp8=self._config.weight_format == FP8)
         cache = KVCache(self._architecture, self._budget_tokens, self._ending.max_model_len, weights.final_norm)
         scheduler = Scheduler(cache, self._config.max_running, self._options.max_prefill_tokens)
         return Stepper(scheduler, weights, self._ending)
@@ -165,6 +171,11 @@ class TorchRolloutEngine:
         except asyncio.CancelledError:
             self._worker.call(lambda: self._worker.abort(request.request_id))
             raise
+
+    async def score(self, request: ScoreRequest) -> list[Floats]:
+        """See `ScoringEngine`: at any temperature."""
+        request.check(self._architecture.vocab_size, self._ending.max_model_len)
+        return await asyncio.wrap_future(self._worker.call(lambda: self._worker.score(request)))
 
     async def _look(self, request: GenerateRequest) -> Pictures | None:
         """Prepare the images, in another thread than that of the event loop."""
@@ -218,9 +229,12 @@ class TorchRolloutEngine:
         """See `RolloutEngine`. Samples in flight go on, computed anew under the new weights.
 
         The stream is iterated in the worker's thread. When it fails after its first tensor the engine refuses to
-        serve until a whole update arrives, because weights are written in place. An adapter is refused.
+        serve until a whole update arrives, because weights are written in place. An adapter is refused. FP8 blocks are
+        held as the values they stand for, in the engine's format: precision is that of FP8, memory is not.
         """
         self.capabilities.check_adapter(adapter, "rollout-torch")
+        if self._config.weight_format == FP8:
+            stream = DequantizedStream(stream)
         proof: WeightProof = await asyncio.wrap_future(
             self._worker.call(lambda: self._worker.update_weights(stream, version))
         )

@@ -6,14 +6,21 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from offbeat_rollout_torch._families import read_json
 from offbeat_rollout_torch._weights import DecoderWeights, WeightWriter
 from offbeat_types import ModelError
+from offbeat_weightsync import TensorSpec, dequantize_blocks, is_fp8_weight, quantize_blocks
 
 
-def load_weights(weights: DecoderWeights, folder: Path) -> None:
+def load_weights(weights: DecoderWeights, folder: Path, *, as_fp8: bool = False) -> None:
     """Fill `weights` from the safetensors files of `folder`.
+
+    Args:
+        weights: empty.
+        folder: in Hugging Face format.
+        as_fp8: round the matrices that FP8 updates will round, too.
 
     Raises:
         ModelError: a file is missing or corrupt; a tensor is missing, unknown, or of another shape.
@@ -22,9 +29,16 @@ def load_weights(weights: DecoderWeights, folder: Path) -> None:
     for path in _files(folder):
         for name, tensor in _tensors(path):
             if not name.endswith("rotary_emb.inv_freq"):  # old folders stored what the config says already
+                tensor = _rounded(name, tensor) if as_fp8 else tensor
                 writer.write(_named(name, weights.architecture.prefix), tensor)
     writer.finish()
     weights.freeze()
+
+
+def _rounded(name: str, tensor: Tensor) -> Tensor:
+    if not is_fp8_weight(TensorSpec(name, "float32", tuple(tensor.shape))):
+        return tensor
+    return dequantize_blocks(*quantize_blocks(tensor))
 
 
 def _named(name: str, prefix: str) -> str:

@@ -22,7 +22,7 @@ class Scheduler:
     """
 
     def __init__(self, cache: KVCache, max_running: int, max_prefill_tokens: int) -> None:
-        self.cache, self._max_running, self._max_prefill_tokens = cache, max_running, max_prefill_tokens
+        self.cache, self._max_running, self.max_prefill_tokens = cache, max_running, max_prefill_tokens
         self.requests: dict[str, RequestInFlight] = {}
         self.running: list[Sample] = []
         self.waiting: deque[Sample] = deque()
@@ -71,7 +71,7 @@ class Scheduler:
 
         Of the samples of one request that hold nothing yet, only the first computes; the others copy its prompt.
         """
-        chosen, budget, leading = [], self._max_prefill_tokens, set[str]()
+        chosen, budget, leading = [], self.max_prefill_tokens, set[str]()
         for sample in self.running:
             if sample.num_pending < 2 or not budget:
                 continue

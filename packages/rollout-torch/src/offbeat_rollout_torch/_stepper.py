@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from offbeat_rollout_torch._attention import Attention, Chunk, DecodeAttention, PrefillAttention
+from offbeat_rollout_torch._cache import KVCache
 from offbeat_rollout_torch._decoder import Sight, decode_hidden, decode_logits
 from offbeat_rollout_torch._families import rotations
 from offbeat_rollout_torch._samples import Ending, Sample
 from offbeat_rollout_torch._sampling import draw, uniforms
 from offbeat_rollout_torch._scheduler import Scheduler
+from offbeat_rollout_torch._scoring import Scorer
 from offbeat_rollout_torch._vision import look
 from offbeat_rollout_torch._weights import DecoderWeights
-from offbeat_types import ModelError
+from offbeat_types import Floats, ModelError, ScoreRequest
 
 
 class Stepper:
@@ -48,6 +50,17 @@ class Stepper:
         else:
             self._decode()
         self.busy_s += time.monotonic() - start_s
+
+    def score(self, request: ScoreRequest) -> list[Floats]:
+        """Score tokens that others have sampled, beside the samples and in a cache that goes when it is done."""
+        start_s = time.monotonic()
+        weights, scheduler = self.weights, self.scheduler
+        cache = KVCache(
+            weights.architecture, scheduler.cache.budget_tokens, self._ending.max_model_len, weights.final_norm
+        )
+        scores = Scorer(weights, self._rotations, cache, scheduler.max_prefill_tokens).score(request)
+        self.busy_s += time.monotonic() - start_s
+        return scores
 
     def _decode(self) -> None:
         scheduler = self.scheduler

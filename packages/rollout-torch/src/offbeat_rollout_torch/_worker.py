@@ -13,7 +13,16 @@ from offbeat_rollout_torch._heap import trim_heap
 from offbeat_rollout_torch._samples import RequestInFlight
 from offbeat_rollout_torch._stepper import Stepper
 from offbeat_rollout_torch._weights import DecoderWeights, WeightWriter
-from offbeat_types import EngineHealth, OffbeatError, PauseMode, WeightProof, WeightStream, WeightSyncError
+from offbeat_types import (
+    EngineHealth,
+    Floats,
+    OffbeatError,
+    PauseMode,
+    ScoreRequest,
+    WeightProof,
+    WeightStream,
+    WeightSyncError,
+)
 
 Job = tuple[Callable[[], Any], "Future[Any]"]
 
@@ -147,6 +156,13 @@ class Worker:
             return
         self._refuse_if_unusable()
         self._stepper.scheduler.add(request)
+
+    def score(self, request: ScoreRequest) -> list[Floats]:
+        """Score tokens; nothing is sampled meanwhile."""
+        for tag in ("weights", "kv_cache"):
+            self._refuse_asleep(tag)
+        self._refuse_if_unusable()
+        return self._stepper.score(request)
 
     def abort(self, request_id: str) -> None:
         """End one request with what it has."""

@@ -18,6 +18,7 @@ from offbeat_rollout_vllm._form_choice import choose_form
 from offbeat_rollout_vllm._options import AdapterLimits, VllmRolloutOptions, sleep_levels
 from offbeat_rollout_vllm._peft_folder import PeftFolder
 from offbeat_rollout_vllm._sampling import check_request, vllm_params
+from offbeat_rollout_vllm._scoring import check_scores, read_scores, score_flights
 from offbeat_rollout_vllm._served import MODEL, ServedVersions
 from offbeat_rollout_vllm._update import WeightLoader
 from offbeat_rollout_vllm._versions import installed_engine, is_cpu_build, supported_version
@@ -27,6 +28,7 @@ from offbeat_types import (
     ConfigError,
     DeadlineError,
     EngineHealth,
+    Floats,
     GenerateRequest,
     LoraAdapter,
     OffbeatError,
@@ -34,6 +36,7 @@ from offbeat_types import (
     PeerFailedError,
     RolloutCapabilities,
     RolloutEngineConfig,
+    ScoreRequest,
     WeightProof,
     WeightStream,
     WeightSyncError,
@@ -65,6 +68,7 @@ class VllmRolloutEngine:
             shares_prompt_prefix=bool(self._options.engine.get("enable_prefix_caching", True)),
             multimodal=self._folder.has_vision and not self._options.engine.get("language_model_only", False),
             lora=self._limits.num_adapters > 0,
+            scores=not self._limits.num_adapters,
         )
         self._form, num_workers = choose_form(self._config, self._options, is_cpu=is_cpu)
         self._workers = Workers(self._form, num_workers, self._options.worker_deadline_s)
@@ -148,17 +152,32 @@ class VllmRolloutEngine:
         if request.images:
             prompt = await asyncio.wrap_future(self._form.prepare(prompt, request.images))
         flight = Flight(request, draw_seed() if seed is None else seed, prompt)
-        try:
-            await self._owned(self._submit, flight)
-            await asyncio.wrap_future(flight.done)
-        except asyncio.CancelledError:
-            self._form.run(lambda: self._abort(request.request_id))
-            raise
+        await self._fly(flight)
 
         def versions(labels: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
             return self._served.segments(labels, request.adapter)
 
         return [sample.completion(self._form.decode, versions) for sample in flight.samples]
+
+    async def score(self, request: ScoreRequest) -> list[Floats]:
+        """See `ScoringEngine`: at temperature 1, of the distribution that nothing is cut from."""
+        check_scores(request, self.capabilities, self._folder.vocab_size, self._config.max_model_len)
+        flights = score_flights(request)
+        flying = [asyncio.ensure_future(self._fly(flight)) for flight in flights]
+        try:
+            await asyncio.gather(*flying)
+        finally:
+            for each in flying:
+                each.cancel()
+        return read_scores(request, flights)
+
+    async def _fly(self, flight: Flight) -> None:
+        try:
+            await self._owned(self._submit, flight)
+            await asyncio.wrap_future(flight.done)
+        except asyncio.CancelledError:
+            self._form.run(lambda: self._abort(flight.request.request_id))
+            raise
 
     async def _owned(self, function: Any, *arguments: Any) -> Any:
         """Run in the thread that owns the engine."""
@@ -181,7 +200,7 @@ class VllmRolloutEngine:
         self._flights.add(flight)
         for sample in flight.samples:
             seed = flight.first_seed + sample.index
-            params = vllm_params(flight.request.params, seed, self._folder.eos_ids, room)
+            params = vllm_params(flight.request.params, seed, self._folder.eos_ids, room) | dict(flight.changes)
             try:
                 self._form.add(sample.sample_id, flight.prompt, params, use)
             except Exception as error:  # noqa: BLE001 - the boundary: whoever waits for the request learns of it

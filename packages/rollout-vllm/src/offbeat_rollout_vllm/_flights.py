@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,12 +25,14 @@ class Flight:
         request: as asked.
         first_seed: of sample 0.
         prompt: ids, or the engine's own form of a prompt with images.
+        changes: of the parameters that vLLM is given.
         done: set when every sample has ended, or with the error that ended the request.
     """
 
     request: GenerateRequest
     first_seed: int
     prompt: Any = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
     samples: list[Sample] = field(init=False)
     done: "Future[None]" = field(default_factory=new_future)
 

@@ -8,6 +8,7 @@ from typing import Any
 from offbeat_rollout_vllm._form import AdapterUse
 from offbeat_rollout_vllm._options import check_arguments
 from offbeat_rollout_vllm._samples import Delta
+from offbeat_rollout_vllm._scoring import prompt_logprobs
 
 
 def make_arguments(name: str, arguments: Mapping[str, Any]) -> Any:
@@ -57,6 +58,7 @@ def read_output(output: Any, label: int | None) -> Delta:
         spans=_spans(completion.weight_versions) if label is None else (),
         finish_reason=completion.finish_reason,
         stop_string=stopped_by if isinstance(stopped_by, str) else "",
+        prompt_logprobs=prompt_logprobs(output.prompt_logprobs, output.prompt_token_ids),
     )
 
 

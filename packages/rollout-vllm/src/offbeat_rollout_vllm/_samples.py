@@ -23,6 +23,7 @@ class Delta:
         spans: with the last step, where `label` is None: (label, number of tokens) of the whole sample.
         finish_reason: vLLM's, when the sample has ended: "stop", "length", "abort".
         stop_string: the string that ended it, or "".
+        prompt_logprobs: where they were asked for, of the prompt's tokens from the second on; else empty.
     """
 
     ids: Sequence[int]
@@ -31,6 +32,7 @@ class Delta:
     spans: tuple[tuple[int, int], ...] = ()
     finish_reason: str | None = None
     stop_string: str = ""
+    prompt_logprobs: Sequence[float] = ()
 
 
 class Sample:
@@ -40,6 +42,7 @@ class Sample:
         self.sample_id, self.request, self.index = sample_id, request, index
         self.ids: list[int] = []
         self.logprobs: list[float] = []
+        self.prompt_logprobs: Sequence[float] = ()
         self.segments: list[tuple[int, int]] = []
         self.stop_reason: StopReason | None = None
 
@@ -47,6 +50,8 @@ class Sample:
         """Add what a step drew."""
         self.ids.extend(delta.ids)
         self.logprobs.extend(delta.logprobs)
+        if delta.prompt_logprobs:
+            self.prompt_logprobs = delta.prompt_logprobs
         if delta.label is not None and delta.ids:
             self._extend_segments(delta.label, len(delta.ids))
         if delta.spans:

@@ -22,6 +22,7 @@ from offbeat_run._generations import Generation, GenerationKind, GenerationsLog,
 from offbeat_run._metrics import MetricsLine, MetricsLog, MetricValue, Tracker, read_metrics
 from offbeat_run._model_folder import ModelFolder, inspect_model
 from offbeat_run._names import METRIC_NAMES, MetricName
+from offbeat_run._profile import ProfileConfig
 from offbeat_run._progress import Progress, duration_text, print_before_after
 from offbeat_run._quantities import count_text, size_text
 from offbeat_run._report import write_report
@@ -48,6 +49,7 @@ __all__ = [
     "MetricsLine",
     "MetricsLog",
     "ModelFolder",
+    "ProfileConfig",
     "Progress",
     "RunFolder",
     "RunLog",

@@ -40,6 +40,7 @@ class RunFolder:
         self.generations = path / "generations"
         self.timeline = path / "timeline.json"
         self.logs = path / "logs"
+        self.profile = path / "profile"
         self.report = path / "report.html"
         self.checkpoints = Checkpoints(path / "checkpoints")
 

@@ -15,6 +15,7 @@ from offbeat_run._generations import Generation, read_generations
 from offbeat_run._metrics import MetricsLine, read_metrics
 from offbeat_run._names import METRIC_NAMES
 from offbeat_run._progress import duration_text, number_text
+from offbeat_run._quantities import size_text
 from offbeat_run._report_figures import Series, metric_figures, number_series
 from offbeat_run._report_timeline import timeline_figure
 from offbeat_run._timeline import read_timeline
@@ -107,12 +108,19 @@ def _page(run: RunFolder) -> str:
         figures=figures,
         figures_json=_script_json([{"data": each.traces, "layout": each.layout} for each in figures]),
         samples=_sample_tables(run),
+        traces=_traces(run),
         texts=[(path.name, path.read_text()) for path in (run.plan, run.config) if path.is_file()],
         style=_asset("page.css"),
         script=_asset("page.js"),
         plotly=get_plotlyjs().replace("</script", "<\\/script"),
         nonce=secrets.token_urlsafe(16),
     )
+
+
+def _traces(run: RunFolder) -> list[tuple[str, str]]:
+    """(path within the folder, size) of each trace of a step."""
+    found = sorted(run.profile.glob("*.json"), key=lambda path: (path.stem.rpartition("-")[0], path.stat().st_mtime))
+    return [(f"{run.profile.name}/{path.name}", size_text(path.stat().st_size)) for path in found]
 
 
 def _asset(name: str) -> str:

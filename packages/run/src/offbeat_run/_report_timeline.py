@@ -100,5 +100,5 @@ def _trace(name: str, bars: list[tuple[str, float, float]], slot: int | str) -> 
 
 
 def _track_order(name: str) -> tuple[int, str]:
-    roles = ("driver", "trainer", "rollout", "scorer")
+    roles = ("driver", "trainer", "rollout", "teacher", "scorer")
     return next((i for i, role in enumerate(roles) if name.startswith(role)), len(roles)), name

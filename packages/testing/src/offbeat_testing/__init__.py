@@ -10,12 +10,13 @@ if TYPE_CHECKING:
     from offbeat_testing._command_conformance import CommandConformance
     from offbeat_testing._command_line import CommandEnded, CommandLine
     from offbeat_testing._fakes import FakeRolloutEngine, FakeWeightStream, Script
-    from offbeat_testing._forked_roles import fork_roles
+    from offbeat_testing._forked_roles import fork_roles, forked_main
     from offbeat_testing._leaving_threads import wait_for_leaving_threads
     from offbeat_testing._ranks._child import Ranks
     from offbeat_testing._reference import changed_weights, reference_logprobs, reference_model
     from offbeat_testing._rollout_conformance import RolloutConformance
     from offbeat_testing._running_command import RunningCommand, wait_until_gone
+    from offbeat_testing._small_runs import small_grpo_run
     from offbeat_testing._tiny_models import TinyFamily, tiny_model, tiny_tokenizer
     from offbeat_testing._tiny_vision_models import tiny_vision_model
     from offbeat_testing._train_conformance import TrainEngineConformance
@@ -34,8 +35,10 @@ __all__ = [
     "TrainEngineConformance",
     "changed_weights",
     "fork_roles",
+    "forked_main",
     "reference_logprobs",
     "reference_model",
+    "small_grpo_run",
     "tiny_model",
     "tiny_tokenizer",
     "tiny_vision_model",
@@ -57,8 +60,10 @@ _MODULES = {
     "TrainEngineConformance": "_train_conformance",
     "changed_weights": "_reference",
     "fork_roles": "_forked_roles",
+    "forked_main": "_forked_roles",
     "reference_logprobs": "_reference",
     "reference_model": "_reference",
+    "small_grpo_run": "_small_runs",
     "tiny_model": "_tiny_models",
     "tiny_tokenizer": "_tiny_models",
     "tiny_vision_model": "_tiny_vision_models",

@@ -7,6 +7,8 @@ driver, and take signals alike.
 import asyncio
 import os
 import socket
+from collections.abc import Callable
+from importlib import import_module
 
 from offbeat_cluster import LocalLauncher, RoleSpec, _child
 from offbeat_cluster._channel import Channel, SocketStream
@@ -24,6 +26,23 @@ def fork_roles() -> None:
     Call it in the fork that a `RunningCommand` makes; what the roles import must be imported before that.
     """
     setattr(LocalLauncher, "_spawn", _fork_role)  # noqa: B010  a type checker wants to know nothing of it
+
+
+def forked_main(application: str, *modules: str) -> Callable[[], object]:
+    """The command line of an application for a `RunningCommand` all of whose processes are forks of this one.
+
+    Args:
+        application: its import name, such as "sft_app".
+        modules: what its roles import, such as an engine. They are imported here, before anything is forked.
+    """
+    for module in (f"{application}._commands", *modules):
+        import_module(module)
+
+    def main() -> object:
+        fork_roles()
+        return import_module(f"{application}._cli").main()
+
+    return main
 
 
 class _RoleProcess(ForkedProcess):

@@ -12,6 +12,7 @@ import pytest
 
 from offbeat_testing._fakes import FakeWeightStream
 from offbeat_testing._reference import changed_weights, reference_logprobs, reference_model
+from offbeat_testing._score_conformance import ScoreConformance
 from offbeat_testing._tiny_models import TinyFamily, tiny_model
 from offbeat_types import (
     Completion,
@@ -37,7 +38,7 @@ def _request(request_id: str = "r", *, num_samples: int = 1, **params: Any) -> G
     )
 
 
-class RolloutConformance:
+class RolloutConformance(ScoreConformance):
     """Mix into a test class; say how to make the engine.
 
         class TestMyEngine(RolloutConformance):

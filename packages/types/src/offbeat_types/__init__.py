@@ -25,6 +25,13 @@ from offbeat_types._errors import (
     UserError,
     WeightSyncError,
 )
+from offbeat_types._model_files import (
+    MODEL_FILE,
+    MODEL_INDEX_FILE,
+    drop_model_files,
+    find_tensors,
+    tensor_file_header,
+)
 from offbeat_types._rollout import (
     Completion,
     EngineHealth,
@@ -45,12 +52,14 @@ from offbeat_types._rollout import (
     WeightStream,
 )
 from offbeat_types._schedule import check_schedule, learning_rate_at
+from offbeat_types._scoring import ScoreRequest, ScoringEngine
 from offbeat_types._settings import (
     METADATA_KEY,
     REQUIRED,
     Setting,
     setting,
 )
+from offbeat_types._tracing import TracePlan
 from offbeat_types._training import (
     Aggregation,
     LossFunction,
@@ -71,6 +80,8 @@ from offbeat_types._trajectory import Reply, Trajectory, TrajectoryEnd
 __all__ = [
     "INSTALL_LINES",
     "METADATA_KEY",
+    "MODEL_FILE",
+    "MODEL_INDEX_FILE",
     "REQUIRED",
     "Aggregation",
     "BackendError",
@@ -103,10 +114,13 @@ __all__ = [
     "RolloutEngineSettings",
     "RunFolderError",
     "SamplingParams",
+    "ScoreRequest",
+    "ScoringEngine",
     "Setting",
     "ShapeError",
     "SleepingTrainEngine",
     "StopReason",
+    "TracePlan",
     "TrainBackend",
     "TrainEngine",
     "TrainEngineConfig",
@@ -123,6 +137,8 @@ __all__ = [
     "check_schedule",
     "defer_device_backends",
     "digest_sequences",
+    "drop_model_files",
+    "find_tensors",
     "installed_backends",
     "learning_rate_at",
     "load_backend",
@@ -130,5 +146,6 @@ __all__ = [
     "pack_metrics",
     "restore_module",
     "setting",
+    "tensor_file_header",
     "unpack_metrics",
 ]

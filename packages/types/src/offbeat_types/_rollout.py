@@ -135,6 +135,8 @@ class RolloutCapabilities:
         partial_update: an update may bring some of the tensors.
         multimodal: requests may hold images.
         lora: updates may bring an adapter, and requests name one.
+        fp8_weights: it takes and holds matrices as FP8 blocks (`RolloutEngineSettings.weight_format`).
+        scores: it is a `ScoringEngine`: it gives log-probabilities of tokens that others have sampled.
     """
 
     pause_modes: tuple[PauseMode, ...]
@@ -143,6 +145,8 @@ class RolloutCapabilities:
     partial_update: bool = False
     multimodal: bool = False
     lora: bool = False
+    fp8_weights: bool = False
+    scores: bool = False
 
     def check(self, request: GenerateRequest, engine: str) -> None:
         """Refuse a request that asks for more than this.
@@ -334,6 +338,12 @@ class RolloutEngineSettings:
     device: str = setting("auto", "auto, cpu, or a device such as cuda:0.")
     dtype: str = setting(
         "float32", "Number format of the weights while sampling.", choices=("float32", "bfloat16", "float16")
+    )
+    weight_format: str = setting(
+        "dtype",
+        "Precision of the weights that an engine gets and holds: that of dtype, or fp8 for the layers' matrices (e4m3 "
+        "in blocks of 128 x 128, each with a scale).",
+        choices=("dtype", "fp8"),
     )
     tensor_parallel: int = setting(1, "Devices that one engine is split over, each with a part of every layer.", ge=1)
     max_running: int = setting(64, "Samples decoded together at most.", "samples", ge=1)

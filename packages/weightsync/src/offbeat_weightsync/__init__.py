@@ -5,6 +5,7 @@ from offbeat_weightsync._addresses import new_address, new_socket_path
 from offbeat_weightsync._arrivals import ArrivingStream
 from offbeat_weightsync._broadcast import broadcast_weights, receive_broadcast
 from offbeat_weightsync._changes import tensor_checksums
+from offbeat_weightsync._dequantized import DequantizedStream
 from offbeat_weightsync._disk_reader import DiskStream, read_weights, wait_for_proofs
 from offbeat_weightsync._disk_writer import remove_partial_versions, write_weights
 from offbeat_weightsync._folders import list_versions, remove_old_versions
@@ -38,6 +39,7 @@ __all__ = [
     "BroadcastStream",
     "Bucket",
     "BucketPlan",
+    "DequantizedStream",
     "DiskStream",
     "Fusion",
     "InProcessStream",

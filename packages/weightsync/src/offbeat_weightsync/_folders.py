@@ -16,30 +16,14 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from offbeat_types import WeightProof, WeightSyncError
+from offbeat_types import MODEL_INDEX_FILE, WeightProof, WeightSyncError, tensor_file_header
 from offbeat_weightsync._plan import BucketPlan, TensorSpec
 from offbeat_weightsync._proofs import proof_from_data, proof_to_data
 
 MANIFEST: Final = "weights.json"
-INDEX: Final = "model.safetensors.index.json"
 PREFIX: Final = "version-"
-
-SAFETENSORS_DTYPES: Final = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 
 
 def version_folder(root: Path, version: int) -> Path:
@@ -87,18 +71,7 @@ def file_name(index: int, count: int) -> str:
 
 def file_header(specs: tuple[TensorSpec, ...]) -> bytes:
     """The start of a safetensors file, up to the first tensor's bytes: a multiple of 64 long."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for spec in specs:
-        header[spec.name] = {
-            "dtype": SAFETENSORS_DTYPES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [offset, offset + spec.num_bytes],
-        }
-        offset += spec.num_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % 64)
-    return len(text).to_bytes(8, "little") + text
+    return tensor_file_header((spec.name, spec.dtype, spec.shape) for spec in specs)
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -126,7 +99,7 @@ def write_manifest(folder: Path, plan: BucketPlan, layout: list[tuple[int, int]]
     names = [file_name(index, len(layout)) for index in range(len(layout))]
     place = {spec.name: names[i] for i, (first, last) in enumerate(layout) for spec in plan.specs[first:last]}
     index = {"metadata": {"total_size": plan.num_bytes}, "weight_map": place}
-    write_synced(folder / INDEX, json.dumps(index, indent=1).encode())
+    write_synced(folder / MODEL_INDEX_FILE, json.dumps(index, indent=1).encode())
     manifest = {
         "format": 1,
         "specs": [[spec.name, spec.dtype, list(spec.shape)] for spec in plan.specs],

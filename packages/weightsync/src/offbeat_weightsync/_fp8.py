@@ -45,9 +45,13 @@ def quantize_blocks(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     if not bool(torch.isfinite(amax).all()):
         raise WeightSyncError("block quantisation needs finite weights: got infinities or NaN")
     scales = (amax / MAX_E4M3).clamp_min(SMALLEST_SCALE)
-    # Division may round the largest element to just above 448, which e4m3fn cannot hold.
-    scaled = (blocks / scales[:, None, :, None]).clamp(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn)
-    return _unblock(scaled.view(torch.uint8), weight).view(torch.float8_e4m3fn), scales
+    return _round(blocks, scales, weight), scales
+
+
+def requantize_blocks(weight_OI: Tensor, scales: Tensor) -> Tensor:
+    """Quantise by scales that are given: of what `dequantize_blocks` gave, the very blocks it was made from."""
+    weight = weight_OI.detach().float()
+    return _round(_blocks(weight), scales.to(weight.device), weight)
 
 
 def dequantize_blocks(quantized_OI: Tensor, scales: Tensor) -> Tensor:
@@ -89,6 +93,13 @@ def quantize_tensors(
 def _fp8_pair(spec: TensorSpec) -> list[TensorSpec]:
     grid = tuple(-(-size // BLOCK) for size in spec.shape)
     return [TensorSpec(spec.name, "float8_e4m3fn", spec.shape), TensorSpec(spec.name + SCALE_SUFFIX, "float32", grid)]
+
+
+def _round(blocks: Tensor, scales: Tensor, like: Tensor) -> Tensor:
+    """[O, I] float8_e4m3fn of blocks in the layout of `_blocks`."""
+    # Division may round the largest element to just above 448, which e4m3fn cannot hold.
+    scaled = (blocks / scales[:, None, :, None]).clamp(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn)
+    return _unblock(scaled.view(torch.uint8), like).view(torch.float8_e4m3fn)
 
 
 def _blocks(matrix: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def import_command(words: CommandWords, framework: str, file: str) -> int:
 
     Raises:
         ConfigError: no such framework, or a file without options.
-        RunFolderError: the new file is there already.
+        RunFolderError: the new file is there already, or cannot be written.
     """
     if framework not in _FRAMEWORKS:
         raise ConfigError(f"import knows {' and '.join(_FRAMEWORKS)}: got {framework!r}")
@@ -48,7 +48,10 @@ def import_command(words: CommandWords, framework: str, file: str) -> int:
     text = draft.as_toml(
         f"Written by `grpo-async-app import {framework}` from {source.name}.\nBehind each key: its source."
     )
-    target.write_text(text)
+    try:
+        target.write_text(text)
+    except OSError as error:
+        raise RunFolderError(f"{target} cannot be written: {error.strerror}; choose another place") from error
     _tell(draft)
     problems = _problems(text, target)
     print(f"written to {target}" + (", with something to put right:" if problems else ""))

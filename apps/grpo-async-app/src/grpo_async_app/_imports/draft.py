@@ -137,8 +137,17 @@ class Draft:
                 lines += [f"{_line(key, entry.value):<34}  # {entry.source}" for key, entry in held.items()]
         for title, found in (("means something else here", self.changed), ("has no counterpart", self.missing)):
             if found:
-                lines += ["", f"# {title}:", *(f"#   {self.value(name)}: {text}" for name, text in found.items())]
+                lines += [
+                    "",
+                    f"# {title}:",
+                    *(f"#   {self.value(name)}: {_one_line(text)}" for name, text in found.items()),
+                ]
         return "\n".join(lines) + "\n"
+
+
+def _one_line(text: str) -> str:
+    """A comment ends with its line; what it quotes may have several."""
+    return " ".join(text.split())
 
 
 def _first_match(name: str, patterns: Mapping[str, str]) -> str:

@@ -14,6 +14,8 @@ from offbeat_types import ConfigError
 _NUMBER: Final = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _ENVIRONMENT: Final = re.compile(r"\$\{oc\.env:(?P<name>\w+)(?:,\s*(?P<default>[^}]*))?\}")
 _OTHER_OPTION: Final = re.compile(r"\$\{(?:oc\.select:)?(?P<name>[\w.]+)(?:,\s*(?P<default>[^}]*))?\}")
+_MAX_REFERENCES: Final = 8
+"""An option may refer to one that refers to another; two that refer to each other never end."""
 _WORDS: Final[dict[str, Any]] = {"true": True, "false": False, "null": None, "none": None, "": None}
 _STRUCTURED: Final = (".yaml", ".yml", ".json")
 
@@ -79,9 +81,15 @@ def _resolved(options: dict[str, Any]) -> dict[str, Any]:
             lambda found: f"${{{found['name']}:-{found['default']}}}" if found["default"] else f"${{{found['name']}}}",
             text,
         )
-        return read_value(_OTHER_OPTION.sub(look_up, text)) if "${" in text else text
+        for _ in range(_MAX_REFERENCES):
+            before, text = text, _OTHER_OPTION.sub(look_up, text)
+            if text == before:
+                break
+        return read_value(text)
 
-    return {name: put_in(value) if isinstance(value, str) else value for name, value in options.items()}
+    return {
+        name: put_in(value) if isinstance(value, str) and "${" in value else value for name, value in options.items()
+    }
 
 
 def read_value(text: str) -> Any:

@@ -85,8 +85,11 @@ def _write_data(draft: Draft) -> None:
     functions, weights = draft.take("reward_funcs"), draft.take("reward_weights")
     names = functions if isinstance(functions, list) else [functions] if functions else []
     if names:
-        shares = weights or [1.0] * len(names)
-        draft.put("reward.weights", dict(zip(map(str, names), map(float, shares), strict=False)), "reward_funcs")
+        given = [float(share) for share in weights or []]
+        if given and len(given) != len(names):
+            draft.change("reward_weights", f"{len(given)} for {len(names)} functions: those without one weigh 1")
+        shares = [*given, *[1.0] * len(names)]
+        draft.put("reward.weights", dict(zip(map(str, names), shares, strict=False)), "reward_funcs")
         draft.change(
             "reward_funcs", "called as function(prompt, completion), one completion at a time: module:function"
         )
@@ -114,10 +117,11 @@ def _write_rollout(draft: Draft) -> None:
 
 
 def _write_trainer(draft: Draft) -> None:
-    low = draft.take("bf16", default=not draft.take("fp16", default=False))
+    is_half = draft.take("fp16", default=False)
+    low = draft.take("bf16", default=not is_half)
     for key in ("engine.dtype", "rollout.dtype"):
         draft.put(key, "bfloat16" if low else "float32", "bf16")
-    if draft.has("fp16"):
+    if is_half:
         draft.change("fp16", "the trainer computes in float32 or bfloat16")
     draft.copy("engine.learning_rate", "learning_rate", default=1e-6)
     kind = draft.take("lr_scheduler_type", default="linear")

@@ -5,12 +5,12 @@ verl/experimental/fully_async_policy/config/fully_async_ppo_trainer (earlier rec
 versions of 2025-11 to 2026-02.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, Final
 
 from grpo_async_app._imports.draft import Draft
 from grpo_async_app._imports.verl_objective import write_objective
+from grpo_async_app._imports.verl_schedule import write_schedule
 
 _ACTOR: Final = "actor_rollout_ref.actor."
 _ROLLOUT: Final = "actor_rollout_ref.rollout."
@@ -18,7 +18,6 @@ _MODEL: Final = "actor_rollout_ref.model."
 _MEGATRON: Final = f"{_ACTOR}megatron."
 _ENGINES: Final = {"fsdp": "torch", "fsdp2": "torch", "megatron": "megatron"}
 _SAMPLERS: Final = {"vllm": "vllm", "hf": "torch", "trtllm": "trtllm"}
-_TRACKERS: Final = ("wandb", "trackio", "mlflow")
 _AXES: Final = {
     "tensor_parallel": "tensor_model_parallel_size",
     "context_parallel": "context_parallel_size",
@@ -37,8 +36,6 @@ ALWAYS: Final[Mapping[str, str]] = {
     f"{_ACTOR}ppo_micro_batch_size*": "micro-batches are always filled by tokens",
     "actor_rollout_ref.ref.log_prob_*": "the trainer's token budget bounds every pass",
     "trainer.resume_mode": "`grpo-async-app resume RUN` goes on from the latest checkpoint",
-    "algorithm.use_kl_in_reward": "told by kl_in",
-    f"{_ACTOR}use_kl_loss": "told by kl_coefficient",
 }
 MISSING: Final[Mapping[str, str]] = {
     "data.truncation": "nothing is cut: prompts that are too long are left out and counted",
@@ -55,7 +52,7 @@ MISSING: Final[Mapping[str, str]] = {
     f"{_ROLLOUT}multi_turn.*": "see section environment",
     f"{_ROLLOUT}load_format": "weights come from the trainer before anything is sampled",
     "*checkpoint_engine.*": "weights take shared memory on one machine and TCP between machines",
-    "*profiler.*": "no counterpart in this application",
+    "*profiler.*": "see section profile: chosen updates of chosen roles",
 }
 
 
@@ -72,9 +69,7 @@ def import_verl(options: Mapping[str, Any]) -> Draft:
     _write_rollout(draft)
     _write_trainer(draft)
     write_objective(draft, is_async=is_async)
-    _write_batches(draft, is_async=is_async)
-    _write_places(draft)
-    _write_rhythm(draft, is_async=is_async)
+    write_schedule(draft, is_async=is_async)
     draft.finish(ALWAYS, MISSING)
     return draft
 
@@ -147,29 +142,35 @@ def _write_rollout(draft: Draft) -> None:
 
 def _write_engine_arguments(draft: Draft, wanted: str) -> None:
     """Arguments of the rollout engine itself go to `rollout.options`, which hands on what it does not know."""
-    prefix = f"{_ROLLOUT}engine_kwargs.{wanted}."
-    names = [name for name in draft.left if name.startswith(prefix)]
-    own = [f"{_ROLLOUT}{name}" for name in ("gpu_memory_utilization", "enforce_eager", "enable_chunked_prefill")]
-    names += [name for name in own if draft.has(name)]
-    if not _SAMPLERS.get(wanted, "vllm").startswith("vllm"):
+    if _SAMPLERS.get(wanted, "vllm") != "vllm":
         return
-    options = {name.rsplit(".", 1)[-1]: draft.take(name) for name in names}
-    options = {name: value for name, value in options.items() if value is not None}
+    prefix = f"{_ROLLOUT}engine_kwargs.vllm."
+    names = {name: name.removeprefix(prefix) for name in draft.left if name.startswith(prefix)}
+    own = ("gpu_memory_utilization", "enforce_eager", "enable_chunked_prefill")
+    names |= {f"{_ROLLOUT}{name}": name for name in own if draft.has(f"{_ROLLOUT}{name}")}
+    options: dict[str, Any] = {}
+    for name, argument in names.items():
+        if (value := draft.take(name)) is not None:
+            *outer, last = argument.split(".")
+            inner = options
+            for each in outer:
+                inner = inner.setdefault(each, {})
+            inner[last] = value
     if options:
         draft.put("rollout.options", options, *names)
 
 
 def _write_trainer(draft: Draft) -> None:
-    strategy = draft.take(f"{_ACTOR}strategy", default="fsdp")
-    backend = "megatron" if any(name.startswith(_MEGATRON) for name in draft.left) else _ENGINES.get(strategy, "torch")
-    draft.put("engine.backend", backend, f"{_ACTOR}strategy")
-    options = {key: draft.take(f"{_MEGATRON}{name}") for key, name in _AXES.items()}
-    options = {key: size for key, size in options.items() if size is not None}
-    if options:
-        draft.put("engine.options", options, *(f"{_MEGATRON}{_AXES[key]}" for key in options))
-        draft.change(f"{_ACTOR}strategy", "the megatron engine computes in float32")
-    else:
+    has_axes = any(name.startswith(_MEGATRON) for name in draft.left)
+    strategy = draft.take(f"{_ACTOR}strategy", default="megatron" if has_axes else "fsdp")
+    if strategy not in _ENGINES:
+        draft.change(f"{_ACTOR}strategy", "there is no such training engine here: torch takes its place")
+        strategy = "fsdp"
+    draft.put("engine.backend", _ENGINES[strategy], f"{_ACTOR}strategy")
+    if strategy.startswith("fsdp"):
         draft.put("engine.dtype", "bfloat16", f"{_ACTOR}strategy")
+    else:
+        _write_axes(draft)
     draft.copy("engine.learning_rate", f"{_ACTOR}optim.lr", default=1e-6)
     draft.copy("engine.warmup_steps", f"{_ACTOR}optim.lr_warmup_steps", convert=lambda steps: max(steps, 0))
     draft.copy("engine.schedule", f"{_ACTOR}optim.lr_scheduler_type", f"{_ACTOR}optim.warmup_style")
@@ -186,75 +187,10 @@ def _write_trainer(draft: Draft) -> None:
     draft.copy("engine.lora_alpha", f"{_MODEL}lora_alpha", convert=float)
 
 
-def _write_batches(draft: Draft, *, is_async: bool) -> None:
-    step = draft.number(f"{_ACTOR}ppo_mini_batch_size", default=256)
-    draft.put("async.mini_batch_size", step, f"{_ACTOR}ppo_mini_batch_size")
-    all_prompts = draft.number("data.train_batch_size", default=1024)
-    if not is_async:
-        draft.put("async.require_batches", max(all_prompts // step, 1), "data.train_batch_size")
-        draft.put("async.staleness_threshold", 0, "data.train_batch_size")
-        return
-    draft.copy("async.require_batches", "async_training.require_batches", default=1)
-    draft.copy("async.trigger_parameter_sync_step", "async_training.trigger_parameter_sync_step", default=4)
-    staleness = draft.number("async_training.staleness_threshold", default=0.1)
-    draft.put("async.staleness_threshold", staleness, "async_training.staleness_threshold")
-    partial = draft.take("async_training.partial_rollout", default=True)
-    draft.put("async.partial_rollout", bool(partial and staleness), "async_training.partial_rollout")
-    if partial and not staleness:
-        draft.change(
-            "async_training.partial_rollout", "has no effect without staleness: nothing is in flight at a sync"
-        )
-    names = ("rollout.max_concurrent_samples_per_replica", "async_training.max_concurrent_samples_per_replica")
-    draft.copy("rollout.max_running", *names)
-
-
-def _write_places(draft: Draft) -> None:
-    nodes = draft.number("trainer.nnodes", default=1)
-    width = draft.number("trainer.n_gpus_per_node", default=8)
-    draft.put("engine.num_ranks", nodes * width, "trainer.nnodes", "trainer.n_gpus_per_node")
-    shared = draft.entries["rollout.tensor_parallel"].value
-    is_apart = draft.has("rollout.nnodes") or draft.has("rollout.n_gpus_per_node")
-    draft.take("actor_rollout_ref.hybrid_engine")
-    draft.put("cluster.launcher", "ray", "trainer.nnodes")
-    sampling_nodes, sampling_width = nodes, width
-    if is_apart:
-        sampling_nodes = draft.number("rollout.nnodes", default=1)
-        sampling_width = draft.number("rollout.n_gpus_per_node", default=8)
-    else:
-        draft.put("cluster.colocate", True, "actor_rollout_ref.hybrid_engine")
-    names = ("rollout.nnodes", "rollout.n_gpus_per_node") if is_apart else ("trainer.nnodes", "trainer.n_gpus_per_node")
-    draft.put("rollout.num_engines", max(sampling_nodes * sampling_width // shared, 1), *names)
-    draft.change(
-        names[0],
-        "engines and ranks are counted, and the planner finds their nodes; `plan --cluster NODESxACCELERATORS` shows "
-        "whether they fit, and cluster.num_nodes with cluster.accelerators_per_node would ask for a part of a cluster",
-    )
-    for key in ("engine.device", "rollout.device"):
-        if device := draft.take("trainer.device"):
-            draft.put(key, device, "trainer.device")
-
-
-def _write_rhythm(draft: Draft, *, is_async: bool) -> None:
-    draft.copy("data.epochs", "rollout.total_epochs", "trainer.total_epochs", default=30)
-    updates = draft.number("trainer.total_training_steps", default=0)
-    prompts = draft.number("rollout.total_rollout_steps", default=0)
-    per_update = draft.entries["async.mini_batch_size"].value * draft.entries["async.require_batches"].value
-    if updates or prompts:
-        draft.put(
-            "engine.max_updates",
-            updates or math.ceil(prompts / per_update),
-            "trainer.total_training_steps" if updates else "rollout.total_rollout_steps",
-        )
-    every = max(draft.number("rollout.test_freq", "trainer.test_freq", default=0), 0)
-    if is_async and every:
-        every *= draft.entries["async.trigger_parameter_sync_step"].value
-        draft.change(draft.named("rollout.test_freq", "trainer.test_freq"), "counted in syncs there, in updates here")
-    if every and "data.eval_path" in draft.entries:
-        draft.put("eval.every_updates", every, "rollout.test_freq", "trainer.test_freq")
-    draft.copy("checkpoint.every", "trainer.save_freq", convert=lambda steps: max(steps, 0))
-    draft.copy("checkpoint.keep", "trainer.max_actor_ckpt_to_keep")
-    loggers = draft.take("trainer.logger")
-    trackers = [name for name in loggers if name in _TRACKERS] if isinstance(loggers, list) else []
-    if trackers:
-        draft.put("log.trackers", trackers, "trainer.logger")
-    draft.copy("log.project", "trainer.project_name")
+def _write_axes(draft: Draft) -> None:
+    """Along which axes the ranks share the model."""
+    options = {key: draft.take(f"{_MEGATRON}{name}") for key, name in _AXES.items()}
+    options = {key: size for key, size in options.items() if size is not None}
+    if options:
+        draft.put("engine.options", options, *(f"{_MEGATRON}{_AXES[key]}" for key in options))
+    draft.change(f"{_ACTOR}strategy", "the megatron engine computes in float32")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from grpo_async_app._groups import SampledGroup
-from offbeat_objectives import AlgorithmConfig, compute_advantages, correct_rollouts, kl_per_token
+from offbeat_objectives import AlgorithmConfig, compute_advantages, correct_rollouts, distill, kl_per_token
 from offbeat_types import Floats, Metrics, TrainEngine, TrainSequence
 
 
@@ -52,6 +52,11 @@ def build_batch(groups: list[SampledGroup], config: AlgorithmConfig, engine: Tra
     if config.needs_reference:
         packed["ref_logprobs"] = _loss_values(plain, engine.logprobs(plain, reference=True))
     packed["advantages"] = _advantages(samples, lengths_S, packed, config)
+    if config.needs_teacher:
+        teacher_N = np.concatenate([group.teacher_logprobs[number] for _, group, number in samples])
+        distilled = distill(config, torch.from_numpy(packed["old_logprobs"]), torch.from_numpy(teacher_N), lengths_S)
+        packed["advantages"] = packed["advantages"] + distilled.advantages_N.numpy()
+        metrics.update(distilled.metrics)
     if config.correction != "none" and config.needs_train_logprobs:
         correction = correct_rollouts(
             torch.from_numpy(packed["old_logprobs"]),

@@ -4,15 +4,18 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from grpo_async_app._roles.residence import resident_bytes
+from grpo_async_app._roles.stretch_trace import StretchTrace
 from offbeat_data import load_tokenizer
 from offbeat_types import (
     BackendError,
     Completion,
+    ConfigError,
     EngineHealth,
     GenerateRequest,
     PauseMode,
     RolloutEngine,
     RolloutEngineConfig,
+    TracePlan,
     WeightProof,
     load_backend,
 )
@@ -33,6 +36,8 @@ class RolloutRole:
         config: the engine's.
         serve_port: where agents outside are served too, from the first weights on; 0: a free one, told in the log.
         serve_deadline_s: seconds one of their requests may take.
+        trace: under which weights it traces itself; None for none.
+        trace_s: longest stretch of one trace.
     """
 
     _engine: RolloutEngine
@@ -44,18 +49,28 @@ class RolloutRole:
         config: RolloutEngineConfig,
         serve_port: int | None = None,
         serve_deadline_s: float = 600.0,
+        trace: TracePlan | None = None,
+        trace_s: float = 10.0,
     ) -> None:
         self._backend, self._config = backend, config
         self._serve_port, self._serve_deadline_s = serve_port, serve_deadline_s
         self._server: RolloutServer | None = None
+        self._trace = StretchTrace(trace, config.device, trace_s) if trace else None
 
     async def start(self) -> None:
         """Load the model.
 
         Raises:
+            ConfigError: it is to hold FP8 weights, and cannot.
             BackendError: it is to be served to others, and offbeat-serve is not installed.
         """
         self._engine = await load_backend("offbeat.rollout", self._backend).create(self._config)
+        if self._config.weight_format == "fp8" and not self._engine.capabilities.fp8_weights:
+            await self._engine.close()
+            raise ConfigError(
+                f"rollout.weight_format = fp8: an engine of rollout.backend = {self._backend!r} takes no FP8 blocks "
+                "from the trainer; set it to dtype (rollout.options may quantise by themselves), or take backend torch"
+            )
         if self._serve_port is not None:
             self._server = self._endpoint(self._serve_port)
 
@@ -105,6 +120,8 @@ class RolloutRole:
 
     async def receive_weights(self, socket_path: str, version: int, deadline_s: float, name: str) -> WeightProof:
         """Take `version` from the trainer that listens on `socket_path`, and prove to it what arrived."""
+        if self._trace is not None:
+            await self._trace.end()
         incoming = receive(socket_path, version, deadline_s, name=name)
         stream = await asyncio.to_thread(incoming.__enter__)
         try:
@@ -115,6 +132,8 @@ class RolloutRole:
             raise
         incoming.__exit__(None, None, None)
         await self._serve()
+        if self._trace is not None:
+            self._trace.begin(version)
         return proof
 
     async def _serve(self) -> None:
@@ -129,6 +148,8 @@ class RolloutRole:
 
     async def close(self) -> None:
         """Answer whoever waits with what there is, and free the engine."""
+        if self._trace is not None:
+            await self._trace.end()
         if self._server:
             await self._server.close()
         await self._engine.close()

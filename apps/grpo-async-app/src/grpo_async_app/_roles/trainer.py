@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,22 @@ from offbeat_types import (
     Metric,
     Metrics,
     SleepingTrainEngine,
+    TracePlan,
     TrainEngine,
     TrainEngineConfig,
     WeightProof,
     load_backend,
     merge_metrics,
 )
-from offbeat_weightsync import BucketPlan, WeightSender, describe_tensors, new_address, open_sender
+from offbeat_weightsync import (
+    BucketPlan,
+    WeightSender,
+    describe_tensors,
+    fp8_specs,
+    new_address,
+    open_sender,
+    quantize_tensors,
+)
 
 ALONE = TeamPlace()
 
@@ -36,10 +46,12 @@ class TrainerRole:
         algorithm: section `algorithm`.
         socket_path: where rollout engines fetch weights: an address from `new_address` or `new_socket_path`.
         rollout_dtype: format the weights travel in.
+        as_fp8: the layers' matrices travel as FP8 blocks instead.
         bucket_bytes: size of a weight bucket.
         checkpoint: folder to go on from, or empty.
         team: this process among the ranks of the trainer. All ranks are called alike; rank 0 sends weights.
         stall_after_s: a rank waits longer than this for another: all end, and the log says why.
+        traces: which updates each rank traces, by its name.
     """
 
     def __init__(
@@ -54,27 +66,41 @@ class TrainerRole:
         checkpoint: str = "",
         team: TeamPlace = ALONE,
         stall_after_s: float = 60.0,
+        as_fp8: bool = False,
+        traces: list[TracePlan] = [],  # noqa: B006  never changed
     ) -> None:
         create = load_backend("offbeat.engine", backend).create
         mesh = team.join(config.device, stall_after_s)
         self._engine: TrainEngine = create(config, mesh) if mesh else create(config)
         if checkpoint:
             self._engine.load(Path(checkpoint))
+        self._trace = make_trace(traces, team, config.device)
         self._algorithm, self._loss = algorithm, build_loss(algorithm)
-        self._plan = BucketPlan.build(describe_tensors(self._engine.weights(), rollout_dtype), bucket_bytes)
+        specs = describe_tensors(self._engine.weights(), rollout_dtype)
+        self._plan = BucketPlan.build(fp8_specs(specs) if as_fp8 else specs, bucket_bytes)
+        self._as_fp8 = as_fp8
         self._leads = team.rank == 0
         self._senders: dict[str, WeightSender] = {}
         self._last_withdrawn = 0
         if self._leads:
             self._senders[""] = open_sender(socket_path, self._plan)
-        self._in_lanes = mesh is None and tensors_stay(self._engine.weights)
+        self._in_lanes = mesh is None and not as_fp8 and tensors_stay(self._engine.weights)
 
-    def update(self, groups: list[SampledGroup], num_batches: int) -> Metrics:
+    def update(self, groups: list[SampledGroup], num_batches: int, number: int = 0) -> Metrics:
         """Train on groups: one optimizer step for each of `num_batches` mini batches.
+
+        Args:
+            groups: scored.
+            num_batches: R / mini batch size.
+            number: of the update, from 0.
 
         Returns:
             Metrics of the losses and steps, merged over the mini batches.
         """
+        with self._trace(number):
+            return self._update(groups, num_batches)
+
+    def _update(self, groups: list[SampledGroup], num_batches: int) -> Metrics:
         batch = build_batch(groups, self._algorithm, self._engine)
         steps = [self._step(part) for part in split_batch(batch, num_batches)]
         return merge_metrics([batch.metrics, *steps])
@@ -118,6 +144,8 @@ class TrainerRole:
         def is_withdrawn() -> bool:
             return 0 < errand <= self._last_withdrawn
 
+        if self._as_fp8:
+            weights = quantize_tensors(weights)
         return self._senders[address].send(weights, version, 1, deadline_s=deadline_s, is_withdrawn=is_withdrawn)
 
     async def withdraw(self, errand: int) -> None:
@@ -171,6 +199,16 @@ class TrainerRole:
             sender.close()
         self._engine.close()
         leave()
+
+
+def make_trace(traces: list[TracePlan], team: TeamPlace, device: str) -> Callable[[int], AbstractContextManager[None]]:
+    """Called with the number of an update: the block in which it runs, traced if this rank shall trace it."""
+    plan = next((plan for plan in traces if plan.role == f"trainer-{team.rank}"), None)
+    if plan is None:
+        return lambda _: nullcontext()
+    from offbeat_dist import StepTracer, open_device, rank_device
+
+    return StepTracer(open_device(rank_device(device, team.rank, team.size)), plan).step
 
 
 def tensors_stay(weights: Callable[[], Iterable[tuple[str, Any]]]) -> bool:

@@ -2,16 +2,14 @@
 
 import json
 import os
-import signal
 from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
 
-collect_ignore_glob = [] if find_spec("megatron") and find_spec("grpo_async_app") else ["test_*.py"]
+from offbeat_testing import CommandLine, forked_main, small_grpo_run, tiny_model
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has started the tests in the background
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+collect_ignore_glob = [] if find_spec("megatron") and find_spec("grpo_async_app") else ["test_*.py"]
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -26,38 +24,24 @@ def _one_thread():
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     """A model that two ranks can share along each axis."""
-    from offbeat_testing import tiny_model
-
     return tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32, num_layers=2, num_kv_heads=2)
 
 
-def forked(app):
-    """The command line of an application for a `RunningCommand` whose processes are all forks."""
-    for module in (f"{app}._commands", "offbeat_engine_torch", "offbeat_engine_megatron", "offbeat_rollout_torch"):
-        import_module(module)  # before anything forks
-    from offbeat_testing import fork_roles
-
-    def main():
-        fork_roles()
-        import_module(f"{app}._cli").main()
-
-    return main
+ENGINES = ("offbeat_engine_torch", "offbeat_engine_megatron", "offbeat_rollout_torch")
 
 
 @pytest.fixture(scope="session")
 def sft_main():
-    return forked("sft_app")
+    return forked_main("sft_app", *ENGINES)
 
 
 @pytest.fixture(scope="session")
 def grpo_main():
-    return forked("grpo_async_app")
+    return forked_main("grpo_async_app", *ENGINES)
 
 
 def command_line(app, monkeypatch, capsys):
     """The command line, called in this process."""
-    from offbeat_testing import CommandLine
-
     return CommandLine(app.replace("_", "-"), import_module(f"{app}._cli").main, monkeypatch, capsys)
 
 
@@ -69,11 +53,6 @@ def sft_command(monkeypatch, capsys):
 @pytest.fixture
 def grpo_command(monkeypatch, capsys):
     return command_line("grpo_async_app", monkeypatch, capsys)
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture
@@ -88,12 +67,13 @@ def sft_config(tmp_path, model):
         }
         for number in range(24)
     ]
-    path = tmp_path / "sft.toml"
+    path, data = tmp_path / "sft.toml", tmp_path / "chats.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     path.write_text(f"""
 [model]
 path = "{model}"
 [data]
-path = "{write_rows(tmp_path / "chats.jsonl", rows)}"
+path = "{data}"
 eval_size = 4
 max_sequence_tokens = 256
 epochs = 3
@@ -112,38 +92,7 @@ every = 2
 
 @pytest.fixture
 def grpo_config(tmp_path, model):
-    """5 updates over 20 prompts, two samples each."""
-    rows = [{"prompt": f"what is {n} and one?", "answer": str(n + 1)} for n in range(24)]
-    path = tmp_path / "grpo.toml"
-    path.write_text(f"""
-[model]
-path = "{model}"
-[data]
-path = "{write_rows(tmp_path / "sums.jsonl", rows)}"
-eval_size = 4
-max_prompt_tokens = 64
-[reward]
-name = "number_match"
-[rollout]
-samples_per_prompt = 2
-max_tokens = 8
-max_model_len = 96
-[engine]
-learning_rate = 1e-4
-[async]
-mini_batch_size = 4
-partial_rollout = true
-[eval]
-every_updates = 2
-[checkpoint]
-every = 2
-[cluster]
-trainer_threads = 1
-rollout_threads = 1
-[log]
-train_generations = 100
-""")
-    return path
+    return small_grpo_run(tmp_path, model)
 
 
 @pytest.fixture

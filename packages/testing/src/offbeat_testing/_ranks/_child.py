@@ -114,6 +114,7 @@ class Rank:
 
     def _settle(self) -> None:
         """Cut what ties this process to the one it was forked from."""
+        self._born_ns = time.time_ns()
         os.setpgid(0, 0)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -220,7 +221,7 @@ class Rank:
     def _state(self, *, stacks: bool) -> RankState:
         joined = dist.is_initialized()
         return RankState(
-            collectives=recorded_collectives() if joined else [],
+            collectives=recorded_collectives(self._born_ns) if joined else [],
             members=group_members() if joined else {},
             stacks=_stacks() if stacks else "",
         )

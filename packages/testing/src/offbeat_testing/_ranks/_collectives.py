@@ -89,8 +89,12 @@ def _signature(call: Collective | None) -> tuple[str, ...]:
     return (call.op, *(getattr(call, compared) if compared else ()))
 
 
-def recorded_collectives() -> list[Collective]:
-    """The collectives of this process, oldest first, as far back as torch's flight recorder reaches."""
+def recorded_collectives(since_ns: int = 0) -> list[Collective]:
+    """The collectives of this process, oldest first, as far back as torch's flight recorder reaches.
+
+    Args:
+        since_ns: of `time.time_ns`. A fork has its parent's older ones too, whose groups may have had the same names.
+    """
     from torch._C import _distributed_c10d as c10d
 
     with _without_inductor():
@@ -98,7 +102,8 @@ def recorded_collectives() -> list[Collective]:
         dump = pickle.loads(
             c10d._dump_fr_trace(includeCollectives=True, includeStackTraces=True, onlyActive=False)  # type: ignore[attr-defined]
         )
-    return [_collective(entry) for entry in dump.get("entries", []) if not entry["is_p2p"]]
+    entries = [entry for entry in dump.get("entries", []) if entry["time_created_ns"] >= since_ns]
+    return [_collective(entry) for entry in entries if not entry["is_p2p"]]
 
 
 def group_members() -> dict[str, list[int]]:

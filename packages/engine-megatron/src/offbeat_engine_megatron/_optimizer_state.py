@@ -1,4 +1,8 @@
-"""Adam's moments by parameter, wherever megatron-core's optimizers keep them."""
+"""What an optimizer knows of each parameter, wherever megatron-core keeps it: Adam's moments, and float32 weights.
+
+A parameter in bfloat16 is a rounded copy; what is updated, and goes into checkpoints, is its float32 main parameter.
+The distributed optimizer holds both cut over the ranks that share the parameter.
+"""
 
 from typing import Any, Final
 
@@ -9,13 +13,14 @@ from torch import Tensor
 from offbeat_engine_megatron._optimizer import ClippedOptimizer
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+_MAIN: Final = "main"
 
 
-class Moments:
-    """Adam's moments by parameter, whole on each rank, wherever megatron-core keeps their parts.
+class OptimizerState:
+    """The state of each parameter, whole on each rank.
 
     Args:
-        optimizer: whose they are.
+        optimizer: whose it is.
     """
 
     def __init__(self, optimizer: ClippedOptimizer) -> None:
@@ -26,25 +31,51 @@ class Moments:
             for parameter in (
                 [held for buffer in each.buffers for held in buffer.params]
                 if hasattr(each, "buffers")
+                else [held for group in (*each.float16_groups, *each.fp32_from_fp32_groups) for held in group]
+                if hasattr(each, "float16_groups")
                 else each.get_parameters()
             )
         }
         self._last: tuple[Any, str, Tensor] | None = None
 
     @torch.no_grad()
-    def whole(self, parameter: Any, name: str) -> Tensor:
-        """One moment, of the parameter's shape. All ranks that share the optimizer's state of it call this."""
+    def moment(self, parameter: Any, name: str) -> Tensor:
+        """One of `MOMENTS`, of the parameter's shape, float32. All ranks that share the parameter's state call this."""
         if self._last is None or self._last[0] is not parameter or self._last[1] != name:
             self._last = (parameter, name, self._collect(parameter, name))
         return self._last[2]  # queries, keys and values of one parameter are asked for one after the other
 
     @torch.no_grad()
-    def put(self, parameter: Any, name: str, values: Tensor) -> None:
+    def put_moment(self, parameter: Any, name: str, values: Tensor) -> None:
         """Set this rank's part of a moment from the whole of it."""
         found = self._find(parameter)
         if found is not None:
             inner, main, start, stop = found
             inner.state[main][name] = values.reshape(-1)[start:stop].clone().view_as(main)
+
+    def weights(self, parameter: Any) -> Tensor:
+        """What is trained, of the parameter's shape: itself, or the float32 values that it is rounded from.
+
+        All ranks that share the parameter's state call this.
+        """
+        if self._is_copy(parameter):
+            return self.moment(parameter, _MAIN)
+        whole: Tensor = parameter.detach()
+        return whole
+
+    @torch.no_grad()
+    def put_weights(self, parameter: Any, values: Tensor) -> None:
+        """Set a parameter, and this rank's part of the float32 values behind it.
+
+        Args:
+            parameter: trained or frozen.
+            values: float32, of its shape.
+        """
+        parameter.copy_(values)
+        found = self._find(parameter) if self._is_copy(parameter) else None
+        if found is not None:
+            _, main, start, stop = found
+            main.copy_(values.reshape(-1)[start:stop].view_as(main))
 
     def count_steps(self, steps_taken: int) -> None:
         """Set Adam's own count, a tensor for each parameter: it is counted up in place."""
@@ -52,13 +83,17 @@ class Moments:
             for main in each.get_parameters():
                 each.optimizer.state[main]["step"] = torch.tensor(float(steps_taken))
 
+    def _is_copy(self, parameter: Any) -> bool:
+        return parameter.dtype != torch.float32 and id(parameter) in self._owners
+
     def _collect(self, parameter: Any, name: str) -> Tensor:
-        whole = torch.zeros_like(parameter, requires_grad=False)
+        whole = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
         found = self._find(parameter)
         if found is not None:
             inner, main, start, stop = found
-            if name in inner.state.get(main, {}):  # nothing yet before the first step
-                whole.view(-1)[start:stop] = inner.state[main][name].reshape(-1)
+            part = main if name == _MAIN else inner.state.get(main, {}).get(name)
+            if part is not None:  # no moments yet before the first step
+                whole.view(-1)[start:stop] = part.reshape(-1)
         owner = self._owners[id(parameter)]
         if hasattr(owner, "buffers"):  # the distributed optimizer: each rank has had a part
             dist.all_reduce(whole, group=owner.data_parallel_group)
@@ -68,7 +103,8 @@ class Moments:
         """The inner optimizer, its parameter, and which elements of ours that is; None where others hold all of it."""
         owner = self._owners[id(parameter)]
         if not hasattr(owner, "buffers"):
-            return owner.optimizer, parameter, 0, parameter.numel()
+            main = parameter if parameter.dtype == torch.float32 else parameter.main_param
+            return owner.optimizer, main, 0, parameter.numel()
         if parameter not in owner.model_param_group_index_map:
             return None
         group, order = owner.model_param_group_index_map[parameter]

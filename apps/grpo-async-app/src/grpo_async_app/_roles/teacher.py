@@ -1,0 +1,58 @@
+"""The teacher role: one replica of the teacher, an engine of any rollout backend that scores."""
+
+import numpy as np
+
+from offbeat_types import (
+    ConfigError,
+    EngineHealth,
+    Floats,
+    RolloutEngineConfig,
+    ScoreRequest,
+    ScoringEngine,
+    load_backend,
+)
+
+
+class TeacherRole:
+    """Scores what the policy has sampled; its weights stay those of its folder.
+
+    Args:
+        backend: name under the entry-point group `offbeat.rollout`.
+        config: the engine's.
+        temperature: of the policy's samples, at which it will be asked.
+    """
+
+    _engine: ScoringEngine
+
+    def __init__(self, *, backend: str, config: RolloutEngineConfig, temperature: float) -> None:
+        self._backend, self._config, self._temperature = backend, config, temperature
+
+    async def start(self) -> None:
+        """Load the model, and score two tokens, so that what cannot be is known before anything is sampled.
+
+        Raises:
+            ConfigError: the backend does not score, or not at this temperature.
+        """
+        engine = await load_backend("offbeat.rollout", self._backend).create(self._config)
+        if not engine.capabilities.scores:
+            await engine.close()
+            raise ConfigError(
+                f"teacher.backend = {self._backend!r} does not score tokens that others have sampled, with these "
+                "teacher.options: take another, such as torch"
+            )
+        self._engine = engine
+        ids = np.zeros(1, np.int32)
+        trial = ScoreRequest(request_id="trial", prompt_ids=ids, continuations=(ids,), temperature=self._temperature)
+        await self._engine.score(trial)
+
+    async def score(self, request: ScoreRequest) -> list[Floats]:
+        """See `ScoringEngine.score`."""
+        return await self._engine.score(request)
+
+    async def health(self) -> EngineHealth:
+        """See `RolloutEngine.health`."""
+        return await self._engine.health()
+
+    async def close(self) -> None:
+        """Free the engine."""
+        await self._engine.close()

@@ -1,0 +1,106 @@
+"""With FP8 weights the engine computes what transformers computes from the dequantised ones, and proves the blocks."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from offbeat_rollout_torch import TorchRolloutEngine
+from offbeat_testing import changed_weights, reference_logprobs, reference_model, tiny_model
+from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams, WeightSyncError
+from offbeat_weightsync import (
+    InProcessStream,
+    TensorSpec,
+    dequantize_blocks,
+    is_fp8_weight,
+    quantize_blocks,
+    quantize_tensors,
+)
+
+REQUEST = GenerateRequest(
+    request_id="r",
+    prompt_ids=np.arange(5, 25, dtype=np.int32),
+    num_samples=2,
+    params=SamplingParams(max_tokens=40, ignore_eos=True, seed=3),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("fp8") / "model", hidden_size=192)  # matrices of more than a block
+
+
+def rounded(named):
+    """The values that FP8 blocks of these weights stand for."""
+    return {
+        name: dequantize_blocks(*quantize_blocks(tensor))
+        if is_fp8_weight(TensorSpec(name, "float32", tuple(tensor.shape)))
+        else tensor
+        for name, tensor in named
+    }
+
+
+def distance(model, completions):
+    """Between reported log-probabilities and the model's, nats."""
+    far = 0.0
+    for each in completions:
+        whole = np.concatenate([REQUEST.prompt_ids, each.ids])
+        far = max(far, float(np.abs(each.logprobs - reference_logprobs(model, whole)[len(REQUEST.prompt_ids) :]).max()))
+    return far
+
+
+def check(model, named, completions):
+    """Exact for the dequantised weights, and visibly not for those they were made from."""
+    named = [(name, tensor.detach().clone()) for name, tensor in named]
+    model.load_state_dict(rounded(named), strict=False)
+    assert distance(model, completions) < 1e-3
+    model.load_state_dict(dict(named), strict=False)
+    assert distance(model, completions) > 3e-3, "nothing was rounded"
+
+
+def run(folder, use):
+    async def bounded():
+        config = RolloutEngineConfig(model_path=str(folder), device="cpu", max_model_len=128, weight_format="fp8")
+        engine = await TorchRolloutEngine.create(config)
+        try:
+            async with asyncio.timeout(60):
+                return await use(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(bounded())
+
+
+def test_logprobs_are_those_of_the_dequantised_weights(folder):
+    first, second = reference_model(folder), changed_weights(reference_model(folder))
+    second = [(name, torch.as_tensor(tensor)) for name, tensor in second]
+
+    async def use(engine):
+        loaded = await engine.generate(REQUEST)
+        stream = InProcessStream(quantize_tensors(second), 4)
+        proof = await engine.update_weights(stream, 4)
+        return loaded, await engine.generate(REQUEST), proof, len(stream.plan.specs)
+
+    loaded, updated, proof, num_tensors = run(folder, use)
+    named = list(first.named_parameters())
+    check(reference_model(folder), named, loaded)
+    check(reference_model(folder), second, updated)
+    assert (proof.version, proof.num_tensors) == (4, num_tensors)
+    assert num_tensors > len(named), "no scales were sent"
+    assert updated[0].oldest_version == 4
+
+
+def test_an_update_without_scales_leaves_nothing_served(folder):
+    weights = list(quantize_tensors(reference_model(folder).named_parameters()))
+    broken = [pair for pair in weights if not pair[0].endswith("down_proj.weight_scale_inv")]
+
+    async def use(engine):
+        with pytest.raises(WeightSyncError, match="must be followed by"):
+            await engine.update_weights(InProcessStream(broken, 1), 1)
+        with pytest.raises(WeightSyncError, match="no usable weights"):
+            await engine.generate(REQUEST)
+        await engine.update_weights(InProcessStream(weights, 2), 2)
+        assert (await engine.generate(REQUEST))[0].oldest_version == 2
+
+    run(folder, use)
