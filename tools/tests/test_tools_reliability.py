@@ -8,8 +8,9 @@ from pathlib import Path
 import elastic
 import pytest
 import reliability
-from reliability import DOCUMENT, FAULTS, Fault, Outcome, _row, read_table, slowed, table
+from reliability import DOCUMENT, Outcome, _row, read_table, table
 from role_faults import Job, accounting_complaints
+from run_faults import FAULTS, Fault, slowed
 
 [KILLED] = [fault for fault in FAULTS if fault.name == "rollout engine killed"]
 
