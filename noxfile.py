@@ -227,6 +227,12 @@ def sight(session: nox.Session) -> None:
     pytest(session, "sight", "tests/nightly/test_learns_to_see.py", "-rP")
 
 
+@nox.session(tags=["nightly"], default=False)
+def simulation(session: nox.Session) -> None:
+    """The simulator beside real runs."""
+    pytest(session, "simulation", "tests/nightly/test_simulation_meets_runs.py")
+
+
 for _folder in ("numerics", "e2e"):
     if list((ROOT / "tests" / _folder).glob("test_*.py")):
 
