@@ -118,7 +118,10 @@ def _commands_beside(pid: int) -> list[tuple[int, list[str]]]:
 def _lay_cable(number: int, pid: int) -> None:
     """From the switch to the host of a process, which may take a moment to have one."""
     own = os.readlink("/proc/self/ns/net")
+    end_s = time.monotonic() + START_S
     while os.readlink(f"/proc/{pid}/ns/net") == own:
+        if time.monotonic() > end_s:
+            raise SystemExit(f"host {number} has no network of its own after {START_S:g} s: is `unshare` allowed here?")
         time.sleep(0.01)
     _ip(f"link add cable{number} type veth peer name card netns {pid}")
     _ip(f"link set cable{number} master switch up")

@@ -5,11 +5,12 @@ import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from role_faults import accounting_complaints, last_value, role_pids, signal_role, updates
+from run_faults import slowed
 
 from offbeat_cluster._role_actor import RoleActor
 from offbeat_run import RunFolder, read_timeline
@@ -124,27 +125,6 @@ def test_a_disk_that_is_full_ends_the_run_and_leaves_the_last_checkpoint(
     assert sorted(path.name for path in (run / "checkpoints").iterdir() if path.is_dir())[-1] == latest.path.name
     with RunningCommand(forked_main, "resume", run) as process:
         assert_ends_well(process, run)
-
-
-@contextmanager
-def slowed(pid: int, share: float, period_s: float = 0.2) -> Iterator[None]:
-    """Let a process run only so much of the time."""
-    ended = threading.Event()
-
-    def work() -> None:
-        with suppress(ProcessLookupError):
-            while not ended.wait(period_s * share):
-                os.kill(pid, signal.SIGSTOP)
-                ended.wait(period_s * (1 - share))
-                os.kill(pid, signal.SIGCONT)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def busy_s(run: Path, role: str) -> float:
