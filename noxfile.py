@@ -193,7 +193,9 @@ def wheels(session: nox.Session, package: Package) -> None:
         MADE.add(WHEELS)
     # The same folder each time: bytecode is then found again, and an import of torch costs a third.
     venv = NOX / "wheel"
-    install(session, venv, "--no-sources", f"--find-links={WHEELS}", package.name, fresh=True)
+    # uv's cache knows a wheel of a folder by its path and version, and would install the one that lay here before.
+    anew = [f"--reinstall-package={own.name}" for own in PACKAGES]
+    install(session, venv, "--no-sources", f"--find-links={WHEELS}", *anew, package.name, fresh=True)
     run(session, "uv", "pip", "check", "--quiet", f"--python={venv}")
     with session.chdir(WHEELS):
         code = f"import {package.import_name} as it; assert 'site-packages' in it.__file__, it.__file__"
