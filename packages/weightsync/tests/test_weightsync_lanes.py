@@ -1,10 +1,12 @@
 """Weights that go in several lanes arrive whole and proved, or both sides say what went wrong."""
 
+import mmap
 import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -88,6 +90,28 @@ def test_engines_hold_the_bytes_that_were_sent_whether_they_load_or_iterate(
     for name, tensor in weights.items():
         assert torch.equal(held[name], tensor)
         assert torch.equal(rows[name], tensor)
+
+
+def test_a_stream_that_is_over_holds_nothing_of_the_engines(make_sender: Listen, weights: dict[str, Tensor]) -> None:
+    memory = {name: mmap.mmap(-1, tensor.nbytes) for name, tensor in weights.items()}
+    held = {name: torch.from_numpy(np.frombuffer(memory[name], np.uint8)).view(weights[name].dtype) for name in weights}
+    streams: list[PeerStream] = []
+
+    def keep() -> None:
+        with receive(sender.address, 1, 30) as stream:
+            stream.load(held.__getitem__)
+            stream.confirm(stream.prove(lambda name: held[name].view(weights[name].shape)))
+            streams.append(stream)
+
+    with make_sender(weights) as sender:
+        thread = threading.Thread(target=keep)
+        thread.start()
+        sender.send(weights.items(), 1, 1)
+        thread.join()
+    assert streams
+    held.clear()
+    for each in memory.values():
+        each.close()  # raises BufferError if anybody still looks at it
 
 
 def test_lanes_convert_and_prove_what_one_lane_does(make_sender: Listen, weights: dict[str, Tensor]) -> None:

@@ -4,14 +4,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from offbeat_types import WeightProof, WeightSyncError
+from offbeat_weightsync._places import Place, find_target
 from offbeat_weightsync._plan import BucketPlan, Piece, TensorSpec
 from offbeat_weightsync._proofs import compare_proofs, prove_tensors
-from offbeat_weightsync._tensors import check_dtype, torch_dtype
+from offbeat_weightsync._tensors import torch_dtype
 from offbeat_weightsync._windows import Window
 
 
@@ -30,6 +30,7 @@ class ArrivingStream:
     def __init__(self, plan: BucketPlan, version: int, windows: Sequence[Window]) -> None:
         self.version, self.plan, self._windows = version, plan, windows
         self._begun = False
+        self._places: list[Place] = []
         self._sent: WeightProof | None = None
 
     @abstractmethod
@@ -65,7 +66,7 @@ class ArrivingStream:
             spec = self.plan.specs[piece.tensor]
             if piece.tensor != index:
                 index, place = piece.tensor, Place(find_target(target, spec))
-            if place.flat is not None:
+            if place.is_in_a_row:
                 place.write(piece.tensor_offset, part)
             elif (whole := assembly.add(spec, piece, part)) is not None:
                 place.tensor.copy_(whole.view(place.tensor.dtype).view(place.tensor.shape))
@@ -78,7 +79,7 @@ class ArrivingStream:
         """
         if self._sent is None:
             raise WeightSyncError("read the whole weight stream before you prove what you hold")
-        held = prove_tensors(self.plan, self.version, read)
+        held = prove_tensors(self.plan, self.version, read, places=self._places)
         compare_proofs(self.plan, self._sent, held, "the engine")
         return held
 
@@ -100,27 +101,6 @@ class ArrivingStream:
         self._sent = self._end()
 
 
-class Place:
-    """An engine's tensor to be written, piece by piece where its elements lie in a row.
-
-    Args:
-        tensor: the engine's own. `bytes` are its elements, where they lie in a row in host memory.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.flat = tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() else None
-        self.bytes = self.flat.numpy() if self.flat is not None and tensor.is_cpu else None
-
-    def write(self, offset: int, part: Tensor) -> None:
-        """Copy bytes to where they belong."""
-        if self.bytes is not None and part.is_cpu:
-            np.copyto(self.bytes[offset : offset + len(part)], part.numpy())  # torch's copy_ is up to a third slower
-        else:
-            assert self.flat is not None
-            self.flat[offset : offset + len(part)].copy_(part)
-
-
 class _Assembly:
     """Puts split tensors together in memory of its own; whole ones pass through without a copy."""
 
@@ -136,19 +116,3 @@ class _Assembly:
         end = piece.tensor_offset + piece.num_bytes
         self._buffer[piece.tensor_offset : end].copy_(part)
         return self._buffer[: spec.num_bytes] if end == spec.num_bytes else None
-
-
-def find_target(target: Callable[[str], Tensor], spec: TensorSpec) -> Tensor:
-    """The engine's own tensor for one that is sent, checked.
-
-    Raises:
-        WeightSyncError: there is none of that name, or it has another dtype or size.
-    """
-    try:
-        place = target(spec.name).detach()
-    except KeyError as error:
-        raise WeightSyncError(f"{spec.name}: is being sent, but the engine holds no tensor of that name") from error
-    check_dtype(place, spec, "the engine")
-    if place.numel() * place.element_size() != spec.num_bytes:
-        raise WeightSyncError(f"{spec.name}: planned with shape {spec.shape}, the engine has {tuple(place.shape)}")
-    return place

@@ -24,14 +24,10 @@ Copies = list[tuple[Bytes, Bytes]]
 
 def cut_copies(target: Bytes, target_offset: int, source: Bytes, source_offset: int, num_bytes: int) -> Copies:
     """A copy of so many bytes, cut into runs that fit into the cache."""
-    ends = [*range(CHUNK_BYTES, num_bytes, CHUNK_BYTES), num_bytes]
-    return [
-        (
-            target[target_offset + start : target_offset + end],
-            source[source_offset + start : source_offset + end],
-        )
-        for start, end in zip([0, *ends], ends, strict=False)
-    ]
+    target = target[target_offset : target_offset + num_bytes]
+    source = source[source_offset : source_offset + num_bytes]
+    starts = range(0, num_bytes, CHUNK_BYTES)
+    return [(target[start : start + CHUNK_BYTES], source[start : start + CHUNK_BYTES]) for start in starts]
 
 
 class PlannedTensors:
@@ -180,7 +176,7 @@ class PlannedTensors:
         check_tensor(tensor, spec, "the trainer", dtype=False)
         self._index, self._flat = index, tensor.detach().reshape(-1)
         if tensor.is_cpu and tensor.dtype is torch_dtype(spec.dtype):
-            self._bytes = self._flat.view(torch.uint8).numpy()
+            self._bytes = tensor_bytes(self._flat)
 
 
 def _describe_surplus(name: str, sent: Iterable[TensorSpec]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from offbeat_types import WeightProof
-from offbeat_weightsync._arrivals import find_target
+from offbeat_weightsync._places import find_target
 from offbeat_weightsync._plan import DEFAULT_BUCKET_BYTES, BucketPlan
 from offbeat_weightsync._proofs import compare_proofs, prove_tensors
 from offbeat_weightsync._tensors import describe_tensors, torch_dtype

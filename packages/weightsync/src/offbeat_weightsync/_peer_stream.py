@@ -7,10 +7,11 @@ from functools import partial
 from torch import Tensor
 
 from offbeat_types import WeightProof, WeightSyncError
-from offbeat_weightsync._arrivals import ArrivingStream, Place, find_target
+from offbeat_weightsync._arrivals import ArrivingStream
 from offbeat_weightsync._connections import Connection, LaneLostError
 from offbeat_weightsync._lanes import assign_lanes, run_lanes
 from offbeat_weightsync._messages import Accepted, End, Hello, Proof
+from offbeat_weightsync._places import Place, find_target
 from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._windows import cut_windows
 
@@ -38,10 +39,11 @@ class PeerStream(ArrivingStream):
     def load(self, target: Callable[[str], Tensor]) -> None:
         """See `ArrivingStream.load`; the lanes load at once."""
         places = [Place(find_target(target, spec)) for spec in self.plan.specs]
-        if any(place.flat is None for place in places):
+        if not all(place.is_in_a_row for place in places):
             super().load(target)
             return
         self._begin()
+        self._places = places
         own: list[list[int]] = [[] for _ in self._lanes]
         for index, lane in enumerate(self._homes):
             own[lane].append(index)
@@ -69,7 +71,8 @@ class PeerStream(ArrivingStream):
             raise WeightSyncError(f"{name} took the weights of version {self.version} but did not confirm them")
 
     def close(self) -> None:
-        """Hang up."""
+        """Hang up, and hold on to nothing of the engine's: it may want to let go of its memory."""
+        self._places = []
         for lane in self._lanes:
             lane.close()
 

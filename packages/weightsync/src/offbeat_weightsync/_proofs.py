@@ -1,13 +1,14 @@
 """Proofs: checksums of what a side holds, bucket by bucket, and their comparison."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import xxhash
 
 from offbeat_types import WeightProof, WeightSyncError
+from offbeat_weightsync._places import Place
 from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._tensors import Bytes, check_tensor, tensor_bytes
 
@@ -16,7 +17,11 @@ MAX_HASHERS: Final = 4
 
 
 def prove_tensors(
-    plan: BucketPlan, version: int, read: Callable[[str], Any], holder: str = "the engine"
+    plan: BucketPlan,
+    version: int,
+    read: Callable[[str], Any],
+    holder: str = "the engine",
+    places: Sequence[Place] = (),
 ) -> WeightProof:
     """Read every tensor back and say what is there, in the form that `PlannedTensors.fill` gives for the buckets sent.
 
@@ -27,22 +32,19 @@ def prove_tensors(
         version: policy version the weights are meant to be.
         read: name -> tensor of the planned shape and dtype, on any device.
         holder: who holds them, for errors.
+        places: of each tensor, where they are known from loading: what lies there is looked at, not laid out, again.
 
     Raises:
         WeightSyncError: a tensor is missing, or has another shape or dtype.
     """
-    num_helpers = min(MAX_HASHERS, os.cpu_count() or 1, len(plan.buckets)) - 1
-    checksums: list[str | Future[str]] = []
-    with ThreadPoolExecutor(max(1, num_helpers), "offbeat-weight-proof") as helpers:
-        busy: list[Future[str]] = []
-        for parts in _read_buckets(plan, read, holder):
-            busy = [each for each in busy if not each.done()]
-            if len(busy) < num_helpers:
-                busy.append(helpers.submit(_checksum, parts))
-                checksums.append(busy[-1])
-            else:  # this thread hashes, too: it reads no further ahead, for an engine may have to unpack what it reads
-                checksums.append(_checksum(parts))
-        found = tuple(each if isinstance(each, str) else each.result() for each in checksums)
+    num_hashers = min(MAX_HASHERS, os.cpu_count() or 1, len(plan.buckets))
+    checksums: list[Future[str]] = []
+    with ThreadPoolExecutor(num_hashers, "offbeat-weight-proof") as hashers:
+        for parts in _read_buckets(plan, read, holder, places):
+            if len(checksums) > num_hashers:  # read no further ahead: an engine may have to unpack what it reads
+                checksums[-num_hashers - 1].result()
+            checksums.append(hashers.submit(_checksum, parts))
+        found = tuple(each.result() for each in checksums)
     return WeightProof(version=version, num_tensors=len(plan.specs), checksums=found)
 
 
@@ -90,23 +92,28 @@ def _checksum(parts: list[Bytes]) -> str:
     return hasher.hexdigest()
 
 
-def _read_buckets(plan: BucketPlan, read: Callable[[str], Any], holder: str) -> Iterator[list[Bytes]]:
+def _read_buckets(
+    plan: BucketPlan, read: Callable[[str], Any], holder: str, places: Sequence[Place]
+) -> Iterator[list[Bytes]]:
     """What the holder has of each bucket: the bytes of its pieces."""
     held: tuple[int, Bytes] | None = None
     for bucket in plan.buckets:
         parts: list[Bytes] = []
         for piece in bucket.pieces:
             if held is None or held[0] != piece.tensor:  # the pieces of one tensor follow each other
-                held = piece.tensor, _read_bytes(plan, piece.tensor, read, holder)
+                held = piece.tensor, _read_bytes(plan, piece.tensor, read, holder, places)
             parts.append(held[1][piece.tensor_offset : piece.tensor_offset + piece.num_bytes])
         yield parts
 
 
-def _read_bytes(plan: BucketPlan, index: int, read: Callable[[str], Any], holder: str) -> Bytes:
+def _read_bytes(
+    plan: BucketPlan, index: int, read: Callable[[str], Any], holder: str, places: Sequence[Place]
+) -> Bytes:
     spec = plan.specs[index]
     try:
         tensor = read(spec.name)
     except KeyError as error:
         raise WeightSyncError(f"{spec.name}: was sent, but {holder} holds no tensor of that name") from error
     check_tensor(tensor, spec, holder)
-    return tensor_bytes(tensor)
+    known = places[index].bytes_of(tensor) if places else None
+    return tensor_bytes(tensor) if known is None else known

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from offbeat_types import WeightSyncError
 from offbeat_weightsync._addresses import kernel_address
-from offbeat_weightsync._arrivals import Place
 from offbeat_weightsync._connections import Connection, Deadline
 from offbeat_weightsync._cuda_ipc import OpenedCudaSlots
 from offbeat_weightsync._filling import Copies, cut_copies
 from offbeat_weightsync._messages import Hello
 from offbeat_weightsync._peer_stream import PeerStream
+from offbeat_weightsync._places import Place
 from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._slots import OpenedSlots
 
@@ -38,6 +38,11 @@ class SharedMemoryStream(PeerStream):
             lanes.append(Connection(sock, connection.peer, connection.deadline, connection))
         super().__init__(connection, plan, version, hello, lanes)
         self._slots_per_lane = hello.num_slots // len(lanes)
+
+    def close(self) -> None:
+        """See `PeerStream.close`; the slots are unmapped now, not when the next version is awaited."""
+        super().close()
+        del self._slots
 
     def _load_lane(self, lane: int, indices: list[int], places: list[Place]) -> None:
         copies = [self._plan_copies(index, self._slot(lane, turn), places) for turn, index in enumerate(indices)]

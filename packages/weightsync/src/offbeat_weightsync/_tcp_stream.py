@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from offbeat_weightsync._arrivals import Place
 from offbeat_weightsync._connections import Connection
 from offbeat_weightsync._peer_stream import PeerStream
+from offbeat_weightsync._places import Place
 
 
 class TcpStream(PeerStream):

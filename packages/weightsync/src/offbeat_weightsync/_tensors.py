@@ -41,10 +41,12 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def tensor_bytes(tensor: Tensor) -> Bytes:
     """The elements as [bytes] uint8, row-major: a view where the tensor is contiguous and in host memory."""
-    plain = tensor.detach()
+    plain = tensor.detach() if tensor.requires_grad else tensor
     if not (plain.is_cpu and plain.is_contiguous()):
         plain = plain.cpu().contiguous()
-    return plain.view(-1).view(torch.uint8).numpy()
+    if not plain.dim():
+        plain = plain.view(1)
+    return plain.view(torch.uint8).numpy().reshape(-1)  # a view; torch's takes four times as long to make
 
 
 def check_tensor(tensor: Tensor, spec: TensorSpec, holder: str, *, dtype: bool = True) -> None:
