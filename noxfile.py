@@ -82,10 +82,12 @@ def install_workspace(session: nox.Session, venv: Path) -> None:
 def engine_environment(session: nox.Session, package: Package) -> Path:
     """An environment with the package, the engine it adapts and what its tests need; its bin folder."""
     venv = NOX / f"{package.key}-engine"
-    own = f"--editable={package.folder}[{package.engine_extra}]"
-    beside = ["testing", *package.engine_tests_beside]
-    others = [f"--editable={other.folder}" for other in PACKAGES if other.key in beside]
-    install(session, venv, own, *others, "--group=test")
+    if venv not in MADE:
+        own = f"--editable={package.folder}[{package.engine_extra}]"
+        beside = ["testing", *package.engine_tests_beside]
+        others = [f"--editable={other.folder}" for other in PACKAGES if other.key in beside]
+        install(session, venv, own, *others, "--group=test")
+        MADE.add(venv)
     return venv / "bin"
 
 
@@ -174,6 +176,15 @@ def test(session: nox.Session, package: Package, engine: bool) -> None:
     others += [f"--ignore={package.engine_tests}"] * package.engine_tests.is_dir()
     browser = chromium(session) if package.key == "run" else None
     pytest(session, package.key, folder, *others, OFFBEAT_CHROMIUM=browser)
+
+
+@nox.session(tags=["cpu"])
+@nox.parametrize("folder", [nox.param(folder, id=folder.name) for folder in sorted(ROOT.glob("tests/engines/*+*"))])
+def engines(session: nox.Session, folder: Path) -> None:
+    """Two engines whose environments exclude each other: tests run in that of the first, and get the other's Python."""
+    found = {package.key: package for package in PACKAGES}
+    first, other = (engine_environment(session, found[key]) for key in folder.name.split("+"))
+    pytest(session, folder.name, folder, bin_folder=first, OFFBEAT_PARTNER_PYTHON=str(other / "python"))
 
 
 def chromium(session: nox.Session) -> str | None:
