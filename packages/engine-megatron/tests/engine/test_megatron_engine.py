@@ -13,6 +13,7 @@ from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_testing import reference_logprobs, reference_model, tiny_model
 from offbeat_types import (
     ConfigError,
+    DataError,
     Metric,
     MismatchError,
     ModelError,
@@ -242,6 +243,17 @@ def test_ranks_that_are_given_other_sequences_are_told(model_folder, mesh):
             ask(unknown if mesh.rank else known)
         with pytest.raises(ModelError, match="token ids"):
             ask(unknown)
+
+
+@pytest.mark.mesh(dp=2, compare=False)
+def test_sequences_with_images_are_refused_on_all_ranks_and_training_goes_on(model_folder, mesh):
+    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+    plain = make_sequences(0)
+    pictured = [dataclasses.replace(plain[0], images=(np.zeros((28, 28, 3), np.uint8),)), *plain[1:]]
+    for ask in (engine.logprobs, lambda sequences: engine.forward_backward(sequences, policy_loss)):
+        with pytest.raises(DataError, match='hold images.*use engine.backend = "torch"'):
+            ask(pictured)
+    assert engine.forward_backward(plain, policy_loss)["num_microbatches"].value > 1
 
 
 def test_one_layout_at_a_time(model_folder):
