@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from megatron_layouts import Layout, engine_config, make_model, make_sequences, policy_loss
+from megatron_layouts import Layout, engine_config, make_model
+from megatron_yardstick import make_sequences, policy_loss
 
 from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_types import ConfigError, OffbeatError, SleepingTrainEngine

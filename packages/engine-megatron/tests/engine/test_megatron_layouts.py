@@ -3,15 +3,8 @@
 import dataclasses
 
 import pytest
-from megatron_layouts import (
-    LAYOUTS,
-    Layout,
-    compare,
-    engine_config,
-    make_model,
-    train_with_engine,
-    train_with_transformers,
-)
+from megatron_layouts import LAYOUTS, Layout, engine_config, make_model, train_with_engine
+from megatron_yardstick import compare, train_with_transformers
 
 from offbeat_dist import Mesh
 from offbeat_engine_megatron import MegatronTrainEngine

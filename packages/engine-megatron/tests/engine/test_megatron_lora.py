@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from megatron_layouts import LORA_RANK, Layout, engine_config, make_model, make_sequences, policy_loss
+from megatron_layouts import Layout, engine_config, make_model
+from megatron_yardstick import LORA_RANK, make_sequences, policy_loss
 from safetensors.torch import load_file
 
 from offbeat_engine_megatron import MegatronTrainEngine

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from megatron_layouts import Layout, engine_config, make_model, make_sequences, policy_loss, whole_gradients
+from megatron_layouts import Layout, engine_config, make_model, whole_gradients
+from megatron_yardstick import make_sequences, policy_loss
 from torch import Tensor, nn
 
 from offbeat_dist import Mesh
