@@ -104,7 +104,7 @@ def _families() -> Iterator[Layout]:
     """Every family where its tensors lie differently."""
     for model in ("qwen3-untied", "qwen2", "llama"):
         yield Layout(model=model)
-        for axes in ({"tp": 2, "cp": 2}, {"tp": 2, "pp": 2}, {"pp": 2, "dp": 2}):
+        for axes in ({"tp": 2, "pp": 2}, {"pp": 2, "dp": 2}):
             yield Layout(model=model, axes=axes)
 
 

@@ -16,7 +16,7 @@ KINDS = [
         Layout(axes={"tp": 2, "pp": 2}),
         Layout(axes={"dp": 2}, options=OVERLAP),
         Layout(axes={"dp": 2}, options={"distributed_optimizer": False}),
-        Layout(axes={"tp": 2}, lora=True),
+        Layout(axes={"pp": 2}, lora=True),
         Layout(model="qwen3-moe", axes={"dp": 2, "ep": 2}),
     )
 ]

@@ -26,7 +26,7 @@ WRITERS = [
 ]
 READERS = [
     Layout(),
-    Layout(axes={"tp": 2, "cp": 2}),
+    Layout(axes={"tp": 2}),
     Layout(axes={"pp": 2, "dp": 2}),
     Layout(axes={"dp": 4}, options={"overlap_grad_reduce": True, "overlap_param_gather": True}),
     Layout(axes={"dp": 2}, options={"distributed_optimizer": False}),

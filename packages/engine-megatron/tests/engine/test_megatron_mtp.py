@@ -204,7 +204,7 @@ def test_a_layout_trains_the_layers_as_one_process_does(layout, mesh, models):
 
 
 @pytest.mark.mesh(tp=2, pp=2, deadline_s=120)
-@pytest.mark.mesh(cp=2, dp=2, deadline_s=120)
+@pytest.mark.mesh(dp=2, deadline_s=120)
 def test_new_layers_are_the_same_in_every_layout_and_come_back_with_a_checkpoint(mesh, models):
     """Made anew, trained, saved beside the model and loaded; what engines are sent is the model alone."""
     place, _ = models
