@@ -28,7 +28,11 @@ NOX: Final = ROOT / ".nox"
 WHEELS: Final = NOX / "wheels"
 # Suites whose wall-clock time two workers shorten: they compute, or wait. The others start processes that compute, or
 # are over before a second worker has imported torch (measured: docs/decisions.md).
-TWO_WORKERS: Final = frozenset({"dist", "objectives", "rollout-trtllm", "testing", "tools", "weightsync"})
+TWO_WORKERS: Final = {
+    **dict.fromkeys(("dist", "objectives", "rollout-trtllm", "testing", "tools", "weightsync"), "load"),
+    # Ranks wait for messages a third of the time; tests of a file go on from what others of it have saved.
+    "engine-megatron-engine": "loadfile",
+}
 PER_TEST_TIMEOUT_S: Final = 120
 # Environments and folders made by this run of nox.
 MADE: Final[set[Path]] = set()
@@ -107,7 +111,7 @@ def pytest(
     bin_folder = bin_folder or shared_environment(session)
     junit = NOX / "junit" / f"{name}.xml"
     limits = [f"--timeout={PER_TEST_TIMEOUT_S}", f"--junitxml={junit}", "--durations=5", "--durations-min=2"]
-    workers = ["-n2"] if name in TWO_WORKERS else []
+    workers = ["-n2", f"--dist={TWO_WORKERS[name]}"] if name in TWO_WORKERS else []
     run(session, bin_folder / "pytest", "--no-header", *workers, *limits, *arguments, *session.posargs, **extra)
     return junit
 
