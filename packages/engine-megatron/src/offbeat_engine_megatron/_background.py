@@ -84,8 +84,9 @@ class BackgroundWrite:
 
         def publish_once() -> None:
             nonlocal published
+            self._waits_for = DISK
             publish()
-            published = True
+            published, self._waits_for = True, OTHERS
 
         try:
             write()
