@@ -28,7 +28,11 @@ NOX: Final = ROOT / ".nox"
 WHEELS: Final = NOX / "wheels"
 # Suites whose wall-clock time two workers shorten: they compute, or wait. The others start processes that compute, or
 # are over before a second worker has imported torch (measured: docs/decisions.md).
-TWO_WORKERS: Final = frozenset({"dist", "objectives", "rollout-trtllm", "testing", "tools", "weightsync"})
+TWO_WORKERS: Final = {
+    **dict.fromkeys(("dist", "objectives", "rollout-trtllm", "testing", "tools", "weightsync"), "load"),
+    # Ranks wait for messages a third of the time; tests of a file go on from what others of it have saved.
+    "engine-megatron-engine": "loadfile",
+}
 PER_TEST_TIMEOUT_S: Final = 120
 # Environments and folders made by this run of nox.
 MADE: Final[set[Path]] = set()
@@ -82,10 +86,12 @@ def install_workspace(session: nox.Session, venv: Path) -> None:
 def engine_environment(session: nox.Session, package: Package) -> Path:
     """An environment with the package, the engine it adapts and what its tests need; its bin folder."""
     venv = NOX / f"{package.key}-engine"
-    own = f"--editable={package.folder}[{package.engine_extra}]"
-    beside = ["testing", *package.engine_tests_beside]
-    others = [f"--editable={other.folder}" for other in PACKAGES if other.key in beside]
-    install(session, venv, own, *others, "--group=test")
+    if venv not in MADE:
+        own = f"--editable={package.folder}[{package.engine_extra}]"
+        beside = ["testing", *package.engine_tests_beside]
+        others = [f"--editable={other.folder}" for other in PACKAGES if other.key in beside]
+        install(session, venv, own, *others, "--group=test")
+        MADE.add(venv)
     return venv / "bin"
 
 
@@ -105,7 +111,7 @@ def pytest(
     bin_folder = bin_folder or shared_environment(session)
     junit = NOX / "junit" / f"{name}.xml"
     limits = [f"--timeout={PER_TEST_TIMEOUT_S}", f"--junitxml={junit}", "--durations=5", "--durations-min=2"]
-    workers = ["-n2"] if name in TWO_WORKERS else []
+    workers = ["-n2", f"--dist={TWO_WORKERS[name]}"] if name in TWO_WORKERS else []
     run(session, bin_folder / "pytest", "--no-header", *workers, *limits, *arguments, *session.posargs, **extra)
     return junit
 
@@ -174,6 +180,15 @@ def test(session: nox.Session, package: Package, engine: bool) -> None:
     others += [f"--ignore={package.engine_tests}"] * package.engine_tests.is_dir()
     browser = chromium(session) if package.key == "run" else None
     pytest(session, package.key, folder, *others, OFFBEAT_CHROMIUM=browser)
+
+
+@nox.session(tags=["cpu"])
+@nox.parametrize("folder", [nox.param(folder, id=folder.name) for folder in sorted(ROOT.glob("tests/engines/*+*"))])
+def engines(session: nox.Session, folder: Path) -> None:
+    """Two engines whose environments exclude each other: tests run in that of the first, and get the other's Python."""
+    found = {package.key: package for package in PACKAGES}
+    first, other = (engine_environment(session, found[key]) for key in folder.name.split("+"))
+    pytest(session, folder.name, folder, bin_folder=first, OFFBEAT_PARTNER_PYTHON=str(other / "python"))
 
 
 def chromium(session: nox.Session) -> str | None:

@@ -24,8 +24,9 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from megatron_layouts import Layout, engine_config, make_model, make_sequences, policy_loss
+from megatron_layouts import Layout, engine_config, make_model
 from megatron_ranks import on_ranks, write_table
+from megatron_yardstick import make_sequences, policy_loss
 
 from offbeat_dist import Mesh
 from offbeat_dist.liveness import recent_collectives

@@ -13,8 +13,7 @@ from offbeat_types import DeadlineError, OffbeatError, RunFolderError
 log = logging.getLogger(__name__)
 
 CHANNEL: Final = "checkpoint"
-AFTER_S: Final = 15.0
-"""How much longer a rank waits for its own thread than the thread waits for the other ranks."""
+DISK, OTHERS = "the disk", "the other ranks"
 
 
 class BackgroundWrite:
@@ -23,14 +22,14 @@ class BackgroundWrite:
     Args:
         mesh: of the ranks.
         deadline_s: how long a rank that has written its part waits for the others, then for the first to publish; and
-            how long `finish` waits from its call, with a little added. The writing itself has no limit.
+            how long `finish` waits from its call. The writing itself has no limit.
     """
 
     def __init__(self, mesh: Mesh, deadline_s: float) -> None:
         self._mesh, self._deadline_s = mesh, deadline_s
         self._thread: threading.Thread | None = None
         self._failure: OffbeatError | None = None
-        self._folder = Path()
+        self._folder, self._waits_for = Path(), DISK
         self._failures = 0
 
     def begin(
@@ -48,7 +47,7 @@ class BackgroundWrite:
             RunFolderError, DeadlineError: the write before has failed, on all ranks.
         """
         self.finish()
-        self._folder = folder
+        self._folder, self._waits_for = folder, DISK
         group = self._mesh.group("dp", "cp", "tp", "pp", channel=f"{CHANNEL}-{self._failures}")
         self._thread = threading.Thread(
             target=self._run, args=(group, write, publish, clear), name=f"write-{folder.name}", daemon=True
@@ -65,14 +64,12 @@ class BackgroundWrite:
         """
         if self._thread is None:
             return
-        thread, limit_s = self._thread, self._deadline_s + AFTER_S
-        with liveness.waiting(f"the checkpoint {self._folder}", on="the disk", deadline_s=limit_s):
-            thread.join(limit_s)
+        thread, what = self._thread, f"the checkpoint {self._folder}"
+        with liveness.waiting(what, on=self._waits_for, deadline_s=self._deadline_s):
+            thread.join(self._deadline_s)
         if thread.is_alive():
-            raise DeadlineError(
-                f"the checkpoint {self._folder}", "the disk", limit_s, "see whether the disk answers, or raise "
-                "engine.options.save_deadline_s"
-            )  # fmt: skip
+            advice = "see whether the disks answer, or raise engine.options.save_deadline_s"
+            raise DeadlineError(what, self._waits_for, self._deadline_s, advice)
         atexit.unregister(self._finish_at_exit)
         self._thread = None
         failure, self._failure = self._failure, None
@@ -87,8 +84,9 @@ class BackgroundWrite:
 
         def publish_once() -> None:
             nonlocal published
+            self._waits_for = DISK
             publish()
-            published = True
+            published, self._waits_for = True, OTHERS
 
         try:
             write()
@@ -96,6 +94,7 @@ class BackgroundWrite:
         except Exception as error:  # noqa: BLE001  the boundary of the thread: told to all ranks below
             reason = f"{type(error).__name__}: {error}"
         found: list[str] = []
+        self._waits_for = OTHERS
         try:
             told = group.all_gather_data(reason, deadline_s=self._deadline_s)
             found = [f"trainer rank {rank} could not write its part: {each}" for rank, each in enumerate(told) if each]

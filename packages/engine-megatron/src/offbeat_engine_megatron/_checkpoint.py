@@ -1,17 +1,6 @@
-"""Writes and reads checkpoints: a Hugging Face folder, and beside it what training needs to go on.
+"""Writes and reads checkpoints, and folders that plain transformers loads: `_checkpoint_format` says how they lie.
 
-config.json, model*.safetensors, tokenizer   plain transformers loads the folder
-mtp*.safetensors                             layers of multi-token prediction, which transformers does not look at
-adapter/                                     with LoRA: the adapters in PEFT's form; the weights above are merged
-trainer/optimizer*.safetensors               Adam's moments, whole tensors: "exp_avg.NAME" and "exp_avg_sq.NAME"
-trainer/engine.json                          format, updates done and refused, and which file holds which moments
-
-All tensors are float32; of weights in bfloat16 these are the values that they are rounded from. Whole tensors under
-Hugging Face names, so that any layout reads what any other has written; the format is that of
-offbeat-engine-torch, and either engine goes on from what the other has saved. Every rank gathers bucket by bucket and
-writes the files that are its own. megatron-core's own checkpoints are not used: with torch's Adam they lose the count
-of steps when the layout changes, and after loading all parameters share one step tensor, which Adam then counts up
-once for each of them.
+Every rank gathers bucket by bucket and writes the files that are its own.
 """
 
 import dataclasses
@@ -21,27 +10,32 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from offbeat_dist import Device, Mesh
 from offbeat_engine_megatron._background import BackgroundWrite
+from offbeat_engine_megatron._checkpoint_format import (
+    ADAPTER_FILE,
+    ADAPTER_FOLDER,
+    ADAPTER_SETTINGS,
+    DEVICE_RNG,
+    FOLDER,
+    HOST_RNG,
+    MTP_LAYERS,
+    STATE_FILE,
+    TOKENIZER_FILES,
+    describe_state,
+)
+from offbeat_engine_megatron._checkpoint_reader import SavedCheckpoint
 from offbeat_engine_megatron._folders import publish, recover, stage, sync_tree
 from offbeat_engine_megatron._lora import Adapters, peft_name
 from offbeat_engine_megatron._optimizer import ClippedOptimizer
 from offbeat_engine_megatron._optimizer_state import MOMENTS, OptimizerState
 from offbeat_engine_megatron._ranks import Ranks
-from offbeat_engine_megatron._shape import read_model
-from offbeat_engine_megatron._tensor_files import (
-    Entry,
-    PlannedFile,
-    TensorFolder,
-    index_of,
-    plan_files,
-    write_files,
-)
+from offbeat_engine_megatron._tensor_files import Entry, PlannedFile, index_of, plan_files, write_files
 from offbeat_engine_megatron._weights import HeldWeights
 from offbeat_types import MODEL_INDEX_FILE, ModelError, RunFolderError, UserError, drop_model_files
 
@@ -49,26 +43,6 @@ if TYPE_CHECKING:
     from offbeat_engine_megatron._plan import Plan
 
 T = TypeVar("T")
-
-FORMAT: Final = 2
-FOLDER: Final = "trainer"
-STATE_FILE: Final = "engine.json"
-ADAPTER_FOLDER: Final = "adapter"
-ADAPTER_FILE: Final = "adapter_model.safetensors"
-ADAPTER_SETTINGS: Final = "adapter_config.json"
-MTP_LAYERS: Final = "num_nextn_predict_layers"
-"""In config.json, as DeepSeek-V3 and others say it."""
-
-HOST_RNG, DEVICE_RNG = "rng.host", "rng.device"
-TOKENIZER_FILES: Final = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "generation_config.json",
-)
 
 Stream = Iterator[tuple[str, Tensor]]
 
@@ -137,7 +111,7 @@ class Checkpoints:
         made = self._on_each("save", lambda: str(stage(folder)) if self._ranks.leader else "")
         staged = Path(self._ranks.exchange(made)[0])
         files = self._files(with_state=True)
-        state = self._state(files, steps_refused)
+        state = describe_state(files, self._optimizer.steps_taken, steps_refused)
         self._on_each("save", lambda: self._make_folders(staged) if self._ranks.leader else None)
 
         def complete() -> None:
@@ -176,20 +150,19 @@ class Checkpoints:
         """
         self.finish()
         self._on_each("load", lambda: recover(folder) if self._ranks.leader else None, ModelError)
-        state, weights, moments = self._on_each("load", lambda: self._open(folder), ModelError)
-        with weights, moments, self._ranks.together("load"):
+        saved = self._on_each(
+            "load", lambda: SavedCheckpoint(folder, self._plan, self._trained, self._adapters), ModelError
+        )
+        with saved, self._ranks.together("load"):
             optimizer = OptimizerState(self._optimizer)
             for each in self._trained:
-                each.read_values(weights, "", optimizer.put_weights)
+                each.read_values(saved.weights, "", optimizer.put_weights)
                 for name in MOMENTS:
-                    each.read_values(moments, f"{name}.", partial(_put, optimizer, name))
-            self._optimizer.steps_taken = state["steps_taken"]
-            optimizer.count_steps(state["steps_taken"])
-            self._set_random_state(folder / FOLDER, sorted(state["parts"]))
-        refused: int = state["steps_refused"]
-        return refused
-
-    # ── what is written ───────────────────────────────────────────────────────────────────────────────────────────
+                    each.read_values(saved.moments, f"{name}.", partial(optimizer.put_moment, name))
+            self._optimizer.steps_taken = saved.steps_taken
+            optimizer.count_steps(saved.steps_taken)
+            saved.restore_random_state(self._device, self._rank, self._ranks.size)
+        return saved.steps_refused
 
     def _files(self, *, with_state: bool) -> list[PlannedFile]:
         """All files with tensors in the order of `_stream`, the same on all ranks; the state's with their folder."""
@@ -223,7 +196,7 @@ class Checkpoints:
         for held in self._trained if with_state else ():
             for bucket in held.buckets():
                 for name in MOMENTS:
-                    for tensor_name, tensor in held.whole(bucket, partial(state.moment, name=name)):
+                    for tensor_name, tensor in held.whole(bucket, partial(state.moment, name)):
                         yield f"{name}.{tensor_name}", tensor
 
     def _own(self, files: Sequence[PlannedFile], stream: Stream) -> Stream:
@@ -274,75 +247,8 @@ class Checkpoints:
             settings = self._adapters.settings(self._plan.config.model_path)
             (staged / ADAPTER_FOLDER / ADAPTER_SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
 
-    def _state(self, files: Sequence[PlannedFile], steps_refused: int) -> dict[str, Any]:
-        steps = self._optimizer.steps_taken
-        stem = f"{MOMENTS[0]}."
-        parts = {
-            file.name.removeprefix(f"{FOLDER}/"): {
-                entry.name.removeprefix(stem): {"step": float(steps), "box": [[0, size] for size in entry.shape]}
-                for entry in file.entries
-                if entry.name.startswith(stem)
-            }
-            for file in files
-            if file.name.startswith(f"{FOLDER}/")
-        }
-        return {"format": FORMAT, "steps_taken": steps, "steps_refused": steps_refused, "parts": parts}
-
     def _random_state(self) -> list[tuple[str, Tensor]]:
         return [(HOST_RNG, torch.get_rng_state()), (DEVICE_RNG, self._device.rng_state())]
-
-    # ── what is read ──────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _open(self, folder: Path) -> tuple[dict[str, Any], TensorFolder, TensorFolder]:
-        """State, weights and moments of a checkpoint, when it is whole and of this model."""
-        state = _read_state(folder)
-        self._check_adapters(folder)
-        _, theirs = read_model(str(folder))
-        if theirs != self._plan.shape:
-            raise ModelError(
-                f"{folder} is a checkpoint of another model: {theirs}; this engine trains {self._plan.shape}"
-            )
-        pieces: dict[str, list[Any]] = {}
-        for file, parts in state["parts"].items():
-            for name, part in parts.items():
-                for moment in MOMENTS:
-                    stored = f"{moment}.{name}"
-                    pieces.setdefault(stored, []).append(([tuple(each) for each in part["box"]], file, stored))
-        shapes = {
-            f"{moment}.{slot.name}": slot.shape for held in self._trained for slot in held.slots for moment in MOMENTS
-        }
-        unknown = sorted(set(pieces) - set(shapes))
-        if unknown:
-            raise ModelError(f"{folder}: the optimizer's state is of another model: it knows {unknown[0]}")
-        weights = (
-            TensorFolder(folder) if self._adapters is None else _open_adapter(folder / ADAPTER_FOLDER, self._adapters)
-        )
-        try:
-            for held in self._trained:
-                held.check(weights)
-            moments = TensorFolder(folder / FOLDER, pieces)
-        except ModelError:
-            weights.__exit__(None, None, None)
-            raise
-        for name in pieces:
-            moments.check(name, shapes[name])
-        return state, weights, moments
-
-    def _check_adapters(self, folder: Path) -> None:
-        has_adapters = (folder / ADAPTER_FOLDER).is_dir()
-        if has_adapters and self._adapters is None:
-            raise ModelError(f"{folder} was saved with LoRA; resume with the same lora_rank")
-        if self._adapters is not None and not has_adapters:
-            raise ModelError(f"{folder} holds no adapters, yet lora_rank is set; resume with lora_rank = 0")
-
-    def _set_random_state(self, folder: Path, files: Sequence[str]) -> None:
-        """Set this rank's, or the first writer's when other ranks have written."""
-        name = files[self._rank if len(files) == self._ranks.size else 0]
-        with TensorFolder(folder, {each: [((), name, each)] for each in (HOST_RNG, DEVICE_RNG)}) as tensors:
-            torch.set_rng_state(tensors.read(HOST_RNG, ()))
-            state = tensors.read(DEVICE_RNG, ())
-        if state.shape == self._device.rng_state().shape:  # another kind of device goes on from its own
-            self._device.set_rng_state(state)
 
     def _on_each(self, what: str, work: Callable[[], T], kind: type[UserError] = RunFolderError) -> T:
         """Do it on every rank; where one fails all raise the same kind of error, and the groups go on.
@@ -373,41 +279,3 @@ def _entries(held: HeldWeights) -> list[list[Entry]]:
 
 def _of(moment: str, entry: Entry) -> Entry:
     return Entry(name=f"{moment}.{entry.name}", shape=entry.shape)
-
-
-def _put(state: OptimizerState, name: str, parameter: Any, values: Tensor) -> None:
-    state.put_moment(parameter, name, values)
-
-
-def _read_state(folder: Path) -> dict[str, Any]:
-    path = folder / FOLDER / STATE_FILE
-    try:
-        state: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{path} cannot be read ({error}): the folder is not a checkpoint that `save` finished"
-        ) from error
-    if state.get("format") != FORMAT or not {"steps_taken", "steps_refused", "parts"} <= state.keys():
-        raise ModelError(
-            f"{path} must have format {FORMAT}: got {state.get('format')}; it was written by another version or engine"
-        )
-    return state
-
-
-def _open_adapter(folder: Path, adapters: Adapters) -> TensorFolder:
-    """Adapters under the names of their slots.
-
-    Raises:
-        ModelError: they are not those of this model, or of another rank.
-    """
-    slots = {peft_name(slot.name): slot for slot in adapters.held.slots}
-    with TensorFolder(folder) as found:
-        wrong = sorted(found.names ^ set(slots))
-        if wrong:
-            raise ModelError(f"{folder}: adapters differ from the model's, first at {wrong[0]}; use the same lora_rank")
-        try:
-            for name, slot in slots.items():
-                found.check(name, slot.shape)
-        except ModelError as error:
-            raise ModelError(f"{error}; use the same lora_rank") from None
-    return TensorFolder(folder, {slot.name: [((), ADAPTER_FILE, name)] for name, slot in slots.items()})

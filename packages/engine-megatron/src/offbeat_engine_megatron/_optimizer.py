@@ -41,6 +41,12 @@ class ClippedOptimizer:
         parts: wrapped.
         config: the schedule, betas, decay and clipping.
         options: of the engine.
+
+    Attributes:
+        parts: as given.
+        megatron: the optimizer.
+        each: the optimizers that it consists of: one for dense parameters, one for experts.
+        steps_taken: updates done.
     """
 
     def __init__(self, parts: Sequence[Any], config: TrainEngineConfig, options: MegatronEngineOptions) -> None:
@@ -65,7 +71,7 @@ class ClippedOptimizer:
             self.parts,
             use_gloo_process_groups=False,
         )
-        self._each = getattr(self.megatron, "chained_optimizers", [self.megatron])
+        self.each = getattr(self.megatron, "chained_optimizers", [self.megatron])
 
     @property
     def learning_rate(self) -> float:
@@ -79,9 +85,9 @@ class ClippedOptimizer:
 
     def state(self) -> list[Tensor]:
         """What this rank holds of Adam's moments, none before the first step, and of float32 copies of the weights."""
-        states = [state for each in self._each for state in each.optimizer.state.values()]
+        states = [state for each in self.each for state in each.optimizer.state.values()]
         found = [value for state in states for name, value in sorted(state.items()) if name.startswith("exp_avg")]
-        copies = [main.detach() for each in self._each for main in each.get_parameters()] if self._has_copies else []
+        copies = [main.detach() for each in self.each for main in each.get_parameters()] if self._has_copies else []
         return found + copies
 
     def gradients(self) -> list[Tensor]:
@@ -115,10 +121,10 @@ class ClippedOptimizer:
         """Clip from `grad_norm` to the configured norm, and update. A call of all."""
         limit = self.config.max_grad_norm
         if limit and grad_norm > limit:
-            grads = [p.grad for each in self._each for p in each.get_parameters() if p.grad is not None]
+            grads = [p.grad for each in self.each for p in each.get_parameters() if p.grad is not None]
             if grads:
                 torch._foreach_mul_(grads, limit / grad_norm)
-        for each in self._each:
+        for each in self.each:
             for group in each.param_groups:
                 group["lr"] = self.learning_rate * group["lr_mult"]
                 group["weight_decay"] = self.config.weight_decay * group["wd_mult"]

@@ -24,29 +24,19 @@ class OptimizerState:
     """
 
     def __init__(self, optimizer: ClippedOptimizer) -> None:
-        self._each = getattr(optimizer.megatron, "chained_optimizers", [optimizer.megatron])
-        self._owners = {
-            id(parameter): each
-            for each in self._each
-            for parameter in (
-                [held for buffer in each.buffers for held in buffer.params]
-                if hasattr(each, "buffers")
-                else [held for group in (*each.float16_groups, *each.fp32_from_fp32_groups) for held in group]
-                if hasattr(each, "float16_groups")
-                else each.get_parameters()
-            )
-        }
+        self._each = optimizer.each
+        self._owners = {id(parameter): each for each in self._each for parameter in _parameters_of(each)}
         self._last: tuple[Any, str, Tensor] | None = None
 
     @torch.no_grad()
-    def moment(self, parameter: Any, name: str) -> Tensor:
+    def moment(self, name: str, parameter: Any) -> Tensor:
         """One of `MOMENTS`, of the parameter's shape, float32. All ranks that share the parameter's state call this."""
         if self._last is None or self._last[0] is not parameter or self._last[1] != name:
             self._last = (parameter, name, self._collect(parameter, name))
         return self._last[2]  # queries, keys and values of one parameter are asked for one after the other
 
     @torch.no_grad()
-    def put_moment(self, parameter: Any, name: str, values: Tensor) -> None:
+    def put_moment(self, name: str, parameter: Any, values: Tensor) -> None:
         """Set this rank's part of a moment from the whole of it."""
         found = self._find(parameter)
         if found is not None:
@@ -59,7 +49,7 @@ class OptimizerState:
         All ranks that share the parameter's state call this.
         """
         if self._is_copy(parameter):
-            return self.moment(parameter, _MAIN)
+            return self.moment(_MAIN, parameter)
         whole: Tensor = parameter.detach()
         return whole
 
@@ -110,3 +100,13 @@ class OptimizerState:
         group, order = owner.model_param_group_index_map[parameter]
         span = owner._get_model_param_range_map(parameter)["param"]
         return owner.optimizer, owner.optimizer.param_groups[group]["params"][order], span.start, span.end
+
+
+def _parameters_of(optimizer: Any) -> list[Any]:
+    """Parameters of the model that one of megatron-core's optimizers updates: not the copies that it holds."""
+    if hasattr(optimizer, "buffers"):  # the distributed optimizer
+        return [parameter for buffer in optimizer.buffers for parameter in buffer.params]
+    if hasattr(optimizer, "float16_groups"):
+        groups = (*optimizer.float16_groups, *optimizer.fp32_from_fp32_groups)
+        return [parameter for group in groups for parameter in group]
+    return list(optimizer.get_parameters())

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from megatron_layouts import Layout, engine_config, make_model, make_sequences, policy_loss
+from megatron_layouts import Layout, engine_config, make_model
+from megatron_yardstick import make_sequences, policy_loss
 
 from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_types import ConfigError, OffbeatError, SleepingTrainEngine
@@ -15,7 +16,7 @@ KINDS = [
         Layout(axes={"tp": 2, "pp": 2}),
         Layout(axes={"dp": 2}, options=OVERLAP),
         Layout(axes={"dp": 2}, options={"distributed_optimizer": False}),
-        Layout(axes={"tp": 2}, lora=True),
+        Layout(axes={"pp": 2}, lora=True),
         Layout(model="qwen3-moe", axes={"dp": 2, "ep": 2}),
     )
 ]

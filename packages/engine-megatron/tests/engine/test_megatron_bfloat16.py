@@ -6,17 +6,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from megatron_layouts import (
-    Layout,
-    compare,
-    engine_config,
-    make_model,
-    make_sequences,
-    policy_loss,
-    train_with_engine,
-    train_with_transformers,
-    whole_gradients,
-)
+from megatron_layouts import Layout, engine_config, make_model, train_with_engine, whole_gradients
+from megatron_yardstick import compare, make_sequences, policy_loss, train_with_transformers
 from safetensors.torch import load_file
 
 from offbeat_engine_megatron import MegatronTrainEngine

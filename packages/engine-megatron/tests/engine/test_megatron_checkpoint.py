@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from megatron_layouts import Layout, engine_config, make_model, make_sequences, policy_loss
+from megatron_layouts import Layout, engine_config, make_model
+from megatron_yardstick import make_sequences, policy_loss
 
 from offbeat_dist import Mesh
 from offbeat_engine_megatron import MegatronTrainEngine
@@ -25,7 +26,7 @@ WRITERS = [
 ]
 READERS = [
     Layout(),
-    Layout(axes={"tp": 2, "cp": 2}),
+    Layout(axes={"tp": 2}),
     Layout(axes={"pp": 2, "dp": 2}),
     Layout(axes={"dp": 4}, options={"overlap_grad_reduce": True, "overlap_param_gather": True}),
     Layout(axes={"dp": 2}, options={"distributed_optimizer": False}),

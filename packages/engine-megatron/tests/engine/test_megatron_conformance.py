@@ -8,16 +8,10 @@ class TestQwen3(TrainEngineConformance):
     backend = MegatronTrainEngine
 
 
-class TestQwen2(TestQwen3):
-    family = "qwen2"
+class TestLlamaComputedAgain(TestQwen3):
+    """In the backward pass."""
 
-
-class TestLlama(TestQwen3):
     family = "llama"
-
-
-class TestActivationCheckpointing(TrainEngineConformance):
-    backend = MegatronTrainEngine
 
     def make_engine(self, config):
         return MegatronTrainEngine.create(dataclasses.replace(config, activation_checkpointing=True))

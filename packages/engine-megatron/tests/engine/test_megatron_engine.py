@@ -6,13 +6,15 @@ from itertools import cycle
 import numpy as np
 import pytest
 import torch
-from megatron_layouts import Layout, engine_config, make_sequences, policy_loss, reference_loss
+from megatron_layouts import Layout, engine_config
+from megatron_yardstick import make_sequences, policy_loss, reference_loss
 
 from offbeat_dist import Mesh, current_world
 from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_testing import reference_logprobs, reference_model, tiny_model
 from offbeat_types import (
     ConfigError,
+    DataError,
     Metric,
     MismatchError,
     ModelError,
@@ -32,9 +34,7 @@ def copied(engine):
     return {name: tensor.clone() for name, tensor in engine.weights()}
 
 
-@pytest.mark.mesh(tp=2, pp=2)
 @pytest.mark.mesh(tp=2, cp=2)
-@pytest.mark.mesh(pp=2, dp=2)
 def test_weights_go_round_bit_for_bit(model_folder, mesh, tmp_path_factory):
     """In from safetensors, out by the stream and by a folder that transformers reads."""
     engine = MegatronTrainEngine.create(config(model_folder), mesh)
@@ -50,17 +50,7 @@ def test_weights_go_round_bit_for_bit(model_folder, mesh, tmp_path_factory):
     assert (folder / "tokenizer.json").exists()
 
 
-@pytest.mark.mesh(tp=2, pp=2)
-def test_the_stream_is_cut_into_buckets(model_folder, mesh, monkeypatch):
-    engine = MegatronTrainEngine.create(config(model_folder), mesh)
-    wanted = copied(engine)
-    monkeypatch.setattr("offbeat_engine_megatron._weights.BUCKET_BYTES", 5000)
-    assert len(list(engine._held.buckets())) > 10
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in engine.weights())
-
-
 @pytest.mark.mesh(dp=2)
-@pytest.mark.mesh(dp=2, tp=2)
 def test_weights_are_those_of_the_last_step_under_overlap(model_folder, mesh):
     """With overlap_param_gather a step leaves this rank's copy stale until the next pass."""
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -242,6 +232,17 @@ def test_ranks_that_are_given_other_sequences_are_told(model_folder, mesh):
             ask(unknown if mesh.rank else known)
         with pytest.raises(ModelError, match="token ids"):
             ask(unknown)
+
+
+@pytest.mark.mesh(dp=2, compare=False)
+def test_sequences_with_images_are_refused_on_all_ranks_and_training_goes_on(model_folder, mesh):
+    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+    plain = make_sequences(0)
+    pictured = [dataclasses.replace(plain[0], images=(np.zeros((28, 28, 3), np.uint8),)), *plain[1:]]
+    for ask in (engine.logprobs, lambda sequences: engine.forward_backward(sequences, policy_loss)):
+        with pytest.raises(DataError, match=r'hold images.*use engine.backend = "torch"'):
+            ask(pictured)
+    assert engine.forward_backward(plain, policy_loss)["num_microbatches"].value > 1
 
 
 def test_one_layout_at_a_time(model_folder):

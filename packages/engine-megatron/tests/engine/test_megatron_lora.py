@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from megatron_layouts import LORA_RANK, Layout, engine_config, make_model, make_sequences, policy_loss
+from megatron_layouts import Layout, engine_config, make_model
+from megatron_yardstick import LORA_RANK, make_sequences, policy_loss
 from safetensors.torch import load_file
 
 from offbeat_engine_megatron import MegatronTrainEngine
@@ -71,7 +72,7 @@ def test_a_layer_is_merged_once_however_many_rounds_it_travels_in(mesh, model_fo
     assert 0 < len(merged) <= num_slots
 
 
-@pytest.mark.mesh(tp=2, cp=2)
+@pytest.mark.mesh(tp=2)
 @pytest.mark.mesh(pp=2, dp=2)
 def test_the_first_policy_is_the_base_without_a_second_copy(mesh, model_folder, shared):
     engine = MegatronTrainEngine.create(config(model_folder), mesh)
@@ -91,7 +92,7 @@ def test_the_first_policy_is_the_base_without_a_second_copy(mesh, model_folder, 
             np.testing.assert_allclose(values, wanted, atol=1e-5)
 
 
-WRITER, READERS = {"tp": 2, "pp": 2}, ({"dp": 2}, {"tp": 2, "cp": 2})
+WRITER, READERS = {"tp": 2, "pp": 2}, ({"dp": 2}, {"tp": 2})
 
 
 @pytest.mark.mesh(**WRITER)

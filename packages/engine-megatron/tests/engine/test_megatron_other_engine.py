@@ -5,7 +5,8 @@ import json
 
 import numpy as np
 import pytest
-from megatron_layouts import Layout, engine_config, make_model, make_sequences, policy_loss
+from megatron_layouts import Layout, engine_config, make_model
+from megatron_yardstick import make_sequences, policy_loss
 
 from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_engine_torch import TorchTrainEngine

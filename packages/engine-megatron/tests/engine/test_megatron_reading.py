@@ -32,7 +32,6 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.mesh(tp=2, pp=2)
-@pytest.mark.mesh(dp=2, pp=2)
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3-moe"])
 def test_every_family_goes_in_and_out_bit_for_bit(mesh, folders, family, tmp_path_factory):
     """From safetensors to safetensors, each tensor once, a tied head not at all."""

@@ -4,7 +4,8 @@ import asyncio
 
 import numpy as np
 import pytest
-from megatron_layouts import Layout, engine_config, make_sequences, policy_loss
+from megatron_layouts import Layout, engine_config
+from megatron_yardstick import make_sequences, policy_loss
 
 from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_rollout_torch import TorchRolloutEngine

@@ -112,6 +112,24 @@ def test_a_rank_that_is_killed_is_named_and_the_trainer_starts_again(
     assert max(values(run, "trainer/restarts").values()) == 1
 
 
+def test_a_run_in_bfloat16_goes_on_from_its_checkpoint_bit_for_bit(
+    grpo_main: Main, grpo_config: Path, lucky_reward: str, tmp_path: Path
+) -> None:
+    """Trainer and engines; what engines are handed is what the trainer computes with."""
+    words = [*SYNCHRONOUS, lucky_reward, "--engine.backend=megatron", "--engine.num_ranks=2"]
+    words += ["--engine.dtype=bfloat16", "--rollout.dtype=bfloat16", "--engine.options", "{pipeline_parallel = 2}"]
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    run_to_its_end(grpo_main, "train", grpo_config, "--out", whole, *words)
+    run_to_its_end(grpo_main, "train", grpo_config, "--out", parted, *words, "--engine.max_updates=3")
+    run_to_its_end(grpo_main, "resume", parted, "--engine.max_updates=0")
+    for name in ("train/reward", "train/loss", "engine/grad_norm"):
+        assert len(values(whole, name)) == 5
+        assert values(parted, name) == values(whole, name)
+    got, wanted = last_weights(parted), last_weights(whole)
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())
+
+
 def test_multi_token_prediction_learns_beside_the_policy(
     grpo_main: Main, grpo_config: Path, lucky_reward: str, tmp_path: Path
 ) -> None:

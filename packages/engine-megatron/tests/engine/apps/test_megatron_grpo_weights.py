@@ -140,7 +140,6 @@ def sync(transport: str, engine: TrainEngine, model: Path, mesh: Mesh, folder: P
     return over_address(engine, model, plan, new_address("127.0.0.1" if transport == "tcp" else ""))
 
 
-@pytest.mark.mesh(tp=2, cp=2, deadline_s=90, compare=False)
 @pytest.mark.mesh(tp=2, pp=2, deadline_s=90, compare=False)
 @pytest.mark.parametrize("transport", ["in process", "shared memory", "tcp", "disk", "broadcast"])
 def test_the_embedded_engine_serves_what_the_ranks_hold(

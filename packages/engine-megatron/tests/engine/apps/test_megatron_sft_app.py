@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from role_faults import signal_role
 from safetensors.numpy import load_file
@@ -27,7 +28,7 @@ def values(run: Path, name: str) -> dict[int, float]:
     return {line.step: line.values[name] for line in read_metrics(run / "metrics.jsonl") if name in line.values}
 
 
-def last_weights(run: Path) -> dict[str, object]:
+def last_weights(run: Path) -> dict[str, np.ndarray]:
     latest = RunFolder.open(run, write=False).checkpoints.latest()
     assert latest is not None
     assert latest.step == 8
@@ -105,6 +106,27 @@ def test_a_rank_that_is_killed_is_named_and_one_rank_goes_on(
     assert list(values(run, "train/loss")) == list(range(1, done.step + 3))
     expected = list(values(undisturbed, "train/loss").values())[:7]  # the last update of the shorter run is smaller
     assert list(values(run, "train/loss").values())[:7] == pytest.approx(expected[: done.step + 2], abs=2e-5)
+
+
+def test_a_run_in_bfloat16_goes_on_from_its_checkpoint_bit_for_bit(
+    sft_main: Main, sft_config: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """And is near the one in float32, though not the same."""
+    words = [*WORDS, "--engine.backend=megatron", "--engine.dtype=bfloat16", "--engine.num_ranks=2"]
+    words += ["--engine.options", "{tensor_parallel = 2}"]
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    run_to_its_end(sft_main, "train", sft_config, "--out", whole, *words)
+    # The end evaluates, as the whole run does there.
+    run_to_its_end(sft_main, "train", sft_config, "--out", parted, *words, "--engine.max_updates=6")
+    run_to_its_end(sft_main, "resume", parted, "--engine.max_updates=0")
+    for name in ("train/loss", "eval/loss", "engine/grad_norm"):
+        assert values(parted, name) == values(whole, name)
+        assert values(whole, name) != values(undisturbed, name)
+        assert values(whole, name) == pytest.approx(values(undisturbed, name), rel=0.01)
+    got, wanted = last_weights(parted), last_weights(whole)
+    assert got.keys() == wanted.keys()
+    assert all((got[name] == array).all() for name, array in wanted.items())
+    assert any((array.view(np.uint32) & 0xFFFF).any() for array in got.values()), "the float32 weights were lost"
 
 
 @pytest.mark.parametrize(

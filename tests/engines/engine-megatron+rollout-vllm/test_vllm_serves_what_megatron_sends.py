@@ -1,0 +1,115 @@
+"""Weights of ranks that share a model reach vLLM in a process of another environment, over each transport for that."""
+
+import json
+import os
+import subprocess
+from collections import deque
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron_layouts import Layout, engine_config, make_model
+from megatron_yardstick import make_sequences, policy_loss
+
+from offbeat_engine_megatron import MegatronTrainEngine
+from offbeat_types import TrainSequence
+from offbeat_weightsync import (
+    BucketPlan,
+    describe_tensors,
+    new_address,
+    open_sender,
+    wait_for_proofs,
+    write_weights,
+)
+
+DEADLINE_S = 60.0
+BUCKET_BYTES = 1 << 14
+
+
+class Vllm:
+    """The other process. Ranks that are forked from this one may talk to it too."""
+
+    def __init__(self, folder, log):
+        python, script = os.environ["OFFBEAT_PARTNER_PYTHON"], Path(__file__).with_name("vllm_server.py")
+        self._log = log
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                [python, script, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True
+            )
+
+    def tell(self, **said):
+        self._process.stdin.write(json.dumps(said) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self):
+        line = self._process.stdout.readline()
+        assert line, f"vLLM's process has ended: {self._log.read_text()[-4000:]}"
+        return json.loads(line)
+
+    def close(self):
+        try:
+            self._process.stdin.close()
+            assert self._process.wait(DEADLINE_S) == 0, self._log.read_text()[-4000:]
+        finally:
+            self._process.kill()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_model(tmp_path / "model", "qwen3")
+
+
+@pytest.fixture
+def vllm(folder, tmp_path):
+    server = Vllm(folder, tmp_path / "vllm.log")
+    yield server
+    server.close()
+
+
+def send_over_disk(vllm, plan, weights, version, folder):
+    vllm.tell(version=version, folder=str(folder))
+    write_weights(folder, plan, weights, version)
+    wait_for_proofs(folder, version, 1, deadline_s=DEADLINE_S)
+
+
+def send_to_address(vllm, plan, weights, version, host):
+    sender = open_sender(new_address(host), plan)
+    vllm.tell(version=version, address=sender.address)
+    sender.send(weights, version, 1, deadline_s=DEADLINE_S)
+    sender.close()
+
+
+@pytest.mark.mesh(tp=2, pp=2, deadline_s=100, compare=False)
+def test_vllm_samples_with_the_log_probabilities_of_the_trainer(mesh, folder, vllm, tmp_path):
+    """Three updates, each over another transport."""
+    transports = {
+        "disk": partial(send_over_disk, folder=tmp_path / "versions"),
+        "shared memory": partial(send_to_address, host=""),
+        "tcp": partial(send_to_address, host="127.0.0.1"),
+    }
+    ranks = mesh.group("dp", "cp", "tp", "pp")
+    engine = MegatronTrainEngine.create(engine_config(folder, Layout()), mesh)
+    plan = BucketPlan.build(describe_tensors(engine.weights(), "float32"), BUCKET_BYTES)
+    assert ranks.decide(vllm.answer) == "started"
+    for version, (name, send) in enumerate(transports.items(), 1):
+        engine.forward_backward(make_sequences(version), policy_loss)
+        engine.step()
+        if mesh.rank == 0:
+            send(vllm, plan, engine.weights(), version)
+        else:
+            deque(engine.weights(), maxlen=0)
+        sampled = ranks.decide(vllm.answer)
+        sequences = [sequence_of(**each) for each in sampled]
+        served = np.concatenate([each["logprobs"] for each in sampled])
+        now, first = (
+            np.concatenate([each[s.loss_mask] for each, s in zip(found, sequences, strict=True)])
+            for found in (engine.logprobs(sequences), engine.logprobs(sequences, reference=True))
+        )
+        np.testing.assert_allclose(served, now, rtol=0, atol=1e-3, err_msg=name)
+        assert np.abs(now - first).max() > 0.1, "the updates have changed nothing"
+    engine.close()
+
+
+def sequence_of(prompt, ids, logprobs):
+    return TrainSequence(ids=np.array(prompt + ids, np.int32), loss_mask=np.arange(len(prompt + ids)) >= len(prompt))
