@@ -29,7 +29,9 @@ WHEELS: Final = NOX / "wheels"
 # Suites whose wall-clock time two workers shorten: they compute, or wait. The others start processes that compute, or
 # are over before a second worker has imported torch (measured: docs/decisions.md).
 TWO_WORKERS: Final = {
-    **dict.fromkeys(("dist", "objectives", "rollout-trtllm", "testing", "tools", "weightsync"), "load"),
+    **dict.fromkeys(
+        ("dist", "grpo-async-app", "objectives", "rollout-trtllm", "testing", "tools", "weightsync"), "load"
+    ),
     # Ranks wait for messages a third of the time; tests of a file go on from what others of it have saved.
     "engine-megatron-engine": "loadfile",
 }

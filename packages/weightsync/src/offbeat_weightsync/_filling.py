@@ -43,7 +43,7 @@ class PlannedTensors:
         self._tensors = iter(tensors)
         self._hasher = xxhash.xxh3_64()
         self._checksums: list[str] = []
-        self._held: list[tuple[Tensor, Bytes | None]] | None = None
+        self._held: list[tuple[Tensor | None, Bytes | None]] | None = None
         self._index = -1
         self._scratch: Tensor | None = None
         self._flat: Tensor | None = None
@@ -128,6 +128,9 @@ class PlannedTensors:
 
     def _convert(self, offset: int, target: Tensor) -> None:
         """Copy so many bytes of the present tensor, in the dtype planned for it."""
+        if self._bytes is not None:  # into memory of a device
+            target.copy_(torch.from_numpy(self._bytes[offset : offset + len(target)]))
+            return
         assert self._flat is not None
         elements = target.view(torch_dtype(self._specs[self._index].dtype))
         first = offset // elements.element_size()
@@ -153,7 +156,6 @@ class PlannedTensors:
         held = []
         for index in range(len(self._specs)):
             self._take(index)
-            assert self._flat is not None
             held.append((self._flat, self._bytes))
         self.finish()
         lanes = [PlannedTensors(self._plan, ()) for _ in range(num_lanes)]
@@ -174,9 +176,11 @@ class PlannedTensors:
             surplus = _describe_surplus(name, self._specs[:index])
             raise WeightSyncError(f"{name}: came where {spec.name} was planned; {surplus}")
         check_tensor(tensor, spec, "the trainer", dtype=False)
-        self._index, self._flat = index, tensor.detach().reshape(-1)
+        self._index = index
         if tensor.is_cpu and tensor.dtype is torch_dtype(spec.dtype):
-            self._bytes = tensor_bytes(self._flat)
+            self._bytes = tensor_bytes(tensor)
+        else:
+            self._flat = tensor.detach().reshape(-1)
 
 
 def _describe_surplus(name: str, sent: Iterable[TensorSpec]) -> str:
