@@ -2,8 +2,9 @@
 
     unshare --user --map-root-user --net --pid --fork --kill-child --mount-proc python liveness_hosts.py FOLDER WHO
 
-A driver and a role that it calls, or two ranks that have a store in common. Each has a dump folder of its own. Prints
-one line of JSON: what either says of who waits for whom.
+A driver and a role that it calls; or two ranks, that have a store in common, or the name of a head which that head
+itself takes for 127.0.1.1, as on Debian. Each has a dump folder of its own. Prints one line of JSON: what either says
+of who waits for whom.
 """
 
 import json
@@ -86,25 +87,45 @@ def be_first_rank(there: "Orders", folder: Path) -> dict[str, object]:
 
     store = open_store(HERE)
     there.give(store.port)
-    return be_rank(0, store, folder)
+    return be_rank(0, "va", folder, is_waiting=True, store=store)
 
 
 def be_second_rank(here: "Orders", folder: Path) -> dict[str, object]:
     """Do something else."""
     from torch.distributed import TCPStore
 
-    return be_rank(1, TCPStore(HERE, here.hear(), is_master=False), folder)
+    return be_rank(1, "vb", folder, is_waiting=False, store=TCPStore(HERE, here.hear(), is_master=False))
 
 
-def be_rank(rank: int, store: Any, folder: Path) -> dict[str, object]:
-    """Enter the world, which nothing but the store says to span hosts."""
+def be_head(there: "Orders", folder: Path) -> dict[str, object]:
+    """Be the head, and do something else."""
+    name_head(folder, "127.0.1.1")
+    return be_rank(0, "va", folder, is_waiting=False)
+
+
+def be_far_from_head(head: "Orders", folder: Path) -> dict[str, object]:
+    """Wait in a collective to which the head does not come."""
+    name_head(folder, HERE)
+    return be_rank(1, "vb", folder, is_waiting=True)
+
+
+def name_head(folder: Path, address: str) -> None:
+    """Have "head" mean this address on this host alone."""
+    hosts = folder / f"hosts-{address}"
+    hosts.write_text(f"127.0.0.1 localhost\n{address} head\n")
+    subprocess.run(["mount", "--bind", hosts, "/etc/hosts"], check=True, capture_output=True, timeout=30)
+    os.environ |= {"MASTER_ADDR": "head", "MASTER_PORT": "29600"}
+
+
+def be_rank(rank: int, card: str, folder: Path, *, is_waiting: bool, store: Any = None) -> dict[str, object]:
+    """Enter the world, through the store alone where there is one."""
     import torch
     import torch.distributed as dist
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "va" if rank == 0 else "vb"
+    os.environ["GLOO_SOCKET_IFNAME"] = card
     monitor = watch("", folder / str(rank))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    if rank == 0:
+    if is_waiting:
         threading.Thread(target=dist.all_reduce, args=(torch.ones(1),), daemon=True).start()
     return tell(monitor)
 
@@ -147,7 +168,7 @@ def be_here(folder: Path, who: str) -> None:
         ip(f"link add va type veth peer name vb netns {there.pid}")
         connect("va", HERE)
         orders.give("connected")
-        said = {"driver": be_driver, "rank": be_first_rank}[who](orders, folder)
+        said = {"driver": be_driver, "rank": be_first_rank, "head": be_head}[who](orders, folder)
         print(json.dumps([said, orders.hear()]), flush=True)
         there.stdin.close()  # neither leaves before the other has spoken
     os._exit(0)  # the collective never ends
@@ -159,7 +180,7 @@ def be_there(folder: Path, who: str) -> None:
     orders.give("started")
     orders.hear()
     connect("vb", THERE)
-    orders.give({"driver": be_role, "rank": be_second_rank}[who](orders, folder))
+    orders.give({"driver": be_role, "rank": be_second_rank, "head": be_far_from_head}[who](orders, folder))
     sys.stdin.read()
     os._exit(0)
 

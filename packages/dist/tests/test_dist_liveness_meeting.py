@@ -60,6 +60,13 @@ def test_ranks_that_have_nothing_but_a_store_in_common_reach_each_other_across_h
         assert said["parties"] == ["rank 0", "rank 1"]
 
 
+def test_a_head_that_takes_its_name_for_loopback_is_not_taken_for_dead(tmp_path: Path) -> None:
+    for said in on_two_hosts(tmp_path, "head"):
+        assert said["kind"] == "missing-member"
+        assert said["headline"].startswith("rank 0 never came to all_reduce")
+        assert said["parties"] == ["rank 0", "rank 1"]
+
+
 DRIVER = """
 import json, sys
 from offbeat_dist import liveness

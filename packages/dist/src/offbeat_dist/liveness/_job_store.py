@@ -14,10 +14,14 @@ WORKER: Final = "OFFBEAT_LIVENESS_WORKER"  # pid of the process that the wrapper
 
 
 class Keys:
-    """Addresses in a store, by rank."""
+    """Texts in a store, by rank."""
 
     def __init__(self, store: Any, prefix: str) -> None:
         self._store, self._prefix = store, prefix
+
+    def write(self, rank: int, value: str) -> None:
+        """Set one."""
+        self._store.set(f"{self._prefix}/{rank}", value)
 
     def read(self, ranks: set[int]) -> dict[int, str]:
         """Those that are there; all in one request once everybody has come."""

@@ -53,7 +53,7 @@ class Peers:
         self._not_before_s = 0.0
         self._formed_group: Any = None
         self._formed_s = -math.inf
-        self._store: Any = None
+        self._store: _job_store.Keys | None = None
         self._joined_group: Any = None
         self._missing: set[int] = set()
         self._book: dict[Key, Address] = {}
@@ -76,7 +76,7 @@ class Peers:
         if self._needs_to_meet(waits_long=waits_long):
             return True
         early = group is None and self._store is None and _flight_recorder.is_loaded()
-        return waits_long and (early or self._directory is not None)
+        return waits_long and (early or self._directory is not None or bool(self._doubtful()))
 
     def is_settled(self) -> bool:
         """Whether a world, if there may be one, is joined and all of its members are known."""
@@ -98,7 +98,7 @@ class Peers:
         if time.monotonic() >= self._not_before_s:
             try:
                 self._join_world(waits_long=waits_long)
-                self._read_missing()
+                self._read_missing(self._missing | (self._doubtful() if waits_long else set()))
             except (RuntimeError, OSError, ValueError) as error:  # the store is gone or not there yet
                 self.problem = f"the job's store did not answer: {error}"
                 self._not_before_s = time.monotonic() + RETRY_S
@@ -218,22 +218,39 @@ class Peers:
         self._secret = _job_store.text(store.compare_set(f"{PREFIX}/{attempt}/secret", "", proposed))
         self._world = _job_store.text(store.compare_set(f"{PREFIX}/{attempt}/world", "", secrets.token_hex(4)))
         self.rank, self.world_size = rank, size
-        listener = self._listen(address_toward(host))
-        mine = self._describe(listener)
-        store.set(f"{PREFIX}/{attempt}/address/{rank}", json.dumps(asdict(mine)))
-        self._store = _job_store.Keys(store, f"{PREFIX}/{attempt}/address")
+        keys = _job_store.Keys(store, f"{PREFIX}/{attempt}/address")
         for key in [key for key, each in self._book.copy().items() if each.rank is not None]:
             self._book.pop(key, None)
-        self._add(mine)
+        self._tell_ranks(keys, rank, self._listen(address_toward(host)))
+        self._store = keys
         self._missing = set(range(size)) - {rank}
         self.problem = ""
 
-    def _read_missing(self) -> None:
-        if self._store is None or not self._missing:
+    def _tell_ranks(self, keys: _job_store.Keys, rank: int, listener: Listener) -> None:
+        mine = self._describe(listener)
+        keys.write(rank, json.dumps(asdict(mine)))
+        self._add(mine)
+
+    def _read_missing(self, ranks: set[int]) -> None:
+        """Read addresses; if some are of other hosts, and from there this process is not reached, listen for them too."""
+        if self._store is None or not ranks:
             return
-        for rank, text in self._store.read(self._missing).items():
+        for rank, text in self._store.read(ranks).items():
             self._add(from_data(Address, json.loads(text)))
             self._missing.discard(rank)
+        me = self.me()
+        far = next((each.host for each in self._fellows() if not is_loopback(each.host)), "")
+        if me and far and self.rank is not None and is_loopback(me.host):
+            self._tell_ranks(self._store, self.rank, self._listen(address_toward(far)))
+
+    def _doubtful(self) -> set[int]:
+        """Ranks whose address leads nowhere: a host may take its own name for loopback, as Debian does."""
+        return {each.rank for each in self._fellows() if each.rank is not None and is_loopback(each.host)}
+
+    def _fellows(self) -> list[Address]:
+        """Ranks of this world on other hosts."""
+        known = self._book.copy().values()
+        return [each for each in known if each.machine != HOST and each.rank is not None and each.world == self._world]
 
     def _join_directory(self, directory: Path) -> None:
         """Meet processes that are in no common world, such as a rollouter and a trainer."""
