@@ -241,7 +241,7 @@ class Sleeper:
 class Watched:
     """Waits for another process, and says so to the liveness monitor."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path | None = None) -> None:
         from offbeat_dist import liveness
 
         liveness.watch(stall_after_s=2, directory=folder, name=name)

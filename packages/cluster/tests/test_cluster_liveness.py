@@ -46,5 +46,55 @@ def test_a_circle_of_waits_through_calls_is_named(
     assert "trainer-0 waits for driver in prompts.get" in verdict.headline
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="who has died is known by /proc")
+def test_roles_that_share_no_folder_meet_at_the_monitor_of_the_driver(
+    launchers: Launchers, role_env: dict[str, str], tmp_path: Path
+) -> None:
+    """On the way one of them dies and is started again: nobody may wait for the dead one."""
+    liveness = pytest.importorskip("offbeat_dist.liveness", reason="offbeat-dist is not installed")
+
+    def spec(name: str) -> RoleSpec:
+        kwargs = {"name": name, "folder": tmp_path / name}
+        return RoleSpec(name, "cluster_roles:Watched", kwargs, env=role_env, log_path=tmp_path / f"{name}.log")
+
+    async def scenario() -> Any:
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[Any] = loop.create_future()
+        told = _once(found)
+        monitor = liveness.watch(
+            stall_after_s=2, name="driver", on_verdict=lambda verdict: loop.call_soon_threadsafe(told, verdict)
+        )
+        try:
+            async with launchers.make() as launcher, asyncio.timeout(90):
+                trainer, rollout = await asyncio.gather(
+                    *(launcher.start(spec(name)) for name in ("trainer-0", "rollout-0"))
+                )
+                await _known(monitor, {"trainer-0", "rollout-0"})
+                rollout.kill()
+                await rollout.wait_dead()
+                rollout = await launcher.start(spec("rollout-0"))
+                calls = [
+                    asyncio.create_task(trainer.call("wait_for", "weights.confirm", "rollout-0", deadline_s=1000)),
+                    asyncio.create_task(rollout.call("wait_for", "weights.get", "trainer-0", deadline_s=1000)),
+                ]
+                verdict = await found
+                for call in calls:
+                    call.cancel()
+                return verdict
+        finally:
+            monitor.close()
+
+    verdict = asyncio.run(scenario())
+    assert verdict.kind == "wait-cycle"
+    assert "trainer-0 waits for rollout-0 in weights.confirm" in verdict.headline
+    assert "rollout-0 waits for trainer-0 in weights.get" in verdict.headline
+
+
+async def _known(monitor: Any, names: set[str]) -> None:
+    """Wait until the monitor knows processes of these names."""
+    while not names <= {address.name for address in monitor._peers.others().values()}:
+        await asyncio.sleep(0.05)
+
+
 def _once(found: "asyncio.Future[Any]") -> Callable[[Any], None]:
     return lambda verdict: None if found.done() else found.set_result(verdict)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from offbeat_dist import Mesh, current_world, join_world, open_store
+from offbeat_dist import Mesh, _join, current_world, join_world, open_store
 from offbeat_types import ConfigError, DeadlineError
 
 
@@ -133,6 +134,49 @@ def test_the_store_of_somebody_else_s_group_keeps_its_timeout():
     before = store.timeout
     Mesh(dp=2, deadline_s=7)
     assert store.timeout == before
+
+
+@contextlib.contextmanager
+def killable_store():
+    """A store that a process of its own holds: its port, and that process."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        held = open_store("127.0.0.1")
+        os.write(writer, str(held.port).encode())
+        signal.pause()
+    try:
+        yield int(os.read(reader, 16)), pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("step", ["_meet", "find_host"])
+def test_a_store_that_is_lost_while_joining_is_said(run_ranks, step):
+    """It is gone after that step."""
+
+    def body(rank, num_ranks, store):
+        whole = getattr(_join, step)
+        with killable_store() as (port, holder):
+
+            def lose(*arguments):
+                found = whole(*arguments)
+                os.kill(holder, signal.SIGKILL)
+                os.waitid(os.P_PID, holder, os.WEXITED | os.WNOWAIT)
+                return found
+
+            setattr(_join, step, lose)
+            theirs = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
+            try:
+                join_world(rank=0, size=1, store=theirs, device="cpu", deadline_s=2)
+            finally:
+                assert current_world() is None
+                assert not dist.is_initialized()
+
+    ended = run_ranks(1, body)[0]
+    assert ended.error == "DeadlineError"
+    assert "waited 2 s for the store, which did not come; it was lost while all were joining" in ended.text
 
 
 def test_a_rank_0_that_is_lost_while_joining_is_named_and_leaves_no_world_behind(run_ranks):

@@ -56,7 +56,7 @@ class LocalLauncher(ProcessLauncher):
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env={**os.environ, **own_environment(spec, self._run_name)},
+                    env={**os.environ, **own_environment(spec, self._run_name, self.address)},
                     pass_fds=(theirs.fileno(),),
                     # A session of its own: Ctrl-C in the terminal reaches the driver only, and one signal to the
                     # group ends whatever processes the role has started.

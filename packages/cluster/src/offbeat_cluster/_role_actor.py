@@ -11,7 +11,6 @@ from typing import Any, Final, Protocol, TypeVar, overload
 import msgspec
 
 from offbeat_cluster._channel import Channel
-from offbeat_cluster._declared_wait import declare_wait
 from offbeat_cluster._failures import rebuild_failure
 from offbeat_cluster._frames import (
     STOP_ID,
@@ -25,6 +24,7 @@ from offbeat_cluster._frames import (
     Stop,
     write_frame,
 )
+from offbeat_cluster._liveness import declare_wait
 from offbeat_cluster._log_tail import read_log_tail
 from offbeat_cluster._specs import ClusterConfig, RoleSpec, Wait
 from offbeat_types import DeadlineError, OffbeatError, PeerFailedError

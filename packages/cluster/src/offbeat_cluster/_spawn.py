@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from offbeat_cluster._frames import Bytes, FrameWriter, Start
+from offbeat_cluster._liveness import invite
 from offbeat_cluster._specs import RoleSpec
 from offbeat_types import RunFolderError
 
@@ -24,10 +25,17 @@ def child_command(fd: int, name: str) -> list[str]:
     return [sys.executable, "-P", "-m", "offbeat_cluster._child", str(fd), name]
 
 
-def own_environment(spec: RoleSpec, run_name: str) -> Mapping[str, str]:
-    """Variables of this role, to be added to those of the process that starts it."""
+def own_environment(spec: RoleSpec, run_name: str, driver_address: str) -> Mapping[str, str]:
+    """Variables of this role, to be added to those of the process that starts it.
+
+    Args:
+        spec: of the role.
+        run_name: of the run.
+        driver_address: IP address of this machine, as the role's machine sees it.
+    """
     threads = dict.fromkeys(_THREAD_VARIABLES, str(spec.num_threads)) if spec.num_threads else {}
-    return {"PYTHONUNBUFFERED": "1", "OFFBEAT_RUN": run_name, "OFFBEAT_ROLE": spec.name, **threads, **spec.env}
+    run = {"PYTHONUNBUFFERED": "1", "OFFBEAT_RUN": run_name, "OFFBEAT_ROLE": spec.name}
+    return {**run, **invite(driver_address), **threads, **spec.env}
 
 
 def write_start(spec: RoleSpec) -> Bytes:

@@ -46,7 +46,7 @@ def join_world(
 
     Raises:
         ConfigError: arguments that do not belong together, a rank given twice, a world joined already.
-        DeadlineError: ranks that did not come, by number; or nobody at the address.
+        DeadlineError: ranks that did not come, by number; or nobody at the address; or the store was lost.
     """
     refuse_second_world()
     place = None if isinstance(device, str) else device
@@ -58,14 +58,24 @@ def join_world(
         store = _own(store)  # theirs keeps its timeout
     else:
         rank, size, store = _rendezvous(rank, size, address, store, deadline_s)
+    try:
+        return _enter(store, rank, size, opened, deadline_s, adopted=adopted)
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        advice = f"it was lost while all were joining: {_first_line(error)}"
+        raise DeadlineError("join_world", "the store", deadline_s, advice) from error
+
+
+def _enter(store: Store, rank: int, size: int, device: Device, deadline_s: float, *, adopted: bool) -> World:
+    """Meet the others at the store, and connect to them."""
     store.set_timeout(timedelta(seconds=deadline_s))
     prefix = f"offbeat/world/{_count_join(store)}"
     tell_host(store, f"{prefix}/host", rank)
     _meet(store, prefix, rank, size, deadline_s)
     host = find_host(store, f"{prefix}/host", rank, size)
+    own = _own(store)  # before there is anything to undo
     if not adopted:
-        _open_default_group(store, rank, size, opened, deadline_s)
-    world = World(rank, size, opened, deadline_s, _own(store), host=host, owned=not adopted)
+        _open_default_group(store, rank, size, device, deadline_s)
+    world = World(rank, size, device, deadline_s, own, host=host, owned=not adopted)
     if size > 1:
         try:
             world.open_board(f"{prefix}/hub")

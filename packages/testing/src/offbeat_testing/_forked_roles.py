@@ -62,9 +62,11 @@ async def _fork_role(launcher: LocalLauncher, spec: RoleSpec) -> RoleActor:
     ours, theirs = socket.socketpair()
     log = os.dup(2) if spec.log_path is None else open_log(spec.log_path, spec.name)
 
+    variables = own_environment(spec, launcher._run_name, launcher.address)
+
     def become_role() -> None:
         ours.close()
-        os.environ.update(own_environment(spec, launcher._run_name))
+        os.environ.update(variables)
         _child.main(theirs.detach())
 
     process = _RoleProcess(become_role, [spec.name], log)

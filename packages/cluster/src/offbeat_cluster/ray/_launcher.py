@@ -155,7 +155,7 @@ class RayLauncher(ProcessLauncher):
         return Order(
             key=f"{spec.name} {secrets.token_hex(4)}",
             role=spec.name,
-            env={**carried, **own_environment(spec, self._run_name)},
+            env={**carried, **own_environment(spec, self._run_name, self.address)},
             folder=os.getcwd(),
             log=log,
             devices=devices,

@@ -1,7 +1,9 @@
 """What has become of a process that gives no answer."""
 
 import contextlib
+import hashlib
 import os
+import socket
 from pathlib import Path
 from typing import Final, Literal
 
@@ -9,6 +11,21 @@ PidState = Literal["runs", "stopped", "gone", "unknown"]
 STOPPED: Final = frozenset("Tt")
 ON_DISK: Final = "D"
 DEAD: Final = frozenset("ZX")
+
+
+def _name_host() -> str:
+    """Name of this host, with what tells it from another of that name: only where it is the same may pids be compared.
+
+    Source: proc_sys_kernel(5), random/boot_id; namespaces(7), /proc/pid/ns/pid.
+    """
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        space = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+        return f"{name}#{hashlib.sha256(space.encode()).hexdigest()[:6]}"
+    return name
+
+
+HOST: Final = _name_host()
 
 
 def pid_state(pid: int, born: int = 0) -> PidState:

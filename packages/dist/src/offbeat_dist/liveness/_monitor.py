@@ -17,10 +17,10 @@ from offbeat_dist.liveness._goodbye import Goodbye, describe
 from offbeat_dist.liveness._graph import Scene
 from offbeat_dist.liveness._head import Head, from_data, to_data
 from offbeat_dist.liveness._motion import Motion
-from offbeat_dist.liveness._peers import Peers
-from offbeat_dist.liveness._roll_call import Key, look_around, pid_states
+from offbeat_dist.liveness._peers import Key, Peers
+from offbeat_dist.liveness._roll_call import look_around, pid_states
 from offbeat_dist.liveness._settings import Settings
-from offbeat_dist.liveness._side_channel import Message, ask, ask_all
+from offbeat_dist.liveness._side_channel import LOOPBACK, Address, Message, ask, ask_all
 from offbeat_dist.liveness._snapshot import read_head
 from offbeat_dist.liveness._verdict import Verdict
 
@@ -102,6 +102,22 @@ class Monitor:
             A verdict, which is not announced; None if nobody waits.
         """
         return find_verdict(self._look_around(max(0.1, self.settings.stall_after_s / 10)))
+
+    def invite(self, host: str = LOOPBACK) -> dict[str, str]:
+        """Let a process that is started from here know this one and all that it knows, on whatever host.
+
+        Args:
+            host: an IP address of this machine that leads here from there; the monitor listens at it from now on.
+
+        Returns:
+            Environment variables for that process, which calls `watch`; they hold a secret. None where nobody can
+            listen at `host`, which is said once.
+        """
+        try:
+            return self._peers.invite(host).variables()
+        except OSError as error:
+            self._complain(f"{self._own_name()}: nobody can be invited to {host}: {error.strerror}")
+            return {}
 
     def close(self) -> None:
         """Stop watching; the others see this process leave in order."""
@@ -200,7 +216,8 @@ class Monitor:
     def _call_leader(self) -> None:
         """Tell the lowest process that answers; that may be this one."""
         leader = self._find_leader()
-        if leader is None or "ok" not in (ask(leader, {"ask": "lead"}, self._peers.secret, PING_S) or {}):
+        message = {"ask": "lead", **self._peers.introduce()}
+        if leader is None or "ok" not in (ask(leader, message, self._peers.secret, PING_S) or {}):
             self._alarm.set()
 
     def _find_leader(self) -> Any:
@@ -224,6 +241,7 @@ class Monitor:
         with self._looking:
             self._looked_s = time.monotonic()
             self._is_leading = True
+            self._peers.hear_news()
             verdict = self._find_twice()
             if verdict is not None:
                 self._announce(verdict)
@@ -287,6 +305,11 @@ class Monitor:
     def _answer(self, message: Message) -> Message:
         """Reply to another monitor; runs in the listener's threads."""
         kind = message.get("ask")
+        sender = from_data(Address, message["address"]) if "address" in message else None
+        if sender and kind == "meet":
+            return {"addresses": [to_data(each) for each in self._peers.greet(sender)]}
+        if sender:
+            self._peers.learn(sender)
         if kind == "head":
             return {"head": self._tell_head()}
         if kind == "lead":

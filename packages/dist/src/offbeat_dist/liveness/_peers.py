@@ -2,33 +2,32 @@
 
 Addresses are exchanged once, through a connection of our own to the job's store (`store.clone()`), so nothing that the
 main thread does with the store can hold this up. Processes outside of torch.distributed meet through files in the dump
-folder.
+folder, and at the monitor of the process that started them, on whatever host.
 """
 
-import contextlib
 import json
 import math
 import os
 import secrets
-import socket
 import sys
+import threading
 import time
+from collections import Counter
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-from offbeat_dist.liveness import _calls, _dumps, _flight_recorder, _world_view
-from offbeat_dist.liveness._fates import birth, pid_state
+from offbeat_dist.liveness import _dumps, _flight_recorder, _job_store, _world_view
+from offbeat_dist.liveness._fates import HOST, birth, pid_state
 from offbeat_dist.liveness._head import from_data
-from offbeat_dist.liveness._side_channel import LOOPBACK, Address, Answer, Listener
-from offbeat_dist.liveness._snapshot import HOST
-from offbeat_dist.liveness._stacks import main_thread_ident, thread_frames
+from offbeat_dist.liveness._invitation import Invitation, address_toward, is_loopback, read_invitation
+from offbeat_dist.liveness._side_channel import LOOPBACK, Address, Answer, Listener, ask, ask_all
 
-STORE_TIMEOUT: Final = timedelta(seconds=2)
-WORKER: Final = "OFFBEAT_LIVENESS_WORKER"  # pid of the process that the wrapper runs
 RETRY_S: Final = 3.0
+MEET_S: Final = 0.5
+RIVAL_S: Final = 0.2
 PREFIX: Final = "offbeat-liveness"
+Key = tuple[str, int]
 
 
 class Peers:
@@ -42,16 +41,22 @@ class Peers:
 
     def __init__(self, directory: Path | None, name: str, answer: Answer) -> None:
         self._directory, self._name, self._answer = directory, name, answer
-        self._listener: Listener | None = None
-        self._secret = ""
+        self._listeners: list[Listener] = []  # the last one's address is told
+        self._listening = threading.Lock()
+        self._invitation = read_invitation()
+        self._told: Address | None = None
+        self._heard: dict[Key, Address] = {}
+        self._meet_again_s = -math.inf
+        self._host_answers = True
+        self._secret = self._invitation.secret if self._invitation else ""
         self._world = ""
         self._not_before_s = 0.0
         self._formed_group: Any = None
         self._formed_s = -math.inf
-        self._store: Any = None
+        self._store: _job_store.Keys | None = None
         self._joined_group: Any = None
         self._missing: set[int] = set()
-        self._book: dict[tuple[str, int], Address] = {}
+        self._book: dict[Key, Address] = {}
         self.rank: int | None = None
         self.world_size = 0
         self.problem = ""
@@ -68,8 +73,10 @@ class Peers:
             return True
         if self._missing or (self._directory is not None and self.me() is None):
             return True
+        if self._needs_to_meet(waits_long=waits_long):
+            return True
         early = group is None and self._store is None and _flight_recorder.is_loaded()
-        return waits_long and (early or self._directory is not None)
+        return waits_long and (early or self._directory is not None or bool(self._doubtful()))
 
     def is_settled(self) -> bool:
         """Whether a world, if there may be one, is joined and all of its members are known."""
@@ -91,19 +98,68 @@ class Peers:
         if time.monotonic() >= self._not_before_s:
             try:
                 self._join_world(waits_long=waits_long)
-                self._read_missing()
+                self._read_missing(self._missing | (self._doubtful() if waits_long else set()))
             except (RuntimeError, OSError, ValueError) as error:  # the store is gone or not there yet
                 self.problem = f"the job's store did not answer: {error}"
                 self._not_before_s = time.monotonic() + RETRY_S
         if self._directory is not None:
             self._join_directory(self._directory)
+        if self._needs_to_meet(waits_long=waits_long):
+            self._meet()
 
-    def others(self) -> dict[tuple[str, int], Address]:
+    def invite(self, host: str) -> Invitation:
+        """Where a process that is started from here meets the others; who was invited passes its invitation on.
+
+        Raises:
+            OSError: this process cannot listen at `host`.
+        """
+        if self._invitation is not None:
+            return self._invitation
+        if not self._secret and self._directory is not None:
+            self._secret = _dumps.shared_secret(self._directory)
+        self._secret = self._secret or secrets.token_hex(16)
+        listener = self._listen(host)
+        self._add(self._describe(listener))
+        return Invitation(listener.host, listener.port, self._secret)
+
+    def greet(self, newcomer: Address) -> list[Address]:
+        """Take in somebody who was invited, in place of who had its seat before; everybody that is known here."""
+        others = self.others()
+        others.pop((newcomer.machine, newcomer.pid), None)
+        rivals = {key: each for key, each in others.items() if each.seat and each.seat == newcomer.seat}
+        for key in rivals.keys() - ask_all(rivals, {"ask": "ping"}, self._secret, RIVAL_S).keys():
+            self._book.pop(key, None)
+        self._add(newcomer)
+        me = self.me()
+        return [*self.others().values(), *([me] if me else [])]
+
+    def introduce(self) -> dict[str, Any]:
+        """What to put into a message, so that whoever gets it knows its sender from then on."""
+        me = self.me()
+        return {"address": asdict(me)} if me else {}
+
+    def learn(self, address: Address) -> None:
+        """Take in somebody, unless more is known of it already."""
+        known = self._book.get((address.machine, address.pid))
+        if known is None or known.rank is None or address.rank is not None:
+            self._add(address)
+
+    def hear_news(self) -> None:
+        """Ask for those who have come since, before a decision on all of them; not where nobody has answered lately."""
+        if self._invitation is not None and self._host_answers:
+            self._meet()
+
+    def others(self) -> dict[Key, Address]:
         """Everybody known but this process, by machine and pid."""
-        me = (HOST, os.getpid())
-        return {key: each for key, each in sorted(self._book.items(), key=lambda item: item[1].order) if key != me}
+        known = self._book.copy()  # threads add to it
+        for key, each in self._heard.items():
+            if key not in known or known[key].rank is None:
+                known[key] = each
+        known.pop((HOST, os.getpid()), None)
+        known = _without_replaced(known)
+        return dict(sorted(known.items(), key=lambda item: item[1].order))
 
-    def running(self) -> dict[tuple[str, int], Address]:
+    def running(self) -> dict[Key, Address]:
         """Those of the others that may answer: not the ones of this machine that are seen to be stopped or gone."""
         here = ("runs", "unknown")
         return {
@@ -130,52 +186,71 @@ class Peers:
 
     def close(self) -> None:
         """Stop answering and take the address out of the folder."""
-        if self._listener:
-            self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         if self._directory is not None:
             _dumps.remove(self._directory, _dumps.address_name(HOST, os.getpid()))
 
     def forget(self) -> None:
         """In a forked child: nothing of this belongs to it."""
-        if self._listener:
-            self._listener.forget()
+        for listener in self._listeners:
+            listener.forget()
 
     def _join_world(self, *, waits_long: bool) -> None:
         group = _world_view.default_group()
         if group is not None and group is not self._joined_group:
             c10d = sys.modules["torch.distributed.distributed_c10d"]
-            self._publish(_bottom(c10d._get_default_store()), int(group.rank()), int(group.size()))
+            self._publish(_job_store.bottom(c10d._get_default_store()), int(group.rank()), int(group.size()))
             self._joined_group = group
         elif group is None and waits_long and self._store is None:
-            early = _early_world()
+            early = _job_store.early_world()
             if early is not None:
                 self._publish(*early)
 
     def _publish(self, store: Any, rank: int, size: int) -> None:
         """Write down where this process listens, and agree on a secret with whoever came first."""
+        host = _job_store.host_of(store)
         store = store.clone()
-        store.set_timeout(STORE_TIMEOUT)
+        store.set_timeout(_job_store.STORE_TIMEOUT)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        proposed = _dumps.shared_secret(self._directory) if self._directory else ""
+        proposed = self._secret or (_dumps.shared_secret(self._directory) if self._directory else "")
         proposed = proposed or secrets.token_hex(16)
-        self._secret = _text(store.compare_set(f"{PREFIX}/{attempt}/secret", "", proposed))
-        self._world = _text(store.compare_set(f"{PREFIX}/{attempt}/world", "", secrets.token_hex(4)))
+        self._secret = _job_store.text(store.compare_set(f"{PREFIX}/{attempt}/secret", "", proposed))
+        self._world = _job_store.text(store.compare_set(f"{PREFIX}/{attempt}/world", "", secrets.token_hex(4)))
         self.rank, self.world_size = rank, size
-        listener = self._listen()
-        mine = self._describe(listener)
-        store.set(f"{PREFIX}/{attempt}/address/{rank}", json.dumps(asdict(mine)))
-        self._store = _Keys(store, f"{PREFIX}/{attempt}/address")
-        self._book = {key: each for key, each in self._book.items() if each.rank is None}
-        self._add(mine)
+        keys = _job_store.Keys(store, f"{PREFIX}/{attempt}/address")
+        for key in [key for key, each in self._book.copy().items() if each.rank is not None]:
+            self._book.pop(key, None)
+        self._tell_ranks(keys, rank, self._listen(address_toward(host)))
+        self._store = keys
         self._missing = set(range(size)) - {rank}
         self.problem = ""
 
-    def _read_missing(self) -> None:
-        if self._store is None or not self._missing:
+    def _tell_ranks(self, keys: _job_store.Keys, rank: int, listener: Listener) -> None:
+        mine = self._describe(listener)
+        keys.write(rank, json.dumps(asdict(mine)))
+        self._add(mine)
+
+    def _read_missing(self, ranks: set[int]) -> None:
+        """Read addresses; if some are of other hosts, and from there this process is not reached, listen for them too."""
+        if self._store is None or not ranks:
             return
-        for rank, text in self._store.read(self._missing).items():
+        for rank, text in self._store.read(ranks).items():
             self._add(from_data(Address, json.loads(text)))
             self._missing.discard(rank)
+        me = self.me()
+        far = next((each.host for each in self._fellows() if not is_loopback(each.host)), "")
+        if me and far and self.rank is not None and is_loopback(me.host):
+            self._tell_ranks(self._store, self.rank, self._listen(address_toward(far)))
+
+    def _doubtful(self) -> set[int]:
+        """Ranks whose address leads nowhere: a host may take its own name for loopback, as Debian does."""
+        return {each.rank for each in self._fellows() if each.rank is not None and is_loopback(each.host)}
+
+    def _fellows(self) -> list[Address]:
+        """Ranks of this world on other hosts."""
+        known = self._book.copy().values()
+        return [each for each in known if each.machine != HOST and each.rank is not None and each.world == self._world]
 
     def _join_directory(self, directory: Path) -> None:
         """Meet processes that are in no common world, such as a rollouter and a trainer."""
@@ -195,10 +270,36 @@ class Peers:
             if is_new and pid_state(each.pid, each.born) != "gone":  # not left over from an earlier run
                 self._add(each)
 
-    def _listen(self) -> Listener:
-        if self._listener is None:
-            self._listener = Listener(_own_address(), lambda: self._secret, self._answer)
-        return self._listener
+    def _needs_to_meet(self, *, waits_long: bool) -> bool:
+        """Whether the process that invited this one is to be told something, or asked for somebody."""
+        if self._invitation is None or time.monotonic() < self._meet_again_s:
+            return False
+        return waits_long or self._told is None or self._told != self.me()
+
+    def _meet(self) -> None:
+        """Say where this process listens, and hear of the others; what is known stays if there is no answer."""
+        assert self._invitation is not None
+        mine = self._describe(self._listen())
+        self._add(mine)
+        message = {"ask": "meet", "address": asdict(mine)}
+        reply = ask(self._invitation, message, self._invitation.secret, MEET_S)
+        self._meet_again_s, self._host_answers = time.monotonic() + RETRY_S, reply is not None
+        if reply is not None:
+            known = [from_data(Address, each) for each in reply.get("addresses", [])]
+            self._told, self._heard = mine, {(each.machine, each.pid): each for each in known}
+
+    def _listen(self, host: str = LOOPBACK) -> Listener:
+        """Listen, at one more address where those that there are do not do for others."""
+        with self._listening:
+            if not is_loopback(host) and host not in {each.host for each in self._listeners}:
+                self._open(host)
+            elif not self._listeners:
+                inviter = self._invitation.host if self._invitation else ""
+                self._open(address_toward(inviter, _job_store.host_of(None)))
+            return self._listeners[-1]
+
+    def _open(self, host: str) -> None:
+        self._listeners.append(Listener(host, lambda: self._secret, self._answer))
 
     def _describe(self, listener: Listener) -> Address:
         name = self._name or (f"rank {self.rank}" if self.rank is not None else f"pid {os.getpid()}")
@@ -217,80 +318,12 @@ class Peers:
         self._book[(address.machine, address.pid)] = address
 
 
-class _Keys:
-    """Addresses in a store, by rank."""
+def _without_replaced(known: dict[Key, Address]) -> dict[Key, Address]:
+    """Without the dead of this machine whose seat somebody else has by now."""
+    holders = Counter(each.seat for each in known.values())
 
-    def __init__(self, store: Any, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
+    def is_replaced(each: Address) -> bool:
+        shared = each.seat is not None and holders[each.seat] > 1
+        return shared and each.machine == HOST and pid_state(each.pid, each.born) == "gone"
 
-    def read(self, ranks: set[int]) -> dict[int, str]:
-        """Those that are there; all in one request once everybody has come."""
-        keys = {rank: f"{self._prefix}/{rank}" for rank in sorted(ranks)}
-        if not self._store.check(list(keys.values())):
-            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
-        return {rank: _text(self._store.get(key)) for rank, key in keys.items()}
-
-
-def _early_world() -> tuple[Any, int, int] | None:
-    """The store, rank and size of a world that the main thread is still trying to enter.
-
-    Taken from the arguments of init_process_group on its stack, or from the environment as torchrun sets it. A worker
-    that the wrapper runs is known even before it makes that call; its children inherit the variables and do not count.
-    """
-    call = _calls.torch_call(thread_frames().get(main_thread_ident()))
-    is_entering = call is not None and call.function == "init_process_group"
-    if not is_entering and os.environ.get(WORKER) != str(os.getpid()):
-        return None
-    arguments = call.arguments if call is not None and is_entering else {}
-    rank = _whole(arguments.get("rank"), "RANK")
-    size = _whole(arguments.get("world_size"), "WORLD_SIZE")
-    if rank is None or size is None:
-        return None
-    if arguments.get("store") is not None:
-        return _bottom(arguments["store"]), rank, size
-    host, port = _meeting_point(arguments.get("init_method"))
-    if not host:
-        return None
-    tcp_store = sys.modules["torch.distributed"].TCPStore
-    with contextlib.suppress(RuntimeError):
-        return tcp_store(host, port, is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT), rank, size
-    return None
-
-
-def _meeting_point(init_method: str | None) -> tuple[str, int]:
-    if init_method and init_method.startswith("tcp://"):
-        host, _, port = init_method.removeprefix("tcp://").partition("?")[0].rpartition(":")
-        return host, int(port)
-    if init_method and not init_method.startswith("env://"):
-        return "", 0
-    return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT") or 0)
-
-
-def _whole(value: object, variable: str) -> int | None:
-    if isinstance(value, int) and value >= 0:
-        return value
-    text = os.environ.get(variable, "")
-    return int(text) if text.isdecimal() else None
-
-
-def _bottom(store: Any) -> Any:
-    """The store under all prefixes, so that early and late comers use the same keys."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store
-
-
-def _own_address() -> str:
-    """Loopback, unless the job spans hosts: then the address by which this host reaches the master."""
-    size, local = os.environ.get("WORLD_SIZE", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
-    master = os.environ.get("MASTER_ADDR", "")
-    if not master or (size and size == local) or master in ("localhost", LOOPBACK, "::1"):
-        return LOOPBACK
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect((master, 9))  # sends nothing: it only chooses a route
-        return str(probe.getsockname()[0])
-    return LOOPBACK
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+    return {key: each for key, each in known.items() if not is_replaced(each)}

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Final
 
 from offbeat_dist.liveness._crash import read_crash
-from offbeat_dist.liveness._fates import cpu_s, pid_state
+from offbeat_dist.liveness._fates import HOST, cpu_s, pid_state
 from offbeat_dist.liveness._graph import BUSY, Absent, Fate, Scene
 from offbeat_dist.liveness._head import CallSite, Head, from_data
-from offbeat_dist.liveness._peers import Peers
+from offbeat_dist.liveness._peers import Key, Peers
 from offbeat_dist.liveness._side_channel import Address, ask_all
-from offbeat_dist.liveness._snapshot import HOST
 
-Key = tuple[str, int]
 FIRST_CALL_S: Final = 0.7
 SECOND_CALL_S: Final = 0.5
 FATE_BY_PID: Final[dict[str, Fate]] = {
@@ -64,7 +62,7 @@ def pid_states(pids: Mapping[str, int]) -> dict[str, str]:
 
 
 def _call(peers: Peers, addresses: Mapping[Key, Address], timeout_s: float) -> dict[Key, Head]:
-    replies = ask_all(addresses, {"ask": "head"}, peers.secret, timeout_s)
+    replies = ask_all(addresses, {"ask": "head", **peers.introduce()}, peers.secret, timeout_s)
     return {key: from_data(Head, reply["head"]) for key, reply in replies.items() if "head" in reply}
 
 

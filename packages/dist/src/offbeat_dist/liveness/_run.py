@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from offbeat_dist.liveness._peers import WORKER
+from offbeat_dist.liveness._job_store import WORKER
 from offbeat_dist.liveness._settings import DIRECTORY, POLICY, STALL_AFTER, read_settings
 from offbeat_dist.liveness._watch import watch
 from offbeat_types import ConfigError

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 Message = dict[str, Any]
 Answer = Callable[[Message], Message]
@@ -38,6 +38,26 @@ class Address:
     def order(self) -> tuple[bool, int, str]:
         """The lowest leads: ranks before other roles."""
         return self.rank is None, self.rank or 0, self.name
+
+    @property
+    def seat(self) -> tuple[str, int | None] | None:
+        """What one process at a time has in the run; None for those without a name of their own."""
+        is_named = self.name not in (f"rank {self.rank}", f"pid {self.pid}")
+        return (self.name, self.rank) if is_named else None
+
+
+class Door(Protocol):
+    """Where something listens."""
+
+    @property
+    def host(self) -> str:
+        """IP address."""
+        ...
+
+    @property
+    def port(self) -> int:
+        """Number of the port."""
+        ...
 
 
 class Listener:
@@ -85,21 +105,21 @@ class Listener:
                 connection.sendall(_line(self._answer(message)))
 
 
-def ask(address: Address, message: Message, secret: str, timeout_s: float) -> Message | None:
+def ask(door: Door, message: Message, secret: str, timeout_s: float) -> Message | None:
     """One question, one answer; None if none comes in time."""
-    return ask_all({0: address}, message, secret, timeout_s).get(0)
+    return ask_all({0: door}, message, secret, timeout_s).get(0)
 
 
-def ask_all(addresses: Mapping[Any, Address], message: Message, secret: str, timeout_s: float) -> dict[Any, Message]:
+def ask_all(doors: Mapping[Any, Door], message: Message, secret: str, timeout_s: float) -> dict[Any, Message]:
     """One question to many at once.
 
     Returns:
-        Replies by the keys of `addresses`; without those who refused, failed or were late.
+        Replies by the keys of `doors`; without those who refused, failed or were late.
     """
     end_s = time.monotonic() + timeout_s
     line = _line({**message, "secret": secret})
     replies: dict[Any, Message] = {}
-    waiting = deque(addresses.items())
+    waiting = deque(doors.items())
     with selectors.DefaultSelector() as selector:
         while (waiting or selector.get_map()) and (left_s := end_s - time.monotonic()) > 0:
             while waiting and _begin(selector, *waiting[0], line):
@@ -111,14 +131,14 @@ def ask_all(addresses: Mapping[Any, Address], message: Message, secret: str, tim
     return replies
 
 
-def _begin(selector: selectors.BaseSelector, key: Any, address: Address, line: bytes) -> bool:
+def _begin(selector: selectors.BaseSelector, key: Any, door: Door, line: bytes) -> bool:
     """Open an exchange; not while the process has no descriptor to spare: a run may have more ranks than those."""
     try:
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     except OSError:
         return False
     connection.setblocking(False)
-    connection.connect_ex((address.host, address.port))
+    connection.connect_ex((door.host, door.port))
     selector.register(connection, selectors.EVENT_WRITE, _Exchange(key, bytearray(line), bytearray()))
     return True
 

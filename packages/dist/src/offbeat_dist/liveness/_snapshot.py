@@ -1,7 +1,6 @@
 """Builds the head of this process: everything it waits in, and where its threads stand."""
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -10,12 +9,12 @@ from typing import Any, Final
 
 from offbeat_dist.liveness import _calls, _flight_recorder, _world_view
 from offbeat_dist.liveness._calls import TorchCall
+from offbeat_dist.liveness._fates import HOST
 from offbeat_dist.liveness._head import Collective, GroupHead, Head, ThreadHead, Wait
 from offbeat_dist.liveness._ledger import LEDGER, Entry
 from offbeat_dist.liveness._motion import Motion
 from offbeat_dist.liveness._stacks import main_thread_ident, stack_of, thread_frames
 
-HOST: Final = socket.gethostname()
 ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
 OWN_THREADS: Final = "offbeat-liveness"
 
