@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,17 +12,15 @@ import numpy as np
 from offbeat_rollout_vllm._adapters import Adapters
 from offbeat_rollout_vllm._environment import remove_shared_memory
 from offbeat_rollout_vllm._flights import Flight, draw_seed
-from offbeat_rollout_vllm._folders import ModelFolder
-from offbeat_rollout_vllm._form_choice import choose_form
-from offbeat_rollout_vllm._options import AdapterLimits, VllmRolloutOptions, sleep_levels
+from offbeat_rollout_vllm._fp8 import BlockFolder, values_of
 from offbeat_rollout_vllm._peft_folder import PeftFolder
 from offbeat_rollout_vllm._requests import Requests
 from offbeat_rollout_vllm._sampling import check_request
 from offbeat_rollout_vllm._scoring import check_scores, read_scores, score_flights
 from offbeat_rollout_vllm._served import MODEL, ServedVersions
-from offbeat_rollout_vllm._traces import WorkerTraces
+from offbeat_rollout_vllm._setup import Setup
 from offbeat_rollout_vllm._update import WeightLoader
-from offbeat_rollout_vllm._versions import installed_engine, is_cpu_build, supported_version
+from offbeat_rollout_vllm._versions import installed_engine, supported_version
 from offbeat_rollout_vllm._workers import Workers
 from offbeat_types import (
     Completion,
@@ -35,7 +32,6 @@ from offbeat_types import (
     LoraAdapter,
     OffbeatError,
     PauseMode,
-    RolloutCapabilities,
     RolloutEngineConfig,
     ScoreRequest,
     WeightProof,
@@ -52,29 +48,12 @@ class VllmRolloutEngine:
     """vLLM, in this process or in processes of its own. Make it with `create`."""
 
     def __init__(self, config: RolloutEngineConfig) -> None:
-        name, version = installed_engine()
-        self._options, self.notices = VllmRolloutOptions.parse(config.options)
-        if not self._options.any_version:
-            supported_version(name, version)
+        setup = self._setup = Setup.read(config)
+        self.notices, self.capabilities = setup.notices, setup.capabilities
         for notice in self.notices:
             logger.warning(notice)
-        path = Path(config.model_path).expanduser()
-        self._folder = ModelFolder.read(path)
-        self._config = replace(config, model_path=str(path))
-        is_cpu = is_cpu_build(name, version)
-        self._limits = AdapterLimits.read(self._options.engine)
-        self.capabilities = RolloutCapabilities(
-            pause_modes=("abort", "wait", "keep"),
-            sleep_levels=sleep_levels(self._options, is_cpu=is_cpu),
-            shares_prompt_prefix=bool(self._options.engine.get("enable_prefix_caching", True)),
-            multimodal=self._folder.has_vision and not self._options.engine.get("language_model_only", False),
-            lora=self._limits.num_adapters > 0,
-            scores=not self._limits.num_adapters,
-            traces=bool(config.trace_folder),
-        )
-        self._traces = WorkerTraces(config.trace_folder)
-        self._form, num_workers = choose_form(self._config, self._options, self._traces.arguments, is_cpu=is_cpu)
-        self._workers = Workers(self._form, num_workers, self._options.worker_deadline_s)
+        self._config, self._options, self._folder, self._form = setup.config, setup.options, setup.folder, setup.form
+        self._workers = Workers(self._form, setup.num_workers, self._options.worker_deadline_s)
         self._requests = Requests(self._form, self._workers, self._folder.eos_ids, config.max_model_len)
         self._frozen = self._updating = self._closed = False
         self._version, self._served, self._started_s = 0, ServedVersions(), time.monotonic()
@@ -100,6 +79,12 @@ class VllmRolloutEngine:
         """
         engine = cls(config)
         await engine._start()
+        if engine._setup.is_fp8:
+            try:
+                await engine.update_weights(BlockFolder(engine._folder), BlockFolder.version)
+            except BaseException:
+                await engine.close()
+                raise
         return engine
 
     async def _start(self) -> None:
@@ -122,7 +107,7 @@ class VllmRolloutEngine:
         about = self.workers[0]
         self._loader = WeightLoader(self._workers, self._folder, bucket_bytes, about["dtype"])
         self._adapters = Adapters(
-            self._workers, self._folder, self._limits, about["adapter_dtype"], self._loader.reserve
+            self._workers, self._folder, self._setup.limits, about["adapter_dtype"], self._loader.reserve
         )
         self._requests.adapters = self._adapters
         self._started_s = time.monotonic()
@@ -252,6 +237,8 @@ class VllmRolloutEngine:
         name = adapter.name if adapter else MODEL
         try:
             if adapter is None:
+                if self._setup.is_fp8 and not self._setup.holds_blocks:
+                    stream = values_of(stream)
                 proof = await asyncio.to_thread(self._loader.load, stream, version)
             else:
                 source = f"adapter {name!r} of version {version}"
@@ -327,11 +314,11 @@ class VllmRolloutEngine:
 
     async def begin_trace(self) -> None:
         """See `TracingEngine`."""
-        await asyncio.to_thread(self._traces.begin, self._workers)
+        await asyncio.to_thread(self._setup.traces.begin, self._workers)
 
     async def end_trace(self) -> list[Path]:
         """See `TracingEngine`. No step runs while vLLM writes."""
-        return await asyncio.to_thread(self._traces.end, self._workers)
+        return await asyncio.to_thread(self._setup.traces.end, self._workers)
 
     async def health(self) -> EngineHealth:
         """See `RolloutEngine`."""
