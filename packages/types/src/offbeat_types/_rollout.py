@@ -137,6 +137,7 @@ class RolloutCapabilities:
         lora: updates may bring an adapter, and requests name one.
         fp8_weights: it takes and holds matrices as FP8 blocks (`RolloutEngineSettings.weight_format`).
         scores: it is a `ScoringEngine`: it gives log-probabilities of tokens that others have sampled.
+        scores_images: of prompts with images, too.
         traces: it is a `TracingEngine`: it traces itself, because it computes elsewhere than in its caller's process.
     """
 
@@ -148,6 +149,7 @@ class RolloutCapabilities:
     lora: bool = False
     fp8_weights: bool = False
     scores: bool = False
+    scores_images: bool = False
     traces: bool = False
 
     def check(self, request: GenerateRequest, engine: str) -> None:
