@@ -18,7 +18,10 @@ pytestmark = pytest.mark.timeout(DEADLINE_S)  # a first start on a cold machine 
 
 
 class Vllm(RolloutConformance):
-    """The suite of every engine, on one real engine for the whole class; the last test closes it."""
+    """The suite of every engine, on one real engine for the whole class; the last test closes it.
+
+    pytest takes what a class inherits first, so each class names that test again.
+    """
 
     options: ClassVar = {}
     deadline_s = DEADLINE_S
@@ -71,6 +74,8 @@ class Vllm(RolloutConformance):
 class TestInProcess(Vllm):
     options: ClassVar = {"form": "in_process"}
 
+    test_close_aborts_what_is_in_flight = RolloutConformance.test_close_aborts_what_is_in_flight
+
 
 class TestAsync(Vllm):
     """In child processes, where a start costs most: so one that takes images and adapters too."""
@@ -103,6 +108,8 @@ class TestAsync(Vllm):
                 self.assert_logprobs(reference, completion)
 
         self.run(model_folder, check)
+
+    test_close_aborts_what_is_in_flight = RolloutConformance.test_close_aborts_what_is_in_flight
 
 
 def test_the_entry_point_is_the_engine():
