@@ -103,12 +103,10 @@ class VllmRolloutEngine:
             if isinstance(error, OffbeatError) or not isinstance(error, Exception):
                 raise
             raise ConfigError(f"vLLM did not start with these settings: {type(error).__name__}: {error}") from error
-        bucket_bytes = self._options.bucket_mb * MIB
-        about = self.workers[0]
+        bucket_bytes, about = self._options.bucket_mb * MIB, self.workers[0]
         self._loader = WeightLoader(self._workers, self._folder, bucket_bytes, about["dtype"])
-        self._adapters = Adapters(
-            self._workers, self._folder, self._setup.limits, about["adapter_dtype"], self._loader.reserve
-        )
+        limits, dtype = self._setup.limits, about["adapter_dtype"]
+        self._adapters = Adapters(self._workers, self._folder, limits, dtype, self._loader.reserve)
         self._requests.adapters = self._adapters
         self._started_s = time.monotonic()
 
