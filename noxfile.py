@@ -89,7 +89,7 @@ def engine_environment(session: nox.Session, package: Package) -> Path:
     """An environment with the package, the engine it adapts and what its tests need; its bin folder."""
     venv = NOX / f"{package.key}-engine"
     if venv not in MADE:
-        own = f"--editable={package.folder}[{package.engine_extra}]"
+        own = f"--editable={package.folder}[{','.join(package.engine_extras)}]"
         beside = ["testing", *package.engine_tests_beside]
         others = [f"--editable={other.folder}" for other in PACKAGES if other.key in beside]
         install(session, venv, own, *others, "--group=test")

@@ -69,10 +69,10 @@ class Package:
         return dict(self.metadata["project"].get("optional-dependencies", {}))
 
     @property
-    def engine_extra(self) -> str:
-        """The extra that brings the engine it adapts: `engine-cpu` where the engine has a build for CPUs."""
+    def engine_extras(self) -> list[str]:
+        """The extras that bring the engine it adapts, whole: those of its build for CPUs, where it has one."""
         names = [name for name in self.extras if name.partition("-")[0] == "engine"]
-        return "engine-cpu" if "engine-cpu" in names else next(iter(names), "engine")
+        return [name for name in names if name.startswith("engine-cpu")] or names[:1]
 
     @property
     def light_extras(self) -> list[str]:

@@ -393,3 +393,49 @@ def test_a_folder_that_is_not_there_is_one_clear_error(command: CommandLine, scr
     assert ended.code == 2
     assert "cannot be written" in ended.err
     assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize(("mode", "loss"), [("gspo", "gspo"), ("sapo", "sapo"), ("geo_mean", "gmpo")])
+def test_verl_takes_the_mean_over_sequences_for_losses_of_sequences_whatever_it_is_told(mode: str, loss: str) -> None:
+    options = {f"{PREFIX}actor.policy_loss.loss_mode": mode, f"{PREFIX}actor.tau_neg": 1.1}
+    for told in ({}, {f"{PREFIX}actor.loss_agg_mode": "token-mean"}):
+        draft = import_verl(options | told)
+        assert draft.entries["algorithm.loss"].value == loss
+        assert draft.entries["algorithm.aggregation"].value == "sequence_mean"
+        assert (f"{PREFIX}actor.loss_agg_mode" in draft.changed) == bool(told)
+    assert ("algorithm.sapo_tau" in draft.entries) == (loss == "sapo")
+    if loss == "sapo":
+        assert draft.entries["algorithm.sapo_tau"].value == [1.0, 1.1]
+
+
+def test_sapo_of_trl_takes_the_mean_over_sequences() -> None:
+    assert import_trl({"loss_type": "sapo"}).entries["algorithm.aggregation"].value == "sequence_mean"
+    assert import_trl({"loss_type": "cispo"}).entries["algorithm.aggregation"].value == "token_mean"
+
+
+def test_the_newer_bounds_of_trls_correction_are_read() -> None:
+    newer = {"use_vllm": True, "vllm_importance_sampling_clip_max": 5.0, "vllm_importance_sampling_clip_min": 0.5}
+    masked = import_trl({**newer, "vllm_importance_sampling_mode": "token_mask"})
+    assert masked.entries["algorithm.correction"].value == "icepop"
+    assert (masked.entries["algorithm.rs_low"].value, masked.entries["algorithm.rs_high"].value) == (0.5, 5.0)
+    cut = import_trl({**newer, "vllm_importance_sampling_mode": "token_truncate"})
+    assert cut.entries["algorithm.tis_cap"].value == 5.0
+    assert "vllm_importance_sampling_clip_min" in cut.missing
+
+
+def test_what_trl_counts_in_steps_is_counted_in_updates() -> None:
+    rhythm = {"eval_strategy": "steps", "eval_steps": 20, "save_steps": 30, "max_steps": 100}
+    draft = import_trl({**rhythm, "gradient_accumulation_steps": 2, "steps_per_generation": 8})
+    assert draft.entries["async.require_batches"].value == 4
+    assert [draft.entries[key].value for key in ("engine.max_updates", "eval.every_updates", "checkpoint.every")] == [
+        25,
+        5,
+        8,
+    ]
+
+
+def test_a_share_of_the_steps_for_warming_up_is_not_lost_without_a_word() -> None:
+    draft = import_trl({"warmup_steps": 0.1})
+    assert "engine.warmup_steps" not in draft.entries
+    assert "warmup_steps" in draft.missing
+    assert import_trl({"warmup_steps": 10}).entries["engine.warmup_steps"].value == 10

@@ -172,6 +172,12 @@ def test_a_recipe_for_one_machine_can_be_planned_here(
     assert "64 samples" in " ".join(ended.out.split())
 
 
+def accelerator(recipe: Path) -> str:
+    """What a plan calls the accelerators that a recipe is written for."""
+    name = load_config(recipe, GrpoConfig).engine.device
+    return "GPU" if name == "cuda" else name.upper()
+
+
 @every_large_recipe
 def test_a_recipe_fits_the_cluster_it_states_and_fills_it(command: CommandLine, recipe: Path, tmp_path: Path) -> None:
     nodes, width = stated_cluster(recipe)
@@ -182,7 +188,7 @@ def test_a_recipe_fits_the_cluster_it_states_and_fills_it(command: CommandLine, 
     ended = command("plan", recipe, "--cluster", cluster)
     assert ended.code == 0, ended.err
     assert f"{nodes} of {nodes} node" in ended.out
-    assert f"{nodes * width} of {nodes * width} free" in ended.out
+    assert f"{nodes * width} of {nodes * width} free {accelerator(recipe)}" in ended.out
     assert "notice" not in ended.out, ended.out
     assert "parameters" in ended.out, "the memory could not be estimated"
 
@@ -222,6 +228,7 @@ def test_a_recipe_is_refused_on_half_of_its_cluster_with_what_would_fit(command:
     nodes, width = stated_cluster(recipe)
     ended = command("plan", recipe, "--cluster", f"{max(nodes // 2, 1)}x{width if nodes > 1 else width // 2}")
     assert ended.code == 2
+    assert f" {accelerator(recipe)} " in ended.err
     assert "what fits: " in ended.err
     assert "Traceback" not in ended.err
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,19 @@ def test_an_engine_that_does_not_score_is_no_teacher(monkeypatch: pytest.MonkeyP
     role = TeacherRole(backend="fake", config=RolloutEngineConfig(model_path=""), temperature=1.0)
     with pytest.raises(ConfigError, match="'fake' does not score"):
         asyncio.run(role.start())
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_a_teacher_that_would_not_see_the_images_is_refused(taught: Path, images: bool) -> None:
+    settings = RolloutEngineConfig(model_path=str(taught), device="cpu", max_model_len=64)
+    role = TeacherRole(backend="torch", config=settings, temperature=1.0, images=images)
+
+    async def start() -> None:
+        await role.start()
+        await role.close()
+
+    with pytest.raises(ConfigError, match="scores text alone") if images else nullcontext():
+        asyncio.run(start())
 
 
 def test_without_rewards_the_teacher_alone_is_learned_from(config: Path, words: list[str]) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from offbeat_dist import StepTracer, available_devices, open_device, rank_device
+from offbeat_dist import StepTracer, TraceFiles, available_devices, open_device, rank_device
 from offbeat_types import ConfigError, TracePlan, installed_backends
 
 
@@ -158,3 +158,18 @@ def test_traces_have_a_bound_that_the_former_process_has_used_too(tmp_path, caps
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rollout-0-1.json", "trainer-0-1.json"]
     assert "10 of" in traced.left_out
     assert traced.left_out in capsys.readouterr().out
+
+
+def test_a_step_of_several_processes_is_kept_whole_or_not_at_all(tmp_path):
+    def written(step, num_bytes):
+        paths = [files.unfinished(step).with_suffix(f".{rank}") for rank in range(2)]
+        for path in paths:
+            path.write_bytes(bytes(num_bytes))
+        return paths
+
+    files = TraceFiles(TracePlan(role="rollout-0", folder=str(tmp_path), first=0, last=9, max_bytes=100))
+    files.keep(1, written(1, 30))
+    files.keep(2, written(2, 21))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rollout-0-1.json", "rollout-0-1.rank1.json"]
+    assert "step 2 has 42 bytes, and 40 of 100" in files.left_out
+    assert not files.wants(3)

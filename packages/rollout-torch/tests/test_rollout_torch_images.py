@@ -9,7 +9,15 @@ from transformers import AutoImageProcessor
 
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_testing import FakeWeightStream, changed_weights, reference_model, tiny_vision_model
-from offbeat_types import DataError, GenerateRequest, RolloutEngineConfig, SamplingParams
+from offbeat_types import (
+    Completion,
+    DataError,
+    GenerateRequest,
+    RolloutEngineConfig,
+    SamplingParams,
+    ScoreRequest,
+    VersionSegment,
+)
 
 FAMILIES = [("qwen3_vl", True), ("qwen3_vl", False), ("qwen2_5_vl", True), ("qwen2_5_vl", False)]
 SIZES = ((40, 56), (33, 70), (24, 24))
@@ -148,3 +156,24 @@ def test_placeholders_that_do_not_fit_the_images_are_refused(qwen3):
         return await engine.generate(ask(yardstick, 1))
 
     assert len(run(qwen3, use)) == 1
+
+
+@pytest.mark.parametrize("max_prefill_tokens", [1024, 17])
+def test_tokens_after_images_are_scored(folder, max_prefill_tokens):
+    """Of several continuations, which share what the tower saw; whole prompts in one pass, or cut within images."""
+    yardstick, draw = Yardstick(folder), np.random.default_rng(9)
+    continuations = tuple(draw.integers(3, 250, length).astype(np.int32) for length in (11, 1, 30))
+
+    async def use(engine):
+        assert engine.capabilities.scores_images
+        for num_images in (0, 1, 3):
+            ids, images = yardstick.prompt(num_images)
+            request = ScoreRequest(request_id="s", prompt_ids=ids, continuations=continuations, images=images)
+            for continuation, scores in zip(continuations, await engine.score(request), strict=True):
+                segments = (VersionSegment(version=0, num_tokens=len(continuation)),)
+                scored = Completion(ids=continuation, logprobs=scores, segments=segments, stop_reason="length")
+                assert yardstick.error(request, scored) < 1e-4
+        with pytest.raises(DataError, match="placeholder tokens"):
+            await engine.score(ScoreRequest(request_id="s", prompt_ids=ids, continuations=continuations))
+
+    run(folder, use, max_prefill_tokens=max_prefill_tokens)

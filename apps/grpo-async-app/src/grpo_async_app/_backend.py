@@ -93,7 +93,8 @@ class GrpoBackend:
         def where(name: str) -> None:
             self._where[group.group_id] = name
 
-        logprobs = await teachers.score(group.group_id, group.prompt_ids, group.trajectories, where)
+        images = await asyncio.to_thread(lambda: tuple(picture.pixels() for picture in group.pictures))
+        logprobs = await teachers.score(group.group_id, group.prompt_ids, group.trajectories, where, images)
         return replace(group, teacher_logprobs=logprobs)
 
     async def _sample(self, group_id: int, prompt: Prompt, name: str) -> list[ScoredTrajectory]:

@@ -53,6 +53,7 @@ class Fleet:
         config: of the run.
         model_path: folder the engines start from.
         log_folder: takes one log file per role.
+        has_images: prompts have some.
 
     Attributes:
         tell: takes a line when something has happened to a role.
@@ -61,8 +62,9 @@ class Fleet:
         teachers: replicas of the teacher, where the run has one.
     """
 
-    def __init__(self, config: GrpoConfig, model_path: str, log_folder: Path) -> None:
-        self._config, self._roles = config, RoleSpecs(config, model_path, log_folder)
+    def __init__(self, config: GrpoConfig, model_path: str, log_folder: Path, *, has_images: bool = False) -> None:
+        self._config = config
+        self._roles = RoleSpecs(config, model_path, log_folder, has_images=has_images)
         self._launcher: Launcher = load_backend("offbeat.launcher", config.cluster.launcher)("grpo", config.cluster)
         self._socket_path = new_socket_path()
         self._trainer: Trainers | None = None

@@ -21,6 +21,9 @@ from offbeat_types import ConfigError, PlacementError, load_backend
 LIVE: Final = "live"
 """Instead of a file of nodes: ask the running cluster."""
 
+_RAY_NAMES: Final = {"cuda": ACCELERATOR}
+"""Kinds of device that Ray does not call by their own name in capitals."""
+
 _ALLOCATION_KEYS: Final = {
     "num_nodes": "cluster.num_nodes",
     "accelerators_per_node": "cluster.accelerators_per_node",
@@ -99,7 +102,7 @@ def find_site(config: GrpoConfig, cluster: str = "") -> Site:
         OffbeatError: a live cluster that does not answer.
     """
     if cluster and cluster != LIVE:
-        return Site(nodes=tuple(read_nodes(cluster)), reserves=True)
+        return Site(nodes=tuple(read_nodes(cluster, _named_kind(config))), reserves=True)
     launcher = load_backend("offbeat.launcher", "ray" if cluster else config.cluster.launcher)
     return Site(nodes=tuple(launcher.nodes(config.cluster)), reserves=launcher.reserves)
 
@@ -234,6 +237,13 @@ def _cpus_per_rank(site: Site, kind: str, threads: float) -> float:
     if not site.reserves:
         return 0
     return threads or (0 if kind else 1)
+
+
+def _named_kind(config: GrpoConfig) -> str:
+    """Kind of accelerator on nodes of which nobody says it, from what the recipe computes on; by Ray's name for it."""
+    names = (device.partition(":")[0] for device in (config.engine.device, config.rollout.device))
+    named = next((name for name in names if name not in ("auto", "cpu")), "")
+    return _RAY_NAMES.get(named, named.upper()) or ACCELERATOR
 
 
 def _kind(device: str, site: Site) -> str:

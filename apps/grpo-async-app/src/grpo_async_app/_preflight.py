@@ -53,6 +53,11 @@ class Preflight:
         return self.config.data.epochs * len(self.prompts.train) or None
 
     @property
+    def has_images(self) -> bool:
+        """Whether a training prompt has any."""
+        return any(prompt.pictures for prompt in self.prompts.train)
+
+    @property
     def max_updates(self) -> int | None:
         """Updates after which the run ends; None: with the data."""
         return self.config.engine.max_updates or None
@@ -95,7 +100,6 @@ def check_run(config: GrpoConfig) -> Preflight:
     _check_teacher(config, tokenizer)
     template = _turn_template(config, tokenizer)
     prompts = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer)
-    _check_teacher_sees(config, prompts)
     _check_end(config)
     num_updates = _count_updates(config, len(prompts.train))
     config.profile.check(config.traced_roles, num_updates)
@@ -207,16 +211,6 @@ def _check_teacher(config: GrpoConfig, tokenizer: Tokenizer) -> None:
         raise ConfigError(
             f"the teacher {folder.path} has another tokenizer than {config.model.path} ({difference}), so its "
             "log-probabilities are of other texts: take a teacher of the same family"
-        )
-
-
-def _check_teacher_sees(config: GrpoConfig, prompts: PromptSet) -> None:
-    """Images are not shown to a teacher, which would judge answers to questions that it has not seen."""
-    pictured = next((prompt for prompt in prompts.train if prompt.pictures), None)
-    if config.teacher.is_set and pictured is not None:
-        raise ConfigError(
-            f"a teacher scores text, and row {pictured.index} of {config.data.path} has images: leave the section "
-            "teacher out, or take prompts without images"
         )
 
 

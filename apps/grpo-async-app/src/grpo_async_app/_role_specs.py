@@ -14,10 +14,12 @@ class RoleSpecs:
         config: of the run.
         model_path: folder that trainer and engines start from.
         log_folder: takes one log file per role; traces go beside it.
+        has_images: prompts have some.
     """
 
-    def __init__(self, config: GrpoConfig, model_path: str, log_folder: Path) -> None:
+    def __init__(self, config: GrpoConfig, model_path: str, log_folder: Path, *, has_images: bool = False) -> None:
         self._config, self._model_path, self._log_folder = config, model_path, log_folder
+        self._has_images = has_images
         self._threads = plan_threads(config)
 
     def trainer(self, socket_path: str, num_updates: int, checkpoint: Path | None) -> RoleSpec:
@@ -73,6 +75,7 @@ class RoleSpecs:
                 "backend": self._config.teacher.backend,
                 "config": self._config.teacher_engine(self._threads["teacher"]),
                 "temperature": self._config.rollout.temperature,
+                "images": self._has_images,
             },
             num_threads=self._threads["teacher"],
             log_path=self._log_folder / f"{name}.log",

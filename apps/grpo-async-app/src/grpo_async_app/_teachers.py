@@ -15,6 +15,7 @@ from offbeat_types import (
     EngineHealth,
     Floats,
     Ids,
+    Image,
     PeerFailedError,
     ScoreRequest,
     Trajectory,
@@ -89,7 +90,12 @@ class Teachers:
         return sum(self._budget.spent[replica.name] for replica in self._replicas)
 
     async def score(
-        self, group_id: int, prompt_ids: Ids, trajectories: list[Trajectory], where: Callable[[str], object]
+        self,
+        group_id: int,
+        prompt_ids: Ids,
+        trajectories: list[Trajectory],
+        where: Callable[[str], object],
+        images: tuple[Image, ...] = (),
     ) -> list[Floats]:
         """The teacher's log-probabilities of what the policy has sampled.
 
@@ -98,6 +104,7 @@ class Teachers:
             prompt_ids: [P] int32.
             trajectories: of that prompt; what they have read is context to the teacher too.
             where: told which replica is asked.
+            images: of the prompt, as the policy saw them.
 
         Returns:
             [N] float32 for each trajectory: nats, of its sampled tokens, at the sampler's temperature.
@@ -111,6 +118,7 @@ class Teachers:
             prompt_ids=prompt_ids,
             continuations=tuple(trajectory.ids for trajectory in trajectories),
             temperature=self._config.rollout.temperature,
+            images=images,
         )
         for retries_left in reversed(range(self._config.async_.max_group_retries + 1)):
             replica = self._least_loaded()

@@ -89,7 +89,8 @@ class _Session:
 
 
 def _run(session: _Session) -> LoopSummary:
-    fleet = Fleet(session.preflight.config, str(session.preflight.model.path), session.run.logs)
+    preflight, logs = session.preflight, session.run.logs
+    fleet = Fleet(preflight.config, str(preflight.model.path), logs, has_images=preflight.has_images)
     return run_interruptible(_train(session, fleet), fleet.kill)
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from offbeat_dist._mesh import Mesh
     from offbeat_dist._parking import Parking
     from offbeat_dist._tensors import ReduceOp
+    from offbeat_dist._trace_files import TraceFiles
     from offbeat_dist._tracing import StepTracer
     from offbeat_dist._world import World, current_world
 
@@ -34,6 +35,7 @@ _HOMES = {
     "Profiler": "_device",
     "ReduceOp": "_tensors",
     "StepTracer": "_tracing",
+    "TraceFiles": "_trace_files",
     "World": "_world",
     "available_devices": "_device",
     "current_world": "_world",
@@ -56,6 +58,7 @@ __all__ = [
     "Profiler",
     "ReduceOp",
     "StepTracer",
+    "TraceFiles",
     "World",
     "available_devices",
     "current_world",

@@ -97,6 +97,7 @@ class TorchRolloutEngine:
             shares_prompt_prefix=True,
             multimodal=self._eyes is not None,
             scores=True,
+            scores_images=self._eyes is not None,
             fp8_weights=True,
         )
         self._tokenizer = load_tokenizer(folder)
@@ -175,9 +176,11 @@ class TorchRolloutEngine:
     async def score(self, request: ScoreRequest) -> list[Floats]:
         """See `ScoringEngine`: at any temperature."""
         request.check(self._architecture.vocab_size, self._ending.max_model_len)
-        return await asyncio.wrap_future(self._worker.call(lambda: self._worker.score(request)))
+        request.check_images(self.capabilities, "rollout-torch")
+        pictures = await self._look(request)
+        return await asyncio.wrap_future(self._worker.call(lambda: self._worker.score(request, pictures)))
 
-    async def _look(self, request: GenerateRequest) -> Pictures | None:
+    async def _look(self, request: GenerateRequest | ScoreRequest) -> Pictures | None:
         """Prepare the images, in another thread than that of the event loop."""
         if self._eyes is None:
             return None

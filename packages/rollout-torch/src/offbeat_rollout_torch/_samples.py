@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from offbeat_rollout_torch._cache import Row
@@ -49,17 +48,6 @@ class Sample:
     def num_pending(self) -> int:
         """Tokens still to go through the model before the next can be drawn."""
         return len(self.tokens) - self.num_cached
-
-    def positions(self, num_tokens: int) -> npt.NDArray[np.int64]:
-        """[3, num_tokens]: positions in time, height and width of the next tokens to compute."""
-        pictures, start = self.request.pictures, self.num_cached
-        index = np.arange(start, start + num_tokens)
-        if pictures is None:
-            return np.tile(index, (3, 1))
-        found = np.tile(index + pictures.offset, (3, 1))
-        of_prompt = pictures.positions_3P[:, start : start + num_tokens]
-        found[:, : of_prompt.shape[1]] = of_prompt
-        return found
 
     def push(self, token: int, logprob: float, version: int, ending: Ending) -> None:
         """Add a drawn token and decide whether it is the last."""

@@ -14,6 +14,8 @@ from torch import Tensor
 from offbeat_rollout_torch._attention import Chunk, PrefillAttention, prefill_group
 from offbeat_rollout_torch._cache import KVCache, Row
 from offbeat_rollout_torch._decoder import decode_hidden, decode_logits
+from offbeat_rollout_torch._sight import Stretch, sight_of, turns_of
+from offbeat_rollout_torch._vision import Pictures
 from offbeat_rollout_torch._weights import DecoderWeights
 from offbeat_types import Floats, ModelError, ScoreRequest
 
@@ -37,20 +39,29 @@ class Scorer:
     Args:
         weights: frozen.
         rotations_PC: see `decode_hidden`.
+        axes_C: the axis of each rotation, where positions have axes; else empty.
         cache: empty; its budget bounds how many continuations are scored together.
         max_prefill_tokens: tokens of one pass at most.
     """
 
-    def __init__(self, weights: DecoderWeights, rotations_PC: Tensor, cache: KVCache, max_prefill_tokens: int) -> None:
-        self._weights, self._rotations_PC, self._cache = weights, rotations_PC, cache
+    def __init__(
+        self, weights: DecoderWeights, rotations_PC: Tensor, axes_C: Tensor, cache: KVCache, max_prefill_tokens: int
+    ) -> None:
+        self._weights, self._rotations_PC, self._axes_C, self._cache = weights, rotations_PC, axes_C, cache
         self._max_tokens = max_prefill_tokens
+        self._pictures: Pictures | None = None
 
-    def score(self, request: ScoreRequest) -> list[Floats]:
+    def score(self, request: ScoreRequest, pictures: Pictures | None = None) -> list[Floats]:
         """See `ScoringEngine.score`.
+
+        Args:
+            request: checked.
+            pictures: its images, prepared.
 
         Raises:
             ModelError: the weights give logits that are not finite.
         """
+        self._pictures = pictures
         prompt = np.asarray(request.prompt_ids).tolist()
         continuations = [np.asarray(ids).tolist() for ids in request.continuations]
         # The prompt's last token predicts the first of each continuation, so it goes with each of them.
@@ -96,7 +107,10 @@ class Scorer:
         attention = PrefillAttention([chunk for _, chunk in chosen], self._weights.architecture, like)
         ids = [token for run, chunk in chosen for token in run.ids[: chunk.num_tokens]]
         ids_N = torch.tensor(ids, device=like.device)
-        hidden = decode_hidden(self._weights, ids_N, self._rotations_PC, attention)
+        runs = [Stretch(self._pictures, chunk.row.cached, chunk.num_tokens) for _, chunk in chosen]
+        turns = turns_of(runs, self._rotations_PC, self._axes_C)
+        sight = sight_of(runs, self._weights.tower, like.device)
+        hidden = decode_hidden(self._weights, ids_N, self._rotations_PC, attention, turns_NC=turns, sight=sight)
         targets = [token for run, chunk in chosen for token in _next(run.targets, len(run.logprobs), chunk)]
         logprobs = self._logprobs(hidden, targets, temperature) if targets else []
         for run, chunk in chosen:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +14,8 @@ from offbeat_rollout_torch._samples import Ending, Sample
 from offbeat_rollout_torch._sampling import draw, uniforms
 from offbeat_rollout_torch._scheduler import Scheduler
 from offbeat_rollout_torch._scoring import Scorer
-from offbeat_rollout_torch._vision import look
+from offbeat_rollout_torch._sight import Stretch, sight_of, turns_of
+from offbeat_rollout_torch._vision import Pictures
 from offbeat_rollout_torch._weights import DecoderWeights
 from offbeat_types import Floats, ModelError, ScoreRequest
 
@@ -51,14 +51,15 @@ class Stepper:
             self._decode()
         self.busy_s += time.monotonic() - start_s
 
-    def score(self, request: ScoreRequest) -> list[Floats]:
+    def score(self, request: ScoreRequest, pictures: Pictures | None = None) -> list[Floats]:
         """Score tokens that others have sampled, beside the samples and in a cache that goes when it is done."""
         start_s = time.monotonic()
         weights, scheduler = self.weights, self.scheduler
         cache = KVCache(
             weights.architecture, scheduler.cache.budget_tokens, self._ending.max_model_len, weights.final_norm
         )
-        scores = Scorer(weights, self._rotations, cache, scheduler.max_prefill_tokens).score(request)
+        scorer = Scorer(weights, self._rotations, self._axes, cache, scheduler.max_prefill_tokens)
+        scores = scorer.score(request, pictures)
         self.busy_s += time.monotonic() - start_s
         return scores
 
@@ -68,7 +69,7 @@ class Stepper:
         scheduler.cache.allocate()
         attention = DecodeAttention(scheduler.cache.bands, self.weights.architecture, self.weights.final_norm)
         ids = [sample.tokens[-1] for sample in samples]
-        hidden = self._forward(ids, attention, self._turns([(sample, 1) for sample in samples]))
+        hidden = self._forward(ids, attention, [_stretch(sample, 1) for sample in samples])
         for sample in samples:
             assert sample.row is not None
             sample.row.cached += 1
@@ -82,8 +83,8 @@ class Stepper:
         ends: list[int] = []
         for sample, chunk in zip(samples, chunks, strict=True):
             ids += sample.tokens[chunk.row.cached : chunk.row.cached + chunk.num_tokens]
-        runs = [(sample, chunk.num_tokens) for sample, chunk in zip(samples, chunks, strict=True)]
-        hidden = self._forward(ids, attention, self._turns(runs), self._sight(runs))
+        runs = [_stretch(sample, chunk.num_tokens) for sample, chunk in zip(samples, chunks, strict=True)]
+        hidden = self._forward(ids, attention, runs, sight_of(runs, self.weights.tower, self._device))
         end = -1
         for sample, chunk in zip(samples, chunks, strict=True):
             end += chunk.num_tokens
@@ -109,37 +110,11 @@ class Stepper:
                 rows = [one.row for one in members if one.row is not None]
                 self.scheduler.cache.share(leader.row, rows, num_tokens)
 
-    def _turns(self, runs: Sequence[tuple[Sample, int]]) -> Tensor | None:
-        """[N, head_dim / 2], where positions have axes; `runs` say how many tokens of each sample the pass holds."""
-        if not len(self._axes):
-            return None
-        positions_3N = np.concatenate([sample.positions(num_tokens) for sample, num_tokens in runs], 1)
-        by_pair_CN = torch.from_numpy(positions_3N).to(self._device).index_select(0, self._axes)
-        return self._rotations.gather(0, by_pair_CN.T)
-
-    def _sight(self, runs: Sequence[tuple[Sample, int]]) -> Sight | None:
-        """What the tower says to those tokens of the pass that stand for images; None where there are none."""
-        parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
-        start = 0
-        for sample, num_tokens in runs:
-            if (pictures := sample.request.pictures) is not None:
-                first = sample.num_cached
-                there = np.flatnonzero((pictures.place_M >= first) & (pictures.place_M < first + num_tokens))
-                if len(there):
-                    seen = look(pictures, self.weights.tower)
-                    rows = torch.from_numpy(there).to(self._device)
-                    place = torch.from_numpy(pictures.place_M[there] - first + start).to(self._device)
-                    parts.append((place, tuple(layer.index_select(0, rows) for layer in seen)))
-            start += num_tokens
-        if not parts:
-            return None
-        embeds, *deeper = (torch.cat(layer) for layer in zip(*(layers for _, layers in parts), strict=True))
-        return Sight(torch.cat([place for place, _ in parts]), embeds, tuple(deeper))
-
     def _forward(
-        self, ids: list[int], attention: Attention, turns: Tensor | None, sight: Sight | None = None
+        self, ids: list[int], attention: Attention, runs: Sequence[Stretch], sight: Sight | None = None
     ) -> Tensor:
         ids_N = torch.tensor(ids, device=self._device)
+        turns = turns_of(runs, self._rotations, self._axes)
         return decode_hidden(self.weights, ids_N, self._rotations, attention, turns_NC=turns, sight=sight)
 
     def _draw(self, samples: Sequence[Sample], hidden: Tensor) -> None:
@@ -154,3 +129,8 @@ class Stepper:
         for sample, token, logprob in zip(samples, drawn.ids, drawn.logprobs, strict=True):
             sample.push(token, logprob, self.version, self._ending)
         self.num_tokens += len(samples)
+
+
+def _stretch(sample: Sample, num_tokens: int) -> Stretch:
+    """The next tokens of a sample to compute."""
+    return Stretch(sample.request.pictures, sample.num_cached, num_tokens)

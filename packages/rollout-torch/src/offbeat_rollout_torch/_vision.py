@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offbeat_types import BackendError, DataError, GenerateRequest, Image, ModelError
+from offbeat_types import BackendError, DataError, GenerateRequest, Image, ModelError, ScoreRequest
 
 Indices = npt.NDArray[np.int64]
 
@@ -78,7 +78,7 @@ class Eyes:
         self._image_id: int = config.image_token_id
         self._merged: int = config.vision_config.spatial_merge_size**2
 
-    def prepare(self, request: GenerateRequest, device: torch.device) -> Pictures | None:
+    def prepare(self, request: GenerateRequest | ScoreRequest, device: torch.device) -> Pictures | None:
         """Prepare the images of a request; None when it has none.
 
         Raises:

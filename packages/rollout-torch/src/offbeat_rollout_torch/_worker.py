@@ -12,6 +12,7 @@ import torch
 from offbeat_rollout_torch._heap import trim_heap
 from offbeat_rollout_torch._samples import RequestInFlight
 from offbeat_rollout_torch._stepper import Stepper
+from offbeat_rollout_torch._vision import Pictures
 from offbeat_rollout_torch._weights import DecoderWeights, WeightWriter
 from offbeat_types import (
     EngineHealth,
@@ -157,12 +158,12 @@ class Worker:
         self._refuse_if_unusable()
         self._stepper.scheduler.add(request)
 
-    def score(self, request: ScoreRequest) -> list[Floats]:
+    def score(self, request: ScoreRequest, pictures: Pictures | None = None) -> list[Floats]:
         """Score tokens; nothing is sampled meanwhile."""
         for tag in ("weights", "kv_cache"):
             self._refuse_asleep(tag)
         self._refuse_if_unusable()
-        return self._stepper.score(request)
+        return self._stepper.score(request, pictures)
 
     def abort(self, request_id: str) -> None:
         """End one request with what it has."""

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,16 +11,16 @@ import numpy as np
 
 from offbeat_rollout_vllm._adapters import Adapters
 from offbeat_rollout_vllm._environment import remove_shared_memory
-from offbeat_rollout_vllm._flights import Flight, Flights, draw_seed, duplicate
-from offbeat_rollout_vllm._folders import ModelFolder
-from offbeat_rollout_vllm._form_choice import choose_form
-from offbeat_rollout_vllm._options import AdapterLimits, VllmRolloutOptions, sleep_levels
+from offbeat_rollout_vllm._flights import Flight, draw_seed
+from offbeat_rollout_vllm._fp8 import BlockFolder, values_of
 from offbeat_rollout_vllm._peft_folder import PeftFolder
-from offbeat_rollout_vllm._sampling import check_request, vllm_params
+from offbeat_rollout_vllm._requests import Requests
+from offbeat_rollout_vllm._sampling import check_request
 from offbeat_rollout_vllm._scoring import check_scores, read_scores, score_flights
 from offbeat_rollout_vllm._served import MODEL, ServedVersions
+from offbeat_rollout_vllm._setup import Setup
 from offbeat_rollout_vllm._update import WeightLoader
-from offbeat_rollout_vllm._versions import installed_engine, is_cpu_build, supported_version
+from offbeat_rollout_vllm._versions import installed_engine, supported_version
 from offbeat_rollout_vllm._workers import Workers
 from offbeat_types import (
     Completion,
@@ -33,8 +32,6 @@ from offbeat_types import (
     LoraAdapter,
     OffbeatError,
     PauseMode,
-    PeerFailedError,
-    RolloutCapabilities,
     RolloutEngineConfig,
     ScoreRequest,
     WeightProof,
@@ -51,33 +48,14 @@ class VllmRolloutEngine:
     """vLLM, in this process or in processes of its own. Make it with `create`."""
 
     def __init__(self, config: RolloutEngineConfig) -> None:
-        name, version = installed_engine()
-        self._options, self.notices = VllmRolloutOptions.parse(config.options)
-        if not self._options.any_version:
-            supported_version(name, version)
+        setup = self._setup = Setup.read(config)
+        self.notices, self.capabilities = setup.notices, setup.capabilities
         for notice in self.notices:
             logger.warning(notice)
-        path = Path(config.model_path).expanduser()
-        self._folder = ModelFolder.read(path)
-        self._config = replace(config, model_path=str(path))
-        is_cpu = is_cpu_build(name, version)
-        self._limits = AdapterLimits.read(self._options.engine)
-        self.capabilities = RolloutCapabilities(
-            pause_modes=("abort", "wait", "keep"),
-            sleep_levels=sleep_levels(self._options, is_cpu=is_cpu),
-            shares_prompt_prefix=bool(self._options.engine.get("enable_prefix_caching", True)),
-            multimodal=self._folder.has_vision and not self._options.engine.get("language_model_only", False),
-            lora=self._limits.num_adapters > 0,
-            scores=not self._limits.num_adapters,
-        )
-        self._form, num_workers = choose_form(self._config, self._options, is_cpu=is_cpu)
-        self._workers = Workers(self._form, num_workers, self._options.worker_deadline_s)
-        self._flights = Flights(self._folder.eos_ids)
-        self._held: list[Flight] = []
-        self._mode: PauseMode | None = None
-        self._asleep: set[str] = set()
+        self._config, self._options, self._folder, self._form = setup.config, setup.options, setup.folder, setup.form
+        self._workers = Workers(self._form, setup.num_workers, self._options.worker_deadline_s)
+        self._requests = Requests(self._form, self._workers, self._folder.eos_ids, config.max_model_len)
         self._frozen = self._updating = self._closed = False
-        self._unusable = self._broken = ""
         self._version, self._served, self._started_s = 0, ServedVersions(), time.monotonic()
 
     @classmethod
@@ -101,13 +79,19 @@ class VllmRolloutEngine:
         """
         engine = cls(config)
         await engine._start()
+        if engine._setup.is_fp8:
+            try:
+                await engine.update_weights(BlockFolder(engine._folder), BlockFolder.version)
+            except BaseException:
+                await engine.close()
+                raise
         return engine
 
     async def _start(self) -> None:
         deadline_s = self._options.start_deadline_s
         try:
             async with asyncio.timeout(deadline_s):
-                await asyncio.wrap_future(self._form.start(self._flights.push, self._fail))
+                await asyncio.wrap_future(self._form.start(self._requests.flights.push, self._requests.fail))
             self.workers = await asyncio.to_thread(self._workers.call, "describe")
             self._check_device()
         except BaseException as error:
@@ -119,12 +103,11 @@ class VllmRolloutEngine:
             if isinstance(error, OffbeatError) or not isinstance(error, Exception):
                 raise
             raise ConfigError(f"vLLM did not start with these settings: {type(error).__name__}: {error}") from error
-        bucket_bytes = self._options.bucket_mb * MIB
-        about = self.workers[0]
+        bucket_bytes, about = self._options.bucket_mb * MIB, self.workers[0]
         self._loader = WeightLoader(self._workers, self._folder, bucket_bytes, about["dtype"])
-        self._adapters = Adapters(
-            self._workers, self._folder, self._limits, about["adapter_dtype"], self._loader.reserve
-        )
+        limits, dtype = self._setup.limits, about["adapter_dtype"]
+        self._adapters = Adapters(self._workers, self._folder, limits, dtype, self._loader.reserve)
+        self._requests.adapters = self._adapters
         self._started_s = time.monotonic()
 
     def _check_device(self) -> None:
@@ -173,69 +156,19 @@ class VllmRolloutEngine:
 
     async def _fly(self, flight: Flight) -> None:
         try:
-            await self._owned(self._submit, flight)
+            await self._owned(self._requests.submit, flight)
             await asyncio.wrap_future(flight.done)
         except asyncio.CancelledError:
-            self._form.run(lambda: self._abort(flight.request.request_id))
+            self._form.run(lambda: self._requests.abort(flight.request.request_id))
             raise
 
     async def _owned(self, function: Any, *arguments: Any) -> Any:
         """Run in the thread that owns the engine."""
         return await asyncio.wrap_future(self._form.run(lambda: function(*arguments)))
 
-    def _submit(self, flight: Flight) -> None:
-        """Give a request to the engine, or hold it while paused. In the owner's thread, like all that follows."""
-        name = flight.request.request_id
-        if name in self._flights or any(one.request.request_id == name for one in self._held):
-            raise duplicate(name)
-        self._refuse_if_broken()
-        adapter = flight.request.adapter
-        use = (adapter, self._adapters.number(adapter)) if adapter else None
-        if self._mode is not None or self._asleep:
-            self._held.append(flight)
-            return
-        if self._unusable:
-            raise WeightSyncError(f"the rollout engine has no usable weights: {self._unusable}; send a whole update")
-        room = self._config.max_model_len - len(flight.request.prompt_ids)
-        self._flights.add(flight)
-        for sample in flight.samples:
-            seed = flight.first_seed + sample.index
-            params = vllm_params(flight.request.params, seed, self._folder.eos_ids, room) | dict(flight.changes)
-            try:
-                self._form.add(sample.sample_id, flight.prompt, params, use)
-            except Exception as error:  # noqa: BLE001 - the boundary: whoever waits for the request learns of it
-                self._fail(sample.sample_id, error)
-                self._form.abort([one.sample_id for one in flight.samples[: sample.index]])
-                return
-
-    def _abort(self, request_id: str) -> None:
-        flight = self._flights.get(request_id)
-        if flight is not None:
-            self._form.abort([sample.sample_id for sample in flight.unfinished()])
-        for held in [one for one in self._held if one.request.request_id == request_id]:
-            self._held.remove(held)
-            held.done.set_result(None)
-
-    def _abort_all(self, adapter: str | None = None) -> None:
-        """End what is in flight: everything, or what uses an adapter."""
-        for flight in self._flights:
-            if adapter in (None, flight.request.adapter):
-                self._form.abort([sample.sample_id for sample in flight.unfinished()])
-
-    def _fail(self, sample_id: str, error: Exception) -> None:
-        """Take note that vLLM has failed: for one sample, or as a whole."""
-        failure = PeerFailedError("vLLM", f"{type(error).__name__}: {error}")
-        if not sample_id:
-            self._broken = str(failure)
-        self._flights.fail(sample_id, failure)
-
-    def _refuse_if_broken(self) -> None:
-        if reason := self._broken or self._workers.lost:
-            raise PeerFailedError("vLLM", f"{reason}; close this engine and make a new one")
-
     async def abort(self, request_id: str) -> None:
         """See `RolloutEngine`."""
-        await self._owned(self._abort, request_id)
+        await self._owned(self._requests.abort, request_id)
 
     # Pausing
 
@@ -244,13 +177,7 @@ class VllmRolloutEngine:
         if mode not in self.capabilities.pause_modes:
             raise ConfigError(f"pause mode must be one of {', '.join(self.capabilities.pause_modes)}, got {mode!r}")
 
-        def pause() -> Any:
-            self._mode = mode
-            if mode == "abort":
-                self._abort_all()
-            return self._flights.when_empty()
-
-        drained = await self._owned(pause)
+        drained = await self._owned(self._requests.pause, mode)
         if mode == "keep":
             await self._freeze()
         else:
@@ -258,20 +185,10 @@ class VllmRolloutEngine:
 
     async def resume(self) -> None:
         """See `RolloutEngine`."""
-
-        def resume() -> None:
-            self._mode = None
-            held, self._held = self._held, []
-            for flight in held:
-                try:
-                    self._submit(flight)
-                except OffbeatError as error:
-                    flight.done.set_exception(error)
-
-        if self._unusable and not self._asleep:
-            await self._owned(self._abort_all)
+        if self._requests.unusable and not self._requests.asleep:
+            await self._owned(self._requests.abort_all)
         await self._thaw()
-        await self._owned(resume)
+        await self._owned(self._requests.resume)
 
     async def _freeze(self) -> None:
         if not self._frozen:
@@ -279,7 +196,7 @@ class VllmRolloutEngine:
             self._frozen = True
 
     async def _thaw(self) -> None:
-        if self._frozen and not self._asleep:
+        if self._frozen and not self._requests.asleep:
             await asyncio.wrap_future(self._form.thaw())
             self._frozen = False
 
@@ -295,8 +212,8 @@ class VllmRolloutEngine:
         before anything changes. Adapters stay through an update of the model.
         """
         self.capabilities.check_adapter(adapter, "rollout-vllm")
-        self._refuse_if_broken()
-        if "weights" in self._asleep:
+        self._requests.refuse_if_broken()
+        if "weights" in self._requests.asleep:
             raise OffbeatError("the rollout engine sleeps without weights; call wake(('weights',)) first")
         if self._updating:
             raise OffbeatError("an update is under way; wait for it")
@@ -308,7 +225,7 @@ class VllmRolloutEngine:
         try:
             await self._freeze()
             proof = await self._load(stream, version, adapter)
-            if self._mode != "keep":
+            if self._requests.mode != "keep":
                 await self._thaw()
             return proof
         finally:
@@ -318,6 +235,8 @@ class VllmRolloutEngine:
         name = adapter.name if adapter else MODEL
         try:
             if adapter is None:
+                if self._setup.is_fp8 and not self._setup.holds_blocks:
+                    stream = values_of(stream)
                 proof = await asyncio.to_thread(self._loader.load, stream, version)
             else:
                 source = f"adapter {name!r} of version {version}"
@@ -325,24 +244,16 @@ class VllmRolloutEngine:
             await asyncio.wrap_future(self._form.publish(self._served.next_label))
         except BaseException as error:
             if (self._adapters if adapter else self._loader).touched:
-                await self._owned(self._spoil, name, f"the update to version {version} failed half way ({error})")
-            if self._mode != "keep":
+                reason = f"the update to version {version} failed half way ({error})"
+                await self._owned(self._requests.spoil, name, reason)
+            if self._requests.mode != "keep":
                 await self._thaw()
             raise
         self._served.update(version, name)
         self._version = version
         if adapter is None:
-            self._unusable = ""
+            self._requests.unusable = ""
         return proof
-
-    def _spoil(self, adapter: str, reason: str) -> None:
-        """Weights of two versions are mixed: serve nothing, or nothing with an adapter, until a whole update."""
-        if adapter:
-            self._adapters.spoil(adapter, reason)
-            self._abort_all(adapter)
-        else:
-            self._unusable = reason
-            self._abort_all()
 
     async def load_adapter(self, name: str, folder: str | Path, version: int = 0) -> WeightProof:
         """Load a LoRA adapter that Hugging Face PEFT has saved, or put it in place of the one of that name.
@@ -361,13 +272,9 @@ class VllmRolloutEngine:
 
     async def drop_adapter(self, name: str) -> None:
         """See `RolloutEngine`."""
-
-        def used() -> bool:
-            return any(flight.request.adapter == name for flight in [*self._flights, *self._held])
-
         if not name or not self.capabilities.lora:
             return
-        if await self._owned(used):
+        if await self._owned(self._requests.use, name):
             raise OffbeatError(f"requests in flight use the adapter {name!r}: abort them or wait for them first")
         await asyncio.to_thread(self._adapters.drop, name)
 
@@ -376,38 +283,48 @@ class VllmRolloutEngine:
         if level not in self.capabilities.sleep_levels:
             levels = ", ".join(map(str, self.capabilities.sleep_levels)) or "none (see options.enable_sleep_mode)"
             raise ConfigError(f"sleep level must be one of: {levels}; got {level!r}")
-        if "weights" in self._asleep:
+        if "weights" in self._requests.asleep:
             raise OffbeatError("the rollout engine sleeps already: wake it before it sleeps again")
         await self._freeze()
         await asyncio.wrap_future(self._form.sleep(level))
-        self._asleep = {"kv_cache", "weights"}
+        self._requests.asleep = {"kv_cache", "weights"}
         if level == 2:
-            self._unusable = "they were given back by sleep(2)"
-            self._adapters.spoil_all(self._unusable)
+            self._requests.unusable = "they were given back by sleep(2)"
+            self._adapters.spoil_all(self._requests.unusable)
 
     async def wake(self, tags: tuple[str, ...] = ()) -> None:
         """See `RolloutEngine`."""
         if unknown := set(tags) - {"weights", "kv_cache"}:
             raise ConfigError(f"wake knows the tags weights and kv_cache, got {', '.join(sorted(unknown))}")
-        if wanted := self._asleep & set(tags or ("weights", "kv_cache")):
-            if self._unusable and wanted == self._asleep:
-                await self._owned(self._abort_all)  # fully awake, vLLM steps at once: with weights that are not there
+        if wanted := self._requests.asleep & set(tags or ("weights", "kv_cache")):
+            if self._requests.unusable and wanted == self._requests.asleep:
+                await self._owned(
+                    self._requests.abort_all
+                )  # fully awake, vLLM steps at once: with weights that are not there
             await asyncio.wrap_future(self._form.wake(tuple(wanted)))
-            self._asleep -= wanted
+            self._requests.asleep -= wanted
             # Fully awake, vLLM's scheduler runs again: not before we say so.
             await asyncio.wrap_future(self._form.freeze())
-        if self._mode is None:
+        if self._requests.mode is None:
             await self.resume()
 
     # Life
 
+    async def begin_trace(self) -> None:
+        """See `TracingEngine`."""
+        await asyncio.to_thread(self._setup.traces.begin, self._workers)
+
+    async def end_trace(self) -> list[Path]:
+        """See `TracingEngine`. No step runs while vLLM writes."""
+        return await asyncio.to_thread(self._setup.traces.end, self._workers)
+
     async def health(self) -> EngineHealth:
         """See `RolloutEngine`."""
-        flights = self._flights
+        requests, flights = self._requests, self._requests.flights
         return EngineHealth(
             version=self._version,
             num_running=flights.num_running,
-            num_waiting=flights.num_waiting + sum(len(one.samples) for one in self._held),
+            num_waiting=requests.num_waiting,
             num_tokens=flights.num_tokens,
             busy_s=flights.busy_s,
             uptime_s=time.monotonic() - self._started_s,
@@ -423,17 +340,11 @@ class VllmRolloutEngine:
             self._closed = True
             try:
                 async with asyncio.timeout(CLOSE_DEADLINE_S):
-                    await self._owned(self._end_all)
-                    await asyncio.wrap_future(await self._owned(self._flights.when_empty))
+                    await self._owned(self._requests.end_all)
+                    await asyncio.wrap_future(await self._owned(self._requests.flights.when_empty))
             except (OffbeatError, TimeoutError):
                 logger.debug("vLLM did not end its requests; closing it all the same")
         if not await asyncio.to_thread(self._form.close, CLOSE_DEADLINE_S):
             raise DeadlineError("rollout.close", "vLLM's thread", CLOSE_DEADLINE_S)
         self._loader.close()
         remove_shared_memory(self.workers[0]["shared_memory"])
-
-    def _end_all(self) -> None:
-        self._abort_all()
-        for flight in self._held:
-            flight.done.set_result(None)
-        self._held = []

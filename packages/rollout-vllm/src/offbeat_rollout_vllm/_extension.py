@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final
 
 from offbeat_rollout_vllm._arena import Arena
@@ -132,6 +133,17 @@ class WorkerSide:
     def drop_adapter(self, number: int) -> None:
         """Forget an adapter."""
         self._worker.model_runner.remove_lora(number)
+
+    def begin_trace(self) -> None:
+        """Trace this worker."""
+        self._worker.profile(True, "trace")
+
+    def end_trace(self) -> str:
+        """Trace no further; the file that vLLM wrote, named trace_..._rank0.TIME.pt.trace.json."""
+        self._worker.profile(False)
+        folder = Path(self._worker.profiler_config.torch_profiler_dir)
+        (path,) = folder.glob(f"trace_*rank{self._worker.rank}.*.pt.trace.json")
+        return str(path)
 
     def _holder(self, adapter: int) -> Any:
         """Who reads back: the model's weights, or those of an adapter."""

@@ -53,7 +53,7 @@ class Flights:
     """
 
     def __init__(self, eos_ids: frozenset[int]) -> None:
-        self._eos_ids = eos_ids
+        self.eos_ids = eos_ids
         self._flights: dict[str, Flight] = {}
         self._by_sample: dict[str, tuple[Flight, Sample]] = {}
         self._when_empty: list[Future[None]] = []
@@ -95,7 +95,7 @@ class Flights:
             self.num_waiting -= 1
             self.num_running += 1
         self.num_tokens += len(delta.ids)
-        sample.push(delta, self._eos_ids)
+        sample.push(delta, self.eos_ids)
         if sample.stop_reason is not None:
             self._leave(sample)
         if not flight.unfinished():

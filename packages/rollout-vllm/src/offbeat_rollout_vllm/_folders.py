@@ -2,11 +2,15 @@
 
 import json
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from offbeat_types import ModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_HEADER_BYTES: Final = 100_000_000
 HEAD: Final = "lm_head.weight"
@@ -59,6 +63,23 @@ class ModelFolder:
             image_token_id=config.get("image_token_id", config.get("image_token_index")),
         )
 
+    def tensors(self) -> "Iterator[tuple[str, Tensor]]":
+        """Yield (name, tensor) of all that an update must bring, file by file.
+
+        Raises:
+            ModelError: a file is corrupt.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        for name in _weight_files(self.path):
+            try:
+                with safe_open(self.path / name, framework="pt") as file:
+                    for tensor in file.keys():  # noqa: SIM118 - not a dict
+                        if tensor in self.shapes:
+                            yield tensor, file.get_tensor(tensor)
+            except SafetensorError as error:
+                raise ModelError(f"{self.path / name} is not a whole safetensors file ({error})") from error
+
     def stored_name(self, name: str) -> str:
         """Return the folder's name of a tensor that transformers may call otherwise in memory, else the name as it is.
 
@@ -90,11 +111,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def _weight_files(folder: Path) -> list[str]:
     index = folder / "model.safetensors.index.json"
-    names = sorted(set(_read_json(index).get("weight_map", {}).values())) if index.is_file() else ["model.safetensors"]
+    return sorted(set(_read_json(index).get("weight_map", {}).values())) if index.is_file() else ["model.safetensors"]
+
+
+def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
-    for name in names:
+    for name in _weight_files(folder):
         for tensor, entry in _header(folder / name).items():
             if tensor != "__metadata__" and not tensor.endswith("rotary_emb.inv_freq"):
                 shapes[tensor] = tuple(entry["shape"])

@@ -10,7 +10,7 @@ vllm/model_executor/layers/utils.py (dispatch_cpu_unquantized_gemm), vllm/model_
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 
 IDENTITY_ROWS: Final = 512
 SHARDS: Final = {"q": 0, "k": 1, "v": 2}
+BLOCK: Final = 128
+SCALES: Final = "weight_scale_inv"
+"""What vLLM calls the scales of a weight of FP8 blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +74,18 @@ class HeldWeights:
             module = _submodule(self._model, f"{parent}.{fused}".removeprefix("."))
         if module is None or getattr(module, leaf, None) is None:
             raise KeyError(f"vLLM's model has nothing for {name} (looked for {mapped})")
+        if is_block_held(module):
+            check_blocks(module, name)
+            if leaf == SCALES:
+                return in_blocks(_place(module, "weight", part))
         return _place(module, leaf, part)
 
     def read(self, name: str) -> Tensor:
         """Return this rank's part of the trainer's tensor `name`, as it serves."""
         place = self.find(name)
         held = self._parameter(place.module, place.leaf)
-        return held[place.first_row : place.first_row + place.shape[0]][tuple(map(slice, place.shape))].to(self._dtype)
+        part = held[place.first_row : place.first_row + place.shape[0]][tuple(map(slice, place.shape))]
+        return part if is_block_held(place.module) else part.to(self._dtype)
 
     def forget(self) -> None:
         """Drop what was unpacked last."""
@@ -112,6 +120,40 @@ def _submodule(model: nn.Module, path: str) -> nn.Module | None:
         return None
     inner: nn.Module = getattr(found, "base_layer", found)
     return inner
+
+
+def is_block_held(module: nn.Module) -> bool:
+    """Whether its weight was made for FP8 blocks; its bias, if it has one, is in the engine's format all the same."""
+    return getattr(module, "weight_block_size", None) is not None
+
+
+def check_blocks(module: nn.Module, name: str) -> None:
+    """Refuse to read what a kernel has packed, whose blocks are not what came any more.
+
+    Raises:
+        KeyError: it has.
+    """
+    layer: Any = module
+    num_in, num_out = _in_and_out(layer)
+    weight, scales = layer.weight, getattr(layer, SCALES, None)
+    grid = (-(-num_out // BLOCK), -(-num_in // BLOCK))
+    if weight.dtype != torch.float8_e4m3fn or weight.shape != (num_out, num_in) or getattr(scales, "shape", ()) != grid:
+        kernel = type(getattr(layer.quant_method, "fp8_linear", None)).__name__
+        raise KeyError(
+            f"{name}: vLLM's {kernel} has packed its FP8 blocks, so what serves cannot be read back; "
+            'set rollout.options.linear_backend = "triton"'
+        )
+
+
+def in_blocks(place: Place) -> Place:
+    """Where the scales lie of what lies at `place`. vLLM has seen to it that parts begin with a block."""
+    return replace(
+        place,
+        leaf=SCALES,
+        first_row=place.first_row // BLOCK,
+        shape=tuple(-(-size // BLOCK) for size in place.shape),
+        pieces=tuple((start // BLOCK, -(-size // BLOCK)) for start, size in place.pieces),
+    )
 
 
 def is_packed(module: nn.Module) -> bool:

@@ -24,6 +24,7 @@ GIVEN_BY: Final[Mapping[str, str]] = {
     "generation_config": "the contract: a request says how to sample",
     "worker_extension_cls": "the weight sync of this package",
     "skip_tokenizer_init": "the contract: completions have text",
+    "profiler_config": "rollout's trace_folder",
 }
 """Engine options that are not the user's, and who gives them."""
 

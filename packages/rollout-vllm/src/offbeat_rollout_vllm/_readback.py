@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from offbeat_rollout_vllm._arena import Arena, aligned
 from offbeat_rollout_vllm._workers import Workers
@@ -10,6 +10,9 @@ from offbeat_types import WeightSyncError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+SCALES: Final = ".weight_scale_inv"
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Readback:
     def __init__(self, workers: Workers, dtype: str, reserve: Callable[[int], Arena], adapter: int = 0) -> None:
         self._workers, self._dtype, self._reserve, self._adapter = workers, dtype, reserve, adapter
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, str] = {}
         self._tiny: dict[str, tuple[Tensor, Tensor]] = {}
         self._parts: dict[str, list[Part]] = {}
         self._fetched: dict[str, Tensor] = {}
@@ -43,6 +47,7 @@ class Readback:
     def expect(self, name: str, tensor: "Tensor") -> None:
         """Note that `tensor` was sent, and which of its elements no product shows."""
         self._shapes[name] = tuple(tensor.shape)
+        self._dtypes[name] = self._held_dtype(name, tensor)
         where = tiny_elements(tensor)
         if where is not None and str(tensor.dtype) == f"torch.{self._dtype}":
             self._tiny[name] = where, tensor.flatten()[where].clone()
@@ -83,15 +88,20 @@ class Readback:
 
     def _num_bytes(self, name: str) -> int:
         """What all parts of a tensor take in the arena."""
-        return sum(aligned(self._size(part)) for part in self._parts[name])
+        return sum(aligned(self._size(name, part)) for part in self._parts[name])
 
-    def _size(self, part: Part) -> int:
+    def _size(self, name: str, part: Part) -> int:
         import math
 
         import torch
 
-        number_format: torch.dtype = getattr(torch, self._dtype)
+        number_format: torch.dtype = getattr(torch, self._dtypes[name])
         return math.prod(part.shape) * number_format.itemsize
+
+    def _held_dtype(self, name: str, tensor: "Tensor") -> str:
+        """FP8 blocks and their scales are held as they came, all else in the engine's format."""
+        came = str(tensor.dtype).removeprefix("torch.")
+        return came if came == "float8_e4m3fn" or name.endswith(SCALES) else self._dtype
 
     def _fetch(self, names: list[str]) -> None:
         offsets: list[list[tuple[str, int]]] = [[] for _ in range(self._workers.num_workers)]
@@ -99,13 +109,13 @@ class Readback:
         for name in names:
             for rank, part in enumerate(self._parts[name]):
                 offsets[rank].append((name, used))
-                used += aligned(self._size(part))
+                used += aligned(self._size(name, part))
         self._workers.call("read", tensors=offsets, adapter=self._adapter)
         arena = self._reserve(0)
         self._fetched = {}
         for index, name in enumerate(names):
             parts = [
-                (part, arena.tensor(offsets[rank][index][1], self._dtype, part.shape))
+                (part, arena.tensor(offsets[rank][index][1], self._dtypes[name], part.shape))
                 for rank, part in enumerate(self._parts[name])
             ]
             self._fetched[name] = self._restore(name, self._join(name, parts))
@@ -129,7 +139,7 @@ class Readback:
                     seen.add((part.dim, start))
                     covered += piece.numel()
                     target.copy_(piece)
-                elif not torch.equal(target, piece):
+                elif not torch.equal(target.contiguous().view(torch.uint8), piece.contiguous().view(torch.uint8)):
                     raise WeightSyncError(f"{name}: ranks that hold the same part of it hold different numbers")
         if covered != whole.numel():
             raise WeightSyncError(f"{name}: the ranks hold {covered} of its {whole.numel()} numbers")

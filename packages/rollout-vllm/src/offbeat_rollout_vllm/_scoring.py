@@ -35,6 +35,7 @@ def check_scores(request: ScoreRequest, capabilities: RolloutCapabilities, vocab
             "sample at 1 (rollout.temperature), or take another backend for the teacher, such as torch"
         )
     request.check(vocab_size, max_model_len - 1)
+    request.check_images(capabilities, "rollout-vllm")
 
 
 def score_flights(request: ScoreRequest) -> list[Flight]:

@@ -22,8 +22,9 @@ ORDER = [
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("level", [1, 2])
-def test_vllm_and_the_trainer_take_turns(tmp_path: Path, level: int) -> None:
+@pytest.mark.parametrize(("level", "weight_format"), [(1, "fp8"), (2, "dtype")])
+def test_vllm_and_the_trainer_take_turns(tmp_path: Path, level: int, weight_format: str) -> None:
+    """With FP8 blocks from the trainer in one of the two, as values on a CPU."""
     model, run = tiny_model(tmp_path / "model", hidden_size=768, num_layers=4), tmp_path / "run"
     rows = [{"prompt": f"what is {n} and one?", "answer": str(n + 1)} for n in range(8)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -37,6 +38,7 @@ max_prompt_tokens = 64
 name = "number_match"
 [rollout]
 backend = "vllm"
+weight_format = "{weight_format}"
 samples_per_prompt = 2
 max_tokens = 8
 max_model_len = 96
@@ -45,6 +47,7 @@ max_running = 8
 learning_rate = 1e-4
 [algorithm]
 filter_groups = false
+correction = "token_tis"
 [async]
 mini_batch_size = 4
 staleness_threshold = 0
@@ -54,7 +57,10 @@ sleep_level = {level}
 """)
     with RunningCommand("grpo_async_app", "train", tmp_path / "vllm.toml", "--out", run) as process:
         assert process.wait(deadline_s=500) == 0, process.output
-    assert [line.step for line in read_metrics(run / "metrics.jsonl") if "train/reward" in line.values] == [1, 2]
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if "train/reward" in line.values]
+    assert [line.step for line in lines] == [1, 2]
+    differs = [line.values["correction/kl_rollout_train"] for line in lines]
+    assert min(differs) > 1e-5 if weight_format == "fp8" else max(differs) < 1e-6, differs
     steps = steps_of(run)
     assert [step for step, *_ in steps[3:19]] == ORDER * 2
     for (_, _, end, _), (step, start, _, _) in pairwise(steps):

@@ -1,3 +1,4 @@
+import json
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from typing import ClassVar
@@ -17,14 +18,22 @@ pytestmark = pytest.mark.timeout(DEADLINE_S)  # a first start on a cold machine 
 
 
 class Vllm(RolloutConformance):
-    """The suite of every engine, on one real engine for the whole class; the last test closes it."""
+    """The suite of every engine, on one real engine for the whole class; the last test closes it.
+
+    pytest takes what a class inherits first, so each class names that test again.
+    """
 
     options: ClassVar = {}
     deadline_s = DEADLINE_S
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def traces(cls, tmp_path_factory):
+        return tmp_path_factory.mktemp("traces")
+
     @pytest.fixture(autouse=True)
-    def take(self, shared_engine):
-        self._shared = shared_engine
+    def take(self, shared_engine, traces):
+        self._shared, self._traces = shared_engine, traces
 
     async def make_engine(self, config):
         return await load_backend("offbeat.rollout", "vllm").create(config)
@@ -32,14 +41,40 @@ class Vllm(RolloutConformance):
     @asynccontextmanager
     async def open_engine(self, folder):
         config = RolloutEngineConfig(
-            model_path=str(folder), device="cpu", max_model_len=512, max_running=16, options=self.options
+            model_path=str(folder),
+            device="cpu",
+            max_model_len=512,
+            max_running=16,
+            options=self.options,
+            trace_folder=str(self._traces),
         )
         async with self._shared.lend(config) as engine:
             yield engine
 
+    def test_each_trace_is_of_what_vllm_ran_in_it(self, model_folder):
+        """Of its workers, wherever they are; and nothing else is left in the folder."""
+
+        async def check(engine):
+            assert engine.capabilities.traces
+            for num_samples in (1, 3):
+                await engine.begin_trace()
+                params = SamplingParams(max_tokens=4, ignore_eos=True)
+                await engine.generate(
+                    GenerateRequest(request_id="t", prompt_ids=PROMPT, num_samples=num_samples, params=params)
+                )
+                (path,) = await engine.end_trace()
+                assert list(self._traces.iterdir()) == [path]
+                names = {str(event.get("name")) for event in json.loads(path.read_text())["traceEvents"]}
+                path.unlink()
+                assert f"execute_context_0(0)_generation_{num_samples}({num_samples})" in names
+
+        self.run(model_folder, check)
+
 
 class TestInProcess(Vllm):
     options: ClassVar = {"form": "in_process"}
+
+    test_close_aborts_what_is_in_flight = RolloutConformance.test_close_aborts_what_is_in_flight
 
 
 class TestAsync(Vllm):
@@ -73,6 +108,8 @@ class TestAsync(Vllm):
                 self.assert_logprobs(reference, completion)
 
         self.run(model_folder, check)
+
+    test_close_aborts_what_is_in_flight = RolloutConformance.test_close_aborts_what_is_in_flight
 
 
 def test_the_entry_point_is_the_engine():

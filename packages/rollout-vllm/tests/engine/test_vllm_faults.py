@@ -295,15 +295,14 @@ class TestFaults:
         async def check(engine):
             (free,) = await engine.generate(request())
             eos = int(free.ids[5])
-            folder = engine._folder
+            flights = engine._requests.flights
+            before = flights.eos_ids
             try:
-                engine._engine._folder = replace(folder, eos_ids=frozenset([eos]))
-                engine._flights._eos_ids = frozenset([eos])
+                flights.eos_ids = frozenset([eos])
                 (ended,) = await engine.generate(request(ignore_eos=False))
                 (on,) = await engine.generate(request("on", ignore_eos=True))
             finally:
-                engine._engine._folder = folder
-                engine._flights._eos_ids = folder.eos_ids
+                flights.eos_ids = before
             assert ended.stop_reason == "eos"
             assert ended.ids.tolist() == free.ids[: free.ids.tolist().index(eos) + 1].tolist()
             assert on.stop_reason == "length"

@@ -1,12 +1,12 @@
 """What an engine promises that scores tokens sampled by others; a part of `RolloutConformance`."""
 
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from offbeat_testing._engine_suite import EngineSuite
 from offbeat_testing._reference import reference_logprobs
 from offbeat_types import ConfigError, DataError, RolloutEngine, ScoreRequest, ScoringEngine
 
@@ -15,14 +15,8 @@ _PROMPT = _DRAW.integers(3, 250, 9).astype(np.int32)
 _CONTINUATIONS = tuple(_DRAW.integers(3, 250, length).astype(np.int32) for length in (12, 0, 1, 40))
 
 
-class ScoreConformance:
+class ScoreConformance(EngineSuite):
     """For engines that declare `scores`; the others skip it."""
-
-    tolerance: float
-
-    def run(self, folder: Path, check: Callable[[RolloutEngine], Awaitable[None]]) -> None:
-        """See `RolloutConformance`."""
-        raise NotImplementedError
 
     def test_scores_are_those_of_transformers(self, model_folder: Path, reference: Any) -> None:
         """Given tokens have the reference's log-probabilities, at 1 and, where the engine can, another temperature."""

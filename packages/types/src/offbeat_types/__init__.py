@@ -59,7 +59,7 @@ from offbeat_types._settings import (
     Setting,
     setting,
 )
-from offbeat_types._tracing import TracePlan
+from offbeat_types._tracing import TracePlan, TracingEngine
 from offbeat_types._training import (
     Aggregation,
     LossFunction,
@@ -121,6 +121,7 @@ __all__ = [
     "SleepingTrainEngine",
     "StopReason",
     "TracePlan",
+    "TracingEngine",
     "TrainBackend",
     "TrainEngine",
     "TrainEngineConfig",

@@ -137,6 +137,8 @@ class RolloutCapabilities:
         lora: updates may bring an adapter, and requests name one.
         fp8_weights: it takes and holds matrices as FP8 blocks (`RolloutEngineSettings.weight_format`).
         scores: it is a `ScoringEngine`: it gives log-probabilities of tokens that others have sampled.
+        scores_images: of prompts with images, too.
+        traces: it is a `TracingEngine`: it traces itself, because it computes elsewhere than in its caller's process.
     """
 
     pause_modes: tuple[PauseMode, ...]
@@ -147,6 +149,8 @@ class RolloutCapabilities:
     lora: bool = False
     fp8_weights: bool = False
     scores: bool = False
+    scores_images: bool = False
+    traces: bool = False
 
     def check(self, request: GenerateRequest, engine: str) -> None:
         """Refuse a request that asks for more than this.
@@ -358,3 +362,4 @@ class RolloutEngineConfig(RolloutEngineSettings):
     model_path: str = setting(REQUIRED, "Hugging Face model folder: config.json, safetensors, tokenizer.")
     trust_remote_code: bool = setting(False, "Run code that comes with the model folder.")
     num_threads: int = setting(0, "CPU threads; 0 leaves the choice to the launcher.", "threads", ge=0)
+    trace_folder: str = setting("", "Where an engine that traces itself writes; empty: it will not be asked to.")

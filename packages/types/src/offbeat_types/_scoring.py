@@ -6,8 +6,8 @@ Shapes: P prompt tokens, T tokens of one continuation.
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from offbeat_types._errors import DataError
-from offbeat_types._rollout import Floats, Ids, RolloutEngine
+from offbeat_types._errors import ConfigError, DataError
+from offbeat_types._rollout import Floats, Ids, Image, RolloutCapabilities, RolloutEngine, check_images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +19,14 @@ class ScoreRequest:
         prompt_ids: [P] int32, P >= 1.
         continuations: each [T] int32; T may be 0.
         temperature: of the distribution, softmax(logits / temperature), > 0; nothing is cut from it.
+        images: of the prompt, each [H, W, 3] uint8, in the order of their placeholders; see `GenerateRequest`.
     """
 
     request_id: str
     prompt_ids: Ids
     continuations: tuple[Ids, ...]
     temperature: float = 1.0
+    images: tuple[Image, ...] = ()
 
     def check(self, vocab_size: int, max_model_len: int) -> None:
         """Refuse what no model of this size can score.
@@ -35,6 +37,7 @@ class ScoreRequest:
         name = f"score request {self.request_id!r}"
         if not self.temperature > 0:
             raise DataError(f"{name}: temperature must be above 0, got {self.temperature}")
+        check_images(self.images, name)
         if any(ids.ndim != 1 for ids in (self.prompt_ids, *self.continuations)) or not len(self.prompt_ids):
             raise DataError(f"{name}: needs a prompt of at least one token, and continuations, in one dimension each")
         low = min(int(ids.min()) for ids in (self.prompt_ids, *self.continuations) if len(ids))
@@ -47,6 +50,18 @@ class ScoreRequest:
         if longest > max_model_len:
             raise DataError(
                 f"{name}: prompt and continuation have {longest} tokens and max_model_len is {max_model_len}; raise it"
+            )
+
+    def check_images(self, capabilities: RolloutCapabilities, engine: str) -> None:
+        """Refuse images where the engine scores none.
+
+        Raises:
+            ConfigError: it scores none.
+        """
+        if self.images and not capabilities.scores_images:
+            raise ConfigError(
+                f"score request {self.request_id!r} holds images, and this {engine} scores text alone: take a "
+                "vision-language model, with a backend that scores images, such as torch"
             )
 
 

@@ -67,7 +67,7 @@ def fp8_error_bound(weight_OI: Tensor, scales: Tensor) -> Tensor:
 
 def is_fp8_weight(spec: TensorSpec) -> bool:
     """Whether a tensor is quantised by default: matrices of at least a block within the layers; no table, no head."""
-    tables = ("embed_tokens.weight", "lm_head.weight")
+    tables = ("embed_tokens.weight", "pos_embed.weight", "lm_head.weight")
     fits = len(spec.shape) == 2 and min(spec.shape) >= BLOCK and spec.name.endswith(".weight")
     return fits and not spec.name.endswith(tables)
 

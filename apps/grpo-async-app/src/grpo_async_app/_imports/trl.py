@@ -17,8 +17,18 @@ _SCHEDULES: Final = {
     "cosine": "cosine",
     "cosine_with_min_lr": "cosine",
 }
-_AGGREGATIONS: Final = {"grpo": "sequence_mean", "dapo": "token_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length"}
+_AGGREGATIONS: Final = {
+    "grpo": "sequence_mean",
+    "sapo": "sequence_mean",
+    "dapo": "token_mean",
+    "bnpo": "token_mean",
+    "cispo": "token_mean",
+    "dr_grpo": "fixed_length",
+}
 _OWN_LOSSES: Final = {"cispo": "cispo", "sapo": "sapo"}
+_CAPS: Final = ("clip_max", "cap")
+"""The newer and the older name."""
+_LEAST: Final = "vllm_importance_sampling_clip_min"
 _TRACKERS: Final = ("wandb", "trackio", "mlflow")
 
 ALWAYS: Final[Mapping[str, str]] = {
@@ -128,9 +138,12 @@ def _write_trainer(draft: Draft) -> None:
     draft.put("engine.schedule", _SCHEDULES.get(kind, "constant"), "lr_scheduler_type")
     if kind not in _SCHEDULES:
         draft.change("lr_scheduler_type", "constant, linear and cosine are there: constant takes its place")
-    draft.copy("engine.warmup_steps", "warmup_steps", convert=lambda steps: int(steps) if steps >= 1 else 0)
-    if draft.take("warmup_ratio"):
-        draft.miss("warmup_ratio", "give engine.warmup_steps in updates")
+    warmup = draft.number("warmup_steps", default=0)
+    if warmup >= 1:
+        draft.put("engine.warmup_steps", int(warmup), "warmup_steps")
+    for name, share in (("warmup_steps", 0 < warmup < 1), ("warmup_ratio", draft.take("warmup_ratio"))):
+        if share:
+            draft.miss(name, "a share of all steps: give engine.warmup_steps as their number")
     draft.copy("engine.weight_decay", "weight_decay", default=0.0)
     draft.copy("engine.adam_beta1", "adam_beta1", default=0.9)
     draft.copy("engine.adam_beta2", "adam_beta2", default=0.999)
@@ -159,7 +172,7 @@ def _write_objective(draft: Draft) -> None:
         draft.put("algorithm.fixed_length", draft.entries["rollout.max_tokens"].value, "max_completion_length")
     if wanted == "bnpo":
         draft.change("loss_type", "the mean is over all tokens of the update, not those of one device")
-    if wanted not in _AGGREGATIONS and wanted not in _OWN_LOSSES:
+    if wanted not in _AGGREGATIONS:
         draft.change("loss_type", f"{wanted} is not there: {loss} with the mean over tokens takes its place")
     _write_clip(draft, loss)
     draft.copy("algorithm.kl_coefficient", "beta", default=0.0)
@@ -188,18 +201,21 @@ def _write_clip(draft: Draft, loss: str) -> None:
 def _write_correction(draft: Draft) -> None:
     is_on = draft.take("vllm_importance_sampling_correction", default=True) and draft.take("use_vllm")
     name = "vllm_importance_sampling_mode"
-    mode, cap = draft.take(name, default="sequence_mask"), draft.take("vllm_importance_sampling_cap", default=3.0)
+    mode, caps = draft.take(name, default="sequence_mask"), [f"vllm_importance_sampling_{end}" for end in _CAPS]
+    cap, least = draft.take(*caps, default=3.0), draft.take(_LEAST)
     level, _, kind = str(mode).partition("_")
     if not is_on:
         return
     if kind == "truncate":
         draft.put("algorithm.correction", f"{level}_tis", name)
-        draft.put("algorithm.tis_cap", cap, "vllm_importance_sampling_cap")
+        draft.put("algorithm.tis_cap", cap, *caps)
+        if least is not None:
+            draft.miss(_LEAST, "a weight is not raised to a least one: tis cuts from above only")
         return
     # A mask is a weight of r that is 0 above the cap.
     draft.put("algorithm.correction", "icepop" if level == "token" else "sequence_tis_sequence_rs", name)
-    draft.put("algorithm.rs_low", 0.0, name)
-    draft.put("algorithm.rs_high", cap, "vllm_importance_sampling_cap")
+    draft.put("algorithm.rs_low", least or 0.0, _LEAST if least else name)
+    draft.put("algorithm.rs_high", cap, *caps)
 
 
 def _write_batches(draft: Draft) -> None:
@@ -230,19 +246,19 @@ def _write_batches(draft: Draft) -> None:
 
 
 def _write_rhythm(draft: Draft) -> None:
-    steps = draft.number("max_steps", default=-1)
+    steps, per_update = draft.number("max_steps", default=-1), draft.entries["async.require_batches"].value
     draft.copy("data.epochs", "num_train_epochs", default=3, convert=math.ceil)
     if steps > 0:
-        per_update = draft.entries["async.require_batches"].value
         draft.put("engine.max_updates", math.ceil(steps / per_update), "max_steps")
         draft.put("data.epochs", 0, "max_steps")
-    strategy, every = draft.take("eval_strategy", default="no"), draft.take("eval_steps")
+    strategy, every = draft.take("eval_strategy", default="no"), draft.number("eval_steps", default=0)
     if strategy == "steps" and every:
-        draft.put("eval.every_updates", int(every), "eval_steps")
+        draft.put("eval.every_updates", math.ceil(every / per_update), "eval_steps")
         draft.put("data.eval_size", 64, "eval_strategy")
         draft.change("eval_strategy", "the held-out rows are given in code there; here 64 are held out: data.eval_path")
     saves = draft.take("save_strategy", default="steps")
-    draft.copy("checkpoint.every", "save_steps", default=500, convert=lambda n: int(n) if saves == "steps" else 0)
+    every = draft.number("save_steps", default=500)
+    draft.put("checkpoint.every", math.ceil(every / per_update) if saves == "steps" else 0, "save_steps")
     draft.copy("checkpoint.keep", "save_total_limit")
     found = draft.take("report_to")
     names = found if isinstance(found, list) else [found]

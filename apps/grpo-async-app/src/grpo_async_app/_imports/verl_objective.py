@@ -22,6 +22,8 @@ _LOSSES: Final = {
     "sapo": "sapo",
     "geo_mean": "gmpo",
 }
+_OF_SEQUENCES: Final = ("gspo", "sapo", "gmpo")
+"""Losses for which verl takes the mean over sequences, whatever loss_agg_mode says (core_algos, agg_loss)."""
 _ESTIMATORS: Final = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _LEVELS: Final = {
     "token": "token",
@@ -80,13 +82,21 @@ def _write_loss(draft: Draft) -> None:
     bound = draft.take(f"{_ACTOR}clip_ratio_c", default=3.0)
     if loss == "ppo_clip":
         draft.put("algorithm.dual_clip", bound, f"{_ACTOR}clip_ratio_c")
-    _write_aggregation(draft)
+    gates = draft.take(f"{_ACTOR}tau_pos", default=1.0), draft.take(f"{_ACTOR}tau_neg", default=1.05)
+    if loss == "sapo":
+        draft.put("algorithm.sapo_tau", list(gates), f"{_ACTOR}tau_pos", f"{_ACTOR}tau_neg")
+    _write_aggregation(draft, loss)
     draft.copy("algorithm.entropy_coefficient", f"{_ACTOR}entropy_coeff")
 
 
-def _write_aggregation(draft: Draft) -> None:
+def _write_aggregation(draft: Draft, loss: str) -> None:
     name = f"{_ACTOR}loss_agg_mode"
     mode = draft.take(name, default="token-mean")
+    if loss in _OF_SEQUENCES:
+        draft.put("algorithm.aggregation", "sequence_mean", f"{_ACTOR}policy_loss.loss_mode")
+        if draft.has(name) and mode != "seq-mean-token-mean":
+            draft.change(name, f"verl takes no notice of it with {loss}: the mean over sequences, as there")
+        return
     if mode.startswith("seq-mean-token-sum"):
         draft.put("algorithm.aggregation", "fixed_length", name)
         draft.put("algorithm.fixed_length", draft.entries["rollout.max_tokens"].value, name, "data.max_response_length")

@@ -1,10 +1,12 @@
 """The rollout role: one rollout engine of any backend in a process of its own."""
 
 import asyncio
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from grpo_async_app._roles.residence import resident_bytes
-from grpo_async_app._roles.stretch_trace import StretchTrace
+from grpo_async_app._roles.stretch_trace import ProcessRecorder, Recorder, StretchTrace
 from offbeat_data import load_tokenizer
 from offbeat_types import (
     BackendError,
@@ -16,6 +18,7 @@ from offbeat_types import (
     RolloutEngine,
     RolloutEngineConfig,
     TracePlan,
+    TracingEngine,
     WeightProof,
     load_backend,
 )
@@ -52,10 +55,11 @@ class RolloutRole:
         trace: TracePlan | None = None,
         trace_s: float = 10.0,
     ) -> None:
-        self._backend, self._config = backend, config
+        self._backend, self._config = backend, replace(config, trace_folder=trace.folder) if trace else config
         self._serve_port, self._serve_deadline_s = serve_port, serve_deadline_s
         self._server: RolloutServer | None = None
-        self._trace = StretchTrace(trace, config.device, trace_s) if trace else None
+        self._plan, self._trace_s = trace, trace_s
+        self._trace: StretchTrace | None = None
 
     async def start(self) -> None:
         """Load the model.
@@ -71,8 +75,16 @@ class RolloutRole:
                 f"rollout.weight_format = fp8: an engine of rollout.backend = {self._backend!r} takes no FP8 blocks "
                 "from the trainer; set it to dtype (rollout.options may quantise by themselves), or take backend torch"
             )
+        if self._plan is not None:
+            self._trace = StretchTrace(self._plan, self._recorder(self._plan), self._trace_s)
         if self._serve_port is not None:
             self._server = self._endpoint(self._serve_port)
+
+    def _recorder(self, plan: TracePlan) -> Recorder:
+        """The engine, where it computes elsewhere and traces itself; else what traces this process."""
+        if self._engine.capabilities.traces:
+            return cast(TracingEngine, self._engine)
+        return ProcessRecorder(self._config.device, Path(plan.folder) / f"{plan.role}.partial")
 
     def _endpoint(self, port: int) -> "RolloutServer":
         try:
@@ -133,7 +145,7 @@ class RolloutRole:
         incoming.__exit__(None, None, None)
         await self._serve()
         if self._trace is not None:
-            self._trace.begin(version)
+            await self._trace.begin(version)
         return proof
 
     async def _serve(self) -> None:

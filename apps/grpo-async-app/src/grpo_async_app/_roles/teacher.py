@@ -20,18 +20,19 @@ class TeacherRole:
         backend: name under the entry-point group `offbeat.rollout`.
         config: the engine's.
         temperature: of the policy's samples, at which it will be asked.
+        images: prompts will have some.
     """
 
     _engine: ScoringEngine
 
-    def __init__(self, *, backend: str, config: RolloutEngineConfig, temperature: float) -> None:
-        self._backend, self._config, self._temperature = backend, config, temperature
+    def __init__(self, *, backend: str, config: RolloutEngineConfig, temperature: float, images: bool = False) -> None:
+        self._backend, self._config, self._temperature, self._images = backend, config, temperature, images
 
     async def start(self) -> None:
         """Load the model, and score two tokens, so that what cannot be is known before anything is sampled.
 
         Raises:
-            ConfigError: the backend does not score, or not at this temperature.
+            ConfigError: the backend does not score, or not at this temperature, or not what has images.
         """
         engine = await load_backend("offbeat.rollout", self._backend).create(self._config)
         if not engine.capabilities.scores:
@@ -39,6 +40,13 @@ class TeacherRole:
             raise ConfigError(
                 f"teacher.backend = {self._backend!r} does not score tokens that others have sampled, with these "
                 "teacher.options: take another, such as torch"
+            )
+        if self._images and not engine.capabilities.scores_images:
+            await engine.close()
+            raise ConfigError(
+                f"prompts have images, and an engine of teacher.backend = {self._backend!r} with teacher.path = "
+                f"{self._config.model_path} scores text alone: take a vision-language model, served by a backend that "
+                "scores images, such as torch"
             )
         self._engine = engine
         ids = np.zeros(1, np.int32)

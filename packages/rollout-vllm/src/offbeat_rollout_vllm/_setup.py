@@ -1,0 +1,88 @@
+"""What a configuration asks for, checked against the model folder and the installed vLLM; nothing is started yet."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from offbeat_rollout_vllm._folders import ModelFolder
+from offbeat_rollout_vllm._form import EngineForm
+from offbeat_rollout_vllm._form_choice import choose_form
+from offbeat_rollout_vllm._fp8 import FP8, block_arguments, holds_blocks, with_scales
+from offbeat_rollout_vllm._options import AdapterLimits, VllmRolloutOptions, sleep_levels
+from offbeat_rollout_vllm._traces import WorkerTraces
+from offbeat_rollout_vllm._versions import installed_engine, is_cpu_build, supported_version
+from offbeat_types import RolloutCapabilities, RolloutEngineConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How one engine will be started.
+
+    Args:
+        config: what every engine gets, its path absolute or relative, without "~".
+        options: parsed.
+        notices: of options that were renamed.
+        folder: of the model; says what an update must bring.
+        limits: of adapters.
+        capabilities: of the engine.
+        traces: of its workers.
+        form: not started.
+        num_workers: it will have.
+        is_fp8: updates bring FP8 blocks.
+        holds_blocks: the engine holds them as blocks; else as the values that they stand for.
+    """
+
+    config: RolloutEngineConfig
+    options: VllmRolloutOptions
+    notices: list[str]
+    folder: ModelFolder
+    limits: AdapterLimits
+    capabilities: RolloutCapabilities
+    traces: WorkerTraces
+    form: EngineForm
+    num_workers: int
+    is_fp8: bool
+    holds_blocks: bool
+
+    @classmethod
+    def read(cls, config: RolloutEngineConfig) -> "Setup":
+        """Check a configuration.
+
+        Raises:
+            BackendError: vLLM is not installed, or in a version that is not supported.
+            ModelError: the folder is missing or corrupt.
+            ConfigError: an option or device that cannot be.
+        """
+        name, version = installed_engine()
+        options, notices = VllmRolloutOptions.parse(config.options)
+        if not options.any_version:
+            supported_version(name, version)
+        path = Path(config.model_path).expanduser()
+        config, folder = replace(config, model_path=str(path)), ModelFolder.read(path)
+        is_cpu, limits = is_cpu_build(name, version), AdapterLimits.read(options.engine)
+        traces, extra = WorkerTraces(config.trace_folder), dict[str, Any]()
+        if is_blocks := holds_blocks(config, is_cpu=is_cpu):
+            extra, folder = block_arguments(config, options.engine, folder), with_scales(folder)
+        form, num_workers = choose_form(config, options, {**extra, **traces.arguments}, is_cpu=is_cpu)
+        return cls(
+            config=config,
+            options=options,
+            notices=notices,
+            folder=folder,
+            limits=limits,
+            capabilities=RolloutCapabilities(
+                pause_modes=("abort", "wait", "keep"),
+                sleep_levels=sleep_levels(options, is_cpu=is_cpu),
+                shares_prompt_prefix=bool(options.engine.get("enable_prefix_caching", True)),
+                multimodal=folder.has_vision and not options.engine.get("language_model_only", False),
+                lora=limits.num_adapters > 0,
+                fp8_weights=True,
+                scores=not limits.num_adapters,
+                traces=bool(config.trace_folder),
+            ),
+            traces=traces,
+            form=form,
+            num_workers=num_workers,
+            is_fp8=config.weight_format == FP8,
+            holds_blocks=is_blocks,
+        )
