@@ -25,6 +25,8 @@ from offbeat_weightsync import (
 
 DEADLINE_S = 60.0
 BUCKET_BYTES = 1 << 14
+SCHEMAS = Path(__file__).parents[3] / "packages/rollout-vllm/tests/engine/torchvision_schemas"
+"""For a torchvision that is built for CUDA, beside a torch that is not."""
 
 
 class Vllm:
@@ -35,7 +37,12 @@ class Vllm:
         self._log = log
         with log.open("w") as output:
             self._process = subprocess.Popen(
-                [python, script, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True
+                [python, script, folder],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                env={**os.environ, "PYTHONPATH": str(SCHEMAS)},
+                text=True,
             )
 
     def tell(self, **said):
