@@ -108,7 +108,8 @@ def test_a_stream_that_is_over_holds_nothing_of_the_engines(make_sender: Listen,
         thread.start()
         sender.send(weights.items(), 1, 1)
         thread.join()
-    assert streams
+    (over,) = streams
+    over.close()  # it has been closed already
     held.clear()
     for each in memory.values():
         each.close()  # raises BufferError if anybody still looks at it

@@ -42,7 +42,8 @@ class SharedMemoryStream(PeerStream):
     def close(self) -> None:
         """See `PeerStream.close`; the slots are unmapped now, not when the next version is awaited."""
         super().close()
-        del self._slots
+        if hasattr(self, "_slots"):
+            del self._slots
 
     def _load_lane(self, lane: int, indices: list[int], places: list[Place]) -> None:
         copies = [self._plan_copies(index, self._slot(lane, turn), places) for turn, index in enumerate(indices)]
