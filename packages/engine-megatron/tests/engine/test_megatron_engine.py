@@ -50,6 +50,15 @@ def test_weights_go_round_bit_for_bit(model_folder, mesh, tmp_path_factory):
     assert (folder / "tokenizer.json").exists()
 
 
+@pytest.mark.mesh(tp=2, pp=2)
+def test_the_stream_is_cut_into_buckets(model_folder, mesh, monkeypatch):
+    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+    wanted = copied(engine)
+    monkeypatch.setattr("offbeat_engine_megatron._weights.BUCKET_BYTES", 5000)
+    assert len(list(engine._held.buckets())) > 10
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in engine.weights())
+
+
 @pytest.mark.mesh(dp=2)
 def test_weights_are_those_of_the_last_step_under_overlap(model_folder, mesh):
     """With overlap_param_gather a step leaves this rank's copy stale until the next pass."""

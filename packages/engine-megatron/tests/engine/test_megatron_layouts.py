@@ -52,11 +52,11 @@ def test_there_are_as_many_layouts_as_promised():
     assert len({str(layout) for layout in LAYOUTS}) == len(LAYOUTS) >= 40
 
 
-@pytest.mark.mesh(dp=4, deadline_s=120)
+@pytest.mark.mesh(dp=8, deadline_s=120)
 def test_a_mesh_of_data_parallel_ranks_is_cut_by_the_options(mesh, yardstick):
     """As the applications make it: so many ranks, and the options say how they share the model."""
     folder, wanted = yardstick
-    options = {"context_parallel": 2, "pipeline_parallel": 2}
+    options = {"tensor_parallel": 2, "context_parallel": 2, "pipeline_parallel": 2}
     engine = MegatronTrainEngine.create(engine_config(folder, Layout(options=options)), mesh)
     assert engine.mesh.axes == {"dp": 1, "cp": 2, "tp": 1, "pp": 2, "ep": 1, "edp": 2}
     assert max(dataclasses.asdict(compare(train_with_engine(engine), wanted)).values()) < TOLERANCE
