@@ -58,7 +58,7 @@ def test_a_mesh_of_data_parallel_ranks_is_cut_by_the_options(mesh, yardstick):
     folder, wanted = yardstick
     options = {"tensor_parallel": 2, "context_parallel": 2, "pipeline_parallel": 2}
     engine = MegatronTrainEngine.create(engine_config(folder, Layout(options=options)), mesh)
-    assert engine.mesh.axes == {"dp": 1, "cp": 2, "tp": 1, "pp": 2, "ep": 1, "edp": 2}
+    assert engine.mesh.axes == {"dp": 1, "cp": 2, "tp": 2, "pp": 2, "ep": 1, "edp": 4}
     assert max(dataclasses.asdict(compare(train_with_engine(engine), wanted)).values()) < TOLERANCE
 
 
