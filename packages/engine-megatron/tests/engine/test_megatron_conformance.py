@@ -8,6 +8,10 @@ class TestQwen3(TrainEngineConformance):
     backend = MegatronTrainEngine
 
 
+class TestQwen2(TestQwen3):
+    family = "qwen2"
+
+
 class TestLlamaComputedAgain(TestQwen3):
     """In the backward pass."""
 
