@@ -247,13 +247,6 @@ def sight(session: nox.Session) -> None:
 
 
 @nox.session(tags=["nightly"], default=False)
-def rehearsals(session: nox.Session) -> None:
-    """Every large recipe, shrunk, with real processes; two of them are in CI."""
-    file = "apps/grpo-async-app/tests/test_grpo_app_shrink.py"
-    pytest(session, "rehearsals", file, "-k=real_processes", OFFBEAT_ALL_RECIPES="1")
-
-
-@nox.session(tags=["nightly"], default=False)
 def simulation(session: nox.Session) -> None:
     """The simulator beside real runs."""
     pytest(session, "simulation", "tests/nightly/test_simulation_meets_runs.py")

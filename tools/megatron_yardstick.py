@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from offbeat_types import LossTokens, Metrics, TrainSequence
+from offbeat_types import LossTokens, Metrics, TrainEngine, TrainSequence
 
 NUM_STEPS: Final = 2
 LORA_RANK: Final = 3
@@ -69,6 +69,15 @@ def policy_loss(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
     per_sequence = torch.zeros(tokens.num_sequences).index_add(0, tokens.sequence_N, tokens.logprobs_N)
     loss = -(tokens.logprobs_N * tokens.extras["advantage"]).sum() - 0.1 * tokens.entropy_N.sum()
     return loss / tokens.total_tokens + 1e-4 * (per_sequence**2).sum() / tokens.total_sequences, {}
+
+
+def train_steps(engine: TrainEngine, first: int, last: int) -> list[float]:
+    """Make the updates [first, last) of the run that all tests make; loss and norm of each."""
+    told = []
+    for step in range(first, last):
+        told.append(engine.forward_backward(make_sequences(step), policy_loss)["loss"].value)
+        told.append(engine.step()["grad_norm"].value)
+    return told
 
 
 class _LowRankLinear(nn.Module):

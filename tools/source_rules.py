@@ -8,6 +8,7 @@ from typing import Final
 MAX_FILE_LINES: Final = 600
 MAX_FUNCTION_LINES: Final = 80
 CATCH_ALL_NAMES: Final = frozenset({"util", "utils", "helper", "helpers", "common", "misc"})
+DEVICE_KINDS: Final = ("cuda", "cpu")
 UNSAFE_FORMATS: Final = frozenset({"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"})
 
 # Brackets around one letter keep these lines from matching themselves.
@@ -15,7 +16,9 @@ _MACHINE_PATH: Final = re.compile(r"(?<![\w.])/(?:[w]ork|[r]oot|[o]pt)/")
 _REGISTRY: Final = re.compile(
     r"https?://\S+/(?:simple|packages)/|[p]ypi\.org|[p]ythonhosted\.org|registry\.[n]pmjs|[d]eb\.debian\.org"
 )
-_ONE_PLATFORM: Final = re.compile(r"(?<![a-z])(?:[n]pu|[h]ccl|[a]scend)(?![a-z])", re.IGNORECASE)
+_WORD: Final = re.compile(r"[A-Z]+s?(?![a-z])|[A-Z]?[a-z]+")
+"""One word of a name: `openGPUs_InTurns` holds open, GPUs, In and Turns."""
+_ONE_PLATFORM: Final = frozenset({"n" + "pu", "n" + "pus", "h" + "ccl", "a" + "scend"})
 
 
 def _matching(pattern: re.Pattern[str], text: str) -> list[str]:
@@ -31,7 +34,13 @@ def machine_addresses(text: str) -> list[str]:
 
 def platform_words(text: str) -> list[str]:
     """Words of one accelerator family, which belong behind the device seam, in one package."""
-    return _matching(_ONE_PLATFORM, text)
+    lines = enumerate(text.splitlines(), start=1)
+    return [
+        f"line {number}: {word}"
+        for number, line in lines
+        for word in _WORD.findall(line)
+        if word.lower() in _ONE_PLATFORM
+    ]
 
 
 def is_catch_all(module: str) -> bool:
@@ -114,3 +123,40 @@ def backend_branches(source: str) -> list[str]:
                 if re.search(r"(^|[._])backend$", ast.unparse(left)):
                     found.append(f"line {node.lineno}: {ast.unparse(node)}")
     return found
+
+
+def named_devices(source: str) -> list[str]:
+    """Places that name a kind of device, or ask torch about one: the device seam knows kinds, others ask the seam.
+
+    Main memory is every device's neighbour, so moving a tensor there or asking whether it is there is left alone; and
+    so are settings: a name that a user may give is given to the seam.
+    """
+    nodes = [node for node in ast.walk(ast.parse(source)) if _names_device(node)]
+    return [f"line {node.lineno}: {ast.unparse(node)}" for node in nodes if isinstance(node, ast.expr | ast.stmt)]
+
+
+def _names_device(node: ast.AST) -> bool:
+    """Whether it is a node that does, itself."""
+    match node:
+        case ast.Attribute(value=ast.Name("torch"), attr="cuda") | ast.Attribute(attr="is_cuda"):
+            return True
+        case ast.ImportFrom(module=module, names=names):
+            return (module or "").startswith("torch.cuda") or (module == "torch" and "cuda" in {n.name for n in names})
+        case ast.Import(names=names):
+            return any(name.name.startswith("torch.cuda") for name in names)
+        case ast.Compare(left=ast.Attribute(attr="type"), comparators=[other]):
+            return _is_kind(other, DEVICE_KINDS)
+        case ast.Call(func=called, args=arguments, keywords=keywords):
+            name = ast.unparse(called)
+            placed = [word.value for word in keywords if word.arg == "device"]
+            kinds = DEVICE_KINDS if name.startswith("torch.") else DEVICE_KINDS[:1]
+            placed += arguments[:1] if name == "torch.device" or name.endswith(".to") else []
+            return name.endswith(".cuda") or any(_is_kind(value, kinds) for value in placed)
+    return False
+
+
+def _is_kind(value: ast.expr, kinds: tuple[str, ...]) -> bool:
+    """Whether it is a literal such as "cuda" or "cuda:1", or an f-string that begins so."""
+    if isinstance(value, ast.JoinedStr) and value.values:
+        value = value.values[0]
+    return isinstance(value, ast.Constant) and str(value.value).partition(":")[0] in kinds

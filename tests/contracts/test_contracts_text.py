@@ -7,6 +7,7 @@ import pytest
 from source_rules import (
     backend_branches,
     machine_addresses,
+    named_devices,
     platform_words,
     swallowed_errors,
     too_long,
@@ -29,6 +30,22 @@ UNSAFE_LOADING_ALLOWED: dict[str, str] = {
     "packages/testing/src/offbeat_testing/_ranks/_collectives.py": OWN_MEMORY,
     "packages/rollout-trtllm/src/offbeat_rollout_trtllm/_handles.py": ENGINES_FORM,
 }
+# Files that name a kind of device, each with its reason. Everything else asks the seam, `offbeat_dist.open_device`.
+MEGATRON_SAYS_SO = "megatron-core writes cuda where it means the device"
+IN_MAIN_MEMORY = "computed or read in main memory, whatever the device, and moved from there"
+HANDLES = "handles on a GPU's memory are opened by CUDA alone"
+DEVICES_ALLOWED: dict[str, str] = {
+    "packages/dist/src/offbeat_dist/_cuda.py": "this is the seam",
+    "packages/engine-megatron/src/offbeat_engine_megatron/_attention.py": MEGATRON_SAYS_SO,
+    "packages/engine-megatron/src/offbeat_engine_megatron/_cpu_shim.py": MEGATRON_SAYS_SO,
+    "packages/engine-megatron/src/offbeat_engine_megatron/_logprobs.py": "products of a wider result are CUDA's alone",
+    "packages/engine-torch/src/offbeat_engine_torch/_load.py": IN_MAIN_MEMORY,
+    "packages/rollout-torch/src/offbeat_rollout_torch/_linear.py": "oneDNN's packed products are a CPU's",
+    "packages/rollout-trtllm/src/offbeat_rollout_trtllm/_handles.py": HANDLES,
+    "packages/rollout-vllm/src/offbeat_rollout_vllm/_extension.py": "vLLM's build for CPUs cannot sleep by itself",
+    "packages/weightsync/src/offbeat_weightsync/_broadcast.py": "streams and window sizes suit main memory",
+    "packages/weightsync/src/offbeat_weightsync/_cuda_ipc.py": HANDLES,
+}
 
 
 def broken(paths: list[Path], rule: Callable[[str], list[str]]) -> list[str]:
@@ -47,7 +64,9 @@ def test_no_file_holds_a_machine_path_or_a_registry_address() -> None:
 
 
 def test_one_platform_is_named_in_its_own_package_only() -> None:
-    elsewhere = [path for path in SOURCES if not str(path.relative_to(ROOT)).startswith(ONE_PLATFORM_FOLDERS)]
+    of_packages = [path for path in FILES if path.relative_to(ROOT).parts[0] == "packages"]  # their documents too
+    every = {*SOURCES, *of_packages}
+    elsewhere = sorted(path for path in every if not str(path.relative_to(ROOT)).startswith(ONE_PLATFORM_FOLDERS))
     assert broken(elsewhere, platform_words) == []
 
 
@@ -65,3 +84,9 @@ def test_no_code_branches_on_the_name_of_a_backend() -> None:
     # offbeat-dist is where torch.distributed's own backends, gloo and nccl, are told apart.
     checked = [path for path in SHIPPED if "packages/dist" not in path.as_posix()]
     assert broken(checked, backend_branches) == []
+
+
+def test_no_shipped_code_names_a_device_but_the_seam() -> None:
+    found = {path.relative_to(ROOT).as_posix(): broken([path], named_devices) for path in SHIPPED}
+    assert [place for path, places in found.items() if path not in DEVICES_ALLOWED for place in places] == []
+    assert [path for path in DEVICES_ALLOWED if not found.get(path)] == [], "these names are gone: forbid them again"

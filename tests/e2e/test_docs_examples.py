@@ -9,7 +9,7 @@ from workspace import ROOT
 
 # An example, and what it prints where that is shown.
 EXAMPLE = re.compile(r"^```python ranks=(\d+)\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
-DOCUMENTS = ("axes.md", "liveness.md", "weights.md")
+DOCUMENTS = ("axes.md", "liveness.md", "placement.md", "weights.md")
 ABORTED = 4
 
 

@@ -1,6 +1,7 @@
 """A Qwen3-VL of 0.4 million weights learns to see: from nothing, on drawn figures, by SFT and then asynchronous GRPO.
 
-The question is the same for every figure, so only the picture can answer it. Some eight minutes on two cores.
+The question is the same for every figure, so only the picture can answer it. Some four minutes on two cores that do
+nothing else, and never more than fifteen.
 """
 
 import random
@@ -17,7 +18,8 @@ from offbeat_run import read_metrics
 from offbeat_testing import RunningCommand, tiny_vision_model
 
 NUM_HELD_OUT = 100
-pytestmark = pytest.mark.timeout(2700)
+LIMIT_S = 900  # what is promised of all of it, on two cores
+pytestmark = pytest.mark.timeout(LIMIT_S)
 
 SFT = """
 [model]
@@ -113,7 +115,7 @@ def train(app: str, folder: Path, name: str, config: str) -> None:
     path = folder / f"{name}.toml"
     path.write_text(config.format(folder=folder))
     with RunningCommand(app, "train", path, "--out", folder / name) as process:
-        assert process.wait(1200.0) == 0, process.output
+        assert process.wait(LIMIT_S) == 0, process.output
 
 
 def values(run: Path, name: str) -> list[float]:
@@ -124,7 +126,7 @@ def accuracy(run: Path, figures: Path) -> float:
     """Of the last checkpoint, with greedy answers."""
     words = ["eval", run, f"--data.eval_path={figures}", "--eval.temperature=0"]
     with RunningCommand("grpo_async_app", *words) as process:
-        assert process.wait(300.0) == 0, process.output
+        assert process.wait(LIMIT_S) == 0, process.output
         found = re.search(r"eval/accuracy\s+([\d.]+)", process.output)
     assert found, process.output
     return float(found[1])

@@ -6,6 +6,7 @@ from source_rules import (
     imported_modules,
     is_catch_all,
     machine_addresses,
+    named_devices,
     platform_words,
     swallowed_errors,
     too_long,
@@ -34,9 +35,22 @@ def test_an_ordinary_text_is_left_alone(text: str) -> None:
     assert machine_addresses(text) == []
 
 
-@pytest.mark.parametrize(("text", "is_one"), [("torch_n" + "pu", True), ("input", False), ("ascending", False)])
-def test_platform_words(text: str, is_one: bool) -> None:
-    assert bool(platform_words(text)) is is_one
+@pytest.mark.parametrize("name", ["n" + "pu", "h" + "ccl", "a" + "scend"])
+@pytest.mark.parametrize("form", ["torch_{}", "{}_VISIBLE", "vllm-{}:", "{}0"])
+def test_platform_words(form: str, name: str) -> None:
+    for word in (name, name.capitalize(), name.upper()):
+        assert platform_words("first\n" + form.format(word)) == [f"line 2: {word}"]
+
+
+@pytest.mark.parametrize("word", ["Np" + "u", "NP" + "U", "NP" + "Us", "Hc" + "cl", "HC" + "CL", "Asc" + "end"])
+@pytest.mark.parametrize("form", ["{}Device", "My{}", "on{}Options", "{}"])
+def test_platform_words_in_names_of_classes(form: str, word: str) -> None:
+    assert platform_words(form.format(word)) == [f"line 1: {word}"]
+
+
+@pytest.mark.parametrize("text", ["input", "LIKE_INPUTS", "ascending", "ASCENDING", "NumInputs", "transcend"])
+def test_words_of_no_platform_are_left_alone(text: str) -> None:
+    assert platform_words(text) == []
 
 
 @pytest.mark.parametrize(("name", "is_one"), [("_utils", True), ("helpers", True), ("_mesh", False)])
@@ -102,3 +116,45 @@ def test_a_handled_error_is_left_alone(source: str) -> None:
 def test_a_branch_on_a_backends_name_is_found() -> None:
     assert backend_branches("if config.backend == 'vllm':\n    pass")
     assert backend_branches("if load(config.backend) == engine:\n    pass") == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "torch.cuda.synchronize()",
+        "from torch import cuda",
+        "from torch.cuda import Stream",
+        "import torch.cuda",
+        "here = torch.device('cpu')",
+        "torch.device('cuda', index)",
+        "torch.device(f'cuda:{index}')",
+        "torch.empty(0, device='cpu')",
+        "x.new_empty(0, device='cuda:1')",
+        "x.to('cuda')",
+        "x.cuda()",
+        "fast = x.device.type == 'cuda'",
+        "fast = x.is_cuda",
+    ],
+)
+def test_a_device_that_is_named_is_found(code: str) -> None:
+    [found] = {line.partition(":")[0] for line in named_devices(f"import torch\n{code}\n")}
+    assert found == "line 2"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "torch.empty(0, device=x.device)",
+        "open_device('auto')",
+        "x.to('cpu', copy=True)",
+        "x.cpu()",
+        "x.is_cpu",
+        "replace(config, device='cpu')",
+        "torch.device('meta')",
+        "torch.device(self.kind, index)",
+        "say('cuda')",
+        "kind = x.device.type",
+    ],
+)
+def test_a_device_that_is_asked_for_is_left_alone(code: str) -> None:
+    assert named_devices(code) == []

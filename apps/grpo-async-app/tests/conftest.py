@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 import offbeat_testing
 from grpo_async_app import _cli
 from offbeat_testing import CommandLine, small_grpo_run, tiny_model
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside it
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has started the tests in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -147,6 +147,7 @@ def test_a_script_of_verl_becomes_a_configuration_that_plans(
     assert config.model.path == "/models/Qwen3-VL-8B-Instruct"
     assert config.data.path == "/home/somebody/data/geo3k/train.parquet"
     assert config.data.eval_path == "/home/somebody/data/geo3k/test.parquet"
+    assert config.data.answer_column == "reward_model.ground_truth", "where verl's rows have it"
     policy = config.async_
     assert (policy.staleness_threshold, policy.trigger_parameter_sync_step, policy.require_batches) == (0.1, 4, 2)
     assert (policy.mini_batch_size, policy.partial_rollout, policy.max_admitted) == (64, True, 563)
@@ -231,7 +232,7 @@ trainer: {nnodes: 2, n_gpus_per_node: 8, total_epochs: 3}
     draft = import_verl(options)
     held = {key: entry.value for key, entry in draft.entries.items()}
     assert held["data.path"] == "${DATA_ROOT:-/data}/train.parquet"
-    assert held["engine.backend"] == "megatron"
+    assert (held["engine.backend"], held["engine.dtype"]) == ("megatron", "bfloat16")
     assert held["engine.options"] == {"tensor_parallel": 4, "pipeline_parallel": 2}
     assert (held["engine.num_ranks"], held["cluster.colocate"], held["rollout.num_engines"]) == (16, True, 8)
     assert (held["async.require_batches"], held["async.staleness_threshold"]) == (4, 0)
@@ -340,6 +341,15 @@ def test_a_script_without_options_and_a_script_for_trl_are_refused(tmp_path: Pat
         read_options(path, is_hydra=True)
     with pytest.raises(ConfigError, match=r"\.yaml"):
         read_options(path, is_hydra=False)
+
+
+@pytest.mark.parametrize("text", ["", "# all of it is commented out\n"])
+def test_an_empty_yaml_file_is_refused_as_one_without_options(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text(text)
+    for is_hydra in (True, False):
+        with pytest.raises(ConfigError, match=r"empty\.yaml holds no options"):
+            read_options(path, is_hydra=is_hydra)
 
 
 PREFIX = "actor_rollout_ref."

@@ -1,8 +1,8 @@
 """A run on a Ray cluster is the same run: one key makes the difference, another joins a cluster of several nodes."""
 
-import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import abacus_standin
 import pytest
 
 WORDS = [
@@ -29,35 +30,79 @@ def test_one_key_trains_on_ray_and_leaves_the_same_promises(config: Path, tmp_pa
 
 
 @pytest.mark.timeout(600)
-def test_a_run_joins_a_cluster_and_no_two_roles_share_a_machine(config: Path, tmp_path: Path) -> None:
+def test_a_run_joins_a_cluster_and_no_two_roles_share_a_machine(nodes: str, config: Path, tmp_path: Path) -> None:
     """With one CPU a node, weights go from the trainer to either engine over TCP."""
-    with three_nodes() as address:
-        check_run(config, tmp_path / "run", f"--cluster.address={address}")
+    check_run(config, tmp_path / "run", f"--cluster.address={nodes}")
 
 
-def check_run(config: Path, run: Path, *words: str) -> None:
+@pytest.mark.timeout(600)
+def test_a_driver_without_devices_plans_sixteen_ranks_for_the_nodes(nodes: str, config: Path) -> None:
+    wanted = ["--engine.num_ranks=16", "--rollout.num_engines=4", "--rollout.tensor_parallel=4"]
+    ended = run_command("plan", config, *on_accelerators(nodes, "cuda"), *wanted)
+    assert ended.returncode == 0, ended.stderr
+    assert "32 of 32 free GPU" in ended.stdout
+    assert "T8   T9   T10  T11" in ended.stdout
+
+
+@pytest.mark.timeout(600)
+def test_each_role_computes_on_the_device_that_it_was_given(nodes: str, config: Path, tmp_path: Path) -> None:
+    run, env = tmp_path / "run", abacus_standin.register(tmp_path, num_devices=0)
+    words = [*on_accelerators(nodes, "abacus"), "--engine.num_ranks=2", "--rollout.backend=abacus"]
+    check_run(config, run, *words, env=env)
+    said = [abacus_standin.said(run, role) for role in ("trainer-0", "trainer-1", "rollout-0", "rollout-1")]
+    assert [re.sub(r"\d+$", "N", line) for lines in said for line in lines] == [
+        *["opened abacus 0 of N"] * 2,
+        *["samples on abacus 0 of N"] * 2,
+    ]
+    assert len({line.split()[-1] for lines in said for line in lines}) == 4, said
+    ended = run_command("eval", run, env=env)
+    assert ended.returncode == 0, ended.stderr
+    for line in abacus_standin.said(run, "rollout-0"):
+        assert re.fullmatch(r"samples on abacus 0 of \d", line)
+
+
+def on_accelerators(address: str, kind: str) -> list[str]:
+    """Words of a run on the accelerators of a cluster; its CPUs are shared."""
+    cluster = ["--cluster.launcher=ray", f"--cluster.address={address}", "--cluster.connect_timeout_s=300"]
+    return [
+        *cluster,
+        "--cluster.trainer_threads=0",
+        "--cluster.rollout_threads=0",
+        f"--engine.device={kind}",
+        f"--rollout.device={kind}",
+    ]
+
+
+def run_command(*words: object, env: dict[str, str] = {}) -> subprocess.CompletedProcess[str]:  # noqa: B006  never changed
+    """The command line in a process of its own: what Ray leaves in one shall not be forked."""
+    line = [sys.executable, "-m", "grpo_async_app", *map(str, words)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run(line, capture_output=True, text=True, timeout=500, env=env)
+
+
+def check_run(config: Path, run: Path, *words: str, env: dict[str, str] = {}) -> None:  # noqa: B006  never changed
     """Train, and check what has come of it."""
-    command = [sys.executable, "-m", "grpo_async_app", "train", str(config), "--out", str(run), *WORDS, *words]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=500, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    done = run_command("train", config, "--out", run, *WORDS, *words, env=env)
     assert done.returncode == 0, done.stderr
     lines = (run / "generations" / "train.jsonl").read_text().splitlines()
     assert sorted(Counter(json.loads(line)["prompt"] for line in lines).values()) == [1] * 8
     assert {path.stem for path in (run / "logs").glob("*.log")} >= {"trainer-0", "rollout-0", "rollout-1"}
 
 
-@contextlib.contextmanager
-def three_nodes() -> Iterator[str]:
-    """Start a Ray cluster of three nodes with an address and one CPU each: host:port of its head."""
+@pytest.fixture(scope="session")
+def nodes() -> Iterator[str]:
+    """A Ray cluster of five nodes with an address and one CPU each: host:port of its head.
+
+    All but the head have eight accelerators, in Ray's books only.
+    """
     reason = "Ray is not installed: pip install 'offbeat-cluster[ray]'"
     cluster = pytest.importorskip("ray.cluster_utils", reason=reason).Cluster()
     folder = tempfile.mkdtemp(prefix="ray-")  # short: Ray puts sockets into it
     try:
         switches = {"prestart_worker_first_driver": False}
         cluster.add_node(num_cpus=1, include_dashboard=False, temp_dir=folder, _system_config=switches)
-        for number in (2, 3):
-            cluster.add_node(node_ip_address=f"127.0.0.{number}", num_cpus=1, wait=False)
+        for number in range(2, 6):
+            cluster.add_node(node_ip_address=f"127.0.0.{number}", num_cpus=1, num_gpus=8, wait=False)
         cluster.wait_for_nodes()
         yield cluster.address
     finally:

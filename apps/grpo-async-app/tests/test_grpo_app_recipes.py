@@ -4,16 +4,14 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from safetensors.numpy import save_file
 
 from grpo_async_app._batch import BatchArithmetic
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._shrink import shrink_run
 from offbeat_run import load_config
-from offbeat_testing import CommandLine, tiny_model
+from offbeat_testing import CommandLine, large_model_configs, tiny_model
 from offbeat_types import BackendError, load_backend
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
@@ -30,77 +28,10 @@ GEOMETRY = [path for path in FOR_CLUSTERS if path.stem.startswith("geo3k")]
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 every_large_recipe = pytest.mark.parametrize("recipe", FOR_CLUSTERS, ids=lambda path: path.stem)
 
-_TEXT = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
-_QWEN3_8B = {**_TEXT, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Qwen3-8B": ("Qwen3Config", {**_QWEN3_8B, "num_attention_heads": 32, "tie_word_embeddings": False}),
-    "Qwen3-32B": (
-        "Qwen3Config",
-        {
-            **_TEXT,
-            "hidden_size": 5120,
-            "intermediate_size": 25600,
-            "num_hidden_layers": 64,
-            "num_attention_heads": 64,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "Qwen3-1.7B": (
-        "Qwen3Config",
-        {
-            **_TEXT,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "Qwen3-30B-A3B": (
-        "Qwen3MoeConfig",
-        {
-            **_TEXT,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "Qwen3-VL-8B-Instruct": (
-        "Qwen3VLConfig",
-        {
-            "text_config": {**_QWEN3_8B, "num_attention_heads": 32},
-            "vision_config": {
-                "depth": 27,
-                "hidden_size": 1152,
-                "intermediate_size": 4304,
-                "num_heads": 16,
-                "out_hidden_size": 4096,
-                "num_position_embeddings": 2304,
-                "deepstack_visual_indexes": [8, 16, 24],
-                "patch_size": 16,
-            },
-            "tie_word_embeddings": False,
-        },
-    ),
-}
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders that hold a config.json as large as the models the recipes name, and no weights."""
-    import transformers
-
-    folder = tmp_path_factory.mktemp("models")
-    for name, (kind, shape) in SHAPES.items():
-        getattr(transformers, kind)(**shape).save_pretrained(folder / name)
-        save_file({}, folder / name / "model.safetensors")
-    return folder
+    return large_model_configs(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(autouse=True)
@@ -189,7 +120,10 @@ def test_a_recipe_fits_the_cluster_it_states_and_fills_it(command: CommandLine, 
     assert ended.code == 0, ended.err
     assert f"{nodes} of {nodes} node" in ended.out
     assert f"{nodes * width} of {nodes * width} free {accelerator(recipe)}" in ended.out
-    assert "notice" not in ended.out, ended.out
+    config = load_config(recipe, GrpoConfig)
+    known = getattr(load_backend("offbeat.rollout", config.rollout.backend), "notices_of", lambda _: [])(config.rollout)
+    assert len(re.findall(r"^notice", ended.out, re.MULTILINE)) == len(known), ended.out
+    assert all(notice in " ".join(ended.out.split()) for notice in known)
     assert "parameters" in ended.out, "the memory could not be estimated"
 
 
@@ -246,7 +180,8 @@ def test_sixteen_accelerators_a_node_on_nodes_of_eight_is_refused_and_made_to_fi
     assert "ask for 4 nodes × 8 (cluster.num_nodes = 4, cluster.accelerators_per_node = 8)" in ended.err
     fitted = tmp_path / "fitted.toml"
     assert command("plan", recipe, "--cluster", "4x8", "--fit", fitted).code == 0
-    before, after = recipe.read_text().splitlines(), fitted.read_text().splitlines()
+    before, [first, _, *after] = recipe.read_text().splitlines(), fitted.read_text().splitlines()
+    assert first.startswith(f"# {recipe.name} made to fit")
     changed = [new.split("#")[0].strip() for old, new in zip(before, after, strict=True) if old != new]
     assert changed == ["num_nodes = 4", "accelerators_per_node = 8"]
     ended = command("plan", fitted, "--cluster", "4x8")

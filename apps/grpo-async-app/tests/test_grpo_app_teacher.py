@@ -14,7 +14,7 @@ from role_faults import accounting_complaints, last_value, role_pids, signal_rol
 
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._groups import SampledGroup, load_groups, save_groups
-from grpo_async_app._placement import Site, place_run
+from grpo_async_app._placement import place_run
 from grpo_async_app._preflight import check_run, check_settings
 from grpo_async_app._roles import teacher as teacher_role
 from grpo_async_app._roles.batches import build_batch
@@ -22,6 +22,7 @@ from grpo_async_app._roles.teacher import TeacherRole
 from grpo_async_app._shrink import shrink_run
 from offbeat_cluster.placement import Node, grid_nodes
 from offbeat_objectives import AlgorithmConfig
+from offbeat_recipes import Site
 from offbeat_run import load_config, read_metrics, read_timeline
 from offbeat_testing import FakeRolloutEngine, RunningCommand, tiny_model
 from offbeat_types import (
@@ -219,7 +220,8 @@ def test_without_rewards_the_teacher_alone_is_learned_from(config: Path, words: 
 
 def on_gpus(config: Path, words: list[str], *more: str) -> GrpoConfig:
     wide = ["--engine.num_ranks=4", "--rollout.num_engines=2", "--rollout.tensor_parallel=2"]
-    loaded = load_config(config, GrpoConfig, [*words, *wide, "--teacher.tensor_parallel=2", *more])
+    devices = ["--engine.device=auto", "--rollout.device=auto"]
+    loaded = load_config(config, GrpoConfig, [*words, *wide, *devices, "--teacher.tensor_parallel=2", *more])
     check_settings(loaded)
     return loaded
 

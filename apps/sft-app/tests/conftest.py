@@ -1,11 +1,10 @@
-"""A tiny model, a few conversations, and the command line called in this process."""
+"""A tiny model, a run of seconds, and the command line called in this process."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from offbeat_testing import CommandLine, tiny_model
+from offbeat_testing import CommandLine, small_sft_run, tiny_model
 from sft_app import _cli
 
 
@@ -23,49 +22,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def conversation(number: int) -> list[dict[str, str]]:
-    return [
-        {"role": "user", "content": f"what is {number} and one?"},
-        {"role": "assistant", "content": f"the answer is {number + 1}"},
-        {"role": "user", "content": "and one?"},
-        {"role": "assistant", "content": f"{number + 2}"},
-    ]
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """24 conversations: 4 are held out, so that 20 are learned."""
-    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
-    path.write_text("".join(json.dumps({"messages": conversation(number)}) + "\n" for number in range(24)))
-    return path
+@pytest.fixture
+def config(tmp_path: Path, model: Path) -> Path:
+    return small_sft_run(tmp_path, model)
 
 
 @pytest.fixture
-def config(tmp_path: Path, model: Path, data: Path) -> Path:
-    """A configuration that runs in seconds: 8 updates over 3 epochs of 20 sequences; the last update has 4."""
-    path = tmp_path / "small.toml"
-    path.write_text(f"""
-[model]
-path = "{model}"
-[data]
-path = "{data}"
-eval_size = 4
-max_sequence_tokens = 256
-epochs = 3
-[engine]
-device = "cpu"
-learning_rate = 3e-3
-schedule = "cosine"
-batch_size = 8
-max_tokens_per_microbatch = 512
-[eval]
-every_updates = 3
-[checkpoint]
-every = 2
-""")
-    return path
+def data(config: Path) -> Path:
+    return config.with_name("chats.jsonl")
 
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
     return CommandLine("sft-app", _cli.main, monkeypatch, capsys)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Runs whose processes are forks come first: what computes in this process leaves threads that no fork has."""
+    items.sort(key=lambda item: not item.name.startswith("test_a_recipe_is_rehearsed"))

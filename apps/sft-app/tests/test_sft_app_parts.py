@@ -1,4 +1,4 @@
-"""The configuration, the order of the data, the loss mask, and the recipe."""
+"""The configuration, the order of the data, the loss mask, and the plan."""
 
 from collections import Counter
 from pathlib import Path
@@ -13,8 +13,6 @@ from offbeat_testing import CommandLine
 from sft_app._config import SftConfig
 from sft_app._preflight import batch_positions, check_run
 
-RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
-
 
 def test_the_configuration_keeps_to_its_limits() -> None:
     check_limits(SftConfig)
@@ -24,20 +22,6 @@ def test_a_dumped_configuration_loads_back(config: Path) -> None:
     words = ["--profile.steps=3:6", "--engine.lora_rank=4", "--data.template_options={enable_thinking = false}"]
     first = load_config(config, SftConfig, words)
     assert parse_config(dump_config(first), SftConfig) == first
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_parses(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OFFBEAT_MODELS", raising=False)
-    monkeypatch.delenv("OFFBEAT_DATA", raising=False)
-    assert load_config(recipe, SftConfig).model.path.startswith(str(Path.home() / "models"))
-    monkeypatch.setenv("OFFBEAT_MODELS", "/elsewhere")
-    assert load_config(recipe, SftConfig).model.path.startswith("/elsewhere/")
-
-
-def test_there_are_recipes() -> None:
-    stems = {path.stem for path in RECIPES}
-    assert stems == {"math_qwen3_8b_fsdp", "math_qwen3_8b_megatron", "smollm2_chat"}
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 4))
@@ -74,7 +58,7 @@ def test_the_plan_starts_nothing(
     ended = command("plan", config)
     assert ended.code == 0, ended.err
     assert "8 updates of 8 sequences" in ended.out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["small.toml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["chats.jsonl", "sft.toml"]
 
 
 def test_explain_names_the_key(command: CommandLine) -> None:

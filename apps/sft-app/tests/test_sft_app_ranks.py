@@ -94,7 +94,7 @@ def test_the_plan_shows_the_ranks(command: CommandLine, config: Path) -> None:
     ended = command("plan", config, "--engine.num_ranks=2")
     assert ended.code == 0, ended.err
     assert "2 that train together as dp 2" in " ".join(ended.out.split())
-    assert "on each rank" in " ".join(ended.out.split())
+    assert "a rank: weights" in " ".join(ended.out.split())
 
 
 def test_the_ranks_that_are_named_are_traced(command: CommandLine, config: Path, tmp_path: Path) -> None:

@@ -243,3 +243,16 @@ def test_a_family_that_is_not_known_is_refused_by_name() -> None:
         ModelShape.from_config({"model_type": "gpt2"})
     with pytest.raises(ModelError, match="lacks 'intermediate_size'"):
         ModelShape.from_config({"model_type": "llama", **{k: v for k, v in TEXT.items() if k != "intermediate_size"}})
+
+
+def test_experts_are_held_by_those_that_share_them() -> None:
+    shape = ModelShape.from_config({**MOE, "model_type": "qwen3_moe"})
+    sparse, dense = shape.expert_parameters, shape.num_parameters - shape.expert_parameters
+    assert sparse == 2 * 5 * 3 * 48 * 24, "two of the three blocks have five experts of three matrices"
+    whole = {"weight_bytes": 2, "optimizer_bytes": 12, "tokens": 16, "zero_stage": 1}
+    parts = TrainMemory(**whole, data_parallel=4, tensor_parallel=2, expert_parallel=4).estimate(shape).parts
+    assert parts["weights"] == (dense // 2 + sparse // 4) * 2
+    assert parts["gradients"] == (dense // 2 + sparse // 4) * 4
+    assert parts["optimizer"] == (dense / 2 / 4 + sparse / 4 / 2) * 12, "eight ranks hold four kinds of experts twice"
+    together = TrainMemory(**whole, data_parallel=4, tensor_parallel=2).estimate(shape).parts
+    assert together["weights"] == shape.num_parameters // 2 * 2, "without a split of their own, like everything else"

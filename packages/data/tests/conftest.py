@@ -76,6 +76,13 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# As Qwen-VL's own: parts of type image become one placeholder between two marks.
+VISION = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 TEMPLATES = {
     "chatml": CHATML,
     "chatml_tagged": CHATML_TAGGED,
@@ -134,6 +141,22 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str 
 def make_tokenizer(tokenizer_folder: Callable[[str | None], Path]) -> Callable[[str | None], Tokenizer]:
     """The tokenizer of `tokenizer_folder`, loaded."""
     return lambda template: load_tokenizer(tokenizer_folder(template))
+
+
+@pytest.fixture(scope="session")
+def vision_folder(tokenizer_folder: Callable[[str | None], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokenizer and image settings of a model that sees 8 x 8 pixels as a token, and images as 4 to 64 of them."""
+    folder = tmp_path_factory.mktemp("vision")
+    backend = tokenizers.Tokenizer.from_file(str(tokenizer_folder("chatml") / "tokenizer.json"))
+    backend.add_special_tokens(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    (folder / "chat_template.jinja").write_text(VISION)
+    (folder / "config.json").write_text(json.dumps({"image_token_id": backend.token_to_id("<|image_pad|>")}))
+    size = {"shortest_edge": 4 * 8**2, "longest_edge": 64 * 8**2}
+    settings = {"patch_size": 4, "merge_size": 2, "size": size}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return folder
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tokenizers
 from draw_geometry import main as draw_geometry
 from PIL import Image
 
@@ -35,30 +34,7 @@ from offbeat_types import DataError, ModelError
 
 Write = Callable[..., str]
 
-# As Qwen-VL's own: parts of type image become one placeholder between two marks.
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-SQUARE = 8
-
-
-@pytest.fixture(scope="session")
-def vision_folder(tokenizer_folder: Callable[[str | None], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tokenizer and image settings of a model that sees 8 x 8 pixels as a token, and images as 4 to 64 of them."""
-    folder = tmp_path_factory.mktemp("vision")
-    backend = tokenizers.Tokenizer.from_file(str(tokenizer_folder("chatml") / "tokenizer.json"))
-    backend.add_special_tokens(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"])
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "config.json").write_text(json.dumps({"image_token_id": backend.token_to_id("<|image_pad|>")}))
-    size = {"shortest_edge": 4 * SQUARE**2, "longest_edge": 64 * SQUARE**2}
-    settings = {"patch_size": 4, "merge_size": 2, "size": size}
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    return folder
+SQUARE = 8  # pixels of a token, high and wide: see `vision_folder`
 
 
 @pytest.fixture(scope="session")

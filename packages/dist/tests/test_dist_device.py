@@ -6,7 +6,7 @@ import torch
 from torch.profiler import record_function
 
 from offbeat_dist import StepTracer, TraceFiles, available_devices, open_device, rank_device
-from offbeat_types import ConfigError, TracePlan, installed_backends
+from offbeat_types import ConfigError, TracePlan, installed_backends, load_backend
 
 
 def test_cpu_and_cuda_are_registered():
@@ -173,3 +173,8 @@ def test_a_step_of_several_processes_is_kept_whole_or_not_at_all(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rollout-0-1.json", "rollout-0-1.rank1.json"]
     assert "step 2 has 42 bytes, and 40 of 100" in files.left_out
     assert not files.wants(3)
+
+
+@pytest.mark.parametrize(("kind", "variable"), [("cpu", ""), ("cuda", "CUDA_VISIBLE_DEVICES")])
+def test_a_kind_says_which_variable_shows_a_process_its_devices(kind, variable):
+    assert load_backend("offbeat.device", kind).visible_variable == variable

@@ -1,7 +1,10 @@
 """Parts of the monitor by themselves: settings, ledger, stacks, side channel, dumps, recorder's forms, fates."""
 
 import contextlib
+import hashlib
+import json
 import os
+import pickle
 import queue
 import resource
 import signal
@@ -10,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +188,35 @@ def test_a_loop_that_polls_stands_still_and_new_lines_are_movement() -> None:
     stop.set()
     thread.join()
     assert still_s > moved_s
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="priorities of threads are Linux's")
+def test_a_thread_that_waits_for_a_core_has_work_before_the_kernel_adds_it_up() -> None:
+    core = min(os.sched_getaffinity(0))
+    hog = f"import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"
+    hogs = [subprocess.Popen([sys.executable, "-c", hog]) for _ in range(2)]
+    begun, data = threading.Event(), bytes(2**28)
+
+    def compute() -> None:
+        os.sched_setaffinity(0, [core])
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        begun.set()
+        hashlib.sha256(data)  # native, without the GIL
+
+    thread = threading.Thread(target=compute)
+    motion = Motion(longest_gap_s=60.0)
+    try:
+        thread.start()
+        begun.wait()
+        for _ in range(20):
+            motion.look()
+            time.sleep(0.05)
+        assert motion._thread_busy(thread.ident or 0) > 0.5
+    finally:
+        for each in hogs:
+            each.kill()
+            each.wait()
+        thread.join()
 
 
 def test_a_process_that_was_suspended_begins_anew() -> None:
@@ -367,6 +399,35 @@ def test_the_status_shows_what_is_pending() -> None:
     assert _flight_recorder.has_pending(one % 5)
     assert not _flight_recorder.has_pending(one % 4)
     assert not _flight_recorder.has_pending("{}")
+
+
+def a_recorder(entries: list[dict[str, Any]], last: int) -> dict[str, Callable[..., bytes]]:
+    """What a build of torch offers to read one of its recorders, with the words that it takes."""
+    status = {"pg_status": {"0": {"last_enqueued_collective": str(last), "last_completed_collective": "4"}}}
+
+    def dump(*, includeCollectives: bool, includeStackTraces: bool, onlyActive: bool) -> bytes:
+        return pickle.dumps({"entries": entries})
+
+    def dump_json(*, includeCollectives: bool) -> bytes:
+        return json.dumps(status).encode()
+
+    return {"trace": dump, "trace_json": dump_json}
+
+
+def test_the_recorder_of_nccl_is_read_beside_that_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    binding = sys.modules["torch._C._distributed_c10d"]
+    both = entry_of(profiling_name="nccl:all_reduce", record_id=0, time_created_ns=900, collective_seq_id=1)
+    late = entry_of(profiling_name="nccl:all_reduce", record_id=1, time_created_ns=1100)
+    sent = entry_of(profiling_name="nccl:send 0->1", record_id=2, is_p2p=True)
+    recorders = {"fr": a_recorder([entry_of(record_id=0), both], 4), "nccl": a_recorder([both, late, sent], 5)}
+    for name, functions in recorders.items():
+        for what, function in functions.items():
+            monkeypatch.setattr(binding, f"_dump_{name}_{what}", function, raising=False)
+    entries = _flight_recorder.read_entries()
+    assert [entry["time_created_ns"] for entry in entries] == [900, 1000, 1100]
+    assert _flight_recorder.has_pending(_flight_recorder.status_text())
+    assert _flight_recorder.holds_all(entries)
+    assert not _flight_recorder.holds_all([entry_of(record_id=0), late]), "nccl's has forgotten its first"
 
 
 def test_an_exception_in_one_line_without_gloos_place() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.distributed import distributed_c10d
 
 import offbeat_dist
-from offbeat_dist import AXES, Mesh, join_world
+from offbeat_dist import AXES, Mesh, join_world, open_device
 from offbeat_types import ConfigError, DeadlineError
 
 
@@ -157,3 +157,11 @@ def test_public_names():
     assert set(offbeat_dist.__all__) <= set(dir(offbeat_dist))
     with pytest.raises(AttributeError, match="nothing"):
         _ = offbeat_dist.nothing
+
+
+@pytest.mark.mesh(dp=2)
+def test_a_rank_keeps_the_device_it_has(mesh):
+    assert open_device("auto", mesh) is mesh.device
+    assert open_device(mesh.device.kind, mesh) is mesh.device
+    with pytest.raises(ConfigError, match=f"the mesh computes on {mesh.device.kind}, the device is set to abacus:1"):
+        open_device("abacus:1", mesh)

@@ -7,7 +7,6 @@ import pytest
 
 from offbeat_engine_megatron import MegatronEngineOptions, MegatronTrainEngine
 from offbeat_engine_megatron._adapter_slots import list_adapter_slots
-from offbeat_engine_megatron._options import read_options
 from offbeat_engine_megatron._parallel import Parallel, choose_parallel
 from offbeat_engine_megatron._plan import plan_engine
 from offbeat_engine_megatron._shape import ModelShape
@@ -35,14 +34,16 @@ def shape(**changes):
 
 
 def test_the_ranks_that_are_left_over_are_data_parallel():
-    options = read_options({"tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2})
+    options = MegatronEngineOptions.parse({"tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2})
     assert choose_parallel(ALONE | {"dp": 8}, options) == Parallel(dp=2, tp=2, pp=2, vpp=2, sp=True)
 
 
 def test_a_mesh_with_axes_of_its_own_says_it_all():
     options = MegatronEngineOptions()
     assert choose_parallel(ALONE | {"tp": 2, "cp": 2}, options) == Parallel(tp=2, cp=2, sp=True)
-    assert choose_parallel(ALONE | {"tp": 2}, read_options({"tensor_parallel": 2})) == Parallel(tp=2, sp=True)
+    assert choose_parallel(ALONE | {"tp": 2}, MegatronEngineOptions.parse({"tensor_parallel": 2})) == Parallel(
+        tp=2, sp=True
+    )
 
 
 LAYOUTS = {
@@ -67,12 +68,12 @@ LAYOUTS = {
 @pytest.mark.parametrize(("num_ranks", "options", "told"), LAYOUTS.values(), ids=LAYOUTS)
 def test_a_layout_is_refused(num_ranks, options, told):
     with pytest.raises(ConfigError, match=told):
-        choose_parallel(ALONE | {"dp": num_ranks}, read_options(options))
+        choose_parallel(ALONE | {"dp": num_ranks}, MegatronEngineOptions.parse(options))
 
 
 def test_a_mesh_and_options_that_differ_are_refused():
     with pytest.raises(ConfigError, match="say it once"):
-        choose_parallel(ALONE | {"tp": 2}, read_options({"tensor_parallel": 4}))
+        choose_parallel(ALONE | {"tp": 2}, MegatronEngineOptions.parse({"tensor_parallel": 4}))
 
 
 OPTIONS = {
@@ -87,7 +88,7 @@ OPTIONS = {
 @pytest.mark.parametrize(("options", "told"), OPTIONS.values(), ids=OPTIONS)
 def test_an_option_is_refused(options, told):
     with pytest.raises(ConfigError, match=told):
-        read_options(options)
+        MegatronEngineOptions.parse(options)
 
 
 @pytest.fixture(scope="module")

@@ -57,6 +57,19 @@ def test_logprobs_are_those_of_transformers(folder, num_images):
             np.testing.assert_allclose(got[each.loss_mask], want[each.loss_mask[1:]], atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_logprobs_on_padded_rows_are_those_of_transformers(tmp_path, family):
+    folder = tiny_vision_model(tmp_path / family, family)
+    sequences = Pictures(folder).groups(COUNTS)
+    engine = engine_of(folder)
+    engine._policy.kernel = "rows"  # what accelerators without flash attention take
+    yardstick = Yardstick(folder)
+    with torch.no_grad():
+        wanted = [yardstick.logprobs(each).numpy() for each in sequences]
+    for each, got, want in zip(sequences, engine.logprobs(sequences), wanted, strict=True):
+        np.testing.assert_allclose(got[each.loss_mask], want[each.loss_mask[1:]], atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "unshared"])
 def test_gradients_reach_the_tower(folder, share, weighted_loss):
     sequences = Pictures(folder).groups(COUNTS)

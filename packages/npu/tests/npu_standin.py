@@ -8,13 +8,14 @@ import importlib.util
 import sys
 from collections import Counter
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
-from offbeat_npu import REFERENCE, Operators
+from offbeat_npu import REFERENCE, Operators, _runtime
 
 SOURCE = Path(__file__).parent / "standin" / "standin.cpp"
 TOTAL_BYTES = 1 << 30
@@ -115,6 +116,7 @@ class Profile:
 def operators():
     """A module torch_npu with the operators that the device puts into models, each counted in `calls`."""
     module = ModuleType("torch_npu")
+    module.__spec__ = ModuleSpec("torch_npu", None)  # transformers asks whether there is one
     module.calls = Counter()
 
     def counted(name, function):
@@ -128,6 +130,21 @@ def operators():
         setattr(module, name, counted(name, getattr(REFERENCE, name)))
     module.profiler = SimpleNamespace(ProfilerActivity=SimpleNamespace(CPU="CPU", NPU="NPU"), profile=Profile)
     return module
+
+
+def write_plugin(folder, library):
+    """A package torch_npu for processes that have `folder` on their path: a plugin of torch, as the real one is.
+
+    Args:
+        folder: of packages; made.
+        library: what `build` gave.
+    """
+    folder.mkdir()
+    (folder / "torch_npu.py").write_text(f"import npu_standin\n\nnpu_standin.install({str(library)!r})\n")
+    installed = folder / "torch_npu-2.13.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-npu\nVersion: 2.13.0\n")
+    (installed / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:calls.copy\n")
 
 
 def install(library):
@@ -146,6 +163,7 @@ def install(library):
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
     sys.modules["torch_npu"] = operators()
+    _runtime._import_runtime.cache_clear()  # another test may have looked for it in vain
 
     def collectives(store, rank, size, timeout):
         return native.collectives(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))

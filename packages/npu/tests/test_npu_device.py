@@ -4,12 +4,14 @@ Each test runs in forked processes of its own, so that this one never knows the 
 """
 
 import json
+from dataclasses import replace
 
 import npu_standin
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from npu_pictures import IMAGES, pictured
 
 from offbeat_dist import Mesh, StepTracer, available_devices, join_world, open_device
 from offbeat_engine_torch import TorchTrainEngine
@@ -128,6 +130,26 @@ def test_training_gives_what_the_cpu_gives(standin, model, changes):
         np.testing.assert_allclose(found[0], wanted[0], rtol=0.05, atol=0.05)
     else:
         assert_same(found, wanted)
+
+
+@ALONE
+def test_training_with_images_gives_what_the_cpu_gives(standin, tmp_path):
+    """Not Qwen2.5-VL, whose windows transformers indexes by tensors of the CPU: this one refuses them."""
+    npu_standin.install(standin)
+    ids, num_prompt = pictured(tmp_path / "sees", "qwen3_vl")
+    advantage = np.random.default_rng(1).normal(size=len(ids)).astype(np.float32)
+    looks = TrainSequence(
+        ids=ids, loss_mask=np.arange(len(ids)) >= num_prompt, extras={"advantage": advantage}, images=IMAGES
+    )
+    told = []
+    for device in ("npu", "cpu"):
+        engine = TorchTrainEngine.create(replace(config(tmp_path / "sees", device), max_tokens_per_microbatch=128))
+        batch = [looks, *sequences(0)]
+        loss, norm = engine.forward_backward(batch, weighted)["loss"].value, engine.step()["grad_norm"].value
+        told.append(
+            ([loss, norm], {name: each.cpu().clone() for name, each in engine.weights()}, engine.logprobs(batch))
+        )
+    assert_same(*told)
 
 
 @ALONE

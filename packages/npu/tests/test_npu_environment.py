@@ -1,22 +1,24 @@
 """What `doctor` says of drivers, CANN and versions; names for processes; MindSpeed in time."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from offbeat_npu import (
-    RAY_RESOURCE,
-    VISIBLE_DEVICES,
-    NpuDevice,
-    cann_version,
-    check_pair,
-    engine_options,
-    examine_environment,
-    visible_devices,
+from offbeat_npu import RAY_RESOURCE, VISIBLE_DEVICES, NpuDevice, cann_version, check_pair, examine_environment
+from offbeat_npu._environment import _mindspeed
+from offbeat_recipes import Site
+from offbeat_rollout_vllm import VllmRolloutEngine
+from offbeat_types import (
+    BackendError,
+    ConfigError,
+    RolloutEngineSettings,
+    engine_needs,
+    installed_backends,
+    load_backend,
 )
-from offbeat_types import BackendError, ConfigError
 
 HERE = Path(__file__).parent
 
@@ -55,6 +57,19 @@ def test_an_old_cann_and_a_wrong_path_are_said(tmp_path):
     assert "is no folder" in findings(tmp_path, {"ASCEND_TOOLKIT_HOME": str(tmp_path / "gone")})["npu CANN"]
 
 
+@pytest.mark.parametrize(
+    ("mindspeed", "core", "finding"),
+    [
+        ("0.16.0", "0.16.1", "0.16.0, fits megatron-core 0.16.1"),
+        ("0.12.1", "0.16.1", "0.12.1 beside megatron-core 0.16.1: .*check out core_r0.16"),
+        ("0.16.0", "", "0.16.0, without megatron-core: .*0.16"),
+    ],
+)
+def test_mindspeed_must_be_of_the_megatron_core_that_is_here(mindspeed, core, finding):
+    versions = {"mindspeed": mindspeed} | ({"megatron-core": core} if core else {})
+    assert re.match(finding, _mindspeed(versions)), _mindspeed(versions)
+
+
 def test_without_the_runtime_there_are_no_devices():
     assert NpuDevice.count() == 0
     with pytest.raises(BackendError, match=r"torch_npu is not installed.*offbeat-npu\[engine\]"):
@@ -65,8 +80,47 @@ def test_names_are_rays_own():
     npu = pytest.importorskip("ray._private.accelerators.npu")
     assert npu.NPUAcceleratorManager.get_resource_name() == RAY_RESOURCE
     assert npu.NPUAcceleratorManager.get_visible_accelerator_ids_env_var() == VISIBLE_DEVICES
-    assert visible_devices([0, 3]) == {VISIBLE_DEVICES: "0,3"}
-    assert visible_devices([]) == {VISIBLE_DEVICES: ""}
+
+
+def test_a_plan_asks_ray_for_npus_by_rays_name():
+    assert Site.named("1x8", ["npu:0"]).nodes[0].num_free(RAY_RESOURCE) == 8
+
+
+def test_auto_means_npus_even_where_torch_answers_for_them_as_cuda():
+    """MindSpeed's adaptor imports torch_npu.contrib.transfer_to_npu, which makes both kinds count alike."""
+    kinds = [load_backend("offbeat.device", name) for name in installed_backends("offbeat.device")]
+    assert max(kinds, key=lambda kind: kind.preference) is NpuDevice
+
+
+def needs(device, releases=("0.18",), **options):
+    return engine_needs(
+        "vllm", RolloutEngineSettings(device=device, tensor_parallel=2, options=options), releases=releases
+    )
+
+
+def test_vllm_is_shown_the_devices_that_it_is_to_use(monkeypatch):
+    monkeypatch.delenv(VISIBLE_DEVICES, raising=False)
+    assert needs("npu:4").variables[VISIBLE_DEVICES] == "4,5"
+    assert VISIBLE_DEVICES not in needs("npu").variables
+    monkeypatch.setenv(VISIBLE_DEVICES, "2,3,6")  # a scheduler's choice, among which the numbers count
+    assert needs("npu:1").variables[VISIBLE_DEVICES] == "3,6"
+    with pytest.raises(ConfigError, match=r"devices 2, 3 are asked for.*=2,3,6 shows this process 3"):
+        needs("npu:2")
+
+
+def test_vllm_keeps_plain_weights_and_reads_its_settings_anew():
+    found = needs("npu", additional_config={"enable_kv_nz": True})
+    assert found.variables["VLLM_ASCEND_ENABLE_NZ"] == "0"
+    assert found.options == {"additional_config": {"refresh": True, "enable_kv_nz": True}}
+    assert not found.notice
+    with pytest.raises(ConfigError, match="did you mean enable_kv_nz"):
+        needs("npu", additional_config={"enable_kv_nx": True})
+
+
+def test_a_plan_says_that_no_plugin_fits_the_vllm_that_is_used():
+    [notice] = VllmRolloutEngine.notices_of(RolloutEngineSettings(device="npu"))
+    assert "newest known one, 0.18, is for vllm 0.18 on torch 2.9, and vllm 0.32 is used" in notice
+    assert NpuDevice.engine_needs("another engine", (), {}, ()).notice == ""
 
 
 def test_versions_of_vllm_and_its_plugin_must_agree():
@@ -75,12 +129,6 @@ def test_versions_of_vllm_and_its_plugin_must_agree():
         check_pair("0.32.0", "0.18.0")
     with pytest.raises(BackendError, match="is not installed is here"):
         check_pair("", "0.18.0")
-
-
-def test_a_setting_that_the_plugin_does_not_read_is_refused():
-    with pytest.raises(ConfigError, match="did you mean enable_kv_nz"):
-        engine_options({"enable_kv_nx": True})
-    assert engine_options({"enable_kv_nz": True})["additional_config"]["enable_kv_nz"]
 
 
 ENGINE = (

@@ -4,7 +4,14 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Ernie4_5Config, Ernie4_5ForCausalLM
+from npu_pictures import IMAGES, pictured
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+)
 
 from offbeat_npu import REFERENCE, substitute_operators
 from offbeat_npu._operators import _rotates_halves, _rotation
@@ -40,6 +47,22 @@ def test_a_model_with_operators_in_place_is_the_same_model(tmp_path, family):
     for (name, one), (_, other) in zip(ours.named_parameters(), plain.named_parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
     assert list(ours.state_dict()) == list(plain.state_dict())
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_a_model_that_sees_is_the_same_model(tmp_path, monkeypatch, family):
+    ids, _ = pictured(tmp_path, family)
+    ids = torch.from_numpy(ids.astype("int64"))[None]
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    seen = AutoImageProcessor.from_pretrained(tmp_path)(
+        images=list(IMAGES), input_data_format="channels_last", return_tensors="pt"
+    )
+    seen["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    expected = model(ids, **seen).logits.log_softmax(-1)
+    modeling = sys.modules[type(model).__module__]
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", modeling.apply_rotary_pos_emb)  # put back when it has changed
+    assert substitute_operators(model, REFERENCE) == ("rms_norm", "swiglu", "rotary")
+    torch.testing.assert_close(model(ids, **seen).logits.log_softmax(-1), expected, rtol=0, atol=1e-4)
 
 
 def test_a_rotation_that_interleaves_is_left_alone(monkeypatch):

@@ -108,12 +108,12 @@ def test_a_shard_missing(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"options": {"kv_tokens": 1}}, "no option 'kv_tokens'; it has kv_cache_tokens"),
+        ({"options": {"kv_tokens": 1}}, "no option 'kv_tokens'; did you mean kv_cache_tokens"),
         ({"options": {"kv_cache_tokens": "many"}}, "must be"),
         ({"options": {"kv_cache_tokens": 10}}, "at least 64"),
         ({"options": {"max_prefill_tokens": 1}}, "a number >= 16"),
-        ({"device": "cuda:77"}, "no device 'cuda:77'"),
-        ({"device": "abacus"}, "no device 'abacus'"),
+        ({"device": "cuda:77"}, "device 'cuda:77' is not here"),
+        ({"device": "abacus"}, "device 'abacus' is not here"),
     ],
 )
 def test_settings_that_cannot_be(good, settings, text):

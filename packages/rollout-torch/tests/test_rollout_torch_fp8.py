@@ -7,14 +7,11 @@ import pytest
 import torch
 
 from offbeat_rollout_torch import TorchRolloutEngine
-from offbeat_testing import changed_weights, reference_logprobs, reference_model, tiny_model
+from offbeat_testing import changed_weights, logprob_errors, reference_model, tiny_model
 from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams, WeightSyncError
 from offbeat_weightsync import (
+    DequantizedStream,
     InProcessStream,
-    TensorSpec,
-    dequantize_blocks,
-    is_fp8_weight,
-    quantize_blocks,
     quantize_tensors,
 )
 
@@ -31,32 +28,15 @@ def folder(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("fp8") / "model", hidden_size=192)  # matrices of more than a block
 
 
-def rounded(named):
-    """The values that FP8 blocks of these weights stand for."""
-    return {
-        name: dequantize_blocks(*quantize_blocks(tensor))
-        if is_fp8_weight(TensorSpec(name, "float32", tuple(tensor.shape)))
-        else tensor
-        for name, tensor in named
-    }
-
-
-def distance(model, completions):
-    """Between reported log-probabilities and the model's, nats."""
-    far = 0.0
-    for each in completions:
-        whole = np.concatenate([REQUEST.prompt_ids, each.ids])
-        far = max(far, float(np.abs(each.logprobs - reference_logprobs(model, whole)[len(REQUEST.prompt_ids) :]).max()))
-    return far
-
-
 def check(model, named, completions):
     """Exact for the dequantised weights, and visibly not for those they were made from."""
     named = [(name, tensor.detach().clone()) for name, tensor in named]
-    model.load_state_dict(rounded(named), strict=False)
-    assert distance(model, completions) < 1e-3
+    values = DequantizedStream(InProcessStream(quantize_tensors(named), 0))
+    model.load_state_dict(dict(values), strict=False)
+    assert max(logprob_errors(model, REQUEST.prompt_ids, each).max() for each in completions) < 1e-3
     model.load_state_dict(dict(named), strict=False)
-    assert distance(model, completions) > 3e-3, "nothing was rounded"
+    worst = max(logprob_errors(model, REQUEST.prompt_ids, each).max() for each in completions)
+    assert worst > 3e-3, "nothing was rounded"
 
 
 def run(folder, use):

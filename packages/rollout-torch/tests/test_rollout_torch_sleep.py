@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from offbeat_rollout_torch import TorchRolloutEngine
-from offbeat_testing import FakeWeightStream, changed_weights, reference_logprobs, reference_model, tiny_model
+from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
 from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams
 
 NUM_SAMPLES, PROMPT_TOKENS = 8, 480
@@ -43,9 +43,7 @@ async def sample(engine):
 
 
 def assert_logprobs(model, completion):
-    ids = np.concatenate([request().prompt_ids, completion.ids])
-    expected = reference_logprobs(model, ids)[PROMPT_TOKENS:]
-    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4, rtol=0)
+    assert logprob_errors(model, request().prompt_ids, completion).max() < 1e-4
 
 
 def test_both_levels_give_memory_back_at_every_turn(folder):

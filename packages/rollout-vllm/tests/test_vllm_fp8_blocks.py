@@ -1,5 +1,6 @@
 """What makes vLLM take FP8 blocks, and what of them can be read back; `tests/engine` has it on vLLM itself."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,6 +56,9 @@ def test_what_cannot_be_is_refused():
     for name in ("quantization", "hf_overrides", "load_format"):
         with pytest.raises(ConfigError, match=f"option {name} .* rollout.weight_format = fp8 decides it"):
             block_arguments(config(), {name: "auto"}, FOLDER)
+    shapes = {**FOLDER.shapes, "model.layers.0.mlp.experts.0.up_proj.weight": (128, 256)}
+    with pytest.raises(ConfigError, match=r"blocks of experts cannot be proved, and model has experts; leave it out"):
+        block_arguments(config(), {}, replace(FOLDER, shapes=shapes))
 
 
 class Joined(torch.nn.Module):

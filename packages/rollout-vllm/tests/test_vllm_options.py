@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from offbeat_rollout_vllm import RENAMED, SUPPORTED_VERSIONS, VllmRolloutEngine, VllmRolloutOptions
-from offbeat_rollout_vllm._options import GIVEN_BY, AdapterLimits, check_arguments, engine_arguments, sleep_levels
+from offbeat_rollout_vllm._options import (
+    GIVEN_BY,
+    AdapterLimits,
+    check_arguments,
+    drop_expert_layouts,
+    engine_arguments,
+    sleep_levels,
+)
 from offbeat_rollout_vllm._versions import installed_engine, is_cpu_build, supported_version
 from offbeat_types import BackendError, ConfigError, RolloutEngineConfig, load_backend
 
@@ -54,6 +61,16 @@ def test_the_old_name_of_the_preprocessor_cache_becomes_the_new_one_with_a_notic
     options, (notice,) = VllmRolloutOptions.parse({"disable_mm_preprocessor_cache": False})
     assert options.engine == {}
     assert "nothing" in notice
+
+
+def test_ways_to_lay_experts_out_are_left_out_on_a_cpu_with_a_notice():
+    given = {"enable_expert_parallel": True, "moe_backend": "triton", "block_size": 64}
+    options, notices = drop_expert_layouts(VllmRolloutOptions.parse(given)[0])
+    assert options.engine == {"block_size": 64}
+    assert [notice.split(" is left out")[0] for notice in notices] == [
+        "vllm option enable_expert_parallel = True",
+        "vllm option moe_backend = 'triton'",
+    ]
 
 
 @pytest.mark.parametrize("old", sorted(RENAMED))

@@ -6,7 +6,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offbeat_types import MODEL_FILE, MODEL_INDEX_FILE, ModelError, drop_model_files, find_tensors, tensor_file_header
+from offbeat_types import (
+    MODEL_FILE,
+    MODEL_INDEX_FILE,
+    ModelError,
+    TensorSpec,
+    copy_tokenizer,
+    drop_model_files,
+    find_tensors,
+    list_model_files,
+    read_eos_ids,
+    read_model_json,
+    read_tensor_shapes,
+    tensor_file_header,
+    tensor_file_index,
+)
 
 ONE, OTHER = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -16,7 +30,9 @@ def write_index(folder: Path, **files: str) -> None:
 
 
 def test_a_header_says_where_each_tensor_lies() -> None:
-    header = tensor_file_header([("a", "float32", (2, 3)), ("b", "bfloat16", (5,)), ("c", "uint8", (0,))])
+    header = tensor_file_header(
+        [TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "bfloat16", (5,)), TensorSpec("c", "uint8", (0,))]
+    )
     assert len(header) % 64 == 0
     assert int.from_bytes(header[:8], "little") == len(header) - 8
     told = json.loads(header[8:])
@@ -28,10 +44,15 @@ def test_a_header_says_where_each_tensor_lies() -> None:
     }
 
 
+def test_an_index_says_which_file_holds_what_and_how_much_there_is() -> None:
+    told = tensor_file_index({ONE: [TensorSpec("a", "float32", (2,))], OTHER: [TensorSpec("b", "bfloat16", (5,))]})
+    assert json.loads(told) == {"metadata": {"total_size": 18}, "weight_map": {"a": ONE, "b": OTHER}}
+
+
 def test_the_library_reads_what_begins_so(tmp_path: Path) -> None:
     numpy_of = pytest.importorskip("safetensors.numpy")
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
-    (tmp_path / MODEL_FILE).write_bytes(tensor_file_header([("a", "float32", (2, 3))]) + values.tobytes())
+    (tmp_path / MODEL_FILE).write_bytes(tensor_file_header([TensorSpec("a", "float32", (2, 3))]) + values.tobytes())
     assert np.array_equal(numpy_of.load_file(tmp_path / MODEL_FILE)["a"], values)
 
 
@@ -54,3 +75,62 @@ def test_weights_are_dropped_under_all_their_names_and_nothing_else(tmp_path: Pa
         (tmp_path / name).write_text("")
     drop_model_files(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_model.safetensors", "config.json"]
+
+
+def test_a_tokenizer_is_copied_with_all_it_needs_and_nothing_else(tmp_path: Path) -> None:
+    source, folder = tmp_path / "source", tmp_path / "folder"
+    source.mkdir()
+    folder.mkdir()
+    wanted = {"chat_template.jinja", "merges.txt", "preprocessor_config.json", "tokenizer.json", "vocab.json"}
+    for name in {*wanted, "config.json", MODEL_FILE}:
+        (source / name).write_text(name)
+    copy_tokenizer(source, folder)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {name: name for name in wanted}
+
+
+def test_shapes_are_those_of_the_header_of_a_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / MODEL_FILE
+    whole = tensor_file_header([TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "uint8", ())]) + bytes(25)
+    path.write_bytes(whole)
+    assert read_tensor_shapes(path) == {"a": (2, 3), "b": ()}
+    for damaged in (whole[:-1], whole + b" ", whole[:40], b"", b"\xff" * 64, (2).to_bytes(8, "little") + b"[]"):
+        path.write_bytes(damaged)
+        with pytest.raises(ModelError, match=r"model\.safetensors is not a whole safetensors file"):
+            read_tensor_shapes(path)
+    path.unlink()
+    with pytest.raises(ModelError, match="No such file"):
+        read_tensor_shapes(path)
+
+
+def test_the_files_of_a_model_are_those_of_its_index(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=f"lacks {MODEL_FILE}"):
+        list_model_files(tmp_path)
+    write_index(tmp_path, a=OTHER, b=ONE, c=ONE)
+    (tmp_path / ONE).write_text("")
+    with pytest.raises(ModelError, match=f"lacks {OTHER}"):
+        list_model_files(tmp_path)
+    (tmp_path / OTHER).write_text("")
+    assert list_model_files(tmp_path) == [tmp_path / ONE, tmp_path / OTHER]
+    (tmp_path / MODEL_FILE).write_text("")
+    assert list_model_files(tmp_path) == [tmp_path / MODEL_FILE]
+
+
+def test_the_end_of_a_sequence_is_what_the_first_file_says(tmp_path: Path) -> None:
+    config, generation = tmp_path / "config.json", tmp_path / "generation_config.json"
+    with pytest.raises(ModelError, match=r"needs config\.json"):
+        read_eos_ids(tmp_path)
+    config.write_text("{}")
+    assert read_eos_ids(tmp_path) == frozenset()
+    config.write_text('{"text_config": {"eos_token_id": 3}}')
+    assert read_eos_ids(tmp_path) == {3}
+    config.write_text('{"eos_token_id": 2, "text_config": {"eos_token_id": 3}}')
+    assert read_eos_ids(tmp_path) == {2}
+    generation.write_text('{"eos_token_id": [0, 1]}')
+    assert read_eos_ids(tmp_path) == {0, 1}
+
+
+@pytest.mark.parametrize(("text", "words"), [("[1]", "must hold a JSON object, got list"), ("{", "is not valid JSON")])
+def test_settings_that_are_none_are_named(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=words):
+        read_model_json(tmp_path / "config.json")

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from offbeat_types import (
     METADATA_KEY,
     REQUIRED,
+    ConfigError,
     RolloutEngineConfig,
     Setting,
     TrainEngineConfig,
+    read_options,
     setting,
 )
 
@@ -97,3 +99,31 @@ def test_every_engine_setting_is_documented_and_its_default_is_in_bounds(config:
         declared = field.metadata[METADATA_KEY]
         assert declared.doc.endswith("."), field.name
         assert declared.complaint(getattr(defaults, field.name)) is None, field.name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    limit_s: float = setting(2.5, "How long to wait.", "s", gt=0)
+    num_parts: int = setting(1, "Parts.", ge=1)
+    extras: dict[str, int] = setting({}, "Extras.")
+
+
+def test_options_are_read_by_their_declarations() -> None:
+    assert read_options("engine", Options, {}) == Options()
+    assert read_options("engine", Options, {"limit_s": 3, "extras": {"a": 1}}) == Options(limit_s=3, extras={"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_part": 2}, "engine has no option 'num_part'; did you mean num_parts"),
+        ({"xyz": 2}, "engine has no option 'xyz'; it has limit_s, num_parts, extras"),
+        ({"num_parts": "2"}, "engine: option num_parts must be int, got '2'"),
+        ({"num_parts": True}, "engine: option num_parts must be int, got True"),
+        ({"extras": 1}, "engine: option extras must be dict, got 1"),
+        ({"limit_s": 0.0}, "engine: option limit_s must be a number > 0, got 0.0"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named(options: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        read_options("engine", Options, options)

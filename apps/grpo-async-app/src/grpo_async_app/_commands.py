@@ -1,18 +1,20 @@
 """What each command does."""
 
+from functools import partial
 from pathlib import Path
 
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._evaluation import validated_names
 from grpo_async_app._imports.command import import_command
 from grpo_async_app._plan import describe_plan
-from grpo_async_app._plan_command import plan_command
+from grpo_async_app._planner import GrpoPlanner
 from grpo_async_app._preflight import Preflight, check_run, check_same_data
 from grpo_async_app._quickstart import find_lesson, make_model, quickstart_config, warm_up
 from grpo_async_app._scaling import ask_for_engines
-from grpo_async_app._shrink import REHEARSAL_BYTES, shrink_run
+from grpo_async_app._shrink import shrink_run
 from grpo_async_app._train import evaluate, resume, train, with_model
 from offbeat_async_policy import LoopSummary
+from offbeat_recipes import PLAN_OPTIONS, PLAN_SWITCHES, REHEARSAL_BYTES, plan_command
 from offbeat_run import (
     Command,
     CommandWords,
@@ -107,7 +109,9 @@ def _scale(words: CommandWords, folder: str) -> int:
 _COMMANDS: dict[str, Command] = {
     "quickstart": Command(_quickstart, options=("lesson", "out", "seed"), overrides=True),
     "train": Command(_train, "FILE", options=("out",), overrides=True, switches=("shrink",)),
-    "plan": Command(plan_command, "FILE", options=("cluster", "fit", "format"), overrides=True, switches=("shrink",)),
+    "plan": Command(
+        partial(plan_command, GrpoPlanner()), "FILE", options=PLAN_OPTIONS, overrides=True, switches=PLAN_SWITCHES
+    ),
     "import": Command(import_command, "FRAMEWORK FILE", options=("out",)),
     "resume": Command(_resume, "RUN", overrides=True),
     "scale": Command(_scale, "RUN", options=("engines",)),

@@ -118,6 +118,12 @@ class GrpoConfig:
         return [*trainers, *(f"rollout-{number}" for number in range(self.rollout.num_engines))]
 
     @property
+    def devices(self) -> dict[str, str]:
+        """What each kind of role computes on, by the setting that says so."""
+        teacher = {"teacher.device": self.teacher.device} if self.teacher.is_set else {}
+        return {"engine.device": self.engine.device, "rollout.device": self.rollout.device, **teacher}
+
+    @property
     def max_response_tokens(self) -> int:
         """Tokens after the prompt at most: of a completion, or of a whole episode."""
         return self.environment.max_tokens if self.environment.name else self.rollout.max_tokens

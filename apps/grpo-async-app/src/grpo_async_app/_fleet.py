@@ -15,13 +15,13 @@ from grpo_async_app._engines import Engines
 from grpo_async_app._environment_process import EnvironmentProcess
 from grpo_async_app._gathering import all_or_first_error
 from grpo_async_app._handover import WeightOffer
-from grpo_async_app._placement import Placement
 from grpo_async_app._restarts import RestartBudget, Tell, start_again
 from grpo_async_app._role_specs import RoleSpecs
 from grpo_async_app._teachers import Teachers
 from grpo_async_app._trainers import Trainers, start_trainers
 from offbeat_cluster import ActorHandle, Launcher
 from offbeat_data import GuardedReward, Prompt, RewardScore
+from offbeat_recipes import Placement
 from offbeat_types import (
     ConfigError,
     DeadlineError,
@@ -69,6 +69,7 @@ class Fleet:
         self._socket_path = new_socket_path()
         self._trainer: Trainers | None = None
         self._errands = itertools.count(1)
+        self._gives_devices = False
         self.tell: Tell = _log.warning
         self._budget = RestartBudget(config.cluster.max_restarts, config.cluster.restart_window_s)
         self.engines = Engines(config, self._start_rollout, self._budget, self.say)
@@ -113,7 +114,7 @@ class Fleet:
             num_updates: of the whole run, for the learning rate's schedule.
             checkpoint: folder the trainer goes on from.
         """
-        await self._launcher.place(placement.plan, placement.groups)
+        await self._place(placement)
         if (turns := self.engines.turns) is not None:  # one after the other: there is room for one only
             self._trainer = await self._start_trainers(num_updates, checkpoint)
             await turns.trainer_started()
@@ -126,10 +127,15 @@ class Fleet:
             )
         self.engines.let_others_join()
 
-    async def start(self) -> None:
-        """Start the rollout engines alone: they serve the model folder as it is."""
+    async def start(self, placement: Placement) -> None:
+        """Start the rollout engines alone, each in its place: they serve the model folder as it is."""
+        await self._place(placement.only("rollout", "environment"))
         await self._start_serving()
         self.engines.serve()
+
+    async def _place(self, placement: Placement) -> None:
+        await self._launcher.place(placement.plan, placement.groups)
+        self._gives_devices = any(rank.role == "rollout" and rank.device is not None for rank in placement.plan.ranks)
 
     async def _start_serving(self) -> None:
         environments = [self.environment.start()] if self.environment else []
@@ -145,7 +151,8 @@ class Fleet:
         return EnvironmentProcess(self._launcher, self._roles.environment(), self._config.environment.step_timeout_s)
 
     async def _start_rollout(self, name: str) -> ActorHandle:
-        if self._launcher.reserves and int(name.rpartition("-")[2]) >= self._config.rollout.num_engines:
+        is_planned = int(name.rpartition("-")[2]) < self._config.rollout.num_engines
+        if not is_planned and (self._launcher.reserves or self._gives_devices):
             raise PlacementError(
                 f"devices were reserved for {self._config.rollout.num_engines} rollout engines (rollout.num_engines), "
                 f"and none for {name}: end the run and resume it with as many as it shall have"

@@ -1,28 +1,16 @@
-"""Where the ranks of a run go: the configuration in the planner's words, and the nodes it is asked about."""
+"""The configuration in the planner's words, and the nodes it is asked about."""
 
-from dataclasses import dataclass
 from typing import Final
 
 from grpo_async_app._config import GrpoConfig
-from offbeat_cluster.placement import (
-    ACCELERATOR,
-    Allocation,
-    Block,
-    Node,
-    Plan,
-    RankGroup,
-    draw_plan,
-    plan_blocks,
-    plan_placement,
-    read_nodes,
-)
+from grpo_async_app._own_devices import with_own_devices
+from offbeat_cluster.placement import ACCELERATOR, Allocation, RankGroup, suggest_changes
+from offbeat_recipes import Placement, Site, Wanted
 from offbeat_types import ConfigError, PlacementError, load_backend
 
 LIVE: Final = "live"
 """Instead of a file of nodes: ask the running cluster."""
-
-_RAY_NAMES: Final = {"cuda": ACCELERATOR}
-"""Kinds of device that Ray does not call by their own name in capitals."""
+_BY_NUMBER: Final = "roles that name one device by its number, such as KIND:0, share it"
 
 _ALLOCATION_KEYS: Final = {
     "num_nodes": "cluster.num_nodes",
@@ -44,50 +32,6 @@ _TEACHER_KEYS: Final = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Every rank of a run in its place.
-
-    Args:
-        nodes: of the cluster.
-        groups: of ranks, as the configuration asks for them.
-        plan: where each rank goes.
-    """
-
-    nodes: tuple[Node, ...]
-    groups: tuple[RankGroup, ...]
-    plan: Plan
-
-    @property
-    def picture(self) -> str:
-        """The nodes with every rank in its place, at most 100 columns wide."""
-        return draw_plan(self.plan, self.nodes, self.groups)
-
-    @property
-    def blocks(self) -> tuple[Block, ...]:
-        """What a launcher reserves."""
-        return plan_blocks(self.plan, self.groups)
-
-    def accelerator_bytes(self, role: str) -> int:
-        """Memory of the smallest accelerator that a role uses; 0 when nobody knows."""
-        names = {rank.node for rank in self.plan.ranks if rank.role == role and rank.device is not None}
-        return min((node.accelerator_memory_bytes for node in self.nodes if node.name in names), default=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Site:
-    """Where a run would take place.
-
-    Args:
-        nodes: and what is free on them.
-        reserves: CPUs and devices are reserved for each role. Without that, as on one machine without Ray, roles share
-            the CPUs, and devices are what the device seam finds.
-    """
-
-    nodes: tuple[Node, ...]
-    reserves: bool
-
-
 def find_site(config: GrpoConfig, cluster: str = "") -> Site:
     """The nodes to plan for.
 
@@ -102,28 +46,55 @@ def find_site(config: GrpoConfig, cluster: str = "") -> Site:
         OffbeatError: a live cluster that does not answer.
     """
     if cluster and cluster != LIVE:
-        return Site(nodes=tuple(read_nodes(cluster, _named_kind(config))), reserves=True)
+        return Site.named(cluster, (config.engine.device, config.rollout.device))
     launcher = load_backend("offbeat.launcher", "ray" if cluster else config.cluster.launcher)
-    return Site(nodes=tuple(launcher.nodes(config.cluster)), reserves=launcher.reserves)
+    nodes = launcher.nodes(config.cluster)
+    if not launcher.reserves:
+        nodes = [with_own_devices(node, config) for node in nodes]
+    return Site(nodes=tuple(nodes), reserves=launcher.reserves)
 
 
 def place_run(config: GrpoConfig, site: Site) -> Placement:
     """Plan where every rank goes. Pure.
 
-    Args:
-        config: of the run.
-        site: to plan for.
-
     Raises:
         PlacementError: it does not fit, with the changes that would.
         ConfigError: settings that contradict each other.
     """
-    groups = wanted_groups(config, site)
-    plan = plan_placement(site.nodes, groups, wanted_allocation(config, site))
-    return Placement(nodes=site.nodes, groups=tuple(groups), plan=plan)
+    wanted = want(config, site)
+    try:
+        return wanted.place(site)
+    except PlacementError as error:
+        if site.reserves or wanted.allocation is not None:
+            raise
+        suggestions = suggest_changes(site.nodes, wanted.groups)
+        here = [changes for changes in suggestions if all(change.field != "nodes" for change in changes)]
+        texts = [", ".join(change.text for change in changes) for changes in here]
+        raise PlacementError(error.reason, error.shortfall, (*texts, _BY_NUMBER)) from None
 
 
-def wanted_allocation(config: GrpoConfig, site: Site) -> Allocation | None:
+def want(config: GrpoConfig, site: Site) -> Wanted:
+    """What a run asks of a site.
+
+    Raises:
+        ConfigError: settings that contradict each other.
+        PlacementError: it has more nodes than the launcher can reach.
+    """
+    _check_numbers(config, site)
+    return Wanted(groups=tuple(_groups(config, site)), allocation=_allocation(config, site))
+
+
+def _check_numbers(config: GrpoConfig, site: Site) -> None:
+    for key, name in config.devices.items():
+        kind, has_number, _ = name.partition(":")
+        if site.reserves and has_number:
+            raise ConfigError(
+                f"{key} = {name} is one device of one machine, and on a cluster each role takes those that it is "
+                f"given: name the kind alone ({kind})"
+            )
+
+
+def _allocation(config: GrpoConfig, site: Site) -> Allocation | None:
     """The part of the cluster that the configuration asks for; None: all of it.
 
     Raises:
@@ -135,15 +106,15 @@ def wanted_allocation(config: GrpoConfig, site: Site) -> Allocation | None:
         return None
     if not (cluster.num_nodes and cluster.accelerators_per_node):
         raise ConfigError("cluster.num_nodes and cluster.accelerators_per_node go together: set both, or neither")
-    if not site.reserves:
-        if cluster.num_nodes > len(site.nodes):
-            raise PlacementError(
-                f"{cluster.num_nodes} nodes asked for (cluster.num_nodes): launcher {cluster.launcher!r} starts "
-                f"everything on {len(site.nodes)}",
-                changes=('cluster.launcher = "ray" on a Ray cluster', "cluster.num_nodes = 1"),
-            )
+    if not site.reserves and cluster.num_nodes > len(site.nodes):
+        raise PlacementError(
+            f"{cluster.num_nodes} nodes asked for (cluster.num_nodes): launcher {cluster.launcher!r} starts "
+            f"everything on {len(site.nodes)}",
+            changes=('cluster.launcher = "ray" on a Ray cluster', "cluster.num_nodes = 1"),
+        )
+    kind = site.kind(config.engine.device) or site.kind(config.rollout.device)
+    if not site.reserves and not kind:
         return None
-    kind = _kind(config.engine.device, site) or _kind(config.rollout.device, site)
     return Allocation(
         num_nodes=cluster.num_nodes,
         accelerators_per_node=cluster.accelerators_per_node,
@@ -152,14 +123,14 @@ def wanted_allocation(config: GrpoConfig, site: Site) -> Allocation | None:
     )
 
 
-def wanted_groups(config: GrpoConfig, site: Site) -> list[RankGroup]:
+def _groups(config: GrpoConfig, site: Site) -> list[RankGroup]:
     """Groups of ranks that a run consists of.
 
     Raises:
         ConfigError: the trainer's ranks are not whole tensor-parallel groups.
     """
     cluster, rollout, width = config.cluster, config.rollout, trainer_width(config)
-    trains_on, samples_on = _kind(config.engine.device, site), _kind(rollout.device, site)
+    trains_on, samples_on = site.kind(config.engine.device), site.kind(rollout.device)
     is_colocated = cluster.colocate and bool(trains_on) and trains_on == samples_on
     groups = [
         RankGroup(
@@ -199,7 +170,7 @@ def _teacher_group(config: GrpoConfig, site: Site, samples_on: str) -> RankGroup
         ConfigError: to be colocated where the two compute on different kinds of device.
     """
     teacher = config.teacher
-    kind = _kind(teacher.device, site)
+    kind = site.kind(teacher.device)
     if teacher.colocate and site.reserves and not (kind and kind == samples_on):
         raise ConfigError(
             f"teacher.colocate = true: the teacher computes on {kind or 'CPUs'} and the rollout engines on "
@@ -237,21 +208,3 @@ def _cpus_per_rank(site: Site, kind: str, threads: float) -> float:
     if not site.reserves:
         return 0
     return threads or (0 if kind else 1)
-
-
-def _named_kind(config: GrpoConfig) -> str:
-    """Kind of accelerator on nodes of which nobody says it, from what the recipe computes on; by Ray's name for it."""
-    names = (device.partition(":")[0] for device in (config.engine.device, config.rollout.device))
-    named = next((name for name in names if name not in ("auto", "cpu")), "")
-    return _RAY_NAMES.get(named, named.upper()) or ACCELERATOR
-
-
-def _kind(device: str, site: Site) -> str:
-    """Kind of accelerator behind a device setting: the cluster's own name for it; "" for CPUs."""
-    kinds = sorted({kind for node in site.nodes for kind in (*node.free, *node.total)})
-    name = device.partition(":")[0]
-    if name == "cpu" or not site.reserves:
-        return ""
-    if name == "auto":
-        return kinds[0] if kinds else ""
-    return name.upper() if name.upper() in kinds or not kinds else kinds[0]

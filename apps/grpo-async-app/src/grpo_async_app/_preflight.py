@@ -1,11 +1,11 @@
 """Everything that can be wrong with a run, found before anything starts."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._evaluation import validation_prompts
-from grpo_async_app._memory import RunMemory, estimate_memory
-from grpo_async_app._placement import Placement, find_site, place_run
+from grpo_async_app._memory import estimate_memory
+from grpo_async_app._placement import find_site, place_run
 from offbeat_data import (
     Prompt,
     PromptSet,
@@ -17,8 +17,17 @@ from offbeat_data import (
     load_tokenizer,
 )
 from offbeat_objectives import check_algorithm
+from offbeat_recipes import Placement, RunMemory, Site
 from offbeat_run import ModelFolder, check_trackers, inspect_model
-from offbeat_types import ConfigError, ModelError, SleepingTrainEngine, TrainBackend, TrainLayout, load_backend
+from offbeat_types import (
+    ConfigError,
+    ModelError,
+    SleepingTrainEngine,
+    TrainBackend,
+    TrainLayout,
+    installed_backends,
+    load_backend,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +97,14 @@ def check_run(config: GrpoConfig) -> Preflight:
     """
     notices = check_settings(config)
     check_trackers(config.log)
-    placement = place_run(config, find_site(config))
+    site = find_site(config)
+    placement = place_run(config, site)
     model = inspect_model(config.model.path)
     _check_positions(config, model)
     load_backend("offbeat.rollout", config.rollout.backend)
     backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
     _check_turns(config, backend)
-    _check_devices(config)
+    _check_devices(config, site)
     _check_reward(config)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
     _check_teacher(config, tokenizer)
@@ -103,7 +113,7 @@ def check_run(config: GrpoConfig) -> Preflight:
     _check_end(config)
     num_updates = _count_updates(config, len(prompts.train))
     config.profile.check(config.traced_roles, num_updates)
-    layout = _plan_trainer(backend, config, num_updates)
+    layout = _plan_trainer(backend, config, num_updates, site)
     held_out = validation_prompts(config, prompts.eval)
     if config.eval.every_updates and not held_out:
         raise ConfigError(
@@ -142,7 +152,18 @@ def check_settings(config: GrpoConfig) -> tuple[str, ...]:
     )
     _check_lengths(config)
     _check_mode(config)
-    return (*notices, *_fp8_notice(config))
+    return (*notices, *_fp8_notice(config), *_engine_notices(config))
+
+
+def _engine_notices(config: GrpoConfig) -> list[str]:
+    """What the adapters of the engines know against their settings, on devices that need not be here."""
+    teacher = [(config.teacher.backend, config.teacher_engine(0))] if config.teacher.is_set else []
+    notices: dict[str, None] = {}
+    for backend, settings in [(config.rollout.backend, config.rollout), *teacher]:
+        if backend in installed_backends("offbeat.rollout"):
+            tell = getattr(load_backend("offbeat.rollout", backend), "notices_of", None)
+            notices |= dict.fromkeys(tell(settings) if tell else ())
+    return list(notices)
 
 
 def _fp8_notice(config: GrpoConfig) -> list[str]:
@@ -238,14 +259,12 @@ def _turn_template(config: GrpoConfig, tokenizer: Tokenizer) -> TurnTemplate | N
     return template
 
 
-def _plan_trainer(backend: TrainBackend, config: GrpoConfig, num_updates: int) -> TrainLayout:
+def _plan_trainer(backend: TrainBackend, config: GrpoConfig, num_updates: int, site: Site) -> TrainLayout:
     """Ask the trainer's backend whether so many ranks can train this model with these settings, and how."""
-    num_ranks = config.engine.num_ranks
-    if num_ranks > 1:
-        from offbeat_dist import rank_device  # imports torch: only several ranks need it
-
-        rank_device(config.engine.device, 0, num_ranks, setting="engine.device")
-    return backend.plan(config.train_engine(config.model.path, num_updates), num_ranks)
+    wanted = config.train_engine(config.model.path, num_updates)
+    if site.reserves:
+        wanted = replace(wanted, device="auto")  # the devices are the nodes', and the driver need have none
+    return backend.plan(wanted, config.engine.num_ranks)
 
 
 def _count_updates(config: GrpoConfig, num_prompts: int) -> int:
@@ -274,14 +293,21 @@ def _check_mode(config: GrpoConfig) -> None:
         )
 
 
-def _check_devices(config: GrpoConfig) -> None:
-    teachers = {config.teacher.device} if config.teacher.is_set else set()
-    named = {config.engine.device, config.rollout.device, *teachers} - {"auto", "cpu"}
-    if named:
-        from offbeat_dist import open_device  # imports torch: only where a device is named
+def _check_devices(config: GrpoConfig, site: Site) -> None:
+    """Devices that settings name are here; those of a cluster are its nodes' to open, and here only kinds are known."""
+    named = {key: name for key, name in config.devices.items() if name not in ("auto", "cpu")}
+    if not named:
+        return
+    from offbeat_dist import open_device, rank_device  # imports torch: only where a device is named
 
-        for name in sorted(named):
+    if not site.reserves:
+        for name in sorted(set(named.values())):
             open_device(name)
+        rank_device(config.engine.device, 0, config.engine.num_ranks, setting="engine.device")
+    for key, name in named.items():
+        kinds = installed_backends("offbeat.device")
+        if site.reserves and name not in kinds:
+            raise ConfigError(f"{key} = {name!r}: no such kind of device is known; choose auto, {', '.join(kinds)}")
 
 
 def _check_end(config: GrpoConfig) -> None:

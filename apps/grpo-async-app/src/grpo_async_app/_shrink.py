@@ -4,34 +4,40 @@ What stays: roles, ranks and engines up to two, colocation, groups, the asynchro
 correction. What goes: the model, the data and the reward, lengths, batches, devices, engines that are not installed.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from grpo_async_app._config import EngineConfig, GrpoConfig, RolloutConfig
+from grpo_async_app._config import GrpoConfig, RolloutConfig
 from grpo_async_app._preflight import Preflight, check_run
-from grpo_async_app._shrink_model import make_tiny_model, tiny_family
 from grpo_async_app._shrink_reward import REWARD
-from grpo_async_app._shrink_vision import MAX_IMAGE_TOKENS, SEEING, draw_figures
 from grpo_async_app._teacher_config import TeacherConfig
 from offbeat_async_policy import AsyncConfig
 from offbeat_cluster import ClusterConfig
 from offbeat_data import DataConfig, EnvironmentConfig, RewardConfig
 from offbeat_objectives import AlgorithmConfig
-from offbeat_types import BackendError, load_backend
+from offbeat_recipes import (
+    EMBEDDED,
+    MAX_IMAGE_TOKENS,
+    MAX_ROLES,
+    NUM_DRAWN,
+    SEEING,
+    draw_figures,
+    installed_backend,
+    make_tiny_model,
+    shrink_engine,
+    stand_ins,
+    takes_experts,
+    takes_images,
+    tiny_family,
+)
 
-REHEARSAL_BYTES: Final = 2**28
-_MAX_ROLES: Final = 2
-"""Ranks, engines, and ranks of one engine: with two, whatever waits for another does."""
 _SAMPLES: Final = 4
 _PROMPT_TOKENS: Final = 8
-_NUM_ITEMS: Final = 512
 _COMPLETION_TOKENS: Final = 12
 _EPISODE_TOKENS: Final = 48
-_EMBEDDED: Final = "torch"
 _OWN_PROMPTS: Final = frozenset({"reasoning_gym", "verifiers"})
 """Environments that judge none but prompts of their own."""
 FIGURES: Final = Path("figures", "figures.jsonl")
@@ -64,7 +70,8 @@ class Rehearsal:
             seed = config.engine.seed + number
             make_tiny_model(Path(folder), self.family, max_positions=config.rollout.max_model_len, seed=seed)
         if self.family in SEEING:
-            draw_figures(config.data, _NUM_ITEMS)
+            columns = {"prompt_column": config.data.prompt_column, "answer_column": config.data.answer_column}
+            draw_figures(Path(config.data.path), **columns, seed=config.data.seed)
         preflight = check_run(config)
         return replace(preflight, notices=(*self.notices, *preflight.notices))
 
@@ -76,11 +83,20 @@ def shrink_run(config: GrpoConfig, model_folder: Path) -> Rehearsal:
         config: of the recipe.
         model_folder: where the tiny model will be made.
     """
-    backend = _installed("offbeat.engine", config.engine.backend)
-    sampler = _installed("offbeat.rollout", config.rollout.backend)
-    engine = _shrink_engine(config.engine, backend, config.async_.trigger_parameter_sync_step)
-    can_see = backend == _EMBEDDED and engine.options.get("tensor_parallel", 1) == 1
-    family, family_notice = tiny_family(config.model.path, is_embedded=sampler == _EMBEDDED, can_see=can_see)
+    backend = installed_backend("offbeat.engine", config.engine.backend)
+    sampler = installed_backend("offbeat.rollout", config.rollout.backend)
+    engine = shrink_engine(
+        config.engine,
+        wanted=config.engine.backend,
+        taken=backend,
+        num_ranks=min(config.engine.num_ranks, MAX_ROLES),
+        num_updates=max(2, config.async_.trigger_parameter_sync_step + 1),  # a sync comes between two of them
+    )
+    family, family_notice = tiny_family(
+        config.model.path,
+        has_experts=sampler != EMBEDDED and takes_experts(engine, backend),
+        can_see=takes_images(engine, backend),
+    )
     environment = _shrink_environment(config.environment)
     data = _drawn_data(config, model_folder / FIGURES if family in SEEING else None)
     rollout = _shrink_rollout(config.rollout, sampler, environment, data.max_prompt_tokens)
@@ -99,31 +115,21 @@ def shrink_run(config: GrpoConfig, model_folder: Path) -> Rehearsal:
         log=replace(config.log, trackers=()),
         checkpoint=replace(config.checkpoint, every=min(config.checkpoint.every, 2)),
         eval=replace(config.eval, every_updates=min(config.eval.every_updates, 2), max_prompts=0),
+        profile=replace(config.profile, steps=""),
     )
     notices = [family_notice, *_replacements(config, small)]
     return Rehearsal(config=small, family=family, notices=tuple(f"shrunk: {it}" for it in notices if it))
 
 
-def _installed(kind: str, name: str) -> str:
-    """The backend, or the embedded one where it, or the engine that it adapts, is not here."""
-    try:
-        getattr(load_backend(kind, name), "check_installed", lambda: None)()
-    except BackendError:
-        return _EMBEDDED
-    return name
-
-
 def _replacements(config: GrpoConfig, small: GrpoConfig) -> list[str]:
     """What has another in its place, with the reason."""
-    found = [
-        f"{key}: {wanted} is not installed, {taken} takes its place"
-        for key, wanted, taken in (
-            ("engine.backend", config.engine.backend, small.engine.backend),
-            ("rollout.backend", config.rollout.backend, small.rollout.backend),
-            ("teacher.backend", config.teacher.backend, small.teacher.backend),
-        )
-        if wanted != taken
-    ]
+    found = stand_ins(
+        {
+            "engine.backend": (config.engine.backend, small.engine.backend),
+            "rollout.backend": (config.rollout.backend, small.rollout.backend),
+            "teacher.backend": (config.teacher.backend, small.teacher.backend),
+        }
+    )
     if config.cluster.launcher != small.cluster.launcher:
         found.append(f"cluster.launcher: {small.cluster.launcher} instead of {config.cluster.launcher}")
     if config.environment.name != small.environment.name:
@@ -156,50 +162,13 @@ def _drawn_data(config: GrpoConfig, figures: Path | None) -> DataConfig:
         )
     return DataConfig(
         path="arithmetic:2",
-        num_items=_NUM_ITEMS,
+        num_items=NUM_DRAWN,
         seed=config.data.seed,
         eval_size=eval_size,
         max_prompt_tokens=_PROMPT_TOKENS,
         shuffle=config.data.shuffle,
         epochs=0,
     )
-
-
-def _shrink_engine(engine: EngineConfig, backend: str, updates_per_sync: int) -> EngineConfig:
-    """The trainer, for as many updates as it takes for a sync to come between two of them."""
-    num_ranks = min(engine.num_ranks, _MAX_ROLES)
-    options = engine.options if backend == engine.backend else _shared_options(engine.options)
-    return replace(
-        engine,
-        backend=backend,
-        device="cpu",
-        num_ranks=num_ranks,
-        max_updates=max(2, updates_per_sync + 1),
-        warmup_steps=min(engine.warmup_steps, 1),
-        max_tokens_per_microbatch=min(engine.max_tokens_per_microbatch, 64),
-        lora_rank=min(engine.lora_rank, 4),
-        options=_shrink_axes(options, num_ranks),
-    )
-
-
-def _shared_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that mean the same to every training engine."""
-    return {name: value for name, value in options.items() if name == "tensor_parallel"}
-
-
-def _shrink_axes(options: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
-    """The first axis along which ranks share the model keeps as many as there are; the others get what is left."""
-    shrunk, left = dict(options), num_ranks
-    for axis in ("tensor_parallel", "pipeline_parallel", "context_parallel"):
-        if axis in shrunk:
-            shrunk[axis] = min(shrunk[axis], left)
-            left //= shrunk[axis]
-    if "expert_parallel" in shrunk:
-        shrunk["expert_parallel"] = min(shrunk["expert_parallel"], num_ranks // shrunk.get("pipeline_parallel", 1))
-    for sizes in ("virtual_pipeline", "mtp_layers"):
-        if sizes in shrunk:
-            shrunk[sizes] = min(shrunk[sizes], 1)
-    return shrunk
 
 
 def _shrink_rollout(
@@ -212,8 +181,8 @@ def _shrink_rollout(
         rollout,
         backend=backend,
         device="cpu",
-        num_engines=min(rollout.num_engines, _MAX_ROLES),
-        tensor_parallel=1 if backend == _EMBEDDED else min(rollout.tensor_parallel, _MAX_ROLES),
+        num_engines=min(rollout.num_engines, MAX_ROLES),
+        tensor_parallel=1 if backend == EMBEDDED else min(rollout.tensor_parallel, MAX_ROLES),
         samples_per_prompt=min(rollout.samples_per_prompt, _SAMPLES),
         max_tokens=max_tokens,
         max_model_len=longest,
@@ -227,14 +196,14 @@ def _shrink_rollout(
 def _shrink_teacher(teacher: TeacherConfig, folder: Path) -> TeacherConfig:
     if not teacher.is_set:
         return teacher
-    backend = _installed("offbeat.rollout", teacher.backend)
+    backend = installed_backend("offbeat.rollout", teacher.backend)
     return replace(
         teacher,
         path=str(folder),
         backend=backend,
-        num_replicas=min(teacher.num_replicas, _MAX_ROLES),
+        num_replicas=min(teacher.num_replicas, MAX_ROLES),
         device="cpu",
-        tensor_parallel=1 if backend == _EMBEDDED else min(teacher.tensor_parallel, _MAX_ROLES),
+        tensor_parallel=1 if backend == EMBEDDED else min(teacher.tensor_parallel, MAX_ROLES),
         options=teacher.options if backend == teacher.backend else {},
     )
 

@@ -43,7 +43,7 @@ def evaluate(preflight: Preflight, log_folder: Path) -> Validation:
 
     async def once() -> Validation:
         async with fleet:
-            await fleet.start()
+            await fleet.start(preflight.placement)
             rollouts = Rollouts(preflight.config, fleet, preflight.template)
             return await validate(rollouts, fleet.engines, preflight.config, preflight.held_out, 0)
 

@@ -9,7 +9,11 @@ _USAGE = """\
 Supervised fine-tuning: packed sequences, loss on assistant turns, LoRA or full, resumable.
 
   sft-app train FILE                 train as a TOML file says
-  sft-app plan FILE                  what a run would take; starts nothing
+          [--shrink]                 … with every size shrunk: a rehearsal on a CPU, on a model made on the spot
+  sft-app plan FILE [--json]         what a run would take; starts nothing
+          [--cluster 1x8]            … on a machine with 8 accelerators, or on the machines of a FILE
+          [--fit NEW_FILE]           … and write the recipe with the changes that make it fit
+          [--shrink]                 … of the rehearsal
   sft-app resume RUN                 go on from the latest checkpoint of a run folder
   sft-app eval RUN                   loss of the best checkpoint on the held-out data
   sft-app report RUN [--serve PORT]  write report.html again, or serve it while the run goes on
@@ -20,7 +24,7 @@ Supervised fine-tuning: packed sequences, loss on assistant turns, LoRA or full,
   --profile.steps 3:6    trace some steps for Perfetto
   --explain KEY          what a key or a section is for
 
-exit codes: 0 done, 1 a bug, 2 something to put right, 3 the run failed, 130 interrupted"""
+exit codes: 0 done, 1 a bug, 2 something to put right, 3 the run failed, 4 the run stood still, 130 interrupted"""
 
 
 def main() -> NoReturn:

@@ -1,8 +1,10 @@
 """What each command does."""
 
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
+from offbeat_recipes import PLAN_OPTIONS, PLAN_SWITCHES, REHEARSAL_BYTES, plan_command
 from offbeat_run import (
     Command,
     CommandWords,
@@ -17,7 +19,9 @@ from offbeat_run import (
 )
 from offbeat_types import ConfigError
 from sft_app._config import SftConfig
-from sft_app._preflight import check_run
+from sft_app._planner import SftPlanner
+from sft_app._preflight import Preflight, check_run
+from sft_app._shrink import shrink_run
 from sft_app._train import create_engine, held_out_loss, resume, train
 
 
@@ -27,26 +31,34 @@ def dispatch(words: list[str]) -> int:
     Raises:
         OffbeatError: whatever it raises.
     """
-    return run_named_command(words, _COMMANDS, SftConfig)
+    return run_named_command(["--format=json" if word == "--json" else word for word in words], _COMMANDS, SftConfig)
 
 
 def _train(words: CommandWords, file: str) -> int:
-    preflight = check_run(load_config(file, SftConfig, words.overrides))
+    config = load_config(file, SftConfig, words.overrides)
+    if "shrink" in words.switches:
+        return _rehearse(words, config, f"{Path(file).stem}-shrunk")
+    preflight = check_run(config)
+    with RunFolder.create(new_run_folder(words, Path(file).stem), required_bytes=preflight.required_bytes) as run:
+        return _begin(preflight, run)
+
+
+def _rehearse(words: CommandWords, config: SftConfig, name: str) -> int:
+    """`train --shrink`: the same structure, tiny, here."""
+    with RunFolder.create(new_run_folder(words, name), required_bytes=REHEARSAL_BYTES) as run:
+        return _begin(shrink_run(config, run.path / "model").prepare(), run)
+
+
+def _begin(preflight: Preflight, run: RunFolder) -> int:
     rows = preflight.plan()
     print_table(rows, title="plan")
-    with RunFolder.create(new_run_folder(words, Path(file).stem), required_bytes=preflight.required_bytes) as run:
-        run.write_config(preflight.config)
-        run.write_plan(rows)
-        with closing(create_engine(preflight, run)) as engine:
-            run.keep()
-            print(f"run folder: {run.path}", flush=True)
-            train(preflight, run, engine)
-            return _conclude(run)
-
-
-def _plan(words: CommandWords, file: str) -> int:
-    print_table(check_run(load_config(file, SftConfig, words.overrides)).plan(), title="plan")
-    return 0
+    run.write_config(preflight.config)
+    run.write_plan(rows)
+    with closing(create_engine(preflight, run)) as engine:
+        run.keep()
+        print(f"run folder: {run.path}", flush=True)
+        train(preflight, run, engine)
+        return _conclude(run)
 
 
 def _resume(words: CommandWords, folder: str) -> int:
@@ -76,8 +88,10 @@ def _conclude(run: RunFolder) -> int:
 
 
 _COMMANDS: dict[str, Command] = {
-    "train": Command(_train, "FILE", options=("out",), overrides=True),
-    "plan": Command(_plan, "FILE", overrides=True),
+    "train": Command(_train, "FILE", options=("out",), overrides=True, switches=("shrink",)),
+    "plan": Command(
+        partial(plan_command, SftPlanner()), "FILE", options=PLAN_OPTIONS, overrides=True, switches=PLAN_SWITCHES
+    ),
     "resume": Command(_resume, "RUN", overrides=True),
     "eval": Command(_eval, "RUN", overrides=True),
     "report": Command(report_command, "RUN", options=("serve",)),

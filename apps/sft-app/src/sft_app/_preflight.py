@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 
 from offbeat_data import ConversationSet, EpochOrder, load_conversations, load_tokenizer
+from offbeat_recipes import RunMemory
 from offbeat_run import ModelFolder, check_trackers, count_text, inspect_model, size_text
 from offbeat_types import ConfigError, ModelError, TrainBackend, TrainLayout, TrainSequence, load_backend
 from sft_app._config import EngineConfig, SftConfig
+from sft_app._memory import estimate_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +21,8 @@ class Preflight:
         held_out: the held-out sequences a validation uses.
         num_updates: optimizer steps of the whole run.
         layout: how the ranks of the trainer share the model.
+        memory: estimate of one rank; None for a family whose formulas are not known.
+        notices: what is not as the recipe says.
     """
 
     config: SftConfig
@@ -27,6 +31,8 @@ class Preflight:
     held_out: tuple[TrainSequence, ...]
     num_updates: int
     layout: TrainLayout
+    memory: RunMemory | None = None
+    notices: tuple[str, ...] = ()
 
     @property
     def order(self) -> EpochOrder:
@@ -72,8 +78,9 @@ class Preflight:
             ("validation", f"{len(self.held_out)} sequences every {every} updates" if every else "none"),
             *([("ranks", self._ranks_text())] if config.engine.num_ranks > 1 else []),
             ("length", f"{self.num_updates} updates of {config.engine.batch_size} sequences"),
-            ("memory", self._memory_text()),
+            *(self.memory.rows()[1:] if self.memory else [("memory", self._memory_text())]),
             ("disk", f"{size_text(self.required_bytes)} for checkpoints"),
+            *(("notice", notice) for notice in self.notices),
         ]
 
     def _ranks_text(self) -> str:
@@ -83,6 +90,7 @@ class Preflight:
         return f"{engine.num_ranks} that train together as {self.layout}, {each}"
 
     def _memory_text(self) -> str:
+        """What can be said of a family whose formulas are not known."""
         engine = self.config.engine
         held = self.layout.held_bytes(self.model.num_parameters, trains_all=not engine.lora_rank)
         what = "weights" if engine.lora_rank else "weights, gradients and moments"
@@ -109,14 +117,23 @@ def check_run(config: SftConfig) -> Preflight:
         )
     num_updates = _count_updates(config, len(conversations.train))
     config.profile.check([f"trainer-{rank}" for rank in range(config.engine.num_ranks)], num_updates)
+    layout = backend.plan(config.train_engine(num_updates), config.engine.num_ranks)
     return Preflight(
         config=config,
         model=model,
         conversations=conversations,
         held_out=conversations.eval[: config.eval.max_sequences or None],
         num_updates=num_updates,
-        layout=backend.plan(config.train_engine(num_updates), config.engine.num_ranks),
+        layout=layout,
+        memory=_estimate_memory(config, layout),
     )
+
+
+def _estimate_memory(config: SftConfig, layout: TrainLayout) -> RunMemory | None:
+    try:
+        return estimate_memory(config, layout)
+    except ModelError:
+        return None  # an estimate is a help: a family without one can be trained all the same
 
 
 def batch_positions(update: int, batch_size: int, num_positions: int) -> range:

@@ -119,7 +119,7 @@ class Launcher(Protocol):
     """Starts roles. Found by entry point `offbeat.launcher`; built as `Launcher(run_name, config)`.
 
     Args:
-        reserves: devices and CPUs of a plan belong to the run alone, so that `place` has something to do.
+        reserves: devices and CPUs of a plan belong to the run alone once it is placed.
     """
 
     reserves: bool
@@ -142,8 +142,8 @@ class Launcher(Protocol):
     async def place(self, plan: Plan, groups: Sequence[RankGroup], *, deadline_s: float | None = None) -> None:
         """Reserve what a plan asks for, and check that it lies as planned. `start` then puts each role in its place.
 
-        A role that no plan names shares its machine with the driver. A role may be placed again, by another plan,
-        once its process is gone.
+        A role with devices sees these alone, so to itself its first is number 0. A role that no plan names shares its
+        machine with the driver. A role may be placed again, by another plan, once its process is gone.
 
         Args:
             plan: of roles named after their group: "trainer-3" is rank 3 of group "trainer"; where one process drives

@@ -1,11 +1,27 @@
-"""Columns of a row, and the chat messages they hold."""
+"""Columns of a row, and the chat messages they hold.
+
+A name may lead into the objects that a row holds: `reward_model.ground_truth` is the part `ground_truth` of the column
+`reward_model`, unless a column has that very name.
+"""
 
 import difflib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from offbeat_data._files import Row
 from offbeat_types import DataError
+
+
+def has_column(row: Row, column: str) -> bool:
+    """Whether a row has a column, or a part of one, of that name; it may be null."""
+    return _locate(row, column) is not None
+
+
+def find_column(row: Row, column: str) -> Any:
+    """The value of a column or of a part of one; None when there is none."""
+    found = _locate(row, column)
+    return found and found[0][found[1]]
 
 
 def require_column(row: Row, column: str, setting: str, number: int, source: str) -> Any:
@@ -14,15 +30,34 @@ def require_column(row: Row, column: str, setting: str, number: int, source: str
     Raises:
         DataError: no such column (with the nearest names), or no value in this row.
     """
-    if column not in row:
-        near = difflib.get_close_matches(column, row, n=3, cutoff=0.4)
+    if not has_column(row, column):
+        names = list(_names(row))
+        near = difflib.get_close_matches(column, names, n=3, cutoff=0.4)
         advice = f"; set data.{setting} to one of them" + (f", perhaps {', '.join(near)}" if near else "")
-        raise DataError(f"{source}, row {number}: no column {column!r}, it has {', '.join(row) or 'none'}{advice}")
-    if row[column] is None:
+        raise DataError(f"{source}, row {number}: no column {column!r}, it has {', '.join(names) or 'none'}{advice}")
+    value = find_column(row, column)
+    if value is None:
         raise DataError(
             f"{source}, row {number}: column {column!r} (data.{setting}) is null; fill it in or drop the row"
         )
-    return row[column]
+    return value
+
+
+def _locate(row: Row, column: str) -> tuple[Row, str] | None:
+    """The object that holds it, and its key there."""
+    if column in row:
+        return row, column
+    outer, _, inner = column.partition(".")
+    part = row.get(outer)
+    return _locate(part, inner) if inner and isinstance(part, dict) else None
+
+
+def _names(row: Row) -> Iterator[str]:
+    """All columns, each followed by its parts."""
+    for column, value in row.items():
+        yield column
+        if isinstance(value, dict):
+            yield from (f"{column}.{part}" for part in _names(value))
 
 
 def as_text(value: Any) -> str:

@@ -12,8 +12,8 @@ class SourceConfig:
 
     path: str = setting(
         REQUIRED,
-        "A .jsonl or .parquet file, a folder of them, a folder written by datasets' save_to_disk, "
-        "reasoning-gym:TASK, verifiers:NAME, arithmetic:DIGITS (sums) or products:DIGITS.",
+        "A .jsonl or .parquet file, a folder of them (or with them in data/, as the Hub has it), a folder written by "
+        "datasets' save_to_disk, reasoning-gym:TASK, verifiers:NAME, arithmetic:DIGITS (sums) or products:DIGITS.",
     )
     split: str = setting(
         "train", "Split to read where path holds several: a saved DatasetDict, or files such as train-*.parquet."
@@ -48,7 +48,9 @@ class SourceConfig:
 class DataConfig(SourceConfig):
     """Prompts for reinforcement learning: where they come from, what their columns mean, how long they may be."""
 
-    answer_column: str = setting("answer", "Column of the reference answer that rewards compare with.")
+    answer_column: str = setting(
+        "answer", "Column of the reference answer that rewards compare with; reward_model.ground_truth: a part of one."
+    )
     max_prompt_tokens: int = setting(1024, "Longer prompts are left out and counted.", "tokens", ge=1)
 
 

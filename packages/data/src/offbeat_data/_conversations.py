@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from offbeat_data._assistant_turns import encode_marked, mark_assistant_turns
-from offbeat_data._columns import as_messages, as_text, require_column, with_system
+from offbeat_data._columns import as_messages, as_text, find_column, has_column, require_column, with_system
 from offbeat_data._config import ConversationConfig
 from offbeat_data._files import Row
 from offbeat_data._image_prompts import IMAGES, RowImages, with_images
@@ -86,7 +86,7 @@ class _SequenceBuilder:
             self.config.text_column: self._from_text,
         }
         for column, reader in readers.items():
-            if column in row:
+            if has_column(row, column):
                 return reader(row, number, source)
         raise DataError(
             f"{source}, row {number}: none of the columns {', '.join(readers)}, it has {', '.join(row) or 'none'}; set "
@@ -162,10 +162,11 @@ class _SequenceBuilder:
 
 def _question(config: ConversationConfig, row: Row) -> Any:
     """What the assistant was asked: all of a row that it did not write, so that another answer is no other question."""
-    if config.messages_column not in row:
-        asked = row.get(config.prompt_column if config.completion_column in row else config.text_column)
+    if not has_column(row, config.messages_column):
+        is_exchange = has_column(row, config.completion_column)
+        asked = find_column(row, config.prompt_column if is_exchange else config.text_column)
         return with_images(asked, row)
-    messages = row[config.messages_column]
+    messages = find_column(row, config.messages_column)
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return None  # `as_messages` says what is wrong with it
     said = [(each.get("role"), each.get("content")) for each in messages if each.get("role") != "assistant"]

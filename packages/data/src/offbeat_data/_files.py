@@ -10,7 +10,10 @@ from offbeat_types import ConfigError, DataError
 
 Row = dict[str, Any]
 
-_FORMS: Final = "a .jsonl or .parquet file, a folder of them, or a folder written by datasets' save_to_disk"
+_FORMS: Final = (
+    "a .jsonl or .parquet file, a folder of them, a folder as the Hub has it, with them in data/, or a folder written "
+    "by datasets' save_to_disk"
+)
 _MAX_DEPTH: Final = 100
 """Lists and objects inside each other; Python walks about 300 before it gives up, and fewer deep inside a program."""
 
@@ -79,9 +82,10 @@ def _read_folder(folder: Path, split: str, limit: int) -> list[Row]:
     if (folder / "state.json").is_file():
         refuse_split(folder, split)
         return _read_saved_dataset(folder, limit)
-    for suffix in (".parquet", ".jsonl"):
-        if files := sorted(folder.glob(f"*{suffix}")):
-            return _reader(files[0])(_files_of_split(folder, files, split), limit)
+    for place in (folder, folder / "data"):  # Source: huggingface/datasets, docs, repository_structure
+        for suffix in (".parquet", ".jsonl"):
+            if files := sorted(place.glob(f"*{suffix}")):
+                return _reader(files[0])(_files_of_split(folder, files, split), limit)
     names = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
     raise DataError(f"{folder} holds no data set but {names}: give {_FORMS}")
 

@@ -37,7 +37,7 @@ class Picture:
     width: int
 
     def pixels(self) -> Image:
-        """[height, width, 3] uint8. Transparency is dropped, and a camera's turn of the picture applied.
+        """[height, width, 3] uint8. On white where it is transparent, and a camera's turn of the picture applied.
 
         Raises:
             DataError: the file is broken further in than its first lines.
@@ -45,7 +45,7 @@ class Picture:
         """
         image = _open(self.data)
         try:
-            upright = _upright(image).convert("RGB")
+            upright = _on_white(_upright(image))
         except _BROKEN as error:
             raise _broken(self.data, error) from error
         if upright.size != (self.width, self.height):
@@ -154,3 +154,18 @@ def _upright(image: Any) -> Any:
     from PIL import ImageOps
 
     return ImageOps.exif_transpose(image)
+
+
+def _on_white(image: Any) -> Any:
+    """As RGB, seen on a white page: the colours of what is transparent mean nothing, and are black in most drawings.
+
+    Engines are given these pixels, so that none decides on a ground of its own: transformers would drop transparency.
+
+    Source: vLLM 0.32, multimodal/image.py, rgba_to_rgb (the same ground, the same way).
+    """
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    page = _pillow().new("RGB", image.size, "white")
+    page.paste(image, mask=image.getchannel("A"))
+    return page

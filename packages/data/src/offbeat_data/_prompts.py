@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from offbeat_data._chat_template import RenderedChat
-from offbeat_data._columns import as_messages, as_text, require_column, with_system
+from offbeat_data._columns import as_messages, as_text, find_column, require_column, with_system
 from offbeat_data._config import DataConfig, SourceConfig
 from offbeat_data._files import Row
 from offbeat_data._image_prompts import IMAGES, RowImages, with_images
@@ -93,7 +93,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, *, needs_answer: bool
         ModelError: a chat template is needed and there is none; or rows have images and the model takes none.
         BackendError: a reader is not installed.
     """
-    rows = read_sources(config, lambda row: with_images(row.get(config.prompt_column), row))
+    rows = read_sources(config, lambda row: with_images(find_column(row, config.prompt_column), row))
     builder = _PromptBuilder(config, tokenizer, needs_answer)
     train, train_counts = builder.build(rows.train, config.path, rows.num_shared)
     held_out, eval_counts = builder.build(rows.held_out, config.eval_path or config.path)
@@ -199,7 +199,7 @@ class _PromptBuilder:
     def _answer(self, row: Row, number: int, source: str) -> str | None:
         if self.needs_answer and "reasoning_gym" not in row:
             return as_text(require_column(row, self.config.answer_column, "answer_column", number, source))
-        value = row.get(self.config.answer_column)
+        value = find_column(row, self.config.answer_column)
         return None if value is None else as_text(value)
 
 

@@ -21,6 +21,7 @@ class CpuDevice:
 
     kind: ClassVar[str] = "cpu"
     preference: ClassVar[int] = 0
+    visible_variable: ClassVar[str] = ""
     collective_backend = "gloo"
     packed_attention = "split"
     autocast_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
@@ -50,7 +51,13 @@ class CpuDevice:
             clear.write_text(CLEAR_PEAK)
 
     def release_unused(self) -> None:
-        """Let the C library give free memory back to the system, where it is one that can be asked (glibc)."""
+        """Let the C library give free memory back to the system, where it is one that can be asked (glibc).
+
+        It maps large blocks one by one and unmaps them when they are freed, but what it calls large grows up to 32 MiB
+        with the blocks that are freed, so that much of a model may lie in its heap.
+
+        Source: mallopt(3), M_MMAP_THRESHOLD; malloc_trim(3).
+        """
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)

@@ -14,6 +14,8 @@ class CudaDevice:
 
     kind: ClassVar[str] = "cuda"
     preference: ClassVar[int] = 10
+    # Source: Ray 2.60, ray/_private/accelerators/nvidia_gpu.py and amd_gpu.py.
+    visible_variable: ClassVar[str] = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
     collective_backend = "nccl"
 
     def __init__(self, index: int = 0) -> None:

@@ -6,11 +6,14 @@ in "cuda:0". No other module of offbeat compares such names.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
 from offbeat_types import ConfigError, installed_backends, load_backend
+
+if TYPE_CHECKING:
+    from offbeat_dist._mesh import Mesh
 
 DEVICE_GROUP = "offbeat.device"
 
@@ -52,6 +55,8 @@ class Device(Protocol):
     Attributes:
         kind: the name it is registered under.
         preference: "auto" takes the available kind with the highest.
+        visible_variable: environment variable that lists the devices a process is shown, each then known to it by its
+            place in the list; "" for a kind that nothing hides.
         torch_device: where tensors go.
         collective_backend: torch.distributed's name of the backend that serves it.
         autocast_dtypes: formats that torch.autocast computes in on it.
@@ -61,6 +66,7 @@ class Device(Protocol):
 
     kind: ClassVar[str]
     preference: ClassVar[int]
+    visible_variable: ClassVar[str]
     torch_device: torch.device
     collective_backend: str
     autocast_dtypes: tuple[torch.dtype, ...]
@@ -120,15 +126,21 @@ def available_devices() -> dict[str, int]:
     return {kind.kind: kind.count() for kind in kinds if kind.count()}
 
 
-def open_device(name: str = "auto") -> Device:
+def open_device(name: str = "auto", mesh: "Mesh | None" = None) -> Device:
     """Open a device by name.
 
     Args:
         name: "auto", a kind such as "cpu", or a kind with an index such as "cuda:0"; a kind alone means index 0.
+        mesh: of which this process is a rank: it has its device already, and the name may say of which kind.
 
     Raises:
-        ConfigError: the kind is unknown, or it or the index is not here; the text names the devices that are.
+        ConfigError: the kind is unknown, or it or the index is not here; the text names the devices that are. Or the
+            mesh computes on another kind.
     """
+    if mesh is not None:
+        if name.partition(":")[0] not in ("auto", mesh.device.kind):
+            raise ConfigError(f"the mesh computes on {mesh.device.kind}, the device is set to {name}; use auto")
+        return mesh.device
     here = available_devices()
     kind, _, index_text = name.partition(":")
     if kind == "auto" and not index_text:

@@ -5,14 +5,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat_engine_megatron._checkpoint import Checkpoints
+from offbeat_engine_megatron._images import Images
+from offbeat_engine_megatron._looking import give_sight
 from offbeat_engine_megatron._lora import Adapters
-from offbeat_engine_megatron._model import HeadSettings, build_parts, rotary_frequencies, transformer_config
+from offbeat_engine_megatron._model import HeadSettings, build_parts, transformer_config
 from offbeat_engine_megatron._mtp import TokensAhead, new_tensors
 from offbeat_engine_megatron._optimizer import ClippedOptimizer, wrap_parts
 from offbeat_engine_megatron._optimizer_state import OptimizerState
 from offbeat_engine_megatron._passes import Passes
 from offbeat_engine_megatron._ranks import Ranks
-from offbeat_engine_megatron._slots import list_ahead_slots
+from offbeat_engine_megatron._rotary import rotary_frequencies
+from offbeat_engine_megatron._slots import TOWER, list_ahead_slots
 from offbeat_engine_megatron._steps import Steps
 from offbeat_engine_megatron._tensor_files import TensorFolder
 from offbeat_engine_megatron._updates import Updates
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 def build(engine: "MegatronTrainEngine", plan: "Plan") -> None:
     """Make what trains; all ranks call it."""
     engine._ranks = Ranks(engine.mesh)
+    engine._images = Images(plan.hf_config, plan.config.model_path) if plan.shape.tower else None
     recompute: dict[str, Any] = {}
     if plan.config.activation_checkpointing:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -35,6 +39,7 @@ def build(engine: "MegatronTrainEngine", plan: "Plan") -> None:
         held = HeldWeights(parts, plan.shape, plan.parallel, engine.mesh)
         ahead_held = _hold_ahead(engine, plan, parts)
         engine._held, engine._adapters = held, _adapters_of(engine, plan, parts, held)
+        engine._trained = _trained_of(engine, plan, parts)
     wrapped = wrap_parts(parts, config, plan.options)
     engine._optimizer = ClippedOptimizer(wrapped, plan.config, plan.options)
     with engine._ranks.together("load model"):  # when there are float32 copies, so that these lose nothing
@@ -46,11 +51,27 @@ def build(engine: "MegatronTrainEngine", plan: "Plan") -> None:
         budget=plan.config.max_tokens_per_microbatch,
         vocabulary=plan.shape.vocabulary,
         device=engine._device.torch_device,
+        images=engine._images,
     )
     engine._ahead = _ahead_of(engine, plan, parts)
-    engine._passes = Passes(wrapped, engine.mesh, engine._device.torch_device, engine._ahead)
+    engine._passes = Passes(
+        wrapped,
+        engine.mesh,
+        engine._device.torch_device,
+        engine._ahead,
+        engine._images,
+        sees_always=plan.options.train_vision,
+    )
     engine._checkpoints = Checkpoints(
-        engine._ranks, engine.mesh, held, engine._optimizer, engine._device, plan, engine._adapters, ahead_held
+        engine._ranks,
+        engine.mesh,
+        held,
+        engine._trained,
+        engine._optimizer,
+        engine._device,
+        plan,
+        engine._adapters,
+        ahead_held,
     )
 
 
@@ -79,6 +100,16 @@ def _adapters_of(engine: "MegatronTrainEngine", plan: "Plan", parts: list[Any], 
         return None
     alpha = plan.config.lora_alpha or 2.0 * rank
     return Adapters(parts, held, plan.shape, plan.parallel, engine.mesh, rank=rank, alpha=alpha)
+
+
+def _trained_of(engine: "MegatronTrainEngine", plan: "Plan", parts: list[Any]) -> HeldWeights:
+    """What the optimizer updates: adapters; or all, but for a tower that is left as it is."""
+    if engine._adapters is not None:
+        return engine._adapters.held
+    if not plan.shape.tower or plan.options.train_vision:
+        return engine._held
+    slots = [slot for slot in engine._held.slots if not slot.name.startswith(TOWER)]
+    return HeldWeights(parts, plan.shape, plan.parallel, engine.mesh, slots)
 
 
 def _hold_ahead(engine: "MegatronTrainEngine", plan: "Plan", parts: list[Any]) -> HeldWeights | None:
@@ -113,7 +144,7 @@ def build_reference(engine: "MegatronTrainEngine", plan: "Plan") -> Passes:
         for part in parts:
             part.requires_grad_(requires_grad=False)
         HeldWeights(parts, plan.shape, plan.parallel, engine.mesh).read(Path(plan.config.model_path).expanduser())
-    return Passes(parts, engine.mesh, engine._device.torch_device)
+    return Passes(parts, engine.mesh, engine._device.torch_device, images=engine._images)
 
 
 def _parts(engine: "MegatronTrainEngine", plan: "Plan", config: Any) -> list[Any]:
@@ -124,5 +155,10 @@ def _parts(engine: "MegatronTrainEngine", plan: "Plan", config: Any) -> list[Any
         entropy_gradient=plan.options.entropy_gradient,
         sequence_parallel=plan.parallel.sp,
     )
-    frequencies = rotary_frequencies(plan.hf_config, engine._device.torch_device)
-    return build_parts(config, plan.shape, plan.parallel, engine.mesh, head, frequencies)
+    device = engine._device.torch_device
+    frequencies = rotary_frequencies(plan.hf_config.get_text_config(), device)
+    parts = build_parts(config, plan.shape, plan.parallel, engine.mesh, head, frequencies)
+    if plan.shape.tower:
+        train, deepstack = plan.options.train_vision, plan.shape.deepstack
+        give_sight(parts, plan.hf_config, device, head.tp, deepstack=deepstack, trained=train)
+    return parts

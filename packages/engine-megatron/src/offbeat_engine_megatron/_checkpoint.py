@@ -23,21 +23,31 @@ from offbeat_engine_megatron._checkpoint_format import (
     ADAPTER_SETTINGS,
     DEVICE_RNG,
     FOLDER,
+    GENERATION_CONFIG,
     HOST_RNG,
     MTP_LAYERS,
     STATE_FILE,
-    TOKENIZER_FILES,
     describe_state,
 )
 from offbeat_engine_megatron._checkpoint_reader import SavedCheckpoint
-from offbeat_engine_megatron._folders import publish, recover, stage, sync_tree
+from offbeat_engine_megatron._folders import publish, recover, stage
 from offbeat_engine_megatron._lora import Adapters, peft_name
 from offbeat_engine_megatron._optimizer import ClippedOptimizer
 from offbeat_engine_megatron._optimizer_state import MOMENTS, OptimizerState
 from offbeat_engine_megatron._ranks import Ranks
-from offbeat_engine_megatron._tensor_files import Entry, PlannedFile, index_of, plan_files, write_files
+from offbeat_engine_megatron._tensor_files import PlannedFile, plan_files, write_files
 from offbeat_engine_megatron._weights import HeldWeights
-from offbeat_types import MODEL_INDEX_FILE, ModelError, RunFolderError, UserError, drop_model_files
+from offbeat_types import (
+    MODEL_INDEX_FILE,
+    ModelError,
+    RunFolderError,
+    TensorSpec,
+    UserError,
+    copy_tokenizer,
+    drop_model_files,
+    sync_tree,
+    tensor_file_index,
+)
 
 if TYPE_CHECKING:
     from offbeat_engine_megatron._plan import Plan
@@ -54,6 +64,7 @@ class Checkpoints:
         ranks: who they are.
         mesh: of them.
         held: the weights.
+        trained: those of them that the optimizer updates; or the adapters'.
         optimizer: of them.
         device: of this rank.
         plan: of the engine.
@@ -66,6 +77,7 @@ class Checkpoints:
         ranks: Ranks,
         mesh: Mesh,
         held: HeldWeights,
+        trained: HeldWeights,
         optimizer: ClippedOptimizer,
         device: Device,
         plan: "Plan",
@@ -73,7 +85,7 @@ class Checkpoints:
         ahead: HeldWeights | None = None,
     ) -> None:
         self._adapters, self._ahead = adapters, ahead
-        self._trained = (held if adapters is None else adapters.held, *([] if ahead is None else [ahead]))
+        self._trained = (trained, *([] if ahead is None else [ahead]))
         self._ranks, self._held, self._optimizer, self._device = ranks, held, optimizer, device
         self._rank = mesh.group("dp", "cp", "tp", "pp").rank
         self._plan = plan
@@ -166,21 +178,19 @@ class Checkpoints:
 
     def _files(self, *, with_state: bool) -> list[PlannedFile]:
         """All files with tensors in the order of `_stream`, the same on all ranks; the state's with their folder."""
-        files = plan_files("model", _entries(self._held), self._ranks.size)
+        files = plan_files("model", _specs(self._held), self._ranks.size)
         if self._ahead is not None:
-            files += plan_files("mtp", _entries(self._ahead), self._ranks.size)
+            files += plan_files("mtp", _specs(self._ahead), self._ranks.size)
         if not with_state:
             return files
-        buckets = [bucket for held in self._trained for bucket in _entries(held)]
+        buckets = [bucket for held in self._trained for bucket in _specs(held)]
         if self._adapters is not None:
             stored = tuple(dataclasses.replace(e, name=peft_name(e.name)) for bucket in buckets for e in bucket)
-            files.append(PlannedFile(name=f"{ADAPTER_FOLDER}/{ADAPTER_FILE}", writer=0, entries=stored))
-        pairs = [[_of(moment, entry) for moment in MOMENTS for entry in bucket] for bucket in buckets]
-        random = tuple(
-            Entry(name=name, shape=tuple(state.shape), dtype=torch.uint8) for name, state in self._random_state()
-        )
+            files.append(PlannedFile(name=f"{ADAPTER_FOLDER}/{ADAPTER_FILE}", writer=0, specs=stored))
+        pairs = [[_of(moment, spec) for moment in MOMENTS for spec in bucket] for bucket in buckets]
+        random = tuple(TensorSpec(name, "uint8", tuple(state.shape)) for name, state in self._random_state())
         return files + [
-            dataclasses.replace(file, name=f"{FOLDER}/{file.name}", entries=random + file.entries)
+            dataclasses.replace(file, name=f"{FOLDER}/{file.name}", specs=random + file.specs)
             for file in plan_files("optimizer", pairs, self._ranks.size)
         ]
 
@@ -203,8 +213,8 @@ class Checkpoints:
         """What this rank writes."""
         for file in files:
             random = dict(self._random_state())
-            for entry in file.entries:
-                pair = (entry.name, random[entry.name]) if entry.name in random else next(stream)
+            for spec in file.specs:
+                pair = (spec.name, random[spec.name]) if spec.name in random else next(stream)
                 if file.writer == self._rank:
                     yield pair
 
@@ -233,11 +243,11 @@ class Checkpoints:
         config.save_pretrained(folder)
         weights = [file for file in files if file.name.startswith("model")]
         if len(weights) > 1:
-            (folder / MODEL_INDEX_FILE).write_text(index_of(weights) + "\n")
+            (folder / MODEL_INDEX_FILE).write_text(tensor_file_index({file.name: file.specs for file in weights}))
         source = Path(self._plan.config.model_path).expanduser()
-        for pattern in TOKENIZER_FILES:
-            for file in source.glob(pattern):
-                shutil.copyfile(file, folder / file.name)
+        copy_tokenizer(source, folder)
+        if (source / GENERATION_CONFIG).is_file():
+            shutil.copyfile(source / GENERATION_CONFIG, folder / GENERATION_CONFIG)
         sync_tree(folder)
 
     def _make_folders(self, staged: Path) -> None:
@@ -273,9 +283,9 @@ class Checkpoints:
         return found
 
 
-def _entries(held: HeldWeights) -> list[list[Entry]]:
-    return [[Entry(name=slot.name, shape=slot.shape) for slot in bucket] for bucket in held.buckets()]
+def _specs(held: HeldWeights) -> list[list[TensorSpec]]:
+    return [[TensorSpec(slot.name, "float32", slot.shape) for slot in bucket] for bucket in held.buckets()]
 
 
-def _of(moment: str, entry: Entry) -> Entry:
-    return Entry(name=f"{moment}.{entry.name}", shape=entry.shape)
+def _of(moment: str, spec: TensorSpec) -> TensorSpec:
+    return dataclasses.replace(spec, name=f"{moment}.{spec.name}")

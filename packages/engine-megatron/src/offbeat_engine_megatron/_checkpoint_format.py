@@ -32,15 +32,7 @@ MTP_LAYERS: Final = "num_nextn_predict_layers"
 """In config.json, as DeepSeek-V3 and others say it."""
 
 HOST_RNG, DEVICE_RNG = "rng.host", "rng.device"
-TOKENIZER_FILES: Final = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "generation_config.json",
-)
+GENERATION_CONFIG: Final = "generation_config.json"
 
 
 def describe_state(files: Sequence[PlannedFile], steps_taken: int, steps_refused: int) -> dict[str, Any]:
@@ -54,9 +46,9 @@ def describe_state(files: Sequence[PlannedFile], steps_taken: int, steps_refused
     stem = f"{MOMENTS[0]}."
     parts = {
         file.name.removeprefix(f"{FOLDER}/"): {
-            entry.name.removeprefix(stem): {"step": float(steps_taken), "box": [[0, size] for size in entry.shape]}
-            for entry in file.entries
-            if entry.name.startswith(stem)
+            spec.name.removeprefix(stem): {"step": float(steps_taken), "box": [[0, size] for size in spec.shape]}
+            for spec in file.specs
+            if spec.name.startswith(stem)
         }
         for file in files
         if file.name.startswith(f"{FOLDER}/")

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from offbeat_dist import Asleep, Device, Mesh
+from offbeat_dist import Asleep, Device, Mesh, open_device
 from offbeat_engine_megatron._cpu_shim import HOST, shim_for
 from offbeat_engine_megatron._losses import Losses
 from offbeat_engine_megatron._megatron import load_megatron, require_megatron
-from offbeat_engine_megatron._plan import Plan, open_device_of, plan_engine, plan_layout
+from offbeat_engine_megatron._plan import Plan, plan_engine, plan_layout
 from offbeat_types import (
     Floats,
     LossFunction,
@@ -30,6 +30,7 @@ from offbeat_types import (
 
 if TYPE_CHECKING:
     from offbeat_engine_megatron._checkpoint import Checkpoints
+    from offbeat_engine_megatron._images import Images
     from offbeat_engine_megatron._lora import Adapters
     from offbeat_engine_megatron._mtp import TokensAhead
     from offbeat_engine_megatron._optimizer import ClippedOptimizer
@@ -60,6 +61,8 @@ class MegatronTrainEngine:
     _passes: "Passes"
     _optimizer: "ClippedOptimizer"
     _held: "HeldWeights"
+    _trained: "HeldWeights"
+    _images: "Images | None"
     _adapters: "Adapters | None"
     _ahead: "TokensAhead | None"
     _ranks: "Ranks"
@@ -125,7 +128,7 @@ class MegatronTrainEngine:
         """
         require_megatron()
         plan = plan_engine(config, None if mesh is None else mesh.axes)
-        device = open_device_of(config, mesh)
+        device = open_device(config.device, mesh)
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         device.prepare("megatron", plan.parallel.in_megatrons_words())
@@ -365,10 +368,6 @@ class MegatronTrainEngine:
 
             self._reference = build_reference(self, self._plan)
         yield self._reference
-
-    @property
-    def _trained(self) -> "HeldWeights":
-        return self._held if self._adapters is None else self._adapters.held
 
     def _clear_gradients(self) -> None:
         self._steps.clear()

@@ -1,10 +1,11 @@
 """Folders that are whole or not there: staged beside the place they are for, and moved there by renames."""
 
-import os
 import shutil
 import uuid
 from pathlib import Path
 from typing import Final
+
+from offbeat_types import sync_path, sync_tree
 
 TEMPORARY: Final = ".tmp-"
 OLD: Final = ".old-"
@@ -34,13 +35,13 @@ def publish(staged: Path, folder: Path, *, replaces: bool) -> None:
         for entry in sorted(staged.iterdir(), key=lambda each: each.is_dir()):  # the state of training comes last
             entry.rename(folder / entry.name)
         staged.rmdir()
-        _sync(folder)
+        sync_path(folder)
         return
     old = _beside(folder, OLD)
     if folder.is_dir():  # a rename cannot replace a folder that holds files: the old one steps aside, see `recover`
         folder.rename(old)
     staged.rename(folder)
-    _sync(folder.parent)
+    sync_path(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -55,21 +56,5 @@ def recover(folder: Path) -> None:
             old.rename(folder)
 
 
-def sync_tree(folder: Path) -> None:
-    """Force a folder and everything in it onto the disk."""
-    for root, _, names in os.walk(folder):
-        for name in names:
-            _sync(Path(root) / name)
-        _sync(Path(root))
-
-
 def _beside(folder: Path, prefix: str) -> Path:
     return folder.with_name(f"{prefix}{uuid.uuid4().hex[:8]}-{folder.name}")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

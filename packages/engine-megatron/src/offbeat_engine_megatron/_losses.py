@@ -5,12 +5,11 @@ Shapes: N loss tokens of a micro-batch.
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from offbeat_engine_megatron._packing import Pack
-from offbeat_types import Floats, LossFunction, LossTokens, Metric, Metrics, OffbeatError, TrainSequence
+from offbeat_types import LossFunction, LossTokens, Metrics, TrainSequence, call_loss, count_micro_batch, loss_extras
 
 
 class Losses:
@@ -47,57 +46,24 @@ class Losses:
         except Exception as error:  # noqa: BLE001  raised on all ranks when the pass is over
             self.failure = error
             return nothing
-        self.results.append({**metrics, **self._counts(pack, float(value.detach()))})
+        counts = count_micro_batch(self._members(pack), len(pack.ids_T), float(value.detach()))
+        self.results.append({**metrics, **counts})
         if not torch.isfinite(value.detach()):
             self.not_finite = True
             return nothing
         return value + nothing
 
     def _tokens(self, pack: Pack, values_2N: Tensor) -> LossTokens[Tensor]:
-        device = values_2N.device
-        names = sorted(self._sequences[pack.members[0]].extras)
+        device, extras = values_2N.device, loss_extras(self._members(pack))
         return LossTokens(
             logprobs_N=values_2N[0],
             entropy_N=values_2N[1],
             sequence_N=torch.from_numpy(pack.sequence_N).to(device),
             num_sequences=len(pack.members),
-            extras={name: torch.from_numpy(self._extra(pack, name)).to(device) for name in names},
+            extras={name: torch.from_numpy(values).to(device) for name, values in extras.items()},
             total_tokens=self._totals[0],
             total_sequences=self._totals[1],
         )
 
-    def _extra(self, pack: Pack, name: str) -> Floats:
-        """[N] float32: one extra of every sequence at its loss tokens."""
-        found = [self._sequences[member] for member in pack.members]
-        return np.concatenate([each.extras[name][each.loss_mask] for each in found]).astype(np.float32)
-
-    def _counts(self, pack: Pack, loss: float) -> Metrics:
-        counts = {
-            "loss": loss,
-            "num_microbatches": 1.0,
-            "packed_tokens": float(len(pack.ids_T)),
-            "sequence_tokens": float(sum(len(self._sequences[member].ids) for member in pack.members)),
-        }
-        return {name: Metric(value=value, how="sum") for name, value in counts.items()}
-
-
-def call_loss(loss: LossFunction, tokens: LossTokens[Tensor]) -> tuple[Tensor, Metrics]:
-    """Call the caller's loss and check what it returns, before anything is done with it that other ranks wait for.
-
-    Returns:
-        A scalar, and metrics whose numbers are plain ones.
-
-    Raises:
-        OffbeatError: it returned something else; and whatever the loss raises.
-    """
-    value, metrics = loss(tokens)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise OffbeatError(f"the loss must return (scalar tensor, metrics): got {got} for the scalar")
-    for name, metric in metrics.items():
-        if not isinstance(metric, Metric):
-            raise OffbeatError(f"the loss must return its metrics as Metric(value=...): got {name} = {metric!r}")
-    return value.reshape(()), {
-        name: Metric(value=float(metric.value), weight=float(metric.weight), how=metric.how)
-        for name, metric in metrics.items()
-    }
+    def _members(self, pack: Pack) -> list[TrainSequence]:
+        return [self._sequences[member] for member in pack.members]

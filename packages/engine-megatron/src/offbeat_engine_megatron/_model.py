@@ -1,6 +1,6 @@
 """The model on one rank: megatron-core's GPTModel, cut over the mesh, that answers with log-probabilities."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,16 @@ from offbeat_dist import Group, Mesh
 from offbeat_engine_megatron._attention import PackedAttention, PackedParams, SequenceNorm
 from offbeat_engine_megatron._embedding import leave_out_padding
 from offbeat_engine_megatron._logprobs import gather_values, token_logprobs
+from offbeat_engine_megatron._looking import View
 from offbeat_engine_megatron._mtp import Ahead, TokensAhead, block_spec
 from offbeat_engine_megatron._options import MegatronEngineOptions
 from offbeat_engine_megatron._packing import LocalPack
 from offbeat_engine_megatron._parallel import Parallel
+from offbeat_engine_megatron._rotary import angles_of
 from offbeat_engine_megatron._shape import ModelShape
-from offbeat_types import ModelError
+
+Look = Callable[[View, Tensor], tuple[Tensor, Tensor | None]]
+"""See `_looking.look`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,8 @@ class Asked:
         place_N: see `LocalPack`.
         width: see `LocalPack`.
         ahead: of each layer of multi-token prediction, where they train.
+        positions_3T: of all tokens of the pack, where positions have three axes.
+        view: of the images, where the tower takes part.
     """
 
     ids_1L: Tensor
@@ -53,6 +59,8 @@ class Asked:
     place_N: Tensor
     width: int
     ahead: tuple[Ahead, ...] = ()
+    positions_3T: Tensor | None = None
+    view: View | None = None
 
 
 def ask(local: LocalPack, device: torch.device) -> Asked:
@@ -120,9 +128,13 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
     Attributes:
         ahead: adds the loss of multi-token prediction, where there is such.
+        look: puts what the vision tower sees among the embeddings, in the first part of a model that has one.
+        axes_F: which axis of a position turns each frequency, where positions have three.
     """
 
     ahead: TokensAhead | None = None
+    look: Look | None = None
+    axes_F: Tensor | None = None
 
     def answer_with(self, settings: HeadSettings) -> None:
         """Make the head, where there is one, answer what is asked."""
@@ -133,10 +145,13 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     def forward(self, asked: Asked) -> Tensor:
         """Hidden states [L, 1, E], or on the last part of the model [2, N] log-probabilities and entropies."""
         packed = asked.packed
-        first = self.embedding(input_ids=asked.ids_1L, position_ids=None) if self.pre_process else None
-        rotary = self.rotary_pos_emb.get_emb(packed.max_seqlen_q)  # its forward keeps every model alive in a cache
+        first: Any = self.embedding(input_ids=asked.ids_1L, position_ids=None) if self.pre_process else None
+        deeper: Tensor | None = None
+        if self.look is not None and asked.view is not None:
+            first, deeper = self.look(asked.view, first)
+        rotary = self._angles(asked)
         hidden: Tensor = self.decoder(
-            hidden_states=first, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packed
+            hidden_states=first, attention_mask=None, context=deeper, rotary_pos_emb=rotary, packed_seq_params=packed
         )
         if not self.post_process:
             return hidden
@@ -147,6 +162,14 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             )
         answer: Tensor = self.output_layer(hidden, weight=weight, asked=asked)
         return answer
+
+    def _angles(self, asked: Asked) -> Tensor:
+        """[T, 1, 1, D] of all tokens; or of the longest sequence's, which megatron-core takes for each of them."""
+        if asked.positions_3T is None:
+            longest: Tensor = self.rotary_pos_emb.get_emb(asked.packed.max_seqlen_q)
+            return longest  # its forward keeps every model alive in a cache
+        assert self.axes_F is not None, "a pack with three axes of positions reached a model for text"
+        return angles_of(asked.positions_3T, self.axes_F, self.rotary_pos_emb.inv_freq)
 
 
 def transformer_config(
@@ -299,28 +322,6 @@ def _layer(shape: ModelShape, num_experts: int | None) -> ModuleSpec:
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = SequenceNorm
     return spec
-
-
-def rotary_frequencies(hf_config: Any, device: torch.device) -> Tensor:
-    """[head size / 2] float32, as transformers computes them.
-
-    Raises:
-        ModelError: a kind of rotary embedding that also scales attention, or turns only part of a head.
-    """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    parameters = hf_config.rope_parameters
-    kind = parameters.get("rope_type", "default")
-    size = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-    if kind == "default":
-        found = 1.0 / (parameters["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
-        factor = 1.0
-    else:
-        found, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
-    if factor != 1.0 or kind in ("dynamic", "longrope") or len(found) != size // 2:
-        raise ModelError(f"the megatron engine does not compute rotary embeddings of type {kind!r}")
-    frequencies: Tensor = found.to(device)
-    return frequencies
 
 
 def initialise_groups(parallel: Parallel, deadline_s: float) -> None:

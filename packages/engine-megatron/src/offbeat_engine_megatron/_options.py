@@ -1,12 +1,10 @@
 """What this backend takes beyond `TrainEngineConfig`, under its `options`."""
 
-import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from offbeat_types import METADATA_KEY, ConfigError, setting
+from offbeat_types import read_options, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +33,7 @@ class MegatronEngineOptions:
     )
     mtp_loss_weight: float = setting(0.1, "Weight of their mean loss, which is added to the loss function's.", ge=0)
     mtp_detached: bool = setting(False, "Train these layers alone: no gradient from their loss to the model.")
+    train_vision: bool = setting(True, "Train the vision tower, if there is one; false leaves it as it is.")
     save_deadline_s: float = setting(
         1800.0,
         "How long a checkpoint in the background is waited for: by ranks for each other, by a call for its end.",
@@ -42,22 +41,11 @@ class MegatronEngineOptions:
         gt=0,
     )
 
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> Self:
+        """Check names, types and bounds.
 
-def read_options(options: Mapping[str, Any]) -> MegatronEngineOptions:
-    """Check options against their declarations.
-
-    Raises:
-        ConfigError: an option is unknown (the text names the nearest), of the wrong type, or out of bounds.
-    """
-    fields = {field.name: field for field in dataclasses.fields(MegatronEngineOptions)}
-    for name, value in options.items():
-        if name not in fields:
-            near = difflib.get_close_matches(name, fields, 1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(fields))}"
-            raise ConfigError(f"the megatron engine has no option {name!r}; {hint}")
-        kind = type(fields[name].default)
-        fits = type(value) is kind or (kind is float and type(value) is int)
-        complaint = kind.__name__ if not fits else fields[name].metadata[METADATA_KEY].complaint(value)
-        if complaint:
-            raise ConfigError(f"megatron engine option {name} must be {complaint}: got {value!r}")
-    return MegatronEngineOptions(**options)
+        Raises:
+            ConfigError: whatever is wrong.
+        """
+        return read_options("the megatron engine", cls, options)

@@ -8,13 +8,14 @@ Shapes: T packed tokens, L of them on one rank, N loss tokens, t a token's index
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from offbeat_engine_megatron._parallel import Parallel
-from offbeat_types import TrainSequence
+from offbeat_types import Image, TrainSequence
 
 Indices = npt.NDArray[np.int64]
 
@@ -30,6 +31,9 @@ class Pack:
         target_N: id of each loss token.
         sequence_N: which of `members` each loss token belongs to, sorted.
         members: index of each sequence among those given.
+        positions_3T: of each token in time, height and width; None of a model for text, where they follow from lengths.
+        images: in the order of their placeholders.
+        place_M: packed index of each placeholder token.
     """
 
     ids_T: Indices
@@ -38,6 +42,9 @@ class Pack:
     target_N: Indices
     sequence_N: Indices
     members: tuple[int, ...]
+    positions_3T: Indices | None = None
+    images: tuple[Image, ...] = ()
+    place_M: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +59,8 @@ class LocalPack:
         place_N: for each loss token of the pack its place in the ranks' answers laid end to end, each `width` long.
         width: the most loss tokens that a rank holds.
         gathered_T: for each token of the pack its place in the ranks' tokens laid end to end; None for one rank.
+        seen_m: which of the pack's placeholder tokens it holds.
+        place_m: index among its tokens of each.
     """
 
     ids_L: Indices
@@ -61,6 +70,8 @@ class LocalPack:
     place_N: Indices
     width: int
     gathered_T: Indices | None = None
+    seen_m: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
+    place_m: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 def used_tokens(sequence: TrainSequence) -> int:
@@ -69,7 +80,26 @@ def used_tokens(sequence: TrainSequence) -> int:
     return int(places[-1]) if len(places) else 0
 
 
-def lay_out(sequences: Sequence[TrainSequence], members: Sequence[int], parallel: Parallel, *, length: int = 0) -> Pack:
+class Sight(Protocol):
+    """What laying out needs to know of a model that takes images."""
+
+    def positions(self, sequence: TrainSequence) -> Indices:
+        """[3, t]: position of each token in time, height and width."""
+        ...
+
+    def spans(self, sequence: TrainSequence) -> list[tuple[int, int]]:
+        """(start, stop) of the placeholder tokens of each image."""
+        ...
+
+
+def lay_out(
+    sequences: Sequence[TrainSequence],
+    members: Sequence[int],
+    parallel: Parallel,
+    *,
+    length: int = 0,
+    sight: Sight | None = None,
+) -> Pack:
     """Lay out one micro-batch; one without members is padding, for a rank that keeps the others company.
 
     Args:
@@ -77,6 +107,7 @@ def lay_out(sequences: Sequence[TrainSequence], members: Sequence[int], parallel
         members: those of this micro-batch, each with a loss token.
         parallel: says what lengths are padded to.
         length: tokens of the pack at least.
+        sight: of the model; None for one that takes no images.
     """
     ids: list[npt.NDArray[np.int32]] = []
     lengths: list[int] = []
@@ -104,15 +135,36 @@ def lay_out(sequences: Sequence[TrainSequence], members: Sequence[int], parallel
         target_N=_joined([each.astype(np.int64) for each in target]),
         sequence_N=_joined(numbers),
         members=tuple(members),
+        **({} if sight is None else _lay_out_images([sequences[each] for each in members], lengths, sight)),
     )
 
 
-def lay_out_all(sequences: Sequence[TrainSequence], share: Sequence[Sequence[int]], parallel: Parallel) -> list[Pack]:
+def _lay_out_images(sequences: Sequence[TrainSequence], lengths: Sequence[int], sight: Sight) -> dict[str, Any]:
+    """Positions, images and their places in a pack whose lengths are those of `sequences`, and perhaps of padding."""
+    positions_3T = np.zeros((3, sum(lengths)), np.int64)
+    images: list[Image] = []
+    places: list[Indices] = []
+    for sequence, start in zip(sequences, np.cumsum([0, *lengths]).tolist(), strict=False):
+        used = used_tokens(sequence)
+        positions_3T[:, start : start + used] = sight.positions(sequence)[:, :used]
+        for image, (first, end) in zip(sequence.images, sight.spans(sequence), strict=True):
+            if first < used:  # and so end <= used: what is used ends before a loss token, not within an image
+                images.append(image)
+                places.append(np.arange(start + first, start + end))
+    return {"positions_3T": positions_3T, "images": tuple(images), "place_M": _joined(places)}
+
+
+def lay_out_all(
+    sequences: Sequence[TrainSequence],
+    share: Sequence[Sequence[int]],
+    parallel: Parallel,
+    sight: Sight | None = None,
+) -> list[Pack]:
     """Lay out the micro-batches of a share; for interleaved stages all of one length."""
-    packs = [lay_out(sequences, members, parallel) for members in share]
+    packs = [lay_out(sequences, members, parallel, sight=sight) for members in share]
     if parallel.vpp > 1:
         longest = max((len(pack.ids_T) for pack in packs), default=0)
-        packs = [lay_out(sequences, members, parallel, length=longest) for members in share]
+        packs = [lay_out(sequences, members, parallel, length=longest, sight=sight) for members in share]
     return packs
 
 
@@ -134,7 +186,7 @@ def cut(pack: Pack, rank: int, num_ranks: int) -> LocalPack:
     for each in range(num_ranks):
         mine = np.flatnonzero(owner_N == each)
         place_N[mine] = each * width + np.arange(len(mine))
-    here = owner_N == rank
+    here, seen_m = owner_N == rank, np.flatnonzero(owner_T[pack.place_M] == rank)
     return LocalPack(
         ids_L=pack.ids_T[places[rank]],
         lengths=pack.lengths,
@@ -143,6 +195,8 @@ def cut(pack: Pack, rank: int, num_ranks: int) -> LocalPack:
         place_N=place_N,
         width=width,
         gathered_T=np.argsort(np.concatenate(places)) if num_ranks > 1 else None,
+        seen_m=seen_m,
+        place_m=index_T[pack.place_M[seen_m]],
     )
 
 

@@ -150,6 +150,12 @@ def check_model_fits(shape: ModelShape, parallel: Parallel) -> None:
                 f"{option} must divide the model's {name} = {value}: got {size}; "
                 f"choose one of {', '.join(str(n) for n in range(1, value + 1) if value % n == 0)[:60]}"
             )
+    if shape.deepstack > shape.num_layers // stages:
+        raise ConfigError(
+            f"DeepStack of {shape.family} adds what the vision tower sees to the first {shape.deepstack} layers, which "
+            f"must lie beside it: pipeline_parallel · virtual_pipeline = {stages} leaves {shape.num_layers // stages} "
+            "there; set both to 1"
+        )
     if parallel.ep > 1 and not shape.num_experts:
         raise ConfigError(f"expert_parallel = {parallel.ep}: the model ({shape.family}) has no experts; set it to 1")
     if shape.num_experts and parallel.tp > 1 and not parallel.sp:

@@ -13,9 +13,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from offbeat_dist import Mesh
-from offbeat_engine_megatron._model import ask
+from offbeat_engine_megatron._images import Images
+from offbeat_engine_megatron._looking import View
+from offbeat_engine_megatron._model import Asked, ask
 from offbeat_engine_megatron._mtp import TokensAhead
-from offbeat_engine_megatron._packing import Pack, cut
+from offbeat_engine_megatron._packing import LocalPack, Pack, cut
 
 Found = Callable[[int, Tensor], Tensor]
 """Given a micro-batch's number and its answer [2, N], the loss to differentiate."""
@@ -29,12 +31,24 @@ class Passes:
         mesh: over megatron's groups.
         device: of this rank.
         ahead: takes part in training.
+        images: of a model with a vision tower; None of a model for text.
+        sees_always: run the tower though a pack has no image: it learns, and whatever waits for its gradients or its
+            weights (megatron-core's overlapped reductions and gathers) finds the same on all ranks.
     """
 
     def __init__(
-        self, parts: Sequence[Any], mesh: Mesh, device: torch.device, ahead: TokensAhead | None = None
+        self,
+        parts: Sequence[Any],
+        mesh: Mesh,
+        device: torch.device,
+        ahead: TokensAhead | None = None,
+        images: Images | None = None,
+        *,
+        sees_always: bool = False,
     ) -> None:
         self._parts, self._device, self._ahead = list(parts), device, ahead
+        self._images = images if mesh.coordinates["pp"] == 0 else None  # there the tower is
+        self._sees_always = sees_always
         self._cp = mesh.group("cp")
         self._run = get_forward_backward_func()
 
@@ -59,7 +73,7 @@ class Passes:
         return [answers[number] for number in sorted(answers)]
 
     def _schedule(self, packs: Sequence[Pack], found: Found, *, forward_only: bool) -> None:
-        asked = [ask(cut(pack, self._cp.rank, self._cp.size), self._device) for pack in packs]
+        asked = [self._ask(pack) for pack in packs]
         if self._ahead is not None and not forward_only:
             asked = [replace(each, ahead=self._ahead.look(pack)) for each, pack in zip(asked, packs, strict=True)]
 
@@ -77,6 +91,21 @@ class Passes:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+
+    def _ask(self, pack: Pack) -> Asked:
+        local = cut(pack, self._cp.rank, self._cp.size)
+        asked = ask(local, self._device)
+        if pack.positions_3T is None:
+            return asked
+        positions_3T = torch.from_numpy(pack.positions_3T).to(self._device)
+        return replace(asked, positions_3T=positions_3T, view=self._view(pack, local))
+
+    def _view(self, pack: Pack, local: LocalPack) -> View | None:
+        if self._images is None or not (pack.images or self._sees_always):
+            return None
+        tensors = [*self._images.pixels(pack.images), torch.from_numpy(local.seen_m), torch.from_numpy(local.place_m)]
+        pixels, grid, seen, place = (each.to(self._device) for each in tensors)
+        return View(pixels_PC=pixels, grid_I3=grid, seen_m=seen, place_m=place)
 
 
 def _report(found: Found, number: int, values_2N: Tensor, non_loss_data: bool = False) -> Any:

@@ -5,8 +5,8 @@ from typing import Any, Final
 
 import torch
 
-from offbeat_dist import Device, Mesh, open_device
-from offbeat_engine_megatron._options import MegatronEngineOptions, read_options
+from offbeat_dist import open_device
+from offbeat_engine_megatron._options import MegatronEngineOptions
 from offbeat_engine_megatron._parallel import Parallel, check_model_fits, choose_parallel
 from offbeat_engine_megatron._shape import ModelShape, read_model
 from offbeat_types import ConfigError, TrainEngineConfig, TrainLayout, check_schedule
@@ -49,7 +49,7 @@ def plan_engine(config: TrainEngineConfig, axes: dict[str, int] | None = None) -
         ConfigError: a setting is out of range, or the ranks cannot share the model that way.
         ModelError: the model folder is missing, or of a family that is not supported.
     """
-    options = read_options(config.options)
+    options = MegatronEngineOptions.parse(config.options)
     check_schedule(config)
     if config.dtype not in _FORMATS:
         raise ConfigError(f"the megatron engine computes in {' or '.join(_FORMATS)}: got dtype = {config.dtype}")
@@ -59,7 +59,21 @@ def plan_engine(config: TrainEngineConfig, axes: dict[str, int] | None = None) -
         raise ConfigError("mtp_layers trains whole layers, and lora_rank adapters alone: set one of them to 0")
     shape = replace(shape, mtp_layers=options.mtp_layers)
     check_model_fits(shape, parallel)
+    _check_tower(shape, config, options)
     return Plan(config=config, options=options, hf_config=hf_config, shape=shape, parallel=parallel)
+
+
+def _check_tower(shape: ModelShape, config: TrainEngineConfig, options: MegatronEngineOptions) -> None:
+    if shape.tower and config.lora_rank:
+        raise ConfigError(
+            f"lora_rank with a vision tower ({shape.family}): adapters here are those of megatron-core's layers, and "
+            'the tower has none; set lora_rank = 0, or use engine.backend = "torch"'
+        )
+    if shape.tower and options.mtp_layers:
+        raise ConfigError(
+            f"mtp_layers with a vision tower ({shape.family}): they look up embeddings of later tokens, where images "
+            "have none; set mtp_layers = 0"
+        )
 
 
 def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
@@ -67,14 +81,7 @@ def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
     open_device(config.device)
     plan = plan_engine(config, {"dp": num_ranks, "cp": 1, "tp": 1, "pp": 1, "ep": 1})
     sizes = {axis: getattr(plan.parallel, axis) for axis in ("dp", "cp", "tp", "pp", "ep")}
-    return TrainLayout(**sizes, zero_stage=int(plan.options.distributed_optimizer))
-
-
-def open_device_of(config: TrainEngineConfig, mesh: Mesh | None) -> Device:
-    """The device of `config`; on a mesh each rank has its own already, of which the config may say the kind."""
-    if mesh is None:
-        return open_device(config.device)
-    kind = config.device.partition(":")[0]
-    if kind not in ("auto", mesh.device.kind):
-        raise ConfigError(f"the mesh computes on {mesh.device.kind}, the engine is set to {config.device}; use auto")
-    return mesh.device
+    layout = TrainLayout(**sizes, zero_stage=int(plan.options.distributed_optimizer))
+    if config.dtype == "float32":
+        return layout
+    return replace(layout, weight_bytes=plan.dtype.itemsize, optimizer_bytes=12)  # a float32 copy beside the moments

@@ -14,12 +14,9 @@ from offbeat_dist import Mesh
 from offbeat_types import (
     Floats,
     Metrics,
-    PeerFailedError,
     TrainSequence,
     digest_sequences,
-    merge_metrics,
-    pack_metrics,
-    unpack_metrics,
+    merge_over_ranks,
 )
 
 Value = TypeVar("Value")
@@ -60,16 +57,7 @@ class Ranks:
 
     def merge(self, results: Sequence[Metrics], failure: Exception | None) -> Metrics:
         """Metrics of all micro-batches over all shares, in their order; raises everywhere when one rank failed."""
-        plain, failure = pack_metrics(results, failure)
-        reason = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        found = self.exchange((reason, self.share, self.speaks, plain))
-        if failure is not None:
-            raise failure
-        for rank, (their_reason, *_) in enumerate(found):
-            if their_reason:
-                raise PeerFailedError(f"trainer rank {rank}", their_reason)
-        by_share = {share: metrics for _, share, speaks, metrics in found if speaks}
-        return merge_metrics([unpack_metrics(by_share[share]) for share in range(self.num_shares)])
+        return merge_over_ranks(results, failure, share=self.share, speaks=self.speaks, exchange=self.exchange)
 
     def gather_shares(self, values: Floats, counts: Sequence[int], device: torch.device) -> list[Floats]:
         """Values of every share, found on its last stage; `counts` says how many each has."""

@@ -1,15 +1,17 @@
 """What a Hugging Face folder says of its model: family, sizes, and which tensors its checkpoint holds.
 
-Source: transformers' configuration classes of Llama, Qwen2, Qwen3 and Qwen3-MoE.
+Source: transformers' configuration classes of Llama, Qwen2, Qwen3, Qwen3-MoE, Qwen2.5-VL and Qwen3-VL.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from offbeat_engine_megatron._tower import outline_tower
 from offbeat_types import ModelError
 
-FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
+VISION_FAMILIES: Final = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe", *VISION_FAMILIES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,8 @@ class ModelShape:
         normalise_experts: the chosen experts' weights add up to 1.
         sparse_layers: for each layer whether it has experts.
         mtp_layers: layers of multi-token prediction behind the model.
+        tower: (name, shape) of each parameter of the vision tower; none of a model for text.
+        deepstack: layers, from the first on, behind which something of the tower is added.
     """
 
     family: str
@@ -57,6 +61,13 @@ class ModelShape:
     normalise_experts: bool = True
     sparse_layers: tuple[bool, ...] = ()
     mtp_layers: int = 0
+    tower: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    deepstack: int = 0
+
+    @property
+    def stem(self) -> str:
+        """What Hugging Face names of the language model's tensors begin with."""
+        return "model.language_model" if self.tower else "model"
 
 
 def read_model(folder: str, *, trust_remote_code: bool = False) -> tuple[Any, ModelShape]:
@@ -84,15 +95,11 @@ def shape_of(config: Any) -> ModelShape:
         ModelError: another family, or a feature of the family that the engine does not compute.
     """
     family = str(config.model_type)
-    if getattr(config, "vision_config", None) is not None:
-        raise ModelError(
-            f"the megatron engine trains models for text: it builds megatron-core's GPT and no vision tower, which "
-            f'{family} has; use engine.backend = "torch", whose ranks share all weights (FSDP2)'
-        )
     if family not in FAMILIES:
         raise ModelError(
             f"the megatron engine trains {', '.join(FAMILIES)}: got {family!r}; use another engine.backend"
         )
+    whole, config = config, config.get_text_config()
     refused = {
         "attention_bias": getattr(config, "attention_bias", False),
         "mlp_bias": getattr(config, "mlp_bias", False),
@@ -113,18 +120,24 @@ def shape_of(config: Any) -> ModelShape:
         ffn_size=config.intermediate_size,
         vocabulary=config.vocab_size,
         norm_eps=config.rms_norm_eps,
-        tied=bool(config.tie_word_embeddings),
+        tied=bool(whole.tie_word_embeddings),
         padding_id=_padding_id(config),
-        qkv_bias=family == "qwen2",
+        qkv_bias=family in ("qwen2", "qwen2_5_vl"),
         qk_norm=family.startswith("qwen3"),
         mtp_layers=getattr(config, "num_nextn_predict_layers", 0) or 0,
         **(_experts(config) if family.endswith("_moe") else {}),
+        **(_sight(whole) if family in VISION_FAMILIES else {}),
     )
 
 
 def _padding_id(config: Any) -> int | None:
     found: int | None = getattr(config, "pad_token_id", None)
     return None if found is None else found % int(config.vocab_size)  # torch counts a negative one from the end
+
+
+def _sight(config: Any) -> dict[str, Any]:
+    deepstack = getattr(config.vision_config, "deepstack_visual_indexes", None) or ()
+    return {"tower": outline_tower(config), "deepstack": len(deepstack)}
 
 
 def _experts(config: Any) -> dict[str, Any]:

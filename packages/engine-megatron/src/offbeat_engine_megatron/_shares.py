@@ -7,10 +7,8 @@ cannot differ between ranks that must agree on it.
 import heapq
 from collections.abc import Sequence
 
-import numpy as np
-
 from offbeat_engine_megatron._packing import used_tokens
-from offbeat_types import Floats, TrainSequence
+from offbeat_types import TrainSequence
 
 Share = list[list[int]]
 """Micro-batches of one data parallel rank: the sequences of each; an empty one keeps the others company."""
@@ -55,16 +53,3 @@ def _fill(order: Sequence[int], sizes: dict[int, int], num_bins: int, budget: in
         bins[place].append(index)
         heapq.heappush(emptiest, (load + sizes[index], place))
     return bins
-
-
-def spread_values(sequences: Sequence[TrainSequence], shares: list[Share], values: Sequence[Floats]) -> list[Floats]:
-    """Bring each share's values, one per loss token in its order, to the sequences: [T] float32, 0 outside the mask."""
-    found = [np.zeros(len(sequence.ids), np.float32) for sequence in sequences]
-    for share, theirs in zip(shares, values, strict=True):
-        start = 0
-        for member in (member for members in share for member in members):
-            mask = sequences[member].loss_mask
-            stop = start + int(mask.sum())
-            found[member][mask] = theirs[start:stop]
-            start = stop
-    return found

@@ -10,12 +10,15 @@ Shapes: E hidden size, D head size.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
 from offbeat_engine_megatron._parallel import Parallel
 from offbeat_engine_megatron._shape import ModelShape
+
+TOWER: Final = "model.visual."
+"""What Hugging Face names of the vision tower's tensors begin with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +84,15 @@ def _slots(shape: ModelShape, parallel: Parallel) -> Iterator[Slot]:
     head = Place(stage=parallel.pp - 1, part=parallel.vpp - 1, path="output_layer.weight")
     last = Place(stage=head.stage, part=head.part, path=first.path)
     copies = (last if shape.mtp_layers else head,) if parallel.pp > 1 and (shape.tied or shape.mtp_layers) else ()
-    yield Slot(name="model.embed_tokens.weight", shape=table, place=first, copies=copies, tp_dim=0)
+    for name, size in shape.tower:
+        place = Place(stage=0, part=0, path=f"visual.{name}")
+        yield Slot(name=f"{TOWER}{name}", shape=size, place=place)
+    yield Slot(name=f"{shape.stem}.embed_tokens.weight", shape=table, place=first, copies=copies, tp_dim=0)
     for layer in range(shape.num_layers):
         sparse = bool(shape.num_experts) and shape.sparse_layers[layer]
         yield from _layer_slots(shape, parallel, _Maker(shape, parallel, layer), sparse=sparse)
     norm = Place(stage=head.stage, part=head.part, path="decoder.final_layernorm.weight")
-    yield Slot(name="model.norm.weight", shape=(shape.hidden_size,), place=norm)
+    yield Slot(name=f"{shape.stem}.norm.weight", shape=(shape.hidden_size,), place=norm)
     if not shape.tied:
         yield Slot(name="lm_head.weight", shape=table, place=head, tp_dim=0)
 
@@ -161,7 +167,7 @@ class _Maker:
     def __init__(self, shape: ModelShape, parallel: Parallel, layer: int) -> None:
         per_round, per_part = shape.num_layers // parallel.vpp, shape.num_layers // (parallel.vpp * parallel.pp)
         self._part, self._stage = layer // per_round, layer % per_round // per_part
-        self._stem, self._path = f"model.layers.{layer}", f"decoder.layers.{layer % per_part}."
+        self._stem, self._path = f"{shape.stem}.layers.{layer}", f"decoder.layers.{layer % per_part}."
 
     def __call__(self, name: str, shape: tuple[int, ...], path: str, **rest: Any) -> Slot:
         place = Place(stage=self._stage, part=self._part, path=self._path + path)

@@ -1,6 +1,5 @@
 """Safetensors: planned by all ranks alike, written as a stream by the rank of each file, read by boxes."""
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from offbeat_types import ModelError, find_tensors, tensor_file_header
+from offbeat_types import ModelError, TensorSpec, find_tensors, tensor_file_header
 
 MAX_FILE_BYTES: Final = 4 * 10**9
 """A file of a model is not larger, unless one unit of it is."""
@@ -22,27 +21,10 @@ MAX_FILE_BYTES: Final = 4 * 10**9
 MIN_FILE_BYTES: Final = 64 * 2**20
 """Smaller files are not worth another writer."""
 
+_OLD_TOWER: Final = "visual."
+
 Box = Sequence[tuple[int, int]]
 """(start, stop) along each dimension of a tensor; empty for all of it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """What a file says of a tensor before the tensor comes."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def num_bytes(self) -> int:
-        """Of its data."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def format(self) -> str:
-        """Its number format, such as "float32"."""
-        return str(self.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +34,15 @@ class PlannedFile:
     Args:
         name: beside the others.
         writer: rank among those that plan.
-        entries: its tensors, in the order in which they come.
+        specs: its tensors, in the order in which they come.
     """
 
     name: str
     writer: int
-    entries: tuple[Entry, ...]
+    specs: tuple[TensorSpec, ...]
 
 
-def plan_files(stem: str, units: Sequence[Sequence[Entry]], num_ranks: int) -> list[PlannedFile]:
+def plan_files(stem: str, units: Sequence[Sequence[TensorSpec]], num_ranks: int) -> list[PlannedFile]:
     """Cut a stream of tensors into files of about one size, so that all ranks write when there is much to write.
 
     Args:
@@ -68,10 +50,10 @@ def plan_files(stem: str, units: Sequence[Sequence[Entry]], num_ranks: int) -> l
         units: what stays in one file, in the order of the stream.
         num_ranks: who write.
     """
-    sizes = [sum(entry.num_bytes for entry in unit) for unit in units]
+    sizes = [sum(spec.num_bytes for spec in unit) for unit in units]
     total = sum(sizes)
     count = max(-(-total // MAX_FILE_BYTES), min(num_ranks, total // MIN_FILE_BYTES), 1)
-    runs: list[list[Entry]] = [[]]
+    runs: list[list[TensorSpec]] = [[]]
     done = 0
     for unit, size in zip(units, sizes, strict=True):
         if runs[-1] and (done + size / 2) * count > total * len(runs):
@@ -81,20 +63,9 @@ def plan_files(stem: str, units: Sequence[Sequence[Entry]], num_ranks: int) -> l
     names = [f"{stem}-{number:05}-of-{len(runs):05}.safetensors" for number in range(1, len(runs) + 1)]
     names = names if len(runs) > 1 else [f"{stem}.safetensors"]
     return [
-        PlannedFile(name=name, writer=number % num_ranks, entries=tuple(run))
+        PlannedFile(name=name, writer=number % num_ranks, specs=tuple(run))
         for number, (name, run) in enumerate(zip(names, runs, strict=True))
     ]
-
-
-def index_of(files: Sequence[PlannedFile]) -> str:
-    """What transformers reads to find the tensors of a model in several files."""
-    return json.dumps(
-        {
-            "metadata": {"total_size": sum(entry.num_bytes for file in files for entry in file.entries)},
-            "weight_map": {entry.name: file.name for file in files for entry in file.entries},
-        },
-        indent=2,
-    )
 
 
 class FileWriter:
@@ -102,18 +73,18 @@ class FileWriter:
 
     Args:
         path: made or replaced.
-        entries: of all tensors, in the order in which they come.
+        specs: of all tensors, in the order in which they come.
     """
 
-    def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
-        self._coming = iter(entries)
+    def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
+        self._coming = iter(specs)
         self._file: IO[bytes] = path.open("wb")
-        self._file.write(tensor_file_header((each.name, each.format, each.shape) for each in entries))
+        self._file.write(tensor_file_header(specs))
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor, which must be the one that was planned."""
-        entry = next(self._coming)
-        assert (name, tuple(tensor.shape), tensor.dtype) == (entry.name, entry.shape, entry.dtype), (name, entry)
+        spec = next(self._coming)
+        assert TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) == spec, (name, spec)
         if tensor.numel():
             self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
@@ -133,8 +104,8 @@ def write_files(folder: Path, files: Sequence[PlannedFile], tensors: Iterable[tu
     """Write files whose tensors come one after the other, holding one tensor at a time."""
     coming = iter(tensors)
     for file in files:
-        with FileWriter(folder / file.name, file.entries) as writer:
-            for _ in file.entries:
+        with FileWriter(folder / file.name, file.specs) as writer:
+            for _ in file.specs:
                 writer.add(*next(coming))
 
 
@@ -170,7 +141,9 @@ class TensorFolder:
 
     def _find_whole(self) -> Mapping[str, Sequence[tuple[Box, str, str]]]:
         held = {file: list(opened.keys()) for file, opened in self._files.items()}
-        return {name: [((), file, name)] for name, file in find_tensors(self._folder, held).items()}
+        found = find_tensors(self._folder, held)
+        had_tower = any(name.startswith(_OLD_TOWER) for name in found)
+        return {_new_name(name) if had_tower else name: [((), file, name)] for name, file in found.items()}
 
     @property
     def names(self) -> set[str]:
@@ -219,6 +192,17 @@ class TensorFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+
+
+def _new_name(name: str) -> str:
+    """Name in the model of a tensor of Qwen2.5-VL, whose files keep older ones.
+
+    Source: transformers 5.19, conversion_mapping.py, "Qwen2VLForConditionalGeneration".
+    """
+    if name.startswith(_OLD_TOWER):
+        return f"model.{name}"
+    old = name.startswith("model.") and not name.startswith(("model.language_model.", "model.visual."))
+    return f"model.language_model.{name.removeprefix('model.')}" if old else name
 
 
 def _slices(box: Box, within: Box | None = None) -> tuple[slice, ...]:

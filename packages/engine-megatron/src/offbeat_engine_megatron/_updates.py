@@ -4,16 +4,18 @@ Shapes: T tokens of a sequence.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
 
+from offbeat_engine_megatron._images import Images
 from offbeat_engine_megatron._packing import Pack, lay_out_all
 from offbeat_engine_megatron._parallel import Parallel
 from offbeat_engine_megatron._passes import Passes
 from offbeat_engine_megatron._ranks import Ranks
-from offbeat_engine_megatron._shares import Share, plan_shares, spread_values
-from offbeat_types import DataError, Floats, ModelError, TrainSequence
+from offbeat_engine_megatron._shares import Share, plan_shares
+from offbeat_types import DataError, Floats, TrainSequence, check_token_ids, spread_values
 
 
 class Updates:
@@ -25,11 +27,21 @@ class Updates:
         budget: tokens of a micro-batch.
         vocabulary: token ids are below it.
         device: of this rank.
+        images: of a model with a vision tower; None of a model for text.
     """
 
-    def __init__(self, ranks: Ranks, parallel: Parallel, *, budget: int, vocabulary: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        parallel: Parallel,
+        *,
+        budget: int,
+        vocabulary: int,
+        device: torch.device,
+        images: Images | None = None,
+    ) -> None:
         self._ranks, self._parallel, self._budget = ranks, parallel, budget
-        self._vocabulary, self._device = vocabulary, device
+        self._vocabulary, self._device, self._images = vocabulary, device, images
         # What the number of micro-batches must be a multiple of.
         self._round = parallel.pp if parallel.vpp > 1 else 1
 
@@ -42,42 +54,36 @@ class Updates:
 
         Raises:
             ModelError: an id is not in the vocabulary.
-            DataError: there are images.
+            DataError: there are images and the model takes none, or their placeholders are others.
             MismatchError: another rank was given other sequences; on all.
         """
         self._ranks.check_same(what, sequences)  # called from here, so that a verdict shows whose call this was
-        self._check_ids(sequences)  # of what all have: all raise, or none
+        self._check(sequences)  # of what all have: all raise, or none
         share = self._shares(sequences)[self._ranks.share] or [[]] * self._round
-        return lay_out_all(sequences, share, self._parallel)
+        return lay_out_all(sequences, share, self._parallel, self._images)
 
     def logprobs(self, what: str, sequences: Sequence[TrainSequence], passes: Passes) -> list[Floats]:
         """[T] float32 nats of every sequence, 0 where loss_mask is False, on every rank; arguments as for `packs`."""
         self._ranks.check_same(what, sequences)
-        self._check_ids(sequences)
+        self._check(sequences)
         shares = self._shares(sequences)
-        packs = lay_out_all(sequences, shares[self._ranks.share], self._parallel)
+        packs = lay_out_all(sequences, shares[self._ranks.share], self._parallel, self._images)
         answers = [each.float().cpu().numpy() for each in passes.answer(packs)] if packs else []
-        counts = [
-            sum(int(sequences[member].loss_mask.sum()) for members in share for member in members) for share in shares
-        ]
+        members = [list(chain.from_iterable(share)) for share in shares]
+        counts = [sum(int(sequences[member].loss_mask.sum()) for member in share) for share in members]
         own = np.concatenate(answers) if answers else np.zeros(0, np.float32)
         found = self._ranks.gather_shares(own, counts, self._device) if any(counts) else []
-        return spread_values(sequences, shares if found else [], found)
+        return spread_values(sequences, members if found else [], found)
 
     def _shares(self, sequences: Sequence[TrainSequence]) -> list[Share]:
         """Micro-batches of every share."""
         return plan_shares(sequences, budget=self._budget, num_shares=self._ranks.num_shares, round_up_to=self._round)
 
-    def _check_ids(self, sequences: Sequence[TrainSequence]) -> None:
-        if any(sequence.images for sequence in sequences):
+    def _check(self, sequences: Sequence[TrainSequence]) -> None:
+        if self._images is not None:
+            self._images.check(sequences)
+        elif any(sequence.images for sequence in sequences):
             raise DataError(
-                "sequences hold images, and the megatron engine trains models for text alone: use engine.backend = "
-                '"torch", or leave the images out'
+                "sequences hold images, and the model takes none: train a vision-language model, or leave them out"
             )
-        found = [sequence.ids for sequence in sequences if len(sequence.ids)]
-        low = min((int(ids.min()) for ids in found), default=0)
-        high = max((int(ids.max()) for ids in found), default=0)
-        if low < 0 or high >= self._vocabulary:
-            raise ModelError(
-                f"token ids must be in [0, {self._vocabulary}): got {low} to {high}; use the tokenizer of this model"
-            )
+        check_token_ids(sequences, self._vocabulary)

@@ -58,7 +58,7 @@ class HeldWeights:
         self._expert_rank = mesh.coordinates["ep"]
         self._device = mesh.device.torch_device
         self._tp, self._gathering = mesh.group("tp"), Gathering(mesh)
-        held = {(slot.place.part, slot.place.path) for slot in slots or ()}
+        held = {(place.part, place.path) for slot in slots or () for place in (slot.place, *slot.copies)}
         self._parameters = {
             (part, name): parameter
             for part, module in enumerate(parts)

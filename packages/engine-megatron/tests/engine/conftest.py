@@ -1,9 +1,11 @@
 """Tests on the real engine, which the nox session `test(engine-megatron+engine)` has; elsewhere they are left out."""
 
 import gc
+import sys
 import warnings
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from offbeat_testing import tiny_model
 
 collect_ignore_glob = [] if find_spec("megatron") else ["test_*.py"]
 torch.set_num_threads(1)
+sys.path.insert(0, str(Path(__file__).parents[3] / "engine-torch/tests"))  # for pictured_sequences
 
 if find_spec("megatron"):
     from offbeat_engine_megatron._megatron import load_megatron

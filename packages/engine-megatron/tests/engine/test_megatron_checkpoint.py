@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from megatron_layouts import Layout, engine_config, make_model
-from megatron_yardstick import make_sequences, policy_loss
+from megatron_yardstick import train_steps
 
 from offbeat_dist import Mesh
 from offbeat_engine_megatron import MegatronTrainEngine
@@ -44,14 +44,6 @@ def runs(tmp_path_factory):
     return folder
 
 
-def train(engine, first, last):
-    told = []
-    for step in range(first, last):
-        told.append(engine.forward_backward(make_sequences(step), policy_loss)["loss"].value)
-        told.append(engine.step()["grad_norm"].value)
-    return told
-
-
 def on(layouts):
     return [pytest.param(each, marks=pytest.mark.mesh(**({"dp": 1} | each.axes), deadline_s=120)) for each in layouts]
 
@@ -65,10 +57,10 @@ def place_of(runs, layout):
 def test_a_layout_saves(runs, layout, mesh):
     """Two steps, a checkpoint, two more steps."""
     engine = MegatronTrainEngine.create(engine_config(runs / layout.model, layout), mesh)
-    train(engine, 0, 2)
+    train_steps(engine, 0, 2)
     engine.save(place_of(runs, layout))
     weights = {name: tensor.clone() for name, tensor in engine.weights()}
-    told = train(engine, 2, 4)
+    told = train_steps(engine, 2, 4)
     if engine.leader:
         (place_of(runs, layout) / "told.json").write_text(json.dumps(told))
         names = {name for name, _ in reference_model(place_of(runs, layout)).named_parameters()}
@@ -82,20 +74,20 @@ def test_a_layout_goes_on_from_what_any_other_saved(runs, layout, mesh):
     engine = MegatronTrainEngine.create(engine_config(runs / layout.model, layout), mesh)
     for number, writer in enumerate(each for each in WRITERS if each.model == layout.model):
         if number == 1:  # the first time the optimizer is a fresh one; later there is the run before to forget
-            train(engine, 7, 8)
+            train_steps(engine, 7, 8)
         engine.load(place_of(runs, writer))
         assert engine.steps_taken == 2
         wanted = json.loads((place_of(runs, writer) / "told.json").read_text())
-        np.testing.assert_allclose(train(engine, 2, 4), wanted, rtol=1e-5, atol=1e-5, err_msg=str(writer))
+        np.testing.assert_allclose(train_steps(engine, 2, 4), wanted, rtol=1e-5, atol=1e-5, err_msg=str(writer))
 
 
 def test_one_process_goes_on_bit_for_bit(runs, tmp_path):
     layout = Layout()
     engine, other = (MegatronTrainEngine.create(engine_config(runs / "qwen3", layout)) for _ in range(2))
-    train(engine, 0, 2)
+    train_steps(engine, 0, 2)
     engine.save(tmp_path / "saved")
     other.load(tmp_path / "saved")
-    assert train(engine, 2, 4) == train(other, 2, 4)
+    assert train_steps(engine, 2, 4) == train_steps(other, 2, 4)
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(engine.weights(), other.weights(), strict=True))
     engine.close()
     other.close()
@@ -106,9 +98,9 @@ def test_a_checkpoint_before_the_first_step(runs, mesh, tmp_path_factory):
     engine = MegatronTrainEngine.create(engine_config(runs / "qwen3", Layout()), mesh)
     folder = tmp_path_factory.getbasetemp() / "unstepped"
     engine.save(folder)
-    first = train(engine, 0, 2)
+    first = train_steps(engine, 0, 2)
     engine.load(folder)
-    np.testing.assert_allclose(train(engine, 0, 2), first, rtol=1e-6)
+    np.testing.assert_allclose(train_steps(engine, 0, 2), first, rtol=1e-6)
 
 
 BAD = {"no checkpoint": "not a checkpoint that", "another model": "another model", "cut short": "cut short"}
@@ -130,12 +122,12 @@ def test_a_bad_checkpoint_is_refused_on_all_ranks(runs, mesh, tmp_path_factory, 
             moments = (trainer / "optimizer.safetensors").read_bytes()
             (trainer / "optimizer.safetensors").write_bytes(moments[:-100])
     mesh.group("tp").barrier()
-    train(engine, 0, 1)
+    train_steps(engine, 0, 1)
     before = {name: tensor.clone() for name, tensor in engine.weights()}
     with pytest.raises(ModelError, match=told):
         engine.load(folder)
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.weights())
-    train(engine, 1, 2)  # and it goes on
+    train_steps(engine, 1, 2)  # and it goes on
     assert engine.steps_taken == 2
 
 

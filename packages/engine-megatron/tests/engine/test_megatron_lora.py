@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from megatron_layouts import Layout, engine_config, make_model
-from megatron_yardstick import LORA_RANK, make_sequences, policy_loss
+from megatron_yardstick import LORA_RANK, make_sequences, train_steps
 from safetensors.torch import load_file
 
 from offbeat_engine_megatron import MegatronTrainEngine
@@ -29,14 +29,6 @@ def shared(tmp_path_factory):
     return tmp_path_factory.mktemp("lora")
 
 
-def train(engine, first, last):
-    told = []
-    for step in range(first, last):
-        told.append(engine.forward_backward(make_sequences(step), policy_loss)["loss"].value)
-        told.append(engine.step()["grad_norm"].value)
-    return told
-
-
 @pytest.mark.mesh(tp=2, pp=2)
 @pytest.mark.mesh(tp=2, dp=2)
 def test_what_leaves_merged_is_the_base_and_what_leaves_alone(mesh, model_folder):
@@ -44,7 +36,7 @@ def test_what_leaves_merged_is_the_base_and_what_leaves_alone(mesh, model_folder
     base = {name: tensor.clone() for name, tensor in engine.weights()}
     untouched = dict(reference_model(model_folder).named_parameters())
     assert all(torch.equal(tensor, untouched[name]) for name, tensor in base.items())  # B is 0 at first
-    train(engine, 0, 2)
+    train_steps(engine, 0, 2)
     adapters = {name: tensor.clone() for name, tensor in engine.adapter_weights()}
     changed = 0
     for name, tensor in engine.weights():
@@ -79,7 +71,7 @@ def test_the_first_policy_is_the_base_without_a_second_copy(mesh, model_folder, 
     trained = {name for part in engine._optimizer.parts for name, each in part.named_parameters() if each.requires_grad}
     assert trained
     assert all(".adapter." in name for name in trained)
-    train(engine, 0, 2)
+    train_steps(engine, 0, 2)
     asked = make_sequences(5)
     first = engine.logprobs(asked, reference=True)
     assert engine._reference is None
@@ -98,10 +90,10 @@ WRITER, READERS = {"tp": 2, "pp": 2}, ({"dp": 2}, {"tp": 2})
 @pytest.mark.mesh(**WRITER)
 def test_a_layout_saves_adapters(mesh, model_folder, shared):
     engine = MegatronTrainEngine.create(config(model_folder), mesh)
-    train(engine, 0, 2)
+    train_steps(engine, 0, 2)
     engine.save(shared / "saved")
     adapters = {name: tensor.clone() for name, tensor in engine.adapter_weights()}
-    told = train(engine, 2, 4)
+    told = train_steps(engine, 2, 4)
     if engine.leader:
         (shared / "told.json").write_text(json.dumps(told))
         saved = load_file(shared / "saved" / "adapter" / "adapter_model.safetensors")
@@ -117,10 +109,10 @@ def test_a_layout_saves_adapters(mesh, model_folder, shared):
 @pytest.mark.mesh(**READERS[1])
 def test_another_layout_goes_on_from_them(mesh, model_folder, shared):
     engine = MegatronTrainEngine.create(config(model_folder), mesh)
-    train(engine, 7, 8)  # something to forget
+    train_steps(engine, 7, 8)  # something to forget
     engine.load(shared / "saved")
     wanted = json.loads((shared / "told.json").read_text())
-    np.testing.assert_allclose(train(engine, 2, 4), wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(train_steps(engine, 2, 4), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.mesh(dp=2, compare=False)
@@ -141,7 +133,7 @@ def moe_folder(shared):
 def test_experts_stay_as_they_are(mesh, moe_folder):
     engine = MegatronTrainEngine.create(config(moe_folder, model="qwen3-moe"), mesh)
     base = {name: tensor.clone() for name, tensor in engine.weights()}
-    train(engine, 0, 1)
+    train_steps(engine, 0, 1)
     changed = {name for name, tensor in engine.weights() if not torch.equal(tensor, base[name])}
     assert changed
     assert not any(".experts." in name or "mlp.gate." in name for name in changed)

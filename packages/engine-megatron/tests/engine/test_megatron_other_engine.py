@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 from megatron_layouts import Layout, engine_config, make_model
-from megatron_yardstick import make_sequences, policy_loss
+from megatron_yardstick import train_steps
 
 from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_engine_torch import TorchTrainEngine
@@ -35,33 +35,25 @@ def config(folder, *, lora=False):
     return dataclasses.replace(engine_config(folder, Layout()), lora_rank=4 if lora else 0)
 
 
-def train(engine, first, last):
-    told = []
-    for step in range(first, last):
-        told.append(engine.forward_backward(make_sequences(step), policy_loss)["loss"].value)
-        told.append(engine.step()["grad_norm"].value)
-    return told
-
-
 def place_of(runs, kind, model, axes):
     return runs / "-".join([kind, model, *(f"{axis}{size}" for axis, size in axes.items())])
 
 
 def save_and_go_on(engine, place):
     done = engine.steps_taken
-    train(engine, done, done + 2)
+    train_steps(engine, done, done + 2)
     engine.save(place)
-    told = [done + 2, train(engine, done + 2, done + 4)]
+    told = [done + 2, train_steps(engine, done + 2, done + 4)]
     if engine.leader:
         (place / "told.json").write_text(json.dumps(told))
 
 
 def go_on(engine, place):
-    train(engine, 5, 6)  # something to forget
+    train_steps(engine, 5, 6)  # something to forget
     engine.load(place)
     done, told = json.loads((place / "told.json").read_text())
     assert engine.steps_taken == done
-    np.testing.assert_allclose(train(engine, done, done + 2), told, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(train_steps(engine, done, done + 2), told, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.timeout(180)

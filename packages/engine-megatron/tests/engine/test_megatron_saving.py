@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from megatron_layouts import Layout, engine_config, make_model
-from megatron_yardstick import make_sequences, policy_loss
+from megatron_yardstick import make_sequences, train_steps
 from safetensors.torch import save_file
 from torch._C._distributed_c10d import FileStore
 
@@ -39,14 +39,6 @@ def folder(tmp_path_factory):
 
 def make_engine(folder, mesh=None, **options):
     return MegatronTrainEngine.create(engine_config(folder / "qwen3", Layout(options=options)), mesh)
-
-
-def train(engine, first, last):
-    told = []
-    for step in range(first, last):
-        told.append(engine.forward_backward(make_sequences(step), policy_loss)["loss"].value)
-        told.append(engine.step()["grad_norm"].value)
-    return told
 
 
 def make_files_small(monkeypatch):
@@ -73,11 +65,11 @@ def test_training_goes_on_while_a_checkpoint_is_written(folder, mesh, monkeypatc
     make_files_small(monkeypatch)
     place, ready = folder / f"background-{'-'.join(map(str, mesh.axes.values()))}", threading.Event()
     engine = make_engine(folder, mesh)
-    train(engine, 0, 2)
+    train_steps(engine, 0, 2)
     with monkeypatch.context() as patched:
         slowly(patched, ready)
         engine.save_in_background(place)
-        told = train(engine, 2, 4)  # the weights change under it
+        told = train_steps(engine, 2, 4)  # the weights change under it
         mesh.group("dp", "cp", "tp", "pp").barrier()
         assert not place.exists()
         ready.set()
@@ -85,7 +77,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(folder, mesh, monkeypatc
     files = {each.name for each in place.glob("**/*.safetensors")}
     assert len(files) > mesh.size  # every rank has written
     engine.load(place)
-    np.testing.assert_allclose(train(engine, 2, 4), told, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(train_steps(engine, 2, 4), told, rtol=1e-5, atol=1e-5)
     engine.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("write-")]
 
@@ -95,22 +87,22 @@ def test_a_disk_that_is_full_on_one_rank_is_one_error_on_all_and_the_engine_goes
     make_files_small(monkeypatch)
     place = folder / "full"
     engine = make_engine(folder, mesh)
-    train(engine, 0, 1)
+    train_steps(engine, 0, 1)
     engine.save(place)
-    told = train(engine, 1, 2)
+    told = train_steps(engine, 1, 2)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if mesh.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))  # a file that grows no further: a real OSError
     with pytest.raises(RunFolderError, match="rank 1" if mesh.rank == 0 else "large"):
         engine.save(place)
     engine.save_in_background(place)
-    train(engine, 2, 3)
+    train_steps(engine, 2, 3)
     with pytest.raises(RunFolderError, match="rank 1 could not write"):
         engine.finish_save()
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert not list(folder.glob(".tmp-*-full"))
     engine.load(place)  # the one before
-    np.testing.assert_allclose(train(engine, 1, 2), told, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(train_steps(engine, 1, 2), told, rtol=1e-5, atol=1e-5)
     engine.save_in_background(place)  # and the next one is whole
     engine.close()
     assert json.loads((place / "trainer/engine.json").read_text())["steps_taken"] == 2
@@ -121,9 +113,9 @@ def _be_killed(folder, place, rank, shared, while_):
     try:
         with join_world(rank=rank, size=2, store=FileStore(str(shared / "store"), 2), device="cpu", deadline_s=60):
             engine = make_engine(folder, Mesh(dp=2))
-            train(engine, 0, 1)
+            train_steps(engine, 0, 1)
             engine.save(place)
-            told = train(engine, 1, 2)
+            told = train_steps(engine, 1, 2)
             if rank == 0:
                 (shared / "told.json").write_text(json.dumps(told))
             if while_ == "it writes":
@@ -169,7 +161,7 @@ def test_killed_in_the_middle_of_a_save_the_old_checkpoint_is_whole(folder, tmp_
     engine = make_engine(folder)
     engine.load(place)
     told = json.loads((tmp_path / "told.json").read_text())
-    np.testing.assert_allclose(train(engine, 1, 2), told, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(train_steps(engine, 1, 2), told, rtol=1e-5, atol=1e-5)
     engine.save(place)  # and what the killed ones left is cleared away
     engine.close()
     assert not [each for each in tmp_path.iterdir() if each.name.startswith((".tmp-", ".old-"))]
@@ -239,7 +231,7 @@ def test_a_save_holds_buckets_not_the_model(mesh, large, monkeypatch):
     """Resident memory, as the system counts it."""
     monkeypatch.setattr("offbeat_engine_megatron._weights.BUCKET_BYTES", 2**20)
     engine = MegatronTrainEngine.create(TrainEngineConfig(model_path=str(large), device="cpu"), mesh)
-    train(engine, 0, 1)
+    train_steps(engine, 0, 1)
     total = 3 * sum(4 * slot.num_elements for slot in engine._held.slots)
     mesh.device.reset_peak_memory()
     before = mesh.device.memory().allocated_bytes
@@ -251,7 +243,7 @@ def test_a_save_holds_buckets_not_the_model(mesh, large, monkeypatch):
 
 def test_a_checkpoint_of_another_model_changes_nothing_and_is_one_error(folder, tmp_path):
     engine = make_engine(folder)
-    train(engine, 0, 1)
+    train_steps(engine, 0, 1)
     engine.save(tmp_path / "own")
     before = {name: tensor.clone() for name, tensor in engine.weights()}
     other = tiny_model(tmp_path / "other", num_layers=2, hidden_size=32, num_kv_heads=4)
@@ -267,7 +259,7 @@ def test_a_checkpoint_of_another_model_changes_nothing_and_is_one_error(folder, 
 
 def test_a_saved_model_answers_in_transformers_as_it_does_here(folder, tmp_path):
     engine = make_engine(folder)
-    train(engine, 0, 1)
+    train_steps(engine, 0, 1)
     engine.save(tmp_path / "saved")
     model = reference_model(tmp_path / "saved")
     for sequence, found in zip(make_sequences(5), engine.logprobs(make_sequences(5)), strict=True):
@@ -283,7 +275,7 @@ def test_weights_that_a_folder_held_do_not_come_back(folder, tmp_path, monkeypat
     engine, place = make_engine(folder), tmp_path / "out"
     for number, max_bytes in enumerate((2**15, 2**16, 2**30)):
         monkeypatch.setattr("offbeat_engine_megatron._tensor_files.MAX_FILE_BYTES", max_bytes)
-        train(engine, number, number + 1)
+        train_steps(engine, number, number + 1)
         place.mkdir(exist_ok=True)
         (place / "theirs.txt").touch()
         getattr(engine, how)(place)

@@ -11,8 +11,6 @@ whole moments in trainer/optimizer.safetensors; it is still read.
 """
 
 import json
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,23 +25,14 @@ from offbeat_engine_torch._optimizer import MOMENTS, ClippedAdamW
 from offbeat_engine_torch._pieces import Box, Piece, num_elements, overlap, slices, whole_box
 from offbeat_engine_torch._policy import Policy
 from offbeat_engine_torch._ranks import Ranks
-from offbeat_engine_torch._tensor_files import Entry, TensorReader, write_model, write_tensors
-from offbeat_engine_torch._weights import ADAPTERS, iterate_weights, weight_entries
-from offbeat_types import ModelError, TrainEngineConfig, drop_model_files
+from offbeat_engine_torch._tensor_files import TensorReader, spec_of, write_model, write_tensors
+from offbeat_engine_torch._weights import ADAPTERS, iterate_weights, weight_specs
+from offbeat_types import ModelError, TrainEngineConfig, copy_tokenizer, drop_model_files, sync_tree
 
 FORMAT = 2
 STATE_FILE = "trainer/engine.json"
 FORMAT_1_FILE = "optimizer.safetensors"
 HOST_RNG, DEVICE_RNG = "rng.host", "rng.device"
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*processor_config.json",
-)
 
 
 def export_weights(policy: Policy, ranks: Ranks, folder: Path, tokenizer: Path) -> None:
@@ -67,11 +56,9 @@ def export_weights(policy: Policy, ranks: Ranks, folder: Path, tokenizer: Path) 
         whole.save_pretrained(folder, state_dict={name: tensor.contiguous() for name, tensor in weights})
     else:
         _write_config(whole, folder)
-        write_model(folder, weight_entries(policy.pieces), weights)
-    for pattern in TOKENIZER_FILES:
-        for file in tokenizer.glob(pattern):
-            shutil.copyfile(file, folder / file.name)
-    _sync(folder)
+        write_model(folder, weight_specs(policy.pieces), weights)
+    copy_tokenizer(tokenizer, folder)
+    sync_tree(folder)
 
 
 def save_state(
@@ -103,7 +90,7 @@ def save_state(
             "parts": dict(found),
         }
         (folder / STATE_FILE).write_text(json.dumps(state) + "\n")
-        _sync(folder)
+        sync_tree(folder)
 
 
 def _write_moments(
@@ -117,8 +104,8 @@ def _write_moments(
         if state and piece.owned and num_elements(piece.box):
             parts[piece.name] = {"step": float(state["step"]), "box": piece.box}
             tensors |= {f"{moment}.{piece.name}": state[moment] for moment in MOMENTS}
-    entries = [Entry(name=key, shape=tuple(tensor.shape), dtype=tensor.dtype) for key, tensor in tensors.items()]
-    write_tensors(beside.with_name(name), entries, tensors.items())
+    specs = [spec_of(key, tensor) for key, tensor in tensors.items()]
+    write_tensors(beside.with_name(name), specs, tensors.items())
     return parts
 
 
@@ -258,13 +245,3 @@ def _write_config(whole: Any, folder: Path) -> None:
     whole.config.save_pretrained(folder)
     if whole.can_generate():
         whole.generation_config.save_pretrained(folder)
-
-
-def _sync(folder: Path) -> None:
-    """Force everything in a folder onto the disk, so that a rename afterwards publishes whole files."""
-    for path in [*folder.rglob("*"), folder]:
-        handle: Any = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

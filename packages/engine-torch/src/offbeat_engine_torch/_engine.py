@@ -17,9 +17,9 @@ from offbeat_dist import Asleep, Device, Mesh, open_device
 from offbeat_engine_torch._checkpoint import export_weights, load_state, save_state
 from offbeat_engine_torch._layout import arrange, plan_layout
 from offbeat_engine_torch._load import make_policy
-from offbeat_engine_torch._loss_tokens import ask_loss_tokens, call_loss, count_pack
+from offbeat_engine_torch._loss_tokens import ask_loss_tokens
 from offbeat_engine_torch._optimizer import ClippedAdamW
-from offbeat_engine_torch._options import TorchEngineOptions, read_options
+from offbeat_engine_torch._options import TorchEngineOptions
 from offbeat_engine_torch._packing import idle_pack
 from offbeat_engine_torch._pieces import collect_gradients, memory_of, trained_parameters
 from offbeat_engine_torch._policy import Policy
@@ -31,7 +31,6 @@ from offbeat_engine_torch._shares import (
     members_in_order,
     plan_shares,
     rounds_with_images,
-    spread_values,
 )
 from offbeat_engine_torch._weights import iterate_weights
 from offbeat_types import (
@@ -45,7 +44,11 @@ from offbeat_types import (
     TrainEngineConfig,
     TrainLayout,
     TrainSequence,
+    call_loss,
     check_schedule,
+    check_token_ids,
+    count_micro_batch,
+    spread_values,
 )
 
 log = logging.getLogger(__name__)
@@ -110,9 +113,9 @@ class TorchTrainEngine:
             ConfigError: the device is not here, or a setting or option is out of range.
             ModelError: the model folder is missing, corrupt, or of a family that is not supported.
         """
-        options = read_options(config.options)
+        options = TorchEngineOptions.parse(config.options)
         check_schedule(config)
-        device = _open_device(config, mesh)
+        device = open_device(config.device, mesh)
         mesh = arrange(mesh, options)
         if config.dtype != "float32" and _FORMATS[config.dtype] not in device.autocast_dtypes:
             raise ConfigError(f"device {device.torch_device} does not compute in {config.dtype}; use float32")
@@ -165,7 +168,11 @@ class TorchTrainEngine:
                 self._keep_company(tokens.logprobs_N)
             else:
                 self._backward(value, tokens.logprobs_N)
-                results.append({**metrics, **count_pack(with_loss, pack, float(value.detach()))})
+                members = [with_loss[member] for member in pack.members]
+                counts = count_micro_batch(members, len(pack.ids_T), float(value.detach()))
+                members = [with_loss[member] for member in pack.members]
+                counts = count_micro_batch(members, len(pack.ids_T), float(value.detach()))
+                results.append({**metrics, **counts})
         try:
             return self._ranks.merge(results, failure)
         except Exception:
@@ -324,7 +331,7 @@ class TorchTrainEngine:
         """Micro-batches of every share, after making sure that all ranks were asked for the same."""
         self._asleep.refuse(what, Asleep.WEIGHTS, Asleep.OPTIMIZER)
         self._ranks.check_same(what, sequences)
-        policy.check_ids(sequences)  # of what all have: all raise, or none
+        check_token_ids(sequences, policy.vocabulary_size)  # of what all have: all raise, or none
         policy.sight.check(sequences)
         return plan_shares(
             sequences,
@@ -384,13 +391,3 @@ class TorchTrainEngine:
             self._reference = make_policy(self.config, self._options, self._device, self._ranks, self._mesh)
             self._reference.model.requires_grad_(requires_grad=False)
         return self._reference, nullcontext()
-
-
-def _open_device(config: TrainEngineConfig, mesh: Mesh | None) -> Device:
-    """The device of `config`; on a mesh each rank has its own already, of which the config may say the kind."""
-    if mesh is None:
-        return open_device(config.device)
-    kind = config.device.partition(":")[0]
-    if kind not in ("auto", mesh.device.kind):
-        raise ConfigError(f"the mesh computes on {mesh.device.kind}, the engine is set to {config.device}; use auto")
-    return mesh.device

@@ -2,7 +2,7 @@
 
 from offbeat_dist import Mesh, open_device
 from offbeat_engine_torch._model import read_config
-from offbeat_engine_torch._options import TorchEngineOptions, read_options
+from offbeat_engine_torch._options import TorchEngineOptions
 from offbeat_engine_torch._sharding import check_tensor_parallel
 from offbeat_types import ConfigError, TrainEngineConfig, TrainLayout, check_schedule
 
@@ -14,7 +14,7 @@ def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
         ConfigError: a setting is out of range, or so many ranks cannot share this model.
         ModelError: the folder is missing, or of a family that is not supported.
     """
-    options = read_options(config.options)
+    options = TorchEngineOptions.parse(config.options)
     check_schedule(config)
     open_device(config.device)
     width = options.tensor_parallel

@@ -1,12 +1,10 @@
 """What this backend takes beyond `TrainEngineConfig`, under its `options`."""
 
-import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from offbeat_types import METADATA_KEY, ConfigError, setting
+from offbeat_types import read_options, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,22 +22,11 @@ class TorchEngineOptions:
         choices=("float32", "bfloat16"),
     )
 
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> Self:
+        """Check names, types and bounds.
 
-def read_options(options: Mapping[str, Any]) -> TorchEngineOptions:
-    """Check options against their declarations.
-
-    Raises:
-        ConfigError: an option is unknown (the text names the nearest), of the wrong type, or out of bounds.
-    """
-    fields = {field.name: field for field in dataclasses.fields(TorchEngineOptions)}
-    for name, value in options.items():
-        if name not in fields:
-            near = difflib.get_close_matches(name, fields, 1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(fields))}"
-            raise ConfigError(f"the torch engine has no option {name!r}; {hint}")
-        kind = type(fields[name].default)
-        fits = isinstance(value, kind) or (kind is float and type(value) is int)
-        complaint = kind.__name__ if not fits else fields[name].metadata[METADATA_KEY].complaint(value)
-        if complaint:
-            raise ConfigError(f"torch engine option {name} must be {complaint}: got {value!r}")
-    return TorchEngineOptions(**options)
+        Raises:
+            ConfigError: whatever is wrong.
+        """
+        return read_options("the torch engine", cls, options)

@@ -18,7 +18,7 @@ from offbeat_engine_torch._pieces import Piece
 from offbeat_engine_torch._rows import AttentionPlan
 from offbeat_engine_torch._sharding import free_gathered
 from offbeat_engine_torch._vision import Blind, Vision, see
-from offbeat_types import ModelError, TrainEngineConfig, TrainSequence
+from offbeat_types import TrainEngineConfig, TrainSequence
 
 _FORMATS = {"float32": None, "bfloat16": torch.bfloat16}
 
@@ -84,21 +84,6 @@ class Policy:
     def settle(self) -> None:
         """Drop what asking without a backward pass has left."""
         free_gathered(self.model)
-
-    def check_ids(self, sequences: Sequence[TrainSequence]) -> None:
-        """Refuse token ids that the model does not have.
-
-        Raises:
-            ModelError: with the range found.
-        """
-        found = [sequence.ids for sequence in sequences if len(sequence.ids)]
-        low = min((int(ids.min()) for ids in found), default=0)
-        high = max((int(ids.max()) for ids in found), default=0)
-        if low < 0 or high >= self.vocabulary_size:
-            raise ModelError(
-                f"token ids must be in [0, {self.vocabulary_size}): got {low} to {high}; "
-                "use the tokenizer of this model"
-            )
 
     def lay_out(self, sequences: Sequence[TrainSequence], families: Sequence[Family]) -> Pack:
         """Lay out one micro-batch for this model."""

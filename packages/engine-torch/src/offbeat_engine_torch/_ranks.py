@@ -17,12 +17,10 @@ from offbeat_types import (
     ConfigError,
     Floats,
     Metrics,
-    PeerFailedError,
     TrainSequence,
     digest_sequences,
     merge_metrics,
-    pack_metrics,
-    unpack_metrics,
+    merge_over_ranks,
 )
 
 Value = TypeVar("Value")
@@ -158,16 +156,7 @@ class Team:
 
     def merge(self, results: Sequence[Metrics], failure: Exception | None) -> Metrics:
         """Gather from all, and merge one rank of every share, in the order of shares."""
-        plain, failure = pack_metrics(results, failure)
-        reason = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        found = self.exchange((reason, self.share, self._tp.rank, plain))
-        if failure is not None:
-            raise failure
-        for rank, (their_reason, *_) in enumerate(found):
-            if their_reason:
-                raise PeerFailedError(f"trainer rank {rank}", their_reason)
-        by_share = {share: metrics for _, share, tp_rank, metrics in found if tp_rank == 0}
-        return merge_metrics([unpack_metrics(by_share[share]) for share in range(self.num_shares)])
+        return merge_over_ranks(results, failure, share=self.share, speaks=self._tp.rank == 0, exchange=self.exchange)
 
     def gather(self, piece: Piece) -> Tensor:
         """Gather a few rows of every part at a time, so that the transport's own buffers stay small."""

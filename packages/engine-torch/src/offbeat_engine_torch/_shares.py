@@ -6,10 +6,8 @@ A pure function of the whole update, so that every rank computes the same plan w
 import heapq
 from collections.abc import Sequence
 
-import numpy as np
-
 from offbeat_engine_torch._packing import Family, find_families, plan_packs
-from offbeat_types import Floats, TrainSequence
+from offbeat_types import TrainSequence
 
 MicroBatch = list[Family]
 """What one forward and backward pass computes; empty for a rank that only keeps the others company."""
@@ -64,21 +62,6 @@ def members_in_order(shares: list[list[MicroBatch]]) -> list[list[int]]:
 def count_tokens(sequences: Sequence[TrainSequence], members: list[list[int]]) -> list[int]:
     """Loss tokens of each share."""
     return [sum(int(sequences[member].loss_mask.sum()) for member in share) for share in members]
-
-
-def spread_values(
-    sequences: Sequence[TrainSequence], members: list[list[int]], values: Sequence[Floats]
-) -> list[Floats]:
-    """Bring each share's values, one per loss token, to the sequences: [T] float32 each, 0 outside the loss mask."""
-    found = [np.zeros(len(sequence.ids), np.float32) for sequence in sequences]
-    for share, theirs in zip(members, values, strict=True):
-        start = 0
-        for member in share:
-            mask = sequences[member].loss_mask
-            stop = start + int(mask.sum())
-            found[member][mask] = theirs[start:stop]
-            start = stop
-    return found
 
 
 def _fill(families: list[Family], num_bins: int, budget: int) -> list[MicroBatch] | None:

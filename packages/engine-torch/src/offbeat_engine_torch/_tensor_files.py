@@ -1,11 +1,8 @@
 """Safetensors read by slices and written as a stream: neither side ever holds a whole model for a file's sake."""
 
-import json
-import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,28 +12,27 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from offbeat_engine_torch._pieces import Box, num_elements, slices
-from offbeat_types import MODEL_FILE, MODEL_INDEX_FILE, ModelError, find_tensors, tensor_file_header
+from offbeat_types import (
+    MODEL_FILE,
+    MODEL_INDEX_FILE,
+    ModelError,
+    TensorSpec,
+    find_tensors,
+    tensor_file_header,
+    tensor_file_index,
+)
 
 MAX_FILE_BYTES = 4 * 10**9
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """What a file says of a tensor before the tensor comes."""
+def dtype_name(tensor: Tensor) -> str:
+    """Its number format, such as "float32"."""
+    return str(tensor.dtype).removeprefix("torch.")
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
 
-    @property
-    def num_bytes(self) -> int:
-        """Of its data."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def format(self) -> str:
-        """Its number format, such as "float32"."""
-        return str(self.dtype).removeprefix("torch.")
+def spec_of(name: str, tensor: Tensor) -> TensorSpec:
+    """What a file says of a tensor before it comes."""
+    return TensorSpec(name, dtype_name(tensor), tuple(tensor.shape))
 
 
 class TensorReader:
@@ -93,45 +89,41 @@ class TensorReader:
         self._stack.close()
 
 
-def write_tensors(path: Path, entries: Sequence[Entry], tensors: Iterable[tuple[str, Tensor]]) -> None:
+def write_tensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write one file, holding one tensor at a time, and force it onto the disk.
 
     Args:
         path: made or replaced.
-        entries: of all tensors, in the order in which they come.
-        tensors: (name, values), each as its entry says.
+        specs: of all tensors, in the order in which they come.
+        tensors: (name, values), each as its spec says.
     """
     with path.open("wb") as file:
-        file.write(tensor_file_header((each.name, each.format, each.shape) for each in entries))
-        for entry, (name, tensor) in zip(entries, tensors, strict=True):
-            assert (name, tuple(tensor.shape), tensor.dtype) == (entry.name, entry.shape, entry.dtype), name
+        file.write(tensor_file_header(specs))
+        for spec, (name, tensor) in zip(specs, tensors, strict=True):
+            assert spec_of(name, tensor) == spec, name
             if tensor.numel():
                 file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def write_model(folder: Path, entries: Sequence[Entry], tensors: Iterator[tuple[str, Tensor]]) -> None:
+def write_model(folder: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Write model.safetensors, or numbered files and their index when one file would grow too large."""
-    files = _split(entries, MAX_FILE_BYTES)
+    files = _split(specs, MAX_FILE_BYTES)
     names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
     if len(files) == 1:
         names = [MODEL_FILE]
     for name, part in zip(names, files, strict=True):
         write_tensors(folder / name, part, (next(tensors) for _ in part))
     if len(files) > 1:
-        index = {
-            "metadata": {"total_size": sum(entry.num_bytes for entry in entries)},
-            "weight_map": {entry.name: name for name, part in zip(names, files, strict=True) for entry in part},
-        }
-        (folder / MODEL_INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / MODEL_INDEX_FILE).write_text(tensor_file_index(dict(zip(names, files, strict=True))))
 
 
-def _split(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
+def _split(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
     """Cut the list where a file would pass `max_bytes`."""
-    files: list[list[Entry]] = [[]]
-    for entry in entries:
-        if files[-1] and sum(each.num_bytes for each in files[-1]) + entry.num_bytes > max_bytes:
+    files: list[list[TensorSpec]] = [[]]
+    for spec in specs:
+        if files[-1] and sum(each.num_bytes for each in files[-1]) + spec.num_bytes > max_bytes:
             files.append([])
-        files[-1].append(entry)
+        files[-1].append(spec)
     return files

@@ -8,8 +8,7 @@ Shapes: T tokens of a sequence, I images, M placeholder tokens, P patches, C val
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,14 @@ import torch
 from torch import Tensor
 
 from offbeat_engine_torch._packing import Indices, TextOnly
-from offbeat_types import BackendError, DataError, Image, ModelError, TrainSequence
-
-Grid = tuple[int, int, int]
-"""Patches of an image in time, height and width."""
+from offbeat_types import (
+    DataError,
+    Image,
+    ImageCutter,
+    TrainSequence,
+    check_placeholders,
+    find_placeholders,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +85,14 @@ class Vision:
 
     def __init__(self, backbone: Any, model_path: str) -> None:
         vision = backbone.config.vision_config
-        self._backbone, self._folder = backbone, Path(model_path).expanduser()
+        self._backbone = backbone
+        folder = Path(model_path).expanduser()
+        self._cutter = ImageCutter(
+            folder, partial(_load_processor, folder), 'pip install "offbeat-engine-torch[vision]"'
+        )
         self._image_id: int = backbone.config.image_token_id
         self._merge: int = vision.spatial_merge_size
         self._num_values: int = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        self._grids: dict[tuple[int, int], Grid] = {}
 
     def check(self, sequences: Sequence[TrainSequence]) -> None:
         """Refuse placeholders that are not those of the images.
@@ -95,21 +101,13 @@ class Vision:
             DataError: other runs of placeholder tokens than the images take.
             ModelError, BackendError: the image processor cannot be loaded.
         """
-        for index, sequence in enumerate(sequences):
-            wanted = [math.prod(self._grid(image)) // self._merge**2 for image in sequence.images]
-            found = [stop - start for start, stop in self.spans(sequence)]
-            if wanted != found:
-                raise DataError(
-                    f"sequence {index}: its images take {wanted} placeholder tokens (id {self._image_id}) one after "
-                    f"the other, and it holds runs of {found}; give the ids and images that the model was sampled with"
-                )
+        check_placeholders(
+            sequences, self._image_id, lambda image: math.prod(self._cutter.grid(image)) // self._merge**2
+        )
 
     def spans(self, sequence: TrainSequence) -> list[tuple[int, int]]:
-        """(start, stop) of each run of placeholders. Those in the loss were sampled: they are tokens like others."""
-        marked = np.zeros(len(sequence.ids) + 2, bool)
-        marked[1:-1] = (sequence.ids == self._image_id) & ~sequence.loss_mask
-        edges = np.flatnonzero(marked[1:] != marked[:-1]).tolist()
-        return list(zip(edges[::2], edges[1::2], strict=True))
+        """(start, stop) of each run of placeholders."""
+        return find_placeholders(sequence, self._image_id)
 
     def positions(self, sequence: TrainSequence) -> Indices:
         """[3, T]: position in time, height and width; equal but within images, as transformers computes them."""
@@ -119,7 +117,7 @@ class Vision:
         for start, stop in self.spans(sequence):
             kinds[0, start:stop] = 1
         ids = torch.from_numpy(sequence.ids.astype(np.int64))[None]
-        grids = torch.tensor([self._grid(image) for image in sequence.images])
+        grids = torch.tensor([self._cutter.grid(image) for image in sequence.images])
         found, _ = self._backbone.get_rope_index(ids, torch.from_numpy(kinds), image_grid_thw=grids)
         positions: Indices = found[:, 0].numpy()
         return positions
@@ -127,7 +125,7 @@ class Vision:
     def patches(self, images: Sequence[Image], place_M: Indices, device: torch.device) -> ImagePatches:
         """Prepare images; without any, the smallest blank one, for a rank that meets the others in the tower."""
         if images:
-            pixels, grid = self._prepare(images)
+            pixels, grid = self._cutter.prepare(images)
         else:
             pixels = torch.zeros(self._merge**2, self._num_values)
             grid = torch.tensor([[1, self._merge, self._merge]])
@@ -135,44 +133,11 @@ class Vision:
             pixels_PC=pixels.to(device), grid_I3=grid.to(device), place_M=torch.from_numpy(place_M).to(device)
         )
 
-    def _prepare(self, images: Sequence[Image]) -> tuple[Tensor, Tensor]:
-        """Pixels and grids, from the model's own image processor."""
-        made = self._processor(images=list(images), input_data_format="channels_last", return_tensors="pt")
-        pixels, grid = made["pixel_values"], made["image_grid_thw"]
-        if grid.tolist() != [list(self._grid(image)) for image in images]:
-            raise ModelError(f"{self._folder}: {type(self._processor).__name__} cuts images otherwise than it declares")
-        return pixels, grid
 
-    def _grid(self, image: Image) -> Grid:
-        size = (image.shape[0], image.shape[1])
-        if size not in self._grids:
-            self._grids[size] = self._cut(*size)
-        return self._grids[size]
+_INSTALL = 'pip install "offbeat-engine-torch[vision]"'
 
-    def _cut(self, height: int, width: int) -> Grid:
-        """Patches of an image of this size in pixels: the arithmetic of the image processor's module."""
-        processor = self._processor
-        limits = {"min_pixels": processor.size["shortest_edge"], "max_pixels": processor.size["longest_edge"]}
-        resize = import_module(type(processor).__module__).smart_resize
-        try:
-            size = resize(height, width, factor=processor.patch_size * processor.merge_size, **limits)
-        except ValueError as error:
-            raise DataError(f"an image of {width} x {height} pixels: {error}") from error
-        return 1, size[0] // processor.patch_size, size[1] // processor.patch_size
 
-    @cached_property
-    def _processor(self) -> Any:
-        from transformers import AutoImageProcessor
+def _load_processor(folder: Path) -> Any:
+    from transformers import AutoImageProcessor
 
-        try:
-            return AutoImageProcessor.from_pretrained(self._folder, local_files_only=True)
-        except ImportError as error:
-            raise BackendError(
-                f"images are prepared by {self._folder.name}'s processor, which needs Pillow or torchvision ({error}); "
-                'install it with: pip install "offbeat-engine-torch[vision]"'
-            ) from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(
-                f"{self._folder}: no image processor can be loaded: {error}; copy preprocessor_config.json (or "
-                "processor_config.json) from the model"
-            ) from error
+    return AutoImageProcessor.from_pretrained(folder, local_files_only=True)

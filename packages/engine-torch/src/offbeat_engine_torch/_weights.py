@@ -9,7 +9,8 @@ from offbeat_engine_torch._lora import lora_layers
 from offbeat_engine_torch._model import CausalModel
 from offbeat_engine_torch._pieces import Piece
 from offbeat_engine_torch._ranks import Ranks
-from offbeat_engine_torch._tensor_files import Entry
+from offbeat_engine_torch._tensor_files import dtype_name
+from offbeat_types import TensorSpec
 
 ADAPTERS = (".lora_A", ".lora_B")
 
@@ -32,10 +33,10 @@ def iterate_weights(model: CausalModel, pieces: Sequence[Piece], ranks: Ranks) -
         yield name, tensor
 
 
-def weight_entries(pieces: Sequence[Piece]) -> list[Entry]:
+def weight_specs(pieces: Sequence[Piece]) -> list[TensorSpec]:
     """Names, shapes and formats of what `iterate_weights` gives."""
     return [
-        Entry(name=piece.name, shape=piece.shape, dtype=piece.local.dtype)
+        TensorSpec(piece.name, dtype_name(piece.local), piece.shape)
         for piece in pieces
         if not piece.name.endswith(ADAPTERS)
     ]

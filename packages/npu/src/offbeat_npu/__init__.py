@@ -12,11 +12,10 @@ from offbeat_npu._masks import (
 )
 from offbeat_npu._mindspeed import patch_megatron
 from offbeat_npu._operators import REFERENCE, Operators, substitute_operators
-from offbeat_npu._visible import RAY_KEEPS_VARIABLE, RAY_RESOURCE, VISIBLE_DEVICES, visible_devices
-from offbeat_npu._vllm import check_pair, engine_environment, engine_options
+from offbeat_npu._visible import RAY_RESOURCE, VISIBLE_DEVICES
+from offbeat_npu._vllm import check_pair
 
 __all__ = [
-    "RAY_KEEPS_VARIABLE",
     "RAY_RESOURCE",
     "REFERENCE",
     "VISIBLE_DEVICES",
@@ -28,12 +27,9 @@ __all__ = [
     "cann_version",
     "check_pair",
     "dense_batch",
-    "engine_environment",
-    "engine_options",
     "examine_environment",
     "packed_batch",
     "patch_megatron",
     "substitute_operators",
-    "visible_devices",
     "vision_batch",
 ]

@@ -1,6 +1,6 @@
 """An Ascend NPU as a device."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,9 +10,11 @@ from offbeat_npu._environment import examine_environment
 from offbeat_npu._mindspeed import patch_megatron
 from offbeat_npu._operators import Operators, substitute_operators
 from offbeat_npu._runtime import load_operators, load_runtime
-from offbeat_types import BackendError
+from offbeat_npu._visible import VISIBLE_DEVICES
+from offbeat_npu._vllm import needs_of_vllm
+from offbeat_types import BackendError, EngineNeeds
 
-MEGATRON = "megatron"
+MEGATRON, VLLM = "megatron", "vllm"
 
 
 class NpuDevice:
@@ -22,7 +24,10 @@ class NpuDevice:
     """
 
     kind: ClassVar[str] = "npu"
-    preference: ClassVar[int] = 10
+    visible_variable: ClassVar[str] = VISIBLE_DEVICES
+    preference: ClassVar[int] = 20
+    """Above CUDA's: what MindSpeed imports makes torch answer for NPUs under that name too."""
+
     collective_backend = "hccl"
     packed_attention = "rows"
     autocast_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
@@ -46,6 +51,13 @@ class NpuDevice:
     def findings(cls) -> list[tuple[str, str]]:
         """What `doctor` says: driver, CANN, torch_npu, and versions that do not belong together."""
         return examine_environment()
+
+    @classmethod
+    def engine_needs(
+        cls, library: str, devices: Sequence[int], options: Mapping[str, Any], releases: Collection[str]
+    ) -> EngineNeeds:
+        """What a rollout engine needs on NPUs; see `offbeat_types.engine_needs`."""
+        return needs_of_vllm(devices, options, releases) if library == VLLM else EngineNeeds()
 
     def synchronize(self) -> None:
         """Wait for every stream of the NPU."""

@@ -101,8 +101,20 @@ def _vllm_ascend(versions: dict[str, str]) -> str:
 
 
 def _mindspeed(versions: dict[str, str]) -> str:
-    core = versions.get("megatron-core")
-    return f"{versions['mindspeed']} beside megatron-core {core}" if core else "installed, without megatron-core"
+    """MindSpeed's release is that of the megatron-core it patches, as far as its branches say it.
+
+    Source: Ascend/MindSpeed, setup.py and README.md of core_r0.14.0, 0.15.3 and 0.16.0; core_r0.17.0 says 0.12.1.
+    """
+    mindspeed, core = versions["mindspeed"], versions.get("megatron-core", "")
+    release, wanted = (".".join(each.split(".")[:2]) for each in (mindspeed, core))
+    if not core:
+        return f"{mindspeed}, without megatron-core: pip install 'megatron-core=={release}.*'"
+    if release != wanted:
+        return (
+            f"{mindspeed} beside megatron-core {core}: they must agree; in MindSpeed, check out core_r{wanted}.0, "
+            "or the newest branch of that number"
+        )
+    return f"{mindspeed}, fits megatron-core {core}"
 
 
 def _version(name: str) -> str:

@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import distribution, version
 from pathlib import Path
 
 import pytest
+from record_api import record
 
 from offbeat_npu import NpuDevice, examine_environment
 from offbeat_testing import tiny_model
@@ -88,8 +90,72 @@ def test_a_run_plans_trains_and_is_reported(job: Path, tmp_path: Path) -> None:
     assert application("report", str(tmp_path / "run")).returncode == 0
 
 
+def test_options_of_another_framework_are_imported(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text("learning_rate: 1.0e-6\nnum_generations: 4\n")
+    ended = application("import", "trl", str(tmp_path / "theirs.yaml"), "--out", str(tmp_path / "ours.toml"))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "samples_per_prompt = 4" in (tmp_path / "ours.toml").read_text()
+
+
+def test_supervised_training_plans_and_trains(job: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"what is {n} and one?", "completion": str(n + 1)} for n in range(12)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "sft.toml").write_text(f"""
+[model]
+path = "{job.parent / "model"}"
+[data]
+path = "{tmp_path / "sums.jsonl"}"
+[engine]
+max_updates = 2
+""")
+    plan, train = (
+        ("plan", str(tmp_path / "sft.toml")),
+        ("train", str(tmp_path / "sft.toml"), "--out", str(tmp_path / "o")),
+    )
+    for words in (("doctor",), plan, train):
+        ended = run(sys.executable, "-m", "sft_app", *words)
+        assert ended.returncode == 0, f"{words}: {ended.stdout}{ended.stderr}"
+
+
+@pytest.mark.parametrize("words", [("offbeat_serve", "--help"), ("offbeat_dist.liveness", "--help")], ids=" ".join)
+def test_commands_of_packages_answer(words: tuple[str, ...]) -> None:
+    ended = run(sys.executable, "-m", *words)
+    assert ended.returncode == 0, ended.stderr
+    assert "usage" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "variables"), [("1", {}), ("import torch", {AUTOLOAD: "0"})], ids=["plain", "torch"]
+)
+def test_a_script_runs_under_watch(tmp_path: Path, script: str, variables: dict[str, str]) -> None:
+    """One that imports torch needs the variable, as it does by itself."""
+    (tmp_path / "script.py").write_text(f"{script}\nprint('ran')\n")
+    ended = run(sys.executable, "-m", "offbeat_dist.liveness", "run", str(tmp_path / "script.py"), **variables)
+    assert (ended.returncode, ended.stdout) == (0, "ran\n"), ended.stderr
+
+
+def test_the_record_is_of_the_release_that_is_installed() -> None:
+    """Recorded again from what is here, it is the same."""
+    recorded = Path(__file__).parents[1] / "recorded"
+    wanted = json.loads((recorded / "wanted-torch-npu.json").read_text())
+    if version("torch-npu") != wanted["version"]:
+        pytest.skip(f"torch-npu {version('torch-npu')} is here, and {wanted['version']} is recorded")
+    ours = json.loads((recorded / f"torch-npu-{wanted['version']}.json").read_text())
+    assert record(wanted, Path(str(distribution("torch-npu").locate_file("")))) == ours
+
+
 def test_training_on_an_npu_is_refused_with_the_devices_there_are(job: Path, tmp_path: Path) -> None:
     ended = application("train", str(job), "--out", str(tmp_path / "run"), "--engine.device", "npu")
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert "device 'npu' is not here: this machine has cpu" in ended.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_resumed_and_evaluated(job: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    short = ("--engine.max_updates", "1", "--checkpoint.every", "1")
+    trained = application("train", str(job), "--out", str(folder), *short)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    for words in (("resume", str(folder), "--engine.max_updates", "2"), ("eval", str(folder))):
+        ended = application(*words)
+        assert ended.returncode == 0, f"{words}: {ended.stdout}{ended.stderr}"

@@ -128,9 +128,11 @@ at::Tensor as_cpu(const at::Tensor& tensor) {
 at::Tensor from_cpu(const at::Tensor& tensor, c10::Device device) {
   if (!tensor.defined()) return tensor;
   c10::DeviceGuard on(device);
+  // An expanded result shares elements, and cannot be written to as it lies.
+  const auto dense = tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
   at::Tensor made = at::detail::empty_strided_generic(
-      tensor.sizes(), tensor.strides(), &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-      tensor.scalar_type());
+      dense.sizes(), dense.strides(), &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+      dense.scalar_type());
   as_cpu(made).copy_(tensor);
   return made;
 }
@@ -215,6 +217,20 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
+// What torch calls for a convolution on a device of others. The CPU's has the same arguments, and its backward one more.
+
+void convolution(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  static const auto of_cpu = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
+  run_on_cpu(of_cpu, stack);
+}
+
+void convolution_backward(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  static const auto of_cpu = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", "");
+  const auto num_after_weight = op.schema().arguments().size() - 3;
+  stack->insert(stack->end() - num_after_weight, c10::IValue());  // sizes of the bias: those of the output's channels
+  run_on_cpu(of_cpu, stack);
+}
+
 at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                  std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
   c10::DeviceGuard on(device.value_or(c10::Device(kDevice, current_device)));
@@ -288,6 +304,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", &set_storage);
   m.impl("set_.source_Storage_storage_offset", &set_storage_at);
   m.impl("_local_scalar_dense", &local_scalar);
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }

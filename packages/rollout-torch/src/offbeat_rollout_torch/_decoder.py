@@ -29,10 +29,10 @@ class Sight:
 def decode_hidden(
     weights: DecoderWeights,
     ids_N: Tensor,
-    rotations_PC: Tensor,
+    rotations_PC2: Tensor,
     attention: Attention,
     *,
-    turns_NC: Tensor | None = None,
+    turns_NC2: Tensor | None = None,
     sight: Sight | None = None,
 ) -> Tensor:
     """Run the layers.
@@ -40,9 +40,9 @@ def decode_hidden(
     Args:
         weights: frozen.
         ids_N: [N] int64 tokens of the pass, packed.
-        rotations_PC: [positions, head_dim / 2] complex64.
+        rotations_PC2: [positions, head_dim / 2, 2] float32, cosine and sine.
         attention: planned for these tokens.
-        turns_NC: the rotation of each token, where its place in the cache does not say it.
+        turns_NC2: the rotation of each token, where its place in the cache does not say it.
         sight: of the images among these tokens.
 
     Returns:
@@ -52,7 +52,7 @@ def decode_hidden(
     x = F.embedding(ids_N, weights.embedding)
     if sight is not None:
         x.index_copy_(0, sight.place_M, sight.embeds_MH.to(x.dtype))
-    turns = (rotations_PC.index_select(0, attention.positions_N) if turns_NC is None else turns_NC)[:, None]
+    turns = (rotations_PC2.index_select(0, attention.positions_N) if turns_NC2 is None else turns_NC2)[:, None]
     for index, layer in enumerate(weights.layers):
         qkv = layer.qkv(F.rms_norm(x, (a.hidden_size,), layer.input_norm, a.norm_eps))
         qkv = qkv.view(len(x), -1, a.head_dim)
@@ -72,12 +72,19 @@ def decode_logits(weights: DecoderWeights, hidden_BH: Tensor) -> Tensor:
     return weights.head(F.rms_norm(hidden_BH, (a.hidden_size,), weights.final_norm, a.norm_eps)).float()
 
 
-def _turn(qk_NhD: Tensor, turns_N1C: Tensor, layer: LayerWeights, a: Architecture) -> None:
-    """Normalise heads where the family does, and rotate by position; in place."""
+def _turn(qk_NhD: Tensor, turns_N1C2: Tensor, layer: LayerWeights, a: Architecture) -> None:
+    """Normalise heads where the family does, and rotate by position; in place.
+
+    A CPU has one operator for it, on complex numbers; other devices lack that, or views that it could write through.
+    """
     if a.qk_norm:
         torch.mul(F.rms_norm(qk_NhD, (a.head_dim,), None, a.norm_eps), layer.qk_norm, out=qk_NhD)
     pairs = torch.unflatten(qk_NhD, -1, (-1, 2))
-    if pairs.dtype == torch.float32:
-        torch.view_as_complex(pairs).mul_(turns_N1C)
+    turned = pairs.float()  # the same tensor where it is float32
+    if turned.is_cpu:
+        torch.view_as_complex(turned).mul_(torch.view_as_complex(turns_N1C2))
     else:
-        pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()) * turns_N1C))
+        (x, y), (cos, sin) = turned.unbind(-1), turns_N1C2.unbind(-1)
+        turned = torch.stack((x * cos - y * sin, x * sin + y * cos), -1)
+    if turned is not pairs:
+        pairs.copy_(turned)

@@ -1,18 +1,17 @@
 """The engine as the rest of offbeat sees it: async methods over the worker thread."""
 
 import asyncio
-import os
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-import numpy as np
 import torch
 
+from offbeat_dist import Device, open_device
 from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, KVCache
 from offbeat_rollout_torch._families import Architecture, read_architecture
-from offbeat_rollout_torch._loading import load_weights, read_eos_ids
+from offbeat_rollout_torch._loading import eos_ids_of, load_weights
 from offbeat_rollout_torch._samples import Ending, RequestInFlight
 from offbeat_rollout_torch._scheduler import Scheduler
 from offbeat_rollout_torch._stepper import Stepper
@@ -21,7 +20,6 @@ from offbeat_rollout_torch._vision import Eyes, Pictures
 from offbeat_rollout_torch._weights import DecoderWeights
 from offbeat_rollout_torch._worker import Worker, new_future
 from offbeat_types import (
-    METADATA_KEY,
     Completion,
     ConfigError,
     DataError,
@@ -33,10 +31,10 @@ from offbeat_types import (
     PauseMode,
     RolloutCapabilities,
     RolloutEngineConfig,
-    SamplingParams,
     ScoreRequest,
     WeightProof,
     WeightStream,
+    read_options,
     setting,
 )
 from offbeat_weightsync import DequantizedStream
@@ -63,15 +61,7 @@ class TorchRolloutOptions:
         Raises:
             ConfigError: whatever is wrong.
         """
-        known = {field.name: field for field in fields(cls)}
-        for name, value in options.items():
-            if name not in known:
-                raise ConfigError(f"rollout-torch has no option {name!r}; it has {', '.join(known)}")
-            if type(value) is not known[name].type:
-                raise ConfigError(f"option {name} of rollout-torch must be {known[name].type}, got {value!r}")
-            if complaint := known[name].metadata[METADATA_KEY].complaint(value):
-                raise ConfigError(f"option {name} of rollout-torch must be {complaint}, got {value!r}")
-        return cls(**options)
+        return read_options("rollout-torch", cls, options)
 
 
 class TorchRolloutEngine:
@@ -101,13 +91,14 @@ class TorchRolloutEngine:
             fp8_weights=True,
         )
         self._tokenizer = load_tokenizer(folder)
-        self._folder, self._config, self._device = folder, config, _device(config.device)
-        eos_ids = read_eos_ids(folder, self._tokenizer)
+        self._folder, self._config = folder, config
+        self._device: Device = open_device(config.device)
+        eos_ids = eos_ids_of(folder, self._tokenizer)
         self._ending = Ending(
             eos_ids=eos_ids, max_model_len=min(config.max_model_len, self._architecture.max_positions)
         )
         self._budget_tokens = self._kv_budget()
-        self._worker = Worker(self._build, config.num_threads)
+        self._worker = Worker(self._build, self._device, config.num_threads)
 
     @classmethod
     async def create(cls, config: RolloutEngineConfig) -> Self:
@@ -123,7 +114,7 @@ class TorchRolloutEngine:
 
     def _build(self) -> Stepper:
         dtype: torch.dtype = getattr(torch, self._config.dtype)
-        weights = DecoderWeights(self._architecture, dtype, self._device, pack=self._options.pack_weights)
+        weights = DecoderWeights(self._architecture, dtype, self._device.torch_device, pack=self._options.pack_weights)
         load_weights(weights, self._folder, as_fp8=self._config.weight_format == FP8)
         cache = KVCache(self._architecture, self._budget_tokens, self._ending.max_model_len, weights.final_norm)
         scheduler = Scheduler(cache, self._config.max_running, self._options.max_prefill_tokens)
@@ -138,7 +129,7 @@ class TorchRolloutEngine:
             return self._options.kv_cache_tokens
         capacity = _capacity(self._ending.max_model_len)
         wanted = self._config.max_running * capacity
-        allowed = int(CACHE_SHARE_OF_MEMORY * _memory_bytes(self._device)) // self._bytes_per_token()
+        allowed = int(CACHE_SHARE_OF_MEMORY * self._device.memory().total_bytes) // self._bytes_per_token()
         return max(min(wanted, allowed), capacity)
 
     def _bytes_per_token(self) -> int:
@@ -184,26 +175,13 @@ class TorchRolloutEngine:
         """Prepare the images, in another thread than that of the event loop."""
         if self._eyes is None:
             return None
-        return await asyncio.to_thread(self._eyes.prepare, request, self._device)
+        return await asyncio.to_thread(self._eyes.prepare, request, self._device.torch_device)
 
     def _check(self, request: GenerateRequest) -> None:
         self.capabilities.check(request, "rollout-torch")
-        _check_params(request.params)
-        ids = np.asarray(request.prompt_ids)
-        if ids.ndim != 1 or not len(ids):
-            raise DataError(f"request {request.request_id!r}: a prompt needs at least one token, in one dimension")
-        if ids.min() < 0 or ids.max() >= self._architecture.vocab_size:
-            raise DataError(
-                f"request {request.request_id!r}: prompt ids must be in [0, {self._architecture.vocab_size}), "
-                f"got {ids.min()} to {ids.max()}; was it made with another tokenizer?"
-            )
         longest = self._ending.max_model_len
-        if len(ids) >= longest:
-            raise DataError(
-                f"request {request.request_id!r}: the prompt has {len(ids)} tokens and max_model_len is {longest}; "
-                "raise max_model_len or filter long prompts"
-            )
-        needed = _capacity(min(len(ids) + request.params.max_tokens, longest))
+        request.check(self._architecture.vocab_size, longest)
+        needed = _capacity(min(len(request.prompt_ids) + request.params.max_tokens, longest))
         if needed > self._budget_tokens:
             raise DataError(
                 f"request {request.request_id!r}: prompt and completion may take {needed} tokens of cache, and "
@@ -277,36 +255,3 @@ class TorchRolloutEngine:
 def _capacity(length: int) -> int:
     """Tokens of cache a sequence of this length takes: a power of two."""
     return max(SMALLEST_CAPACITY, 1 << (length - 1).bit_length())
-
-
-def _check_params(params: SamplingParams) -> None:
-    """Refuse what would sample something nobody meant."""
-    required = {
-        "max_tokens": (params.max_tokens >= 1, "at least 1"),
-        "temperature": (params.temperature >= 0, "at least 0"),
-        "top_p": (0 < params.top_p <= 1, "in (0, 1]"),
-        "top_k": (params.top_k >= 0, "at least 0 (0: no limit)"),
-        "min_p": (0 <= params.min_p <= 1, "in [0, 1]"),
-        "stop": (all(params.stop), "strings that are not empty"),
-    }
-    for name, (is_fine, what) in required.items():
-        if not is_fine:
-            raise ConfigError(f"sampling parameter {name} must be {what}, got {getattr(params, name)!r}")
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"no device {name!r} here ({reason}); use cpu or auto") from error
-    return device
-
-
-def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -3,7 +3,6 @@
 Source: the modelling files of Qwen3, Qwen2 and Llama in huggingface/transformers.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from offbeat_types import ModelError
+from offbeat_types import ModelError, read_model_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,19 +71,6 @@ class Architecture:
     prefix: str = "model."
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object of a model folder, or raise ModelError."""
-    try:
-        value = json.loads(path.read_text())
-    except OSError as error:
-        raise ModelError(f"a model folder needs {path.name}: cannot read {path} ({error.strerror})") from error
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON ({error}); download or write the model folder again") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
-
-
 def read_architecture(folder: Path) -> Architecture:
     """Read `config.json` of a Hugging Face folder.
 
@@ -93,7 +79,7 @@ def read_architecture(folder: Path) -> Architecture:
     """
     if not folder.is_dir():
         raise ModelError(f"no model folder {folder}; give a folder with config.json, safetensors and a tokenizer")
-    config = read_json(folder / "config.json")
+    config = read_model_json(folder / "config.json")
     name = config.get("model_type")
     if name not in FAMILIES:
         raise ModelError(f"model family {name!r} is not supported by rollout-torch; supported: {', '.join(FAMILIES)}")
@@ -173,7 +159,7 @@ def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def rotations(architecture: Architecture, num_positions: int) -> Tensor:
-    """[num_positions, head_dim / 2] complex64: what turns pair i of a query or key at each position.
+    """[num_positions, head_dim / 2, 2] float32: cosine and sine that turn pair i of a query or key at a position.
 
     Source: RoFormer, arXiv 2104.09864; the llama3 scaling is that of the Llama 3.1 release.
     """
@@ -184,7 +170,7 @@ def rotations(architecture: Architecture, num_positions: int) -> Tensor:
     if rope["rope_type"] == "llama3":
         frequencies = _llama3_scaled(frequencies, rope)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-    return torch.polar(torch.ones_like(angles), angles)
+    return torch.stack((angles.cos(), angles.sin()), -1)
 
 
 def _llama3_scaled(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:

@@ -8,9 +8,8 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from offbeat_rollout_torch._families import read_json
 from offbeat_rollout_torch._weights import DecoderWeights, WeightWriter
-from offbeat_types import ModelError
+from offbeat_types import ModelError, list_model_files, read_eos_ids, read_model_json
 from offbeat_weightsync import TensorSpec, dequantize_blocks, is_fp8_weight, quantize_blocks
 
 
@@ -26,7 +25,7 @@ def load_weights(weights: DecoderWeights, folder: Path, *, as_fp8: bool = False)
         ModelError: a file is missing or corrupt; a tensor is missing, unknown, or of another shape.
     """
     writer = WeightWriter(weights, ModelError, str(folder))
-    for path in _files(folder):
+    for path in list_model_files(folder):
         for name, tensor in _tensors(path):
             if not name.endswith("rotary_emb.inv_freq"):  # old folders stored what the config says already
                 tensor = _rounded(name, tensor) if as_fp8 else tensor
@@ -48,19 +47,6 @@ def _named(name: str, prefix: str) -> str:
     return f"model.{name}" if name.startswith("visual.") else f"{prefix}{name.removeprefix('model.')}"
 
 
-def _files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        paths = [folder / name for name in names]
-    else:
-        paths = [folder / "model.safetensors"]
-    absent = [path.name for path in paths if not path.is_file()]
-    if absent or not paths:
-        raise ModelError(f"{folder} lacks {', '.join(absent) or 'weights'}; rollout-torch reads safetensors only")
-    return paths
-
-
 def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
@@ -70,15 +56,12 @@ def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
         raise ModelError(f"{path} is not a whole safetensors file ({error}); download or write it again") from error
 
 
-def read_eos_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """End-of-sequence ids: of generation_config.json, else config.json, else tokenizer_config.json; else none."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        value = read_json(path).get("eos_token_id") if path.is_file() else None
-        if value is not None:
-            return frozenset([value] if isinstance(value, int) else value)
+def eos_ids_of(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """End-of-sequence ids: of the model's configuration, else of tokenizer_config.json; else none."""
+    if named := read_eos_ids(folder):
+        return named
     path = folder / "tokenizer_config.json"
-    token = read_json(path).get("eos_token") if path.is_file() else None
+    token = read_model_json(path).get("eos_token") if path.is_file() else None
     text = token.get("content") if isinstance(token, dict) else token
     found = tokenizer.token_to_id(text) if text else None
     return frozenset() if found is None else frozenset([found])

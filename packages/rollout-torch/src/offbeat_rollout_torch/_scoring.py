@@ -38,16 +38,16 @@ class Scorer:
 
     Args:
         weights: frozen.
-        rotations_PC: see `decode_hidden`.
+        rotations_PC2: see `decode_hidden`.
         axes_C: the axis of each rotation, where positions have axes; else empty.
         cache: empty; its budget bounds how many continuations are scored together.
         max_prefill_tokens: tokens of one pass at most.
     """
 
     def __init__(
-        self, weights: DecoderWeights, rotations_PC: Tensor, axes_C: Tensor, cache: KVCache, max_prefill_tokens: int
+        self, weights: DecoderWeights, rotations_PC2: Tensor, axes_C: Tensor, cache: KVCache, max_prefill_tokens: int
     ) -> None:
-        self._weights, self._rotations_PC, self._axes_C, self._cache = weights, rotations_PC, axes_C, cache
+        self._weights, self._rotations_PC2, self._axes_C, self._cache = weights, rotations_PC2, axes_C, cache
         self._max_tokens = max_prefill_tokens
         self._pictures: Pictures | None = None
 
@@ -108,9 +108,9 @@ class Scorer:
         ids = [token for run, chunk in chosen for token in run.ids[: chunk.num_tokens]]
         ids_N = torch.tensor(ids, device=like.device)
         runs = [Stretch(self._pictures, chunk.row.cached, chunk.num_tokens) for _, chunk in chosen]
-        turns = turns_of(runs, self._rotations_PC, self._axes_C)
+        turns = turns_of(runs, self._rotations_PC2, self._axes_C)
         sight = sight_of(runs, self._weights.tower, like.device)
-        hidden = decode_hidden(self._weights, ids_N, self._rotations_PC, attention, turns_NC=turns, sight=sight)
+        hidden = decode_hidden(self._weights, ids_N, self._rotations_PC2, attention, turns_NC2=turns, sight=sight)
         targets = [token for run, chunk in chosen for token in _next(run.targets, len(run.logprobs), chunk)]
         logprobs = self._logprobs(hidden, targets, temperature) if targets else []
         for run, chunk in chosen:

@@ -31,13 +31,13 @@ class Stretch:
     num_tokens: int
 
 
-def turns_of(stretches: Sequence[Stretch], rotations_PC: Tensor, axes_C: Tensor) -> Tensor | None:
-    """[N, C], where positions have axes; None where the place in the cache says it all."""
+def turns_of(stretches: Sequence[Stretch], rotations_PC2: Tensor, axes_C: Tensor) -> Tensor | None:
+    """[N, C, 2], where positions have axes; None where the place in the cache says it all."""
     if not len(axes_C):
         return None
     positions_3N = np.concatenate([_positions(each) for each in stretches], 1)
     by_pair_CN = torch.from_numpy(positions_3N).to(axes_C.device).index_select(0, axes_C)
-    return rotations_PC.gather(0, by_pair_CN.T)
+    return rotations_PC2.gather(0, by_pair_CN.T[..., None].expand(-1, -1, 2))
 
 
 def _positions(stretch: Stretch) -> npt.NDArray[np.int64]:

@@ -115,7 +115,7 @@ class Stepper:
     ) -> Tensor:
         ids_N = torch.tensor(ids, device=self._device)
         turns = turns_of(runs, self._rotations, self._axes)
-        return decode_hidden(self.weights, ids_N, self._rotations, attention, turns_NC=turns, sight=sight)
+        return decode_hidden(self.weights, ids_N, self._rotations, attention, turns_NC2=turns, sight=sight)
 
     def _draw(self, samples: Sequence[Sample], hidden: Tensor) -> None:
         logits = decode_logits(self.weights, hidden)

@@ -6,10 +6,8 @@ Shapes: P prompt tokens, M placeholder tokens, I images.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offbeat_types import BackendError, DataError, GenerateRequest, Image, ModelError, ScoreRequest
+from offbeat_types import BackendError, DataError, GenerateRequest, ImageCutter, ModelError, ScoreRequest
 
 Indices = npt.NDArray[np.int64]
 
@@ -73,7 +71,8 @@ class Eyes:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._backbone = folder, _outline(folder, torch.float32).model
+        self._backbone = _outline(folder, torch.float32).model
+        self._cutter = ImageCutter(folder, partial(_load_processor, folder), _INSTALL)
         config = self._backbone.config
         self._image_id: int = config.image_token_id
         self._merged: int = config.vision_config.spatial_merge_size**2
@@ -87,7 +86,7 @@ class Eyes:
         ids = np.asarray(request.prompt_ids)
         place_M = np.flatnonzero(ids == self._image_id)
         runs = np.split(place_M, np.flatnonzero(np.diff(place_M) > 1) + 1) if len(place_M) else []
-        wanted = [math.prod(self._cut(image)) // self._merged for image in request.images]
+        wanted = [math.prod(self._cutter.grid(image)) // self._merged for image in request.images]
         if wanted != [len(run) for run in runs]:
             raise DataError(
                 f"request {request.request_id!r}: its images take {wanted} placeholder tokens (id {self._image_id}) "
@@ -96,46 +95,26 @@ class Eyes:
             )
         if not request.images:
             return None
-        made = self._processor(images=list(request.images), input_data_format="channels_last", return_tensors="pt")
+        pixels, grid = self._cutter.prepare(request.images)
         is_image = torch.from_numpy((ids == self._image_id).astype(np.int32))[None]
         tokens = torch.from_numpy(ids.astype(np.int64))[None]
-        positions, offset = self._backbone.get_rope_index(tokens, is_image, image_grid_thw=made["image_grid_thw"])
+        positions, offset = self._backbone.get_rope_index(tokens, is_image, image_grid_thw=grid)
         return Pictures(
-            pixels=made["pixel_values"].to(device),
-            grid=made["image_grid_thw"].to(device),
+            pixels=pixels.to(device),
+            grid=grid.to(device),
             place_M=place_M,
             positions_3P=positions[:, 0].numpy(),
             offset=int(offset),
         )
 
-    def _cut(self, image: Image) -> Iterable[int]:
-        """Patches of an image in height and width: the arithmetic of the image processor's module."""
-        processor = self._processor
-        limits = {"min_pixels": processor.size["shortest_edge"], "max_pixels": processor.size["longest_edge"]}
-        resize = import_module(type(processor).__module__).smart_resize
-        height, width = image.shape[:2]
-        try:
-            size = resize(height, width, factor=processor.patch_size * processor.merge_size, **limits)
-        except ValueError as error:
-            raise DataError(f"an image of {width} x {height} pixels: {error}") from error
-        return [side // processor.patch_size for side in size]
 
-    @cached_property
-    def _processor(self) -> Any:
-        from transformers import AutoImageProcessor
+def _load_processor(folder: Path) -> Any:
+    from transformers import AutoImageProcessor
 
-        try:
-            return AutoImageProcessor.from_pretrained(self._folder, local_files_only=True)
-        except ImportError as error:
-            raise BackendError(f"images need Pillow or torchvision ({error}); {_INSTALL}") from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(
-                f"{self._folder}: no image processor can be loaded: {error}; copy preprocessor_config.json (or "
-                "processor_config.json) from the model"
-            ) from error
+    return AutoImageProcessor.from_pretrained(folder, local_files_only=True)
 
 
-_INSTALL = 'install them with: pip install "offbeat-rollout-torch[vision]"'
+_INSTALL = 'pip install "offbeat-rollout-torch[vision]"'
 
 
 def _outline(folder: Path, dtype: torch.dtype) -> Any:
@@ -143,7 +122,9 @@ def _outline(folder: Path, dtype: torch.dtype) -> Any:
     try:
         from transformers import AutoConfig, AutoModelForImageTextToText
     except ImportError as error:
-        raise BackendError(f"a vision-language model needs transformers and Pillow; {_INSTALL}") from error
+        raise BackendError(
+            f"a vision-language model needs transformers and Pillow; install them with: {_INSTALL}"
+        ) from error
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         with torch.device("meta"):

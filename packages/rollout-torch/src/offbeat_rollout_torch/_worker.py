@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from offbeat_rollout_torch._heap import trim_heap
+from offbeat_dist import Device
 from offbeat_rollout_torch._samples import RequestInFlight
 from offbeat_rollout_torch._stepper import Stepper
 from offbeat_rollout_torch._vision import Pictures
@@ -33,11 +33,12 @@ class Worker:
 
     Args:
         build: makes the stepper, in the thread.
+        device: where the stepper computes.
         num_threads: torch threads of this thread; 0 leaves torch's choice. (They are counted per calling thread.)
     """
 
-    def __init__(self, build: Callable[[], Stepper], num_threads: int) -> None:
-        self._build, self._num_threads = build, num_threads
+    def __init__(self, build: Callable[[], Stepper], device: Device, num_threads: int) -> None:
+        self._build, self._device, self._num_threads = build, device, num_threads
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._stepper: Stepper
         self._mode: PauseMode | None = None
@@ -258,7 +259,7 @@ class Worker:
         if level == 2:
             stepper.weights.release()
             self._asleep.add("weights")
-        trim_heap()
+        self._device.release_unused()
 
     def wake(self, tags: tuple[str, ...]) -> None:
         """Take memory again. Weights that were given back must come anew by `update_weights`."""

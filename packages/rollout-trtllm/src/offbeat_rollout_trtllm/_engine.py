@@ -15,13 +15,12 @@ from offbeat_rollout_trtllm._local_link import LocalLink
 from offbeat_rollout_trtllm._model_folder import ModelFolder
 from offbeat_rollout_trtllm._options import TrtllmOptions
 from offbeat_rollout_trtllm._samples import Sample
-from offbeat_rollout_trtllm._sampling import check_params, to_engine_params
+from offbeat_rollout_trtllm._sampling import check_cut, to_engine_params
 from offbeat_rollout_trtllm._server_link import ServerLink
 from offbeat_rollout_trtllm._versions import Release, find_release, installed_version
 from offbeat_types import (
     Completion,
     ConfigError,
-    DataError,
     DeadlineError,
     EngineHealth,
     GenerateRequest,
@@ -138,7 +137,6 @@ class TrtllmRolloutEngine:
             index=index,
             eos_ids=self._eos_ids,
             max_tokens=min(request.params.max_tokens, room),
-            allow_cut=self._options.allow_cut_sampling,
         )
         ending = asyncio.create_task(self._end_when(aborted, sample_id))
         try:
@@ -166,20 +164,8 @@ class TrtllmRolloutEngine:
         if self._closed:
             raise OffbeatError("the engine is closed: make a new one")
         self.capabilities.check(request, "rollout-trtllm")
-        check_params(request.params, allow_cut=self._options.allow_cut_sampling)
-        ids, vocab_size = np.asarray(request.prompt_ids), self._folder.vocab_size
-        if ids.ndim != 1 or not len(ids):
-            raise DataError(f"request {request.request_id!r}: a prompt needs at least one token, in one dimension")
-        if ids.min() < 0 or ids.max() >= vocab_size:
-            raise DataError(
-                f"request {request.request_id!r}: prompt ids must be in [0, {vocab_size}), got {ids.min()} to "
-                f"{ids.max()}; was it made with another tokenizer?"
-            )
-        if len(ids) >= self._config.max_model_len:
-            raise DataError(
-                f"request {request.request_id!r}: the prompt has {len(ids)} tokens and max_model_len is "
-                f"{self._config.max_model_len}; raise max_model_len or filter long prompts"
-            )
+        request.check(self._folder.vocab_size, self._config.max_model_len)
+        check_cut(request.params, allow_cut=self._options.allow_cut_sampling)
 
     def _check_awake(self) -> None:
         if self._asleep:

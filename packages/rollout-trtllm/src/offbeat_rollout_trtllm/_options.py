@@ -1,9 +1,9 @@
 """What a user may set of this engine beyond the common settings."""
 
-from dataclasses import dataclass, fields
-from typing import Any, Self, get_origin
+from dataclasses import dataclass
+from typing import Any, Self
 
-from offbeat_types import METADATA_KEY, ConfigError, setting
+from offbeat_types import read_options, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +33,4 @@ class TrtllmOptions:
         Raises:
             ConfigError: whatever is wrong.
         """
-        known = {field.name: field for field in fields(cls)}
-        for name, value in options.items():
-            if name not in known:
-                raise ConfigError(f"rollout-trtllm has no option {name!r}; it has {', '.join(known)}")
-            wanted: Any = get_origin(known[name].type) or known[name].type
-            if not (type(value) is wanted or (wanted is float and type(value) is int)):
-                raise ConfigError(f"option {name} of rollout-trtllm must be {wanted.__name__}, got {value!r}")
-            if complaint := known[name].metadata[METADATA_KEY].complaint(value):
-                raise ConfigError(f"option {name} of rollout-trtllm must be {complaint}, got {value!r}")
-        return cls(**options)
+        return read_options("rollout-trtllm", cls, options)

@@ -6,25 +6,18 @@ from typing import Any
 from offbeat_types import ConfigError, SamplingParams
 
 
-def to_engine_params(
-    params: SamplingParams, *, index: int, eos_ids: Iterable[int], max_tokens: int, allow_cut: bool
-) -> dict[str, Any]:
+def to_engine_params(params: SamplingParams, *, index: int, eos_ids: Iterable[int], max_tokens: int) -> dict[str, Any]:
     """Arguments of TensorRT-LLM's SamplingParams for one sample.
 
     The end of sequence is given as a stop token, for then the token stays in the output; stop strings are found by the
     adapter, because the engine compares tokens and would miss a string that lies across a token border.
 
     Args:
-        params: what was asked for.
+        params: what was asked for, checked.
         index: of the sample: its seed is that much higher.
         eos_ids: tokens that end a sample.
         max_tokens: room there is.
-        allow_cut: allow top_p, top_k and min_p.
-
-    Raises:
-        ConfigError: a parameter that cannot be, or a cut whose log-probabilities would be others than asked for.
     """
-    check_params(params, allow_cut=allow_cut)
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
     chosen: dict[str, Any] = {
         "end_id": -1,
@@ -45,23 +38,12 @@ def to_engine_params(
     return chosen | {name: value for name, value in cuts.items() if value}
 
 
-def check_params(params: SamplingParams, *, allow_cut: bool) -> None:
-    """Refuse what would sample something nobody meant.
+def check_cut(params: SamplingParams, *, allow_cut: bool) -> None:
+    """Refuse a cut whose log-probabilities would be others than asked for, unless that is allowed.
 
     Raises:
-        ConfigError: whatever is wrong.
+        ConfigError: with the parameters.
     """
-    required = {
-        "max_tokens": (params.max_tokens >= 1, "at least 1"),
-        "temperature": (params.temperature >= 0, "at least 0"),
-        "top_p": (0 < params.top_p <= 1, "in (0, 1]"),
-        "top_k": (params.top_k >= 0, "at least 0 (0: no limit)"),
-        "min_p": (0 <= params.min_p <= 1, "in [0, 1]"),
-        "stop": (all(params.stop), "strings that are not empty"),
-    }
-    for name, (is_fine, what) in required.items():
-        if not is_fine:
-            raise ConfigError(f"sampling parameter {name} must be {what}, got {getattr(params, name)!r}")
     is_cut = params.top_p < 1 or params.top_k > 1 or params.min_p > 0
     if params.temperature and is_cut and not allow_cut:
         raise ConfigError(

@@ -26,11 +26,13 @@ class AsyncForm:
 
     Args:
         arguments: for vLLM's EngineArgs.
-        variables: environment of it and its child processes while they start.
+        variables: environment of it and its child processes while they start, where the user has set nothing else.
+        required: the same, whatever the user has set.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], variables: Mapping[str, str]) -> None:
+    def __init__(self, arguments: Mapping[str, Any], variables: Mapping[str, str], required: Mapping[str, str]) -> None:
         self._arguments, self._variables = dict(arguments), variables
+        self._required = {**required, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         self._loop = asyncio.new_event_loop()
         self._llm: Any = None
         self._streams: dict[str, asyncio.Task[None]] = {}
@@ -61,7 +63,7 @@ class AsyncForm:
         self._loop.close()
 
     async def _build(self) -> None:
-        with environment(self._variables, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}):
+        with environment(self._variables, self._required):
             arguments = make_arguments("AsyncEngineArgs", self._arguments)
             self._llm = import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(arguments)
         await self._llm.update_weight_version("0")

@@ -18,7 +18,7 @@ from offbeat_rollout_vllm._requests import Requests
 from offbeat_rollout_vllm._sampling import check_request
 from offbeat_rollout_vllm._scoring import check_scores, read_scores, score_flights
 from offbeat_rollout_vllm._served import MODEL, ServedVersions
-from offbeat_rollout_vllm._setup import Setup
+from offbeat_rollout_vllm._setup import Setup, notices_of
 from offbeat_rollout_vllm._update import WeightLoader
 from offbeat_rollout_vllm._versions import installed_engine, supported_version
 from offbeat_rollout_vllm._workers import Workers
@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 class VllmRolloutEngine:
     """vLLM, in this process or in processes of its own. Make it with `create`."""
+
+    notices_of = staticmethod(notices_of)
 
     def __init__(self, config: RolloutEngineConfig) -> None:
         setup = self._setup = Setup.read(config)
@@ -176,7 +178,6 @@ class VllmRolloutEngine:
         """See `RolloutEngine`."""
         if mode not in self.capabilities.pause_modes:
             raise ConfigError(f"pause mode must be one of {', '.join(self.capabilities.pause_modes)}, got {mode!r}")
-
         drained = await self._owned(self._requests.pause, mode)
         if mode == "keep":
             await self._freeze()
@@ -298,9 +299,8 @@ class VllmRolloutEngine:
             raise ConfigError(f"wake knows the tags weights and kv_cache, got {', '.join(sorted(unknown))}")
         if wanted := self._requests.asleep & set(tags or ("weights", "kv_cache")):
             if self._requests.unusable and wanted == self._requests.asleep:
-                await self._owned(
-                    self._requests.abort_all
-                )  # fully awake, vLLM steps at once: with weights that are not there
+                # Fully awake, vLLM steps at once: with weights that are not there.
+                await self._owned(self._requests.abort_all)
             await asyncio.wrap_future(self._form.wake(tuple(wanted)))
             self._requests.asleep -= wanted
             # Fully awake, vLLM's scheduler runs again: not before we say so.

@@ -84,6 +84,9 @@ class WorkerSide:
 
     def begin(self) -> None:
         """Make ready for new weights."""
+        from offbeat_rollout_vllm import _held_experts
+
+        _held_experts.forget_kernels(self._model)
         with self._config():
             import_module(RELOAD).initialize_layerwise_reload(self._model)
 

@@ -1,18 +1,15 @@
 """What a Hugging Face model folder says of a model before it is loaded: tensors, vocabulary, end-of-sequence ids."""
 
-import json
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from offbeat_types import ModelError
+from offbeat_types import ModelError, list_model_files, read_eos_ids, read_model_json, read_tensor_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_HEADER_BYTES: Final = 100_000_000
 HEAD: Final = "lm_head.weight"
 
 
@@ -45,9 +42,14 @@ class ModelFolder:
         Raises:
             ModelError: a file is missing or corrupt.
         """
-        config = _read_json(path / "config.json")
+        config = read_model_json(path / "config.json")
         text = config.get("text_config", config)
-        shapes = _tensor_shapes(path)
+        shapes = {
+            name: shape
+            for file in list_model_files(path)
+            for name, shape in read_tensor_shapes(file).items()
+            if not name.endswith("rotary_emb.inv_freq")
+        }
         optional = {}
         if config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)):
             tables = [name for name in shapes if name.endswith("embed_tokens.weight")]
@@ -57,7 +59,7 @@ class ModelFolder:
             path=path,
             shapes=shapes,
             optional=optional,
-            eos_ids=_eos_ids(path, config, text),
+            eos_ids=read_eos_ids(path),
             vocab_size=int(text.get("vocab_size", 0)),
             has_vision="vision_config" in config,
             image_token_id=config.get("image_token_id", config.get("image_token_index")),
@@ -71,14 +73,14 @@ class ModelFolder:
         """
         from safetensors import SafetensorError, safe_open
 
-        for name in _weight_files(self.path):
+        for file_path in list_model_files(self.path):
             try:
-                with safe_open(self.path / name, framework="pt") as file:
+                with safe_open(file_path, framework="pt") as file:
                     for tensor in file.keys():  # noqa: SIM118 - not a dict
                         if tensor in self.shapes:
                             yield tensor, file.get_tensor(tensor)
             except SafetensorError as error:
-                raise ModelError(f"{self.path / name} is not a whole safetensors file ({error})") from error
+                raise ModelError(f"{file_path} is not a whole safetensors file ({error})") from error
 
     def stored_name(self, name: str) -> str:
         """Return the folder's name of a tensor that transformers may call otherwise in memory, else the name as it is.
@@ -97,57 +99,3 @@ class ModelFolder:
         """Return the shape of a tensor under either name; None: there is none."""
         stored = self.stored_name(name)
         return self.shapes.get(stored, self.optional.get(stored))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(f"{path.parent} has no {path.name}; give a Hugging Face model folder") from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); download or write it again") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} must hold a JSON object, got {type(found).__name__}")
-    return found
-
-
-def _weight_files(folder: Path) -> list[str]:
-    index = folder / "model.safetensors.index.json"
-    return sorted(set(_read_json(index).get("weight_map", {}).values())) if index.is_file() else ["model.safetensors"]
-
-
-def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name in _weight_files(folder):
-        for tensor, entry in _header(folder / name).items():
-            if tensor != "__metadata__" and not tensor.endswith("rotary_emb.inv_freq"):
-                shapes[tensor] = tuple(entry["shape"])
-    return shapes
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file: its length as 8 bytes, little-endian, and JSON.
-
-    Source: https://github.com/huggingface/safetensors, README, "Format".
-    """
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > MAX_HEADER_BYTES:
-                raise ModelError(f"{path} is not a safetensors file: its header would have {length} bytes")
-            header = json.loads(file.read(length))
-            return dict(header)
-    except FileNotFoundError as error:
-        raise ModelError(f"{path.parent} lacks {path.name}; weights must be safetensors") from error
-    except (OSError, ValueError, struct.error) as error:
-        raise ModelError(f"{path} is not a whole safetensors file ({error}); download or write it again") from error
-
-
-def _eos_ids(folder: Path, config: dict[str, Any], text: dict[str, Any]) -> frozenset[int]:
-    """Of generation_config.json, else config.json; none where neither names any."""
-    generation = folder / "generation_config.json"
-    for settings in (_read_json(generation) if generation.is_file() else {}, config, text):
-        value = settings.get("eos_token_id")
-        if value is not None:
-            return frozenset([value] if isinstance(value, int) else value)
-    return frozenset()

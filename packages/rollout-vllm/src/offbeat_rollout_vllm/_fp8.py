@@ -45,12 +45,18 @@ def block_arguments(config: RolloutEngineConfig, options: Mapping[str, Any], fol
         folder: of the model, in another format.
 
     Raises:
-        ConfigError: a number format in which vLLM does not compute with blocks; an option that blocks decide.
+        ConfigError: a number format in which vLLM does not compute with blocks; an option that blocks decide; a mixture
+            of experts, whose stacks of blocks cannot be read back.
     """
     if config.dtype not in DTYPES:
         raise ConfigError(
             f"rollout.weight_format = fp8: vLLM computes with FP8 blocks in {' or '.join(DTYPES)}, and rollout.dtype "
             f"is {config.dtype}: set it to {DTYPES[0]}"
+        )
+    if any(".experts." in name for name in folder.shapes):
+        raise ConfigError(
+            f"rollout.weight_format = fp8: blocks of experts cannot be proved, and {folder.path} has experts; "
+            "leave it out"
         )
     others = [name.removesuffix(".weight") for name in _matrices(folder) if not _is_fp8(folder, name)]
     stored = {

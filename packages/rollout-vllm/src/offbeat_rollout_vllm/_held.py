@@ -10,39 +10,20 @@ vllm/model_executor/layers/utils.py (dispatch_cpu_unquantized_gemm), vllm/model_
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+
+from offbeat_rollout_vllm._held_experts import EXPERT, place_expert, read_expert
+from offbeat_rollout_vllm._place import Place
 
 IDENTITY_ROWS: Final = 512
 SHARDS: Final = {"q": 0, "k": 1, "v": 2}
 BLOCK: Final = 128
 SCALES: Final = "weight_scale_inv"
 """What vLLM calls the scales of a weight of FP8 blocks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where this rank's part of one of the trainer's tensors lies.
-
-    Args:
-        module: of the engine.
-        leaf: its parameter, "weight" or "bias".
-        first_row: within this rank's parameter.
-        shape: of this rank's part.
-        dim: along which ranks have different parts.
-        pieces: (start, size) of each run of this rank's part within the whole, along `dim` and in order: one, but of a
-            tensor that the trainer holds fused too (a vision tower's qkv) one of each matrix in it.
-    """
-
-    module: nn.Module
-    leaf: str
-    first_row: int
-    shape: tuple[int, ...]
-    dim: int
-    pieces: tuple[tuple[int, int], ...]
 
 
 class HeldWeights:
@@ -68,6 +49,10 @@ class HeldWeights:
         mapped, part = self._map(name)
         path, _, leaf = mapped.rpartition(".")
         module = _submodule(self._model, path)
+        if module is None and (found := EXPERT.fullmatch(path)):
+            experts = _submodule(self._model, found["experts"])
+            if hasattr(experts, "routed_experts"):
+                return place_expert(experts, name, int(found["number"]), found["matrix"], leaf)
         if module is None:
             parent, _, last = path.rpartition(".")
             fused, part = self._fusions.get(last, (last, None))
@@ -83,6 +68,8 @@ class HeldWeights:
     def read(self, name: str) -> Tensor:
         """Return this rank's part of the trainer's tensor `name`, as it serves."""
         place = self.find(name)
+        if place.expert is not None:
+            return read_expert(place).to(self._dtype)
         held = self._parameter(place.module, place.leaf)
         part = held[place.first_row : place.first_row + place.shape[0]][tuple(map(slice, place.shape))]
         return part if is_block_held(place.module) else part.to(self._dtype)

@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from offbeat_rollout_vllm._held import HeldWeights, Place
+from offbeat_rollout_vllm._held import HeldWeights
+from offbeat_rollout_vllm._place import Place
 
 DOWN: Final = ".lora_A."
 PEFT_PREFIX: Final = "base_model.model."

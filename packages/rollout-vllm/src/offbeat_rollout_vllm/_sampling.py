@@ -11,60 +11,36 @@ MIN_TEMPERATURE: Final = 0.01
 BITS_64: Final = (1 << 64) - 1
 
 
-def check_params(params: SamplingParams) -> None:
-    """Refuse what would sample something nobody meant.
-
-    Raises:
-        ConfigError: a parameter is out of bounds, or vLLM means something else by the combination.
-    """
-    required = {
-        "max_tokens": (params.max_tokens >= 1, "at least 1"),
-        "temperature": (
-            params.temperature == 0 or params.temperature >= MIN_TEMPERATURE,
-            f"0, or at least {MIN_TEMPERATURE}: vLLM raises what lies between to that without a word",
-        ),
-        "top_p": (0 < params.top_p <= 1, "in (0, 1]"),
-        "top_k": (params.top_k >= 0, "at least 0 (0: no limit)"),
-        "min_p": (0 <= params.min_p <= 1, "in [0, 1]"),
-        "stop": (all(params.stop), "strings that are not empty"),
-    }
-    for name, (is_fine, what) in required.items():
-        if not is_fine:
-            raise ConfigError(f"sampling parameter {name} must be {what}, got {getattr(params, name)!r}")
-    if params.min_p > 0 and params.top_p < 1 and params.temperature > 0:
-        raise ConfigError(
-            f"min_p = {params.min_p} and top_p = {params.top_p} together mean something else in vLLM, which cuts by "
-            "min_p first; use one of them"
-        )
-
-
 def check_request(
     request: GenerateRequest, vocab_size: int, max_model_len: int, image_token_id: int | None = None
 ) -> None:
     """Refuse a request that cannot be served.
 
     Raises:
-        ConfigError: see `check_params`.
-        DataError: the prompt is empty, holds unknown ids, or leaves no room.
+        ConfigError: a sampling parameter is out of bounds, or vLLM means something else by the combination.
+        DataError: the prompt is empty, holds unknown ids, leaves no room, or has placeholders of images it lacks.
     """
-    check_params(request.params)
-    name, ids = request.request_id, np.asarray(request.prompt_ids)
-    if ids.ndim != 1 or not len(ids):
-        raise DataError(f"request {name!r}: a prompt needs at least one token, in one dimension")
-    if ids.min() < 0 or ids.max() >= vocab_size:
+    request.check(vocab_size, max_model_len)
+    _check_meaning(request.params)
+    places = 0 if image_token_id is None else np.count_nonzero(np.asarray(request.prompt_ids) == image_token_id)
+    if places and not request.images:
         raise DataError(
-            f"request {name!r}: prompt ids must be in [0, {vocab_size}), got {ids.min()} to {ids.max()}; "
-            "was it made with another tokenizer?"
-        )
-    if len(ids) >= max_model_len:
-        raise DataError(
-            f"request {name!r}: the prompt has {len(ids)} tokens and max_model_len is {max_model_len}; "
-            "raise max_model_len or filter long prompts"
-        )
-    if image_token_id is not None and not request.images and (ids == image_token_id).any():
-        raise DataError(
-            f"request {name!r}: the prompt holds {int((ids == image_token_id).sum())} placeholder tokens of images (id "
+            f"request {request.request_id!r}: the prompt holds {places} placeholder tokens of images (id "
             f"{image_token_id}) and the request no image; put the images into it, or leave the tokens out"
+        )
+
+
+def _check_meaning(params: SamplingParams) -> None:
+    """Refuse what vLLM means otherwise."""
+    if 0 < params.temperature < MIN_TEMPERATURE:
+        raise ConfigError(
+            f"sampling parameter temperature must be 0, or at least {MIN_TEMPERATURE}: vLLM raises what lies between "
+            f"to that without a word, got {params.temperature!r}"
+        )
+    if params.min_p > 0 and params.top_p < 1 and params.temperature > 0:
+        raise ConfigError(
+            f"min_p = {params.min_p} and top_p = {params.top_p} together mean something else in vLLM, which cuts by "
+            "min_p first; use one of them"
         )
 
 

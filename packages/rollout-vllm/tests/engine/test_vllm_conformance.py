@@ -1,6 +1,5 @@
 import json
 from contextlib import asynccontextmanager
-from importlib.util import find_spec
 from typing import ClassVar
 
 import numpy as np
@@ -9,7 +8,7 @@ from image_checks import POET, Trainer, check_adapter, check_numbers_of_images, 
 from lora_adapters import draw_adapter, merged
 
 from offbeat_rollout_vllm import VllmRolloutEngine
-from offbeat_testing import FakeWeightStream, RolloutConformance, tiny_model, tiny_vision_model
+from offbeat_testing import FakeWeightStream, RolloutConformance, tiny_vision_model
 from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams, load_backend
 
 DEADLINE_S = 300.0
@@ -85,11 +84,8 @@ class TestAsync(Vllm):
     @pytest.fixture(scope="class")
     @classmethod
     def model_folder(cls, tmp_path_factory):
-        if find_spec("torchvision") is None:
-            return tiny_model(tmp_path_factory.mktemp("conformance") / "model")
         return tiny_vision_model(tmp_path_factory.mktemp("conformance") / "model")
 
-    @pytest.mark.skipif(find_spec("torchvision") is None, reason="processors of Qwen-VL need torchvision")
     @pytest.mark.parametrize("check", [check_numbers_of_images, check_refusals, check_adapter])
     def test_images(self, model_folder, check):
         trainer = Trainer(model_folder)

@@ -14,7 +14,14 @@ import pytest
 
 from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_rollout_vllm._extension import WorkerSide
-from offbeat_testing import FakeWeightStream, changed_weights, reference_logprobs, reference_model, tiny_model
+from offbeat_testing import (
+    FakeWeightStream,
+    changed_weights,
+    logprob_errors,
+    reference_logprobs,
+    reference_model,
+    tiny_model,
+)
 from offbeat_types import (
     ConfigError,
     GenerateRequest,
@@ -37,13 +44,6 @@ def request(request_id="r", prompt=SHORT, *, num_samples=1, **params):
     return GenerateRequest(
         request_id=request_id, prompt_ids=prompt, num_samples=num_samples, params=SamplingParams(**params)
     )
-
-
-def error(model, prompt, completion, temperature=1.0):
-    """Largest distance from transformers, in nats."""
-    ids = np.concatenate([prompt, completion.ids])
-    expected = reference_logprobs(model, ids, temperature=temperature)[len(prompt) :]
-    return float(np.abs(completion.logprobs - expected).max())
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ class TestFaults:
             monkeypatch.setattr(WorkerSide, "check_heads", lambda self: None)
             await engine.update_weights(self.stream(), 1)
             (completion,) = await engine.generate(request())
-            assert error(self._model, SHORT, completion) > 0.5
+            assert logprob_errors(self._model, SHORT, completion).max() > 0.5
 
         self.run(check)
 
@@ -93,7 +93,7 @@ class TestFaults:
                 await engine.generate(request())
             await engine.update_weights(self.stream(2, seed=2), 2)
             (completion,) = await engine.generate(request())
-            assert error(self._model, SHORT, completion) < 1e-3
+            assert logprob_errors(self._model, SHORT, completion).max() < 1e-3
 
         self.run(check)
 
@@ -107,7 +107,7 @@ class TestFaults:
             assert core is engine._form._engine.engine_core
             await engine.update_weights(self.stream(), 1)
             (completion,) = await engine.generate(request("new", LONG))
-            assert error(self._model, LONG, completion) > 0.1
+            assert logprob_errors(self._model, LONG, completion).max() > 0.1
             monkeypatch.undo()
 
         self.run(check)
@@ -117,7 +117,7 @@ class TestFaults:
             await engine.generate(request("old", LONG))
             await engine.update_weights(self.stream(), 1)
             (completion,) = await engine.generate(request("new", LONG))
-            assert error(self._model, LONG, completion) < 1e-3
+            assert logprob_errors(self._model, LONG, completion).max() < 1e-3
 
         self.run(check)
 
@@ -163,7 +163,9 @@ class TestFaults:
             requests = [request(str(index), temperature=0.0 if index % 2 else 0.6) for index in range(6)]
             found = await asyncio.gather(*map(engine.generate, requests))
             for index, (completion,) in enumerate(found):
-                assert error(self._model, SHORT, completion, 1.0 if index % 2 else 0.6) < 1e-3
+                assert (
+                    logprob_errors(self._model, SHORT, completion, temperature=1.0 if index % 2 else 0.6) < 1e-3
+                ).all()
 
         self.run(check)
 
@@ -179,7 +181,7 @@ class TestFaults:
             stream = self.stream(1, seed=3)
             assert await engine.update_weights(stream, 1) == stream.expected()
             (completion,) = await engine.generate(request())
-            assert error(self._model, SHORT, completion) < 1e-3
+            assert logprob_errors(self._model, SHORT, completion).max() < 1e-3
 
         self.run(check)
 
@@ -348,7 +350,7 @@ def test_bfloat16_with_biases_is_proved_bit_by_bit(tmp_path):
             stream = Bits(weights, 1)
             assert await engine.update_weights(stream, 1) == stream.expected()
             (completion,) = await engine.generate(request())
-            assert error(model, SHORT, completion) < 0.2
+            assert logprob_errors(model, SHORT, completion).max() < 0.2
         finally:
             await engine.close()
 
@@ -416,7 +418,7 @@ def test_prompts_that_take_several_steps_keep_their_seeds(folder):
             requests = [request(f"r{index}", prompt, seed=index) for index, prompt in enumerate(prompts)]
             found = await asyncio.gather(*map(engine.generate, requests))
             for one, prompt, (completion,) in zip(requests, prompts, found, strict=True):
-                assert error(model, prompt, completion) < 1e-3
+                assert logprob_errors(model, prompt, completion).max() < 1e-3
                 (alone,) = await engine.generate(replace(one, request_id="alone"))
                 assert completion.ids.tolist() == alone.ids.tolist()
             task = asyncio.create_task(engine.generate(request("held", num_samples=4, max_tokens=400)))

@@ -14,14 +14,14 @@ import torch
 
 import offbeat_rollout_vllm._setup
 from offbeat_rollout_vllm import VllmRolloutEngine
-from offbeat_testing import changed_weights, reference_logprobs, reference_model, tiny_model
+from offbeat_testing import changed_weights, logprob_errors, reference_model, tiny_model
 from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams, WeightSyncError
 from offbeat_weightsync import (
+    DequantizedStream,
     InProcessStream,
     TensorSpec,
     dequantize_blocks,
     is_fp8_weight,
-    quantize_blocks,
     quantize_tensors,
 )
 
@@ -59,28 +59,17 @@ async def started(config):
             await engine.close()
 
 
-def rounded(named):
-    """The values that FP8 blocks of these weights stand for."""
-    return {
-        name: dequantize_blocks(*quantize_blocks(tensor)) if is_block(name, tensor) else tensor
-        for name, tensor in named
-    }
-
-
-def is_block(name, tensor):
-    return is_fp8_weight(TensorSpec(name, "float32", tuple(tensor.shape)))
-
-
 def distance(model, named, completions):
     """Between reported log-probabilities and those of a model with these weights, nats."""
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.load_state_dict(dict(named), strict=False)
-    found = []
-    for each in completions:
-        whole = np.concatenate([REQUEST.prompt_ids, each.ids])
-        found.append(np.abs(each.logprobs - reference_logprobs(model, whole)[len(REQUEST.prompt_ids) :]).max())
+    found = [logprob_errors(model, REQUEST.prompt_ids, each).max() for each in completions]
     model.load_state_dict(before)
     return float(max(found))
+
+
+def is_block(name, tensor):
+    return is_fp8_weight(TensorSpec(name, "float32", tuple(tensor.shape)))
 
 
 def blocks(named, version, dtype="float32"):
@@ -101,7 +90,7 @@ async def check_precision(engine, folder, bound, dtype):
             assert (await engine.update_weights(stream, version)).num_tensors == len(stream.plan.specs)
         completions = await engine.generate(REQUEST)
         assert {each.oldest_version for each in completions} == {version}
-        assert distance(model, rounded(named).items(), completions) < bound
+        assert distance(model, DequantizedStream(blocks(named, version)), completions) < bound
         assert distance(model, named, completions) > 1.5 * bound, "nothing was rounded"
 
 

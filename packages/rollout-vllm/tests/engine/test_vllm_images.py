@@ -4,7 +4,6 @@
 """
 
 import asyncio
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -15,10 +14,7 @@ from offbeat_testing import FakeWeightStream, changed_weights, tiny_vision_model
 from offbeat_types import OffbeatError, RolloutEngineConfig
 
 DEADLINE_S = 300.0
-pytestmark = [
-    pytest.mark.timeout(DEADLINE_S),  # a first start on a cold machine takes a minute
-    pytest.mark.skipif(find_spec("torchvision") is None, reason="processors of Qwen-VL need torchvision"),
-]
+pytestmark = pytest.mark.timeout(DEADLINE_S)  # a first start on a cold machine takes a minute
 
 
 def run(folder, *checks, tensor_parallel=1):
@@ -58,12 +54,12 @@ async def check_updates(engine, trainer):
         assert [segment.version for segment in completion.segments] == [0, 4]
         split = completion.segments[0].num_tokens
         if trainer.whole(completion) > split:
-            assert trainer.error(long, completion, start=split) < 1e-3
+            assert trainer.error(long, completion, start=split) < 1e-4
             compared += 1
     assert compared
     (completion,) = await engine.generate(one)
     assert completion.oldest_version == 4
-    assert trainer.error(one, completion) < 1e-3
+    assert trainer.error(one, completion) < 1e-4
 
 
 async def check_two_turns(engine, trainer):
@@ -71,14 +67,14 @@ async def check_two_turns(engine, trainer):
     prompt, images = trainer.prompt(1)
     group = await engine.generate(request(prompt, images, "turn 1", num_samples=6))
     first = next(one for one in group if trainer.whole(one) == len(one.ids))
-    assert trainer.error(request(prompt, images), first) < 1e-3
+    assert trainer.error(request(prompt, images), first) < 1e-4
     await engine.update_weights(FakeWeightStream(changed_weights(trainer.model, seed=7), 7), 7)
     assert trainer.error(request(prompt, images), first) > 1e-2, "the policy is another"
     read, more = trainer.prompt(1, first=1)
     second = request(np.concatenate([prompt, first.ids, read]), (*images, *more), "turn 2")
     (last,) = await engine.generate(second)
     assert [segment.version for segment in last.segments] == [7]
-    assert trainer.error(second, last) < 1e-3
+    assert trainer.error(second, last) < 1e-4
 
 
 def test_qwen3_vl(tmp_path):

@@ -1,7 +1,6 @@
 """A real GRPO run on figures: vLLM samples from pictures, the trainer trains the tower too, and both see the same."""
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,6 @@ from safetensors.torch import load_file
 
 from offbeat_run import read_metrics
 from offbeat_testing import RunningCommand, tiny_vision_model
-
-pytestmark = pytest.mark.skipif(find_spec("torchvision") is None, reason="processors of Qwen-VL need torchvision")
 
 
 @pytest.mark.timeout(600)
@@ -65,8 +62,8 @@ def check_both_sides_see_the_same(run: Path) -> None:
     assert len(lines) == 3
     for values in lines:
         assert values["async/lag_histogram"] == [4.0]
-        assert abs(values["correction/ratio_max"] - 1) < 1e-3
-        assert abs(values["correction/ratio_min"] - 1) < 1e-3
+        assert abs(values["correction/ratio_max"] - 1) < 1e-4
+        assert abs(values["correction/ratio_min"] - 1) < 1e-4
         assert values["engine/grad_norm"] > 0
     assert [line.values for line in read_metrics(run / "metrics.jsonl") if "eval/reward" in line.values]
     generations = (run / "generations" / "train.jsonl").read_text().splitlines()

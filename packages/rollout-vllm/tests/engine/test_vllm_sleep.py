@@ -8,7 +8,7 @@ import pytest
 
 from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_rollout_vllm._extension import WorkerSide
-from offbeat_testing import FakeWeightStream, changed_weights, reference_logprobs, reference_model, tiny_model
+from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
 from offbeat_types import (
     ConfigError,
     GenerateRequest,
@@ -47,12 +47,6 @@ def resident_bytes(engine):
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
 
 
-def error(model, completion):
-    """Largest distance from transformers, in nats."""
-    expected = reference_logprobs(model, np.concatenate([REQUEST.prompt_ids, completion.ids]))
-    return float(np.abs(completion.logprobs - expected[len(REQUEST.prompt_ids) :]).max())
-
-
 def run(check):
     async def bounded():
         async with asyncio.timeout(DEADLINE_S):
@@ -87,7 +81,7 @@ def test_both_levels_give_memory_back_and_leave_no_trace(folder, monkeypatch):
             await engine.resume()
             (after,) = await engine.generate(REQUEST)
             assert after.ids.tolist() == before.ids.tolist(), "its keys and values are computed anew"
-            assert error(model, after) < 1e-3
+            assert logprob_errors(model, REQUEST.prompt_ids, after).max() < 1e-3
             await check_level_2(engine)
         finally:
             await engine.close()
@@ -110,7 +104,7 @@ def test_both_levels_give_memory_back_and_leave_no_trace(folder, monkeypatch):
         await engine.resume()
         (completion,) = await waiting
         assert completion.oldest_version == 1
-        assert error(model, completion) < 1e-3
+        assert logprob_errors(model, REQUEST.prompt_ids, completion).max() < 1e-3
         await engine.sleep(2)
         await engine.wake()
         with pytest.raises(WeightSyncError, match="given back by sleep"):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from offbeat_types import RunFolderError
+from offbeat_types import RunFolderError, sync_path, sync_tree
 
 TEMPORARY = ".tmp-"
 OLD = ".old-"
@@ -34,7 +34,7 @@ def atomic_write(path: Path | str, mode: str = "w") -> Iterator[IO[Any]]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        _fsync_folder(path.parent)
+        sync_path(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -54,7 +54,7 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
     try:
         with disk_errors(path):
             yield temporary
-            _fsync_tree(temporary)
+            sync_tree(temporary)
         _rename_folder(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -89,25 +89,9 @@ def _rename_folder(temporary: Path, path: Path) -> None:
     if path.exists():
         path.rename(old)
     temporary.rename(path)
-    _fsync_folder(path.parent)
+    sync_path(path.parent)
     if old.exists():
         shutil.rmtree(old)
-
-
-def _fsync_tree(folder: Path) -> None:
-    for root, _, names in os.walk(folder):
-        for name in names:
-            with open(os.path.join(root, name), "rb") as file:
-                os.fsync(file.fileno())
-        _fsync_folder(Path(root))
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

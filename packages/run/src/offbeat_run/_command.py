@@ -39,7 +39,7 @@ class CommandWords:
 def split_arguments(
     words: Sequence[str], *, options: Collection[str] = (), switches: Collection[str] = ()
 ) -> CommandWords:
-    """Sort the words of a command line, such as `train my.toml --log.every 5 --out runs/a`.
+    """Sort the words of a command line, such as `train my.toml --checkpoint.every 5 --out runs/a`.
 
     Args:
         words: without the program's name.

@@ -1,13 +1,10 @@
 """What a model folder holds, read from its headers alone: before anything starts, and without torch."""
 
-import json
 import math
-import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from offbeat_types import ModelError
+from offbeat_types import ModelError, read_model_json, read_tensor_shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +35,7 @@ def inspect_model(path: str) -> ModelFolder:
     folder = Path(path).expanduser().absolute()
     if not folder.is_dir():
         raise ModelError(f"model.path: no such folder: {folder}; give a Hugging Face model folder")
-    config = _read_config(folder)
+    config = read_model_json(folder / "config.json")
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelError(f"{folder} holds no *.safetensors; convert its weights (pickled weights are never read)")
@@ -46,36 +43,7 @@ def inspect_model(path: str) -> ModelFolder:
     return ModelFolder(
         path=folder,
         family=str(config.get("model_type", "unknown")),
-        num_parameters=sum(_count_elements(file) for file in files),
+        num_parameters=sum(math.prod(shape) for file in files for shape in read_tensor_shapes(file).values()),
         vocabulary=int(text.get("vocab_size", 0)),
         max_positions=int(text.get("max_position_embeddings", 0)),
     )
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except FileNotFoundError:
-        raise ModelError(f"{folder} is not a model folder: it holds no config.json") from None
-    except ValueError as error:
-        raise ModelError(f"{folder / 'config.json'} is corrupt: {error}; copy it again") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{folder / 'config.json'} is corrupt: it must hold an object; copy it again")
-    return config
-
-
-def _count_elements(file: Path) -> int:
-    """Elements in one safetensors file. Source: the format description of the safetensors project."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            (header_bytes,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(min(header_bytes, size)))
-        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-        end = 8 + header_bytes + max((entry["data_offsets"][1] for entry in tensors), default=0)
-        elements = sum(int(math.prod(entry["shape"])) for entry in tensors)
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise ModelError(f"{file} is corrupt: {error}; copy it again") from error
-    if end != size:
-        raise ModelError(f"{file} is corrupt: it should have {end} bytes and has {size}; copy it again")
-    return elements

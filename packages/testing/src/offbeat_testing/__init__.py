@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from offbeat_testing._command_line import CommandEnded, CommandLine
     from offbeat_testing._fakes import FakeRolloutEngine, FakeWeightStream, Script
     from offbeat_testing._forked_roles import fork_roles, forked_main
+    from offbeat_testing._large_models import large_model_configs
     from offbeat_testing._leaving_threads import wait_for_leaving_threads
     from offbeat_testing._ranks._child import Ranks
-    from offbeat_testing._reference import changed_weights, reference_logprobs, reference_model
+    from offbeat_testing._reference import changed_weights, logprob_errors, reference_logprobs, reference_model
     from offbeat_testing._rollout_conformance import RolloutConformance
     from offbeat_testing._running_command import RunningCommand, wait_until_gone
-    from offbeat_testing._small_runs import small_grpo_run
+    from offbeat_testing._small_runs import small_grpo_run, small_sft_run
     from offbeat_testing._tiny_models import TinyFamily, tiny_model, tiny_tokenizer
     from offbeat_testing._tiny_vision_models import tiny_vision_model
     from offbeat_testing._train_conformance import TrainEngineConformance
@@ -36,9 +37,12 @@ __all__ = [
     "changed_weights",
     "fork_roles",
     "forked_main",
+    "large_model_configs",
+    "logprob_errors",
     "reference_logprobs",
     "reference_model",
     "small_grpo_run",
+    "small_sft_run",
     "tiny_model",
     "tiny_tokenizer",
     "tiny_vision_model",
@@ -61,9 +65,12 @@ _MODULES = {
     "changed_weights": "_reference",
     "fork_roles": "_forked_roles",
     "forked_main": "_forked_roles",
+    "large_model_configs": "_large_models",
+    "logprob_errors": "_reference",
     "reference_logprobs": "_reference",
     "reference_model": "_reference",
     "small_grpo_run": "_small_runs",
+    "small_sft_run": "_small_runs",
     "tiny_model": "_tiny_models",
     "tiny_tokenizer": "_tiny_models",
     "tiny_vision_model": "_tiny_vision_models",

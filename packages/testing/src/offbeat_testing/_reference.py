@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from offbeat_types import Floats, Ids
+from offbeat_types import Completion, Floats, Ids
 
 
 def reference_model(folder: Path) -> Any:
@@ -28,6 +28,14 @@ def reference_logprobs(model: Any, ids: Ids, *, temperature: float = 1.0) -> Flo
         logits = model(tokens, use_cache=False).logits[0, :-1].float() / temperature
         chosen = torch.log_softmax(logits, -1).gather(-1, tokens[0, 1:, None])[:, 0]
     return np.concatenate([np.zeros(1, np.float32), chosen.numpy()])
+
+
+def logprob_errors(model: Any, prompt_ids: Ids, completion: Completion, *, temperature: float = 1.0) -> Floats:
+    """[T] float32 nats between what was reported of each sampled token and what `model` says of it."""
+    ids = np.concatenate([prompt_ids, completion.ids])
+    expected = reference_logprobs(model, ids, temperature=temperature)[len(prompt_ids) :]
+    errors: Floats = np.abs(completion.logprobs - expected)
+    return errors
 
 
 def changed_weights(model: Any, *, scale: float = 0.05, seed: int = 1) -> list[tuple[str, Any]]:

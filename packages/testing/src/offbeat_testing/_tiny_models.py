@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Literal
 
-TinyFamily = Literal["qwen3", "qwen2", "llama"]
+TinyFamily = Literal["qwen3", "qwen3_moe", "qwen2", "llama"]
 
 CHAT_TEMPLATE: Final = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -67,7 +67,7 @@ def tiny_model(
         family: architecture.
         tied: input and output embedding are one tensor.
         vocab_size: rows of the embedding, at least the 300 of the tokenizer (real models pad theirs as well).
-        hidden_size: of the residual stream; the feed-forward width is twice that.
+        hidden_size: of the residual stream; the feed-forward width is twice that, of each of four experts half of it.
         num_layers: decoder layers.
         num_heads: query heads.
         num_kv_heads: key and value heads.
@@ -98,8 +98,10 @@ def tiny_model(
         "bos_token_id": None,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_moe"):
         shape["head_dim"] = 32
+    if family == "qwen3_moe":
+        shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size // 2}
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     model = _build(family, {**shape, **(config or {})})
@@ -119,6 +121,6 @@ def tiny_model(
 def _build(family: TinyFamily, settings: dict[str, Any]) -> Any:
     """Make the randomly initialised transformers model."""
     transformers: Any = import_module("transformers")
-    name = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}[family]
+    name = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen2": "Qwen2", "llama": "Llama"}[family]
     config = getattr(transformers, f"{name}Config")(**settings)
     return getattr(transformers, f"{name}ForCausalLM")(config).float().eval()

@@ -1,5 +1,6 @@
 """Tiny vision-language model folders, made on the spot: real architectures and processors, and no file fetched."""
 
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +23,14 @@ TinyVisionFamily = Literal["qwen3_vl", "qwen2_5_vl"]
 
 
 def tiny_vision_model(
-    folder: Path, family: TinyVisionFamily = "qwen3_vl", *, tied: bool = True, spread: float = 0.1, seed: int = 0
+    folder: Path,
+    family: TinyVisionFamily = "qwen3_vl",
+    *,
+    tied: bool = True,
+    text: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
+    spread: float = 0.1,
+    seed: int = 0,
 ) -> Path:
     """Write a random Qwen3-VL or Qwen2.5-VL, float32, with tokenizer and processor, ready for `AutoProcessor`.
 
@@ -33,6 +41,8 @@ def tiny_vision_model(
         folder: made when missing.
         family: architecture.
         tied: input and output embedding are one tensor.
+        text: settings of the language model that take the place of the tiny one's.
+        vision: such settings of the tower.
         spread: standard deviation of the weights; larger means a more peaked next-token distribution.
         seed: of the weights.
 
@@ -47,8 +57,11 @@ def tiny_vision_model(
     tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
+    settings = _settings(tokenizer, family, tied=tied, spread=spread)
+    settings["text_config"] |= text or {}
+    settings["vision_config"] |= vision or {}
     name = {"qwen3_vl": "Qwen3VL", "qwen2_5_vl": "Qwen2_5_VL"}[family]
-    config = getattr(transformers, f"{name}Config")(**_settings(tokenizer, family, tied=tied, spread=spread))
+    config = getattr(transformers, f"{name}Config")(**settings)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).float().eval()
     with torch.no_grad():
         for tensor in model.parameters():

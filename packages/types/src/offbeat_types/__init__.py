@@ -1,6 +1,6 @@
 """Wire types, protocols, errors and the backend loader: what all of offbeat agrees on. No torch."""
 
-from offbeat_types._agreement import digest_sequences, pack_metrics, unpack_metrics
+from offbeat_types._agreement import digest_sequences, merge_over_ranks
 from offbeat_types._backends import (
     INSTALL_LINES,
     defer_device_backends,
@@ -8,6 +8,8 @@ from offbeat_types._backends import (
     load_backend,
     restore_module,
 )
+from offbeat_types._disk import sync_path, sync_tree
+from offbeat_types._engine_needs import EngineNeeds, engine_needs
 from offbeat_types._errors import (
     BackendError,
     ConfigError,
@@ -25,27 +27,28 @@ from offbeat_types._errors import (
     UserError,
     WeightSyncError,
 )
+from offbeat_types._image_cutter import ImageCutter
 from offbeat_types._model_files import (
     MODEL_FILE,
     MODEL_INDEX_FILE,
+    copy_tokenizer,
     drop_model_files,
     find_tensors,
-    tensor_file_header,
+    read_model_json,
 )
+from offbeat_types._model_headers import list_model_files, read_eos_ids, read_tensor_shapes
+from offbeat_types._placeholders import check_placeholders, find_placeholders
+from offbeat_types._requests import GenerateRequest, Ids, Image, SamplingParams
 from offbeat_types._rollout import (
     Completion,
     EngineHealth,
     Floats,
-    GenerateRequest,
-    Ids,
-    Image,
     LoraAdapter,
     PauseMode,
     RolloutCapabilities,
     RolloutEngine,
     RolloutEngineConfig,
     RolloutEngineSettings,
-    SamplingParams,
     StopReason,
     VersionSegment,
     WeightProof,
@@ -57,8 +60,10 @@ from offbeat_types._settings import (
     METADATA_KEY,
     REQUIRED,
     Setting,
+    read_options,
     setting,
 )
+from offbeat_types._tensor_specs import TENSOR_DTYPES, TensorSpec, tensor_file_header, tensor_file_index
 from offbeat_types._tracing import TracePlan, TracingEngine
 from offbeat_types._training import (
     Aggregation,
@@ -76,6 +81,7 @@ from offbeat_types._training import (
     merge_metrics,
 )
 from offbeat_types._trajectory import Reply, Trajectory, TrajectoryEnd
+from offbeat_types._updates import call_loss, check_token_ids, count_micro_batch, loss_extras, spread_values
 
 __all__ = [
     "INSTALL_LINES",
@@ -83,6 +89,7 @@ __all__ = [
     "MODEL_FILE",
     "MODEL_INDEX_FILE",
     "REQUIRED",
+    "TENSOR_DTYPES",
     "Aggregation",
     "BackendError",
     "Completion",
@@ -90,12 +97,14 @@ __all__ = [
     "DataError",
     "DeadlineError",
     "EngineHealth",
+    "EngineNeeds",
     "Floats",
     "GenerateRequest",
     "GroupError",
     "GuardError",
     "Ids",
     "Image",
+    "ImageCutter",
     "LoraAdapter",
     "LossFunction",
     "LossTokens",
@@ -120,6 +129,7 @@ __all__ = [
     "ShapeError",
     "SleepingTrainEngine",
     "StopReason",
+    "TensorSpec",
     "TracePlan",
     "TracingEngine",
     "TrainBackend",
@@ -135,18 +145,34 @@ __all__ = [
     "WeightProof",
     "WeightStream",
     "WeightSyncError",
+    "call_loss",
+    "check_placeholders",
     "check_schedule",
+    "check_token_ids",
+    "copy_tokenizer",
+    "count_micro_batch",
     "defer_device_backends",
     "digest_sequences",
     "drop_model_files",
+    "engine_needs",
+    "find_placeholders",
     "find_tensors",
     "installed_backends",
     "learning_rate_at",
+    "list_model_files",
     "load_backend",
+    "loss_extras",
     "merge_metrics",
-    "pack_metrics",
+    "merge_over_ranks",
+    "read_eos_ids",
+    "read_model_json",
+    "read_options",
+    "read_tensor_shapes",
     "restore_module",
     "setting",
+    "spread_values",
+    "sync_path",
+    "sync_tree",
     "tensor_file_header",
-    "unpack_metrics",
+    "tensor_file_index",
 ]

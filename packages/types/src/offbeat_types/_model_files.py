@@ -1,11 +1,10 @@
-"""The files of a Hugging Face model folder: what they are called, which holds which tensor, and how one begins.
+"""The files of a Hugging Face model folder: what they are called, and which holds which tensor.
 
-Source: the safetensors format, github.com/huggingface/safetensors (8 bytes of header length, JSON header, data);
-transformers' sharded checkpoints for the names and the index.
+Source: transformers' sharded checkpoints, for the names and the index.
 """
 
 import json
-import math
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -24,38 +23,15 @@ _MODEL_FILES: Final = (
 )
 """All that the weights of a model may be called, as offbeat's engines and others write them."""
 
-_FORMATS: Final = {
-    "float64": ("F64", 8),
-    "float32": ("F32", 4),
-    "float16": ("F16", 2),
-    "bfloat16": ("BF16", 2),
-    "float8_e4m3fn": ("F8_E4M3", 1),
-    "float8_e5m2": ("F8_E5M2", 1),
-    "int64": ("I64", 8),
-    "int32": ("I32", 4),
-    "int16": ("I16", 2),
-    "int8": ("I8", 1),
-    "uint8": ("U8", 1),
-    "bool": ("BOOL", 1),
-}
-"""torch's names, without "torch."; those of safetensors, and bytes of an element."""
-
-
-def tensor_file_header(entries: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """The start of a safetensors file, up to the first tensor's bytes: a multiple of 64 long.
-
-    Args:
-        entries: (name, number format such as "bfloat16", shape) of each tensor, in the order of their bytes.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, dtype, shape in entries:
-        code, itemsize = _FORMATS[dtype]
-        start, end = end, end + math.prod(shape) * itemsize
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % 64)
-    return len(text).to_bytes(8, "little") + text
+_TOKENIZER_FILES: Final = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*processor_config.json",
+)
 
 
 def drop_model_files(folder: Path) -> None:
@@ -63,6 +39,13 @@ def drop_model_files(folder: Path) -> None:
     for pattern in _MODEL_FILES:
         for path in folder.glob(pattern):
             path.unlink()
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy what makes token ids of text and images: tokenizer, chat template, processor; what is not there is not."""
+    for pattern in _TOKENIZER_FILES:
+        for file in source.glob(pattern):
+            shutil.copyfile(file, folder / file.name)
 
 
 def find_tensors(folder: Path, held: Mapping[str, Iterable[str]]) -> dict[str, str]:
@@ -93,6 +76,23 @@ def find_tensors(folder: Path, held: Mapping[str, Iterable[str]]) -> dict[str, s
                 )
             found[name] = file
     return found
+
+
+def read_model_json(path: Path) -> dict[str, Any]:
+    """Read one of the JSON files of a model folder.
+
+    Raises:
+        ModelError: it is missing, is not JSON, or holds something else than an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"a model folder needs {path.name}: cannot read {path} ({error.strerror})") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON ({error}); download or write the model folder again") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
 
 
 def _read_index(folder: Path) -> dict[str, str]:

@@ -1,85 +1,22 @@
 """The rollout contract: what every engine that samples completions takes and gives.
 
-Shapes: P prompt tokens, T completion tokens; H, W height and width of an image in pixels.
+Shapes: T completion tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from offbeat_types._errors import ConfigError, DataError, ShapeError
+from offbeat_types._errors import ConfigError, ShapeError
+from offbeat_types._requests import GenerateRequest, Ids, check_images
 from offbeat_types._settings import REQUIRED, setting
 
-Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
-Image = npt.NDArray[np.uint8]
-"""[H, W, 3] uint8: red, green, blue, the top row first. Pixels and not a file: decoders of one JPEG may differ."""
-
 StopReason = Literal["eos", "stop", "length", "aborted"]
 PauseMode = Literal["abort", "wait", "keep"]
-
-
-def check_images(images: Sequence[Image], whose: str) -> None:
-    """Refuse images of another form than `Image`.
-
-    Raises:
-        DataError: with the first that is, and `whose` it is.
-    """
-    for index, image in enumerate(images):
-        found = np.asarray(image)
-        if found.dtype != np.uint8 or found.ndim != 3 or found.shape[2] != 3 or not found.size:
-            raise DataError(f"{whose}: image {index} must be [H, W, 3] uint8, got {found.shape} {found.dtype}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How to choose tokens.
-
-    The sampled distribution is softmax(logits / temperature), cut by top_k, then top_p, then min_p, and
-    renormalised; log-probabilities reported are those of that distribution. Temperature 0 means greedy, and
-    reports the log-probability at temperature 1.
-    """
-
-    max_tokens: int = 256
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    seed: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateRequest:
-    """One prompt, to be completed `num_samples` times.
-
-    `prompt_ids` are the tokens that the model sees, and so those to train on. An image stands in them as all its
-    placeholder tokens: what a Hugging Face processor returns as `input_ids` (of Qwen-VL `<|vision_start|>`, one
-    `<|image_pad|>` for each square of merged patches, `<|vision_end|>`). An engine never adds to them or takes away:
-    it works out how many tokens each image takes, and refuses a prompt that holds another number.
-
-    A further turn of a conversation is a request like any other: its prompt is the first prompt, the tokens that were
-    sampled, what was read since, and the images of all turns.
-
-    Args:
-        request_id: unique among requests in flight.
-        prompt_ids: [P] int32, P >= 1.
-        num_samples: completions wanted; sample i draws with seed `params.seed + i` when a seed is given.
-        images: each [H, W, 3] uint8, in the order of their placeholders.
-        adapter: name of the LoRA adapter to sample with; "" is the model itself.
-    """
-
-    request_id: str
-    prompt_ids: Ids
-    num_samples: int = 1
-    params: SamplingParams = field(default_factory=SamplingParams)
-    images: tuple[Image, ...] = ()
-    adapter: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from offbeat_types._errors import ConfigError, DataError
-from offbeat_types._rollout import Floats, Ids, Image, RolloutCapabilities, RolloutEngine, check_images
+from offbeat_types._requests import Ids, Image, check_images
+from offbeat_types._rollout import Floats, RolloutCapabilities, RolloutEngine
 
 
 @dataclass(frozen=True, kw_only=True)

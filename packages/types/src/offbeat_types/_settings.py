@@ -4,9 +4,14 @@ A configuration class is a frozen, keyword-only dataclass whose fields are made 
 offbeat-run reads the metadata; the class itself needs nothing but the standard library.
 """
 
-from collections.abc import Sequence
-from dataclasses import MISSING, field
-from typing import Any, Final
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, field, fields
+from typing import Any, Final, TypeVar, get_origin
+
+from offbeat_types._errors import ConfigError
+
+OptionsT = TypeVar("OptionsT")
 
 METADATA_KEY: Final = "offbeat"
 REQUIRED: Final = MISSING
@@ -75,3 +80,28 @@ def setting(default: Any, doc: str, unit: str = "", **bounds: Any) -> Any:
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def read_options(backend: str, kind: type[OptionsT], options: Mapping[str, Any]) -> OptionsT:
+    """Check the options of a backend against their declarations.
+
+    Args:
+        backend: what errors call it, such as "rollout-torch".
+        kind: the class of its options, each with a default.
+        options: by name.
+
+    Raises:
+        ConfigError: an option is unknown (the text names the nearest), of the wrong type, or out of bounds.
+    """
+    known: dict[str, Any] = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
+    for name, value in options.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+            raise ConfigError(f"{backend} has no option {name!r}; {hint}")
+        wanted = get_origin(known[name].type) or known[name].type
+        fits = type(value) is wanted or (wanted is float and type(value) is int)
+        complaint = known[name].metadata[METADATA_KEY].complaint(value) if fits else wanted.__name__
+        if complaint:
+            raise ConfigError(f"{backend}: option {name} must be {complaint}, got {value!r}")
+    return kind(**options)

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from offbeat_types._errors import ShapeError
-from offbeat_types._rollout import Floats, Ids, Image, check_images
+from offbeat_types._requests import Ids, Image, check_images
+from offbeat_types._rollout import Floats
 from offbeat_types._settings import REQUIRED, setting
 
 TensorT = TypeVar("TensorT")
@@ -209,6 +210,9 @@ class TrainLayout:
         ep: expert parallel, a second way of counting the ranks of a stage.
         zero_stage: what data and context parallel ranks share out: 0 nothing, 1 the optimizer's state, 2 gradients
             too, 3 weights too. Source: arXiv:1910.02054, figure 1.
+        weight_bytes: of one weight that the model computes with.
+        gradient_bytes: of one gradient that is kept until the step.
+        optimizer_bytes: of the optimizer's state of one weight: two float32 moments, and 4 more for a float32 copy.
     """
 
     dp: int = 1
@@ -217,6 +221,9 @@ class TrainLayout:
     pp: int = 1
     ep: int = 1
     zero_stage: int = 0
+    weight_bytes: int = 4
+    gradient_bytes: int = 4
+    optimizer_bytes: int = 8
 
     @property
     def num_ranks(self) -> int:
@@ -224,9 +231,11 @@ class TrainLayout:
         return self.dp * self.cp * self.tp * self.pp
 
     def held_bytes(self, num_parameters: int, *, trains_all: bool = True) -> int:
-        """Bytes of float32 weights on one rank, and of their gradients and two moments where all of them train."""
+        """Bytes of weights on one rank, and of their gradients and optimizer state where all of them train."""
         whole = num_parameters // (self.tp * self.pp)
-        parts = [(3, 4), (2, 4), (1, 8)] if trains_all else [(3, 4)]
+        parts = [(3, self.weight_bytes)]
+        if trains_all:
+            parts += [(2, self.gradient_bytes), (1, self.optimizer_bytes)]
         return sum(whole * size // (self.dp * self.cp if self.zero_stage >= stage else 1) for stage, size in parts)
 
     def __str__(self) -> str:

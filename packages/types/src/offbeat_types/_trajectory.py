@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from offbeat_types._errors import ShapeError
-from offbeat_types._rollout import Completion, Floats, Ids, Image, StopReason, VersionSegment
+from offbeat_types._requests import Ids, Image
+from offbeat_types._rollout import Completion, Floats, StopReason, VersionSegment
 from offbeat_types._training import TrainSequence
 
 TrajectoryEnd = Literal["done", "cut_off", "max_turns", "max_tokens"]

@@ -1,5 +1,6 @@
 """Moves weights from a trainer to rollout engines, and proves that they arrived: bucket plan and transports."""
 
+from offbeat_types import TensorSpec
 from offbeat_weightsync._adapters import merge_adapter, select_adapter
 from offbeat_weightsync._addresses import new_address, new_socket_path
 from offbeat_weightsync._arrivals import ArrivingStream
@@ -21,7 +22,7 @@ from offbeat_weightsync._group_windows import BroadcastStream
 from offbeat_weightsync._in_process import InProcessStream
 from offbeat_weightsync._names import EXPERTS, GATE_UP, QKV, Fusion, NameMap, Place
 from offbeat_weightsync._peer_stream import PeerStream
-from offbeat_weightsync._plan import DEFAULT_BUCKET_BYTES, Bucket, BucketPlan, Piece, TensorSpec
+from offbeat_weightsync._plan import DEFAULT_BUCKET_BYTES, Bucket, BucketPlan, Piece
 from offbeat_weightsync._receiver import receive
 from offbeat_weightsync._sender import WeightSender
 from offbeat_weightsync._shared_sender import SharedMemorySender

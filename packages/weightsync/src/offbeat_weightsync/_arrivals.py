@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat_types import WeightProof, WeightSyncError
+from offbeat_types import TensorSpec, WeightProof, WeightSyncError
 from offbeat_weightsync._places import Place, find_target
-from offbeat_weightsync._plan import BucketPlan, Piece, TensorSpec
+from offbeat_weightsync._plan import BucketPlan, Piece
 from offbeat_weightsync._proofs import compare_proofs, prove_tensors
 from offbeat_weightsync._tensors import torch_dtype
 from offbeat_weightsync._windows import Window

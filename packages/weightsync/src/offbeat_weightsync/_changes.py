@@ -7,8 +7,8 @@ from typing import Any
 import xxhash
 from torch import Tensor
 
-from offbeat_types import WeightSyncError
-from offbeat_weightsync._plan import BucketPlan, TensorSpec
+from offbeat_types import TensorSpec, WeightSyncError
+from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._tensors import check_tensor, tensor_bytes, torch_dtype
 
 

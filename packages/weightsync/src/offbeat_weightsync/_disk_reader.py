@@ -11,13 +11,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from offbeat_types import OffbeatError, WeightProof, WeightSyncError
+from offbeat_types import OffbeatError, WeightProof, WeightSyncError, tensor_file_header
 from offbeat_weightsync._arrivals import ArrivingStream
 from offbeat_weightsync._connections import Deadline
 from offbeat_weightsync._courier import NUM_BUFFERS, Courier, Handover
 from offbeat_weightsync._folders import (
     MANIFEST,
-    file_header,
     file_name,
     read_manifest,
     version_folder,
@@ -183,7 +182,7 @@ class _OpenFiles:
 
     def _open(self, path: Path, first: int, last: int) -> None:
         specs = self._plan.specs[first:last]
-        header = file_header(specs)
+        header = tensor_file_header(specs)
         try:
             self._fds.append(os.open(path, os.O_RDONLY))
             found, size = os.pread(self._fds[-1], len(header), 0), os.fstat(self._fds[-1]).st_size

@@ -11,16 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat_types import WeightProof, WeightSyncError
+from offbeat_types import WeightProof, WeightSyncError, sync_path, tensor_file_header
 from offbeat_weightsync._filling import PlannedTensors
 from offbeat_weightsync._folders import (
-    file_header,
     file_layout,
     file_name,
     partial_folder,
     read_manifest,
     remove_old_versions,
-    sync_folder,
     version_folder,
     write_manifest,
 )
@@ -70,7 +68,7 @@ def write_weights(
         proof = WeightProof(version=version, num_tensors=len(plan.specs), checksums=checksums)
         write_manifest(partial, plan, layout, proof)
         os.replace(partial, final)
-        sync_folder(root)
+        sync_path(root)
         remove_old_versions(root, keep)
     except OSError as error:
         raise WeightSyncError(f"cannot write version {version} to {root}: {error.strerror or error}") from error
@@ -151,7 +149,7 @@ class _Files:
     def _open(self, index: int) -> None:
         first, last = self._layout[index]
         specs = self._plan.specs[first:last]
-        header = file_header(specs)
+        header = tensor_file_header(specs)
         ends = np.cumsum([len(header), *(spec.num_bytes for spec in specs)]).tolist()
         self._index, self._offsets = index, dict(zip(range(first, last), ends, strict=False))
         self._fd = os.open(self._folder / file_name(index, len(self._layout)), os.O_RDWR | os.O_CREAT, 0o644)

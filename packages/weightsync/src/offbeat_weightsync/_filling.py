@@ -8,8 +8,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from offbeat_types import WeightSyncError
-from offbeat_weightsync._plan import BucketPlan, Piece, TensorSpec
+from offbeat_types import TensorSpec, WeightSyncError
+from offbeat_weightsync._plan import BucketPlan, Piece
 from offbeat_weightsync._tensors import Bytes, check_tensor, tensor_bytes, torch_dtype
 from offbeat_weightsync._windows import Window
 

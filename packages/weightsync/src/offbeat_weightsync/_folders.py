@@ -18,8 +18,8 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from offbeat_types import MODEL_INDEX_FILE, WeightProof, WeightSyncError, tensor_file_header
-from offbeat_weightsync._plan import BucketPlan, TensorSpec
+from offbeat_types import MODEL_INDEX_FILE, TensorSpec, WeightProof, WeightSyncError, sync_path, tensor_file_index
+from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._proofs import proof_from_data, proof_to_data
 
 MANIFEST: Final = "weights.json"
@@ -69,11 +69,6 @@ def file_name(index: int, count: int) -> str:
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def file_header(specs: tuple[TensorSpec, ...]) -> bytes:
-    """The start of a safetensors file, up to the first tensor's bytes: a multiple of 64 long."""
-    return tensor_file_header((spec.name, spec.dtype, spec.shape) for spec in specs)
-
-
 def write_synced(path: Path, data: bytes) -> None:
     """Write a small file, and return when it is on disk under its name."""
     temporary = path.with_name(f".{path.name}.new")
@@ -82,24 +77,14 @@ def write_synced(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Return when the names in a folder are on disk."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync_path(path.parent)
 
 
 def write_manifest(folder: Path, plan: BucketPlan, layout: list[tuple[int, int]], proof: WeightProof) -> None:
     """Write index and manifest."""
     names = [file_name(index, len(layout)) for index in range(len(layout))]
-    place = {spec.name: names[i] for i, (first, last) in enumerate(layout) for spec in plan.specs[first:last]}
-    index = {"metadata": {"total_size": plan.num_bytes}, "weight_map": place}
-    write_synced(folder / MODEL_INDEX_FILE, json.dumps(index, indent=1).encode())
+    files = {name: plan.specs[first:last] for name, (first, last) in zip(names, layout, strict=True)}
+    write_synced(folder / MODEL_INDEX_FILE, tensor_file_index(files).encode())
     manifest = {
         "format": 1,
         "specs": [[spec.name, spec.dtype, list(spec.shape)] for spec in plan.specs],

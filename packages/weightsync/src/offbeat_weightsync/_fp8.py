@@ -15,8 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from offbeat_types import WeightSyncError
-from offbeat_weightsync._plan import TensorSpec
+from offbeat_types import TensorSpec, WeightSyncError
 
 BLOCK: Final = 128
 MAX_E4M3: Final = 448.0

@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 from offbeat_dist import Device, Group, current_world
-from offbeat_types import MismatchError, OffbeatError, WeightProof, WeightSyncError
+from offbeat_types import MismatchError, OffbeatError, TensorSpec, WeightProof, WeightSyncError
 from offbeat_weightsync._connections import Deadline
-from offbeat_weightsync._plan import BucketPlan, TensorSpec
+from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._proofs import compare_proofs, proof_from_data
 
 T = TypeVar("T")

@@ -12,8 +12,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from offbeat_types import WeightSyncError
-from offbeat_weightsync._plan import TensorSpec
+from offbeat_types import TensorSpec, WeightSyncError
 from offbeat_weightsync._tensors import torch_dtype
 
 EXPERT: Final = "{expert}"

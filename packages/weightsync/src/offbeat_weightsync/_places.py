@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat_types import WeightSyncError
-from offbeat_weightsync._plan import TensorSpec
+from offbeat_types import TensorSpec, WeightSyncError
 from offbeat_weightsync._tensors import Bytes, check_dtype, tensor_bytes
 
 

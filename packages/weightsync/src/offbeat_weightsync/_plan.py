@@ -2,53 +2,17 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from offbeat_types import WeightSyncError
+from offbeat_types import TENSOR_DTYPES, TensorSpec, WeightSyncError
 
 ALIGNMENT: Final = 64
 """Every piece starts at a multiple of this, so that any dtype can be viewed in place."""
 
 DEFAULT_BUCKET_BYTES: Final = 32 << 20
 """Short enough for the cache between the copy in and the copy out, long enough that both sides seldom wait."""
-
-ITEM_BYTES: Final = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Name, dtype and shape of one tensor on its way.
-
-    Args:
-        name: under which trainer and engine know it: the Hugging Face name.
-        dtype: torch's name without "torch.", such as "bfloat16": the format it travels and is held in.
-        shape: () for a scalar.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its elements."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 class Piece(NamedTuple):
@@ -165,8 +129,8 @@ def _check(specs: tuple[TensorSpec, ...], bucket_bytes: int) -> None:
         raise WeightSyncError("a weight sync needs at least one tensor: the trainer named none")
     seen: set[str] = set()
     for spec in specs:
-        if spec.dtype not in ITEM_BYTES:
-            raise WeightSyncError(f"{spec.name}: dtype must be one of {', '.join(ITEM_BYTES)}: got {spec.dtype!r}")
+        if spec.dtype not in TENSOR_DTYPES:
+            raise WeightSyncError(f"{spec.name}: dtype must be one of {', '.join(TENSOR_DTYPES)}: got {spec.dtype!r}")
         if any(size < 1 for size in spec.shape):
             raise WeightSyncError(f"{spec.name}: a tensor needs at least one element: got shape {spec.shape}")
         if spec.name in seen:

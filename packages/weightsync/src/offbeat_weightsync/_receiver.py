@@ -5,13 +5,13 @@ from contextlib import closing, contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-from offbeat_types import OffbeatError, WeightSyncError
+from offbeat_types import OffbeatError, TensorSpec, WeightSyncError
 from offbeat_weightsync._addresses import TcpAddress
 from offbeat_weightsync._changes import kept_digest
 from offbeat_weightsync._connections import Connection, Deadline
 from offbeat_weightsync._messages import Hello, Join, Ready, Welcome
 from offbeat_weightsync._peer_stream import PeerStream
-from offbeat_weightsync._plan import BucketPlan, TensorSpec
+from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._shared_stream import SharedMemoryStream, connect_shared
 from offbeat_weightsync._tcp import connect_tcp, join_tcp
 from offbeat_weightsync._tcp_stream import TcpStream

@@ -8,8 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offbeat_types import WeightSyncError
-from offbeat_weightsync._plan import TensorSpec
+from offbeat_types import TensorSpec, WeightSyncError
 
 Bytes = npt.NDArray[np.uint8]
 

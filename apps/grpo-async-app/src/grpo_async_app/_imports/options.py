@@ -51,6 +51,8 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
         held = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+    if held is None:  # an empty YAML file, or one of comments
+        return {}
     if not isinstance(held, dict):
         raise ConfigError(f"{path} must hold options by name, got {type(held).__name__}")
     return held

@@ -86,10 +86,7 @@ def _write_data(draft: Draft) -> None:
         if files is not None:
             draft.put(key, files, name)
     draft.copy("data.prompt_column", "data.prompt_key", default="prompt")
-    draft.change(
-        "data.train_files",
-        "rows hold the answer in reward_model.ground_truth; here it is a column of its own, data.answer_column",
-    )
+    draft.put("data.answer_column", "reward_model.ground_truth", "data.train_files")
     if draft.take("data.image_key", default="images") != "images":
         draft.change("data.image_key", "images are read from the column `images`: rename yours")
     draft.copy("data.max_prompt_tokens", "data.max_prompt_length", default=512)
@@ -167,9 +164,8 @@ def _write_trainer(draft: Draft) -> None:
         draft.change(f"{_ACTOR}strategy", "there is no such training engine here: torch takes its place")
         strategy = "fsdp"
     draft.put("engine.backend", _ENGINES[strategy], f"{_ACTOR}strategy")
-    if strategy.startswith("fsdp"):
-        draft.put("engine.dtype", "bfloat16", f"{_ACTOR}strategy")
-    else:
+    draft.put("engine.dtype", "bfloat16", f"{_ACTOR}strategy")
+    if not strategy.startswith("fsdp"):
         _write_axes(draft)
     draft.copy("engine.learning_rate", f"{_ACTOR}optim.lr", default=1e-6)
     draft.copy("engine.warmup_steps", f"{_ACTOR}optim.lr_warmup_steps", convert=lambda steps: max(steps, 0))
@@ -193,4 +189,3 @@ def _write_axes(draft: Draft) -> None:
     options = {key: size for key, size in options.items() if size is not None}
     if options:
         draft.put("engine.options", options, *(f"{_MEGATRON}{_AXES[key]}" for key in options))
-    draft.change(f"{_ACTOR}strategy", "the megatron engine computes in float32")

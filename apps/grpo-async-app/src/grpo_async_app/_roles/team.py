@@ -30,18 +30,18 @@ class TeamPlace:
     def join(self, device: str, stall_after_s: float) -> "Mesh | None":
         """Meet the other ranks, and watch over what they do together; None for a trainer of one process.
 
-        A rank that waits for another longer than `stall_after_s` ends all of them, and its log says who did not come.
+        Who starts the ranks shows each of them devices of its own, so all take the same one by name. A rank that waits
+        for another longer than `stall_after_s` ends all of them, and its log says who did not come.
         """
         if self.size == 1:
             return None
         from torch._C._distributed_c10d import TCPStore
 
-        from offbeat_dist import Mesh, join_world, liveness, rank_device
+        from offbeat_dist import Mesh, join_world, liveness
 
         liveness.watch(stall_after_s=stall_after_s, policy="abort", name=f"trainer-{self.rank}")
         store = TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.start_deadline_s))
-        own_device = rank_device(device, self.rank, self.size)
-        join_world(rank=self.rank, size=self.size, store=store, device=own_device, deadline_s=self.start_deadline_s)
+        join_world(rank=self.rank, size=self.size, store=store, device=device, deadline_s=self.start_deadline_s)
         return Mesh(dp=self.size, deadline_s=self.call_deadline_s)
 
 

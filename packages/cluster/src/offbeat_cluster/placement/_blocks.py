@@ -48,7 +48,7 @@ def plan_blocks(plan: Plan, groups: Sequence[RankGroup]) -> tuple[Block, ...]:
     for ranks in _pieces(plan, by_role):
         first = by_role[ranks[0].role]
         if first.process_per_replica or not first.accelerator:
-            name = _process(ranks[0], first)
+            name = process_of(ranks[0], first)
             is_split = len({rank.node for rank in plan.replica(first.role, ranks[0].replica)}) > 1
         else:
             name, is_split = first.role, True
@@ -59,7 +59,8 @@ def plan_blocks(plan: Plan, groups: Sequence[RankGroup]) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def _process(rank: PlacedRank, group: RankGroup) -> str:
+def process_of(rank: PlacedRank, group: RankGroup) -> str:
+    """Name of the process that a rank belongs to: "trainer-3", or of the whole replica "rollout-1"."""
     return f"{group.role}-{rank.replica if group.process_per_replica else rank.rank}"
 
 
@@ -95,7 +96,7 @@ def _block(name: str, ranks: Sequence[PlacedRank], by_role: Mapping[str, RankGro
     devices = sorted({rank.device for rank in ranks if rank.device is not None})
     roles: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
-        roles[_process(rank, by_role[rank.role])] += [devices.index(rank.device)] if rank.device is not None else []
+        roles[process_of(rank, by_role[rank.role])] += [devices.index(rank.device)] if rank.device is not None else []
     return Block(
         name=name,
         node=ranks[0].node,

@@ -148,7 +148,8 @@ def _narrower(group: RankGroup, keeps: Keeps) -> Iterator[Suggestion]:
     if not group.spans_nodes and group.accelerator and keeps(span := _change(group, "spans_nodes", True)):
         yield (span,)
     width = group.tensor_parallel
-    slim = [_change(group, "tensor_parallel", each) for each in range(width // 2, 0, -1) if width % each == 0]
+    narrower = [each for each in range(width // 2, 0, -1) if width % each == 0 and each % group.width_multiple == 0]
+    slim = [_change(group, "tensor_parallel", each) for each in narrower]
     as_many = [(each, _change(group, "num_replicas", group.num_replicas * width // each.after)) for each in slim]
     for changes in (as_many, [(each,) for each in slim]):
         yield from islice((each for each in changes if keeps(*each)), 1)

@@ -18,6 +18,7 @@ class RankGroup:
         role: such as "trainer"; unique among the groups.
         num_replicas: engines, or tensor-parallel groups of a mesh.
         tensor_parallel: ranks of one stage; they lie on one node.
+        width_multiple: what tensor_parallel stays a multiple of, whatever is suggested.
         pipeline_parallel: stages of one replica; each lies on one node, all on the same one where that is possible.
         accelerator: kind of device a rank takes; "" for ranks that compute on CPUs.
         cpus_per_rank: CPUs that are a rank's own; 0: it shares what there is.
@@ -34,6 +35,7 @@ class RankGroup:
     role: str
     num_replicas: int = 1
     tensor_parallel: int = 1
+    width_multiple: int = 1
     pipeline_parallel: int = 1
     accelerator: str = ACCELERATOR
     cpus_per_rank: float = 0

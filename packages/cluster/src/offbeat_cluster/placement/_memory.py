@@ -33,6 +33,7 @@ class TrainMemory:
         data_parallel: ranks over which the stage below spreads.
         tensor_parallel: ranks that share each matrix.
         pipeline_parallel: ranks that share the blocks.
+        expert_parallel: ranks that share the experts, each whole; 1: experts are shared like everything else.
         zero_stage: what data-parallel ranks share out: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights
             too (FSDP). Source: arXiv:1910.02054, figure 1.
         tokens: of one micro-batch on one rank.
@@ -49,6 +50,7 @@ class TrainMemory:
     data_parallel: int = 1
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    expert_parallel: int = 1
     zero_stage: int = 3
     tokens: int = 8192
     recomputes: bool = False
@@ -58,14 +60,13 @@ class TrainMemory:
 
     def estimate(self, shape: ModelShape) -> MemoryEstimate:
         """Bytes of one rank."""
-        held = shape.num_parameters / (self.tensor_parallel * self.pipeline_parallel)
-        trained = self._num_trained(shape) / (self.tensor_parallel * self.pipeline_parallel)
         gathers = self.zero_stage == 3 and self.data_parallel > 1
+        weights = self._held(shape, 3)
         parts = {
-            "weights": held * self.weight_bytes / self._share(3),
-            "gradients": trained * self.gradient_bytes / self._share(2),
-            "optimizer": trained * self.optimizer_bytes / self._share(1),
-            "reference": held * self.weight_bytes / self._share(3) if self.keeps_reference else 0,
+            "weights": weights * self.weight_bytes,
+            "gradients": self._trained(shape, 2) * self.gradient_bytes,
+            "optimizer": self._trained(shape, 1) * self.optimizer_bytes,
+            "reference": weights * self.weight_bytes if self.keeps_reference else 0,
             # FSDP gathers a block while the one before it computes.
             "gathered": 2 * shape.block_parameters * self.weight_bytes / self.tensor_parallel if gathers else 0,
             "activations": self._activations(shape),
@@ -73,12 +74,26 @@ class TrainMemory:
         }
         return MemoryEstimate({name: int(size) for name, size in parts.items() if size})
 
-    def _share(self, stage: int) -> int:
-        return self.data_parallel if self.zero_stage >= stage else 1
+    def _held(self, shape: ModelShape, stage: int) -> float:
+        """Numbers of one rank, one for each parameter, of what is shared out from a stage of ZeRO on."""
+        width, replicas = self.tensor_parallel, self.data_parallel
+        experts = shape.expert_parameters if self.expert_parallel > 1 else 0
+        held = (shape.num_parameters - experts) / width / self._share(stage, replicas)
+        if experts:
+            held += experts / self.expert_parallel / self._share(stage, replicas * width / self.expert_parallel)
+        return held / self.pipeline_parallel
 
-    def _num_trained(self, shape: ModelShape) -> int:
+    def _trained(self, shape: ModelShape, stage: int) -> float:
+        """As `_held`, of what is trained."""
         if not self.lora_rank:
-            return shape.num_parameters
+            return self._held(shape, stage)
+        adapters = self._num_adapter_weights(shape) / (self.tensor_parallel * self.pipeline_parallel)
+        return adapters / self._share(stage, self.data_parallel)
+
+    def _share(self, stage: int, replicas: float) -> float:
+        return replicas if self.zero_stage >= stage else 1
+
+    def _num_adapter_weights(self, shape: ModelShape) -> int:
         ends = 2 * shape.hidden + 2 * shape.query_width + 2 * (shape.hidden + shape.kv_width)  # q, o; k, v
         ends += 3 * (shape.hidden + shape.mlp_width)
         return shape.num_layers * ends * self.lora_rank
@@ -93,7 +108,7 @@ class TrainMemory:
 
     def _logits(self, shape: ModelShape) -> float:
         """float32 logits and their gradient."""
-        return 2 * 4 * (self.head_tokens or self.tokens) * shape.vocabulary / self.tensor_parallel
+        return 2 * 4 * min(self.head_tokens or self.tokens, self.tokens) * shape.vocabulary / self.tensor_parallel
 
 
 def block_activations(shape: ModelShape) -> int:

@@ -46,6 +46,7 @@ class ModelShape:
         family: `model_type` of its config.
         num_parameters: all, tied ones once, vision tower included.
         num_vision_parameters: of the vision tower; 0 without one.
+        expert_parameters: of all experts, without their routers; 0 for a dense model.
         num_layers: decoder blocks.
         block_parameters: of the largest decoder block.
         vocabulary: V.
@@ -61,6 +62,7 @@ class ModelShape:
     family: str
     num_parameters: int
     num_vision_parameters: int
+    expert_parameters: int
     num_layers: int
     block_parameters: int
     vocabulary: int
@@ -116,6 +118,7 @@ def _read(cls: type[ModelShape], family: str, config: Mapping[str, Any]) -> Mode
         family=family,
         num_parameters=sum(blocks) + hidden + embeddings + vision,
         num_vision_parameters=vision,
+        expert_parameters=sum(_count_experts(text, layer, hidden) for layer in range(num_layers)),
         num_layers=num_layers,
         block_parameters=max(blocks),
         vocabulary=text["vocab_size"],
@@ -145,17 +148,24 @@ def _num_experts(text: Mapping[str, Any]) -> int:
     return int(text.get("num_experts") or text.get("num_local_experts") or 0)
 
 
-def _count_mlp(text: Mapping[str, Any], layer: int, hidden: int) -> tuple[int, int]:
-    """Parameters of a block's feed-forward part, and the inner width that one token passes."""
-    is_sparse = (
+def _is_sparse(text: Mapping[str, Any], layer: int) -> bool:
+    return bool(
         _num_experts(text)
         and layer not in (text.get("mlp_only_layers") or [])
         and (layer + 1) % text.get("decoder_sparse_step", 1) == 0
     )
-    if is_sparse:
-        inner = text["moe_intermediate_size"]
-        count = _num_experts(text) * (prod((3, hidden, inner)) + hidden)  # each with its row of the router
-        return count, inner * text["num_experts_per_tok"]
+
+
+def _count_experts(text: Mapping[str, Any], layer: int, hidden: int) -> int:
+    """Parameters of a block's experts."""
+    return _num_experts(text) * prod((3, hidden, text["moe_intermediate_size"])) if _is_sparse(text, layer) else 0
+
+
+def _count_mlp(text: Mapping[str, Any], layer: int, hidden: int) -> tuple[int, int]:
+    """Parameters of a block's feed-forward part, and the inner width that one token passes."""
+    if _is_sparse(text, layer):
+        count = _count_experts(text, layer, hidden) + _num_experts(text) * hidden  # each has its row of the router
+        return count, text["moe_intermediate_size"] * text["num_experts_per_tok"]
     inner = text["intermediate_size"]
     biases = 2 * inner + hidden if text.get("mlp_bias", False) else 0
     return 3 * hidden * inner + biases, inner

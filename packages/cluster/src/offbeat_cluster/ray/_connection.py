@@ -12,7 +12,13 @@ from typing import Any, Final
 from offbeat_cluster._specs import ClusterConfig
 from offbeat_cluster.placement import Node, local_node
 from offbeat_cluster.ray._import import import_ray
-from offbeat_cluster.ray._own_cluster import SHARED_CPUS, loopback_only, own_folder, start_own_cluster
+from offbeat_cluster.ray._own_cluster import (
+    SHARED_CPUS,
+    loopback_only,
+    own_accelerators,
+    own_folder,
+    start_own_cluster,
+)
 from offbeat_types import BackendError, ConfigError, DeadlineError
 
 LOCAL: Final = "local"
@@ -78,8 +84,8 @@ def cluster_nodes(config: ClusterConfig) -> list[Node]:
         ConfigError: nothing answers at `cluster.address`.
         DeadlineError: no connection in `connect_timeout_s`.
     """
-    if config.address == LOCAL and not import_ray().is_initialized():
-        return [replace(local_node(), num_cpus=SHARED_CPUS)]
+    if config.address == LOCAL and not (ray := import_ray()).is_initialized():
+        return [replace(local_node(), num_cpus=SHARED_CPUS, free=own_accelerators(ray))]
     connection = Connection(config)
     try:
         return list(connection.nodes().values())

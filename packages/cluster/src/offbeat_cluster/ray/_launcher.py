@@ -17,6 +17,7 @@ from offbeat_cluster._role_actor import RoleActor
 from offbeat_cluster._spawn import open_log, own_environment
 from offbeat_cluster._specs import ClusterConfig, RoleSpec
 from offbeat_cluster.placement import Node, PlacedDriver, PlacedRank, Plan, RankGroup, plan_blocks, verify_placed
+from offbeat_cluster.placement._blocks import process_of
 from offbeat_cluster.ray._connection import Connection, cluster_nodes
 from offbeat_cluster.ray._log_mirror import describe_log
 from offbeat_cluster.ray._messages import Order, Started, decode, encode
@@ -253,7 +254,7 @@ def _verify(plan: Plan, groups: Sequence[RankGroup], held: Sequence[Reservation]
     drivers: dict[tuple[str, int], PlacedDriver] = {}
     for each in held:
         on_node = [rank for rank in plan.ranks if rank.node == each.block.node]
-        own = [rank for rank in on_node if _process(rank, by_role) in each.block.roles]
+        own = [rank for rank in on_node if process_of(rank, by_role[rank.role]) in each.block.roles]
         planned = sorted({rank.device for rank in own if rank.device is not None})
         for rank in own:
             device = None if rank.device is None else _number(each.devices[planned.index(rank.device)])
@@ -266,10 +267,6 @@ def _verify(plan: Plan, groups: Sequence[RankGroup], held: Sequence[Reservation]
         for name, node in nodes.items()
     ]
     verify_placed(ranks, list(drivers.values()), real, groups)
-
-
-def _process(rank: PlacedRank, by_role: dict[str, RankGroup]) -> str:
-    return f"{rank.role}-{rank.replica if by_role[rank.role].process_per_replica else rank.rank}"
 
 
 def _number(device: str) -> Any:

@@ -60,6 +60,16 @@ def _try_start(ray: Any, folder: Path, goes_on: Callable[[], bool], options: Map
     return True
 
 
+def own_accelerators(ray: Any) -> dict[str, tuple[int, ...]]:
+    """Accelerators that a cluster of our own will have: those that Ray finds on this machine when it starts one.
+
+    Source: Ray 2.60, ray/_private/resource_and_label_spec.py, ResourceAndLabelSpec.resolve.
+    """
+    spec = ray._private.resource_and_label_spec.ResourceAndLabelSpec
+    manager, number = spec._get_current_node_accelerator(None, {})
+    return {manager.get_resource_name(): tuple(range(number))} if number else {}
+
+
 @contextlib.contextmanager
 def own_folder(parent: Path) -> Iterator[Path]:
     """A folder for the sockets and logs of Ray, removed after the block; and so are those that killed runs have left.

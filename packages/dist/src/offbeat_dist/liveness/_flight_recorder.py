@@ -22,6 +22,10 @@ What it gives in torch 2.13 (measured on gloo; for nccl as torch documents it):
   that (`_without_inductor`); then it costs milliseconds.
 - nccl: a dump asks the events of its entries after it has let go of the recorder's lock, and may meet one that was just
   freed (pytorch/pytorch#192232, mended after 2.13). So entries are read only when something may be stuck or has ended.
+- There are two recorders: nccl's groups write into one of their own, which `_dump_nccl_trace*` reads and only builds with
+  nccl have; all others into the one of `_dump_fr_trace*`. Both are read, and what stands in both counts once. In builds
+  with another library of NVIDIA's interface the first holds that one's entries.
+- Its tables of groups are read without their lock: `_still_recorder` says when that is safe.
 """
 
 import contextlib
@@ -30,8 +34,8 @@ import os
 import pickle
 import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
 
 from offbeat_dist.liveness._head import CallSite, Collective
 from offbeat_dist.liveness._stacks import is_importing, readable
@@ -49,16 +53,15 @@ def is_loaded() -> bool:
 
 
 def status_text() -> str:
-    """A text that changes whenever a collective is issued or ends: about 20 µs, no entries read."""
-    return cast("str", _binding()._dump_fr_trace_json(includeCollectives=False))
+    """A text that changes whenever a collective is issued or ends, a line a recorder: about 20 µs, no entries read."""
+    return "\n".join(dump(includeCollectives=False).decode() for dump in _dumps("_trace_json"))
 
 
 def has_pending(status: str) -> bool:
     """Whether a status text shows a group with a collective that was issued and is not over."""
-    groups: dict[str, dict[str, str]] = json.loads(status).get("pg_status", {})
-    return any(
-        int(each["last_enqueued_collective"]) > int(each["last_completed_collective"]) for each in groups.values()
-    )
+    recorders: list[dict[str, dict[str, dict[str, str]]]] = [json.loads(line) for line in status.splitlines()]
+    groups = [group for recorder in recorders for group in recorder.get("pg_status", {}).values()]
+    return any(int(each["last_enqueued_collective"]) > int(each["last_completed_collective"]) for each in groups)
 
 
 def read_entries(*, call_sites: bool = False) -> list[RawEntry]:
@@ -71,10 +74,18 @@ def read_entries(*, call_sites: bool = False) -> list[RawEntry]:
     with _without_inductor() if with_frames else contextlib.nullcontext():
         # Pickled by this very process, in its own memory, a moment ago: nothing comes from outside.
         # JSON takes twice the time, and holds no frames.
-        dump = pickle.loads(
-            _binding()._dump_fr_trace(includeCollectives=True, includeStackTraces=with_frames, onlyActive=False)
-        )
-    return [entry for entry in dump.get("entries", ()) if not entry.get("is_p2p")]
+        held = [
+            pickle.loads(dump(includeCollectives=True, includeStackTraces=with_frames, onlyActive=False))
+            for dump in _dumps("_trace")
+        ]
+    entries = [entry for each in held for entry in each.get("entries", ()) if not entry.get("is_p2p")]
+    return entries if len(held) == 1 else _merge(entries)
+
+
+def _merge(entries: list[RawEntry]) -> list[RawEntry]:
+    """Entries of several recorders, oldest first, each once."""
+    found = {(entry["time_created_ns"], entry["record_id"], group_of(entry)): entry for entry in entries}
+    return sorted(found.values(), key=lambda entry: int(entry["time_created_ns"]))
 
 
 def is_off() -> bool:
@@ -84,7 +95,10 @@ def is_off() -> bool:
 
 def holds_all(entries: Sequence[RawEntry]) -> bool:
     """Whether the recorder has forgotten nothing yet: a group without entries then has had no collective."""
-    return entries[0]["record_id"] == 0 if entries else not is_off()
+    firsts: dict[bool, int] = {}  # nccl's recorder counts by itself
+    for entry in entries:
+        firsts.setdefault(_backend(entry) == "nccl", int(entry["record_id"]))
+    return not any(firsts.values()) if firsts else not is_off()
 
 
 def parse_entries(entries: Iterable[RawEntry]) -> list[Collective]:
@@ -132,8 +146,15 @@ def _without_inductor() -> Iterator[None]:
             sys.modules.pop(name, None)  # whoever does the same in another thread may have been first
 
 
-def _binding() -> Any:
-    return sys.modules["torch._C._distributed_c10d"]
+def _dumps(what: str) -> list[Callable[..., bytes]]:
+    """Functions of this build of torch that read a recorder: `_dump_fr_trace`, `_dump_nccl_trace`."""
+    binding = sys.modules["torch._C._distributed_c10d"]
+    found = (getattr(binding, f"_dump_{recorder}{what}", None) for recorder in ("fr", "nccl"))
+    return [dump for dump in found if dump is not None]
+
+
+def _backend(entry: RawEntry) -> str:
+    return str(entry["profiling_name"]).rpartition(":")[0]
 
 
 def _parse(entry: RawEntry) -> Collective:

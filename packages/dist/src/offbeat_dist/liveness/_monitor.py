@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from offbeat_dist.liveness import _dumps, _flight_recorder, _ledger, _policy
+from offbeat_dist.liveness._announcer import Announcer
 from offbeat_dist.liveness._calls import is_in_torch_call
 from offbeat_dist.liveness._crash import CrashFile
 from offbeat_dist.liveness._diagnosis import find_verdict
@@ -26,8 +27,6 @@ from offbeat_dist.liveness._verdict import Verdict
 
 THREAD: Final = "offbeat-liveness"
 PING_S: Final = 0.4
-TELL_S: Final = 0.5
-LEAVE_S: Final = 0.3  # for the answers to go out
 SUSPENDED_S: Final = 3.0  # a monitor may be late by as much on a machine under load
 MEETING_S: Final = 3.0  # for addresses to come, on a machine under load
 CONFIRM_S: Final = 0.25
@@ -39,7 +38,6 @@ MAX_HEIRS: Final = 3
 MAX_CANDIDATES: Final = 16
 MAX_LEFT: Final = 64
 DUMP_S: Final = 5.0
-STRAGGLER_REPEAT: Final = 5
 
 
 class Monitor:
@@ -47,21 +45,19 @@ class Monitor:
 
     Attributes:
         settings: as `watch` took them.
-        verdict: the newest verdict on the run, None while nothing is stuck.
     """
 
     def __init__(self, settings: Settings, on_verdict: Callable[[Verdict], None] | None = None) -> None:
         self.settings = settings
-        self.verdict: Verdict | None = None
-        self._on_verdict = on_verdict
         self._motion = Motion(max(SUSPENDED_S, settings.stall_after_s))
         self._left: dict[Key, Head] = {}
         self._peers = Peers(settings.directory, settings.name, self._answer)
+        self._told = Announcer(settings, self._peers, self.head, self._complain, on_verdict)
         self._alarm = threading.Event()
         self._closed = threading.Event()
         self._looking = threading.Lock()
-        self._looked_s = self._told_s = self._next_head_s = -1e9
-        self._is_leading = self._is_hooked = self._is_aborting = False
+        self._looked_s = self._next_head_s = -1e9
+        self._is_leading = self._is_hooked = False
         self._joining = threading.Lock()
         self._error: BaseException | None = None
         self._complaints: set[str] = set()
@@ -69,6 +65,11 @@ class Monitor:
         self._hook_torch()
         self._goodbye = Goodbye(self._say_goodbye)
         threading.Thread(target=self._run, name=THREAD, daemon=True).start()
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The newest verdict on the run, None while nothing is stuck."""
+        return self._told.verdict
 
     @property
     def is_closed(self) -> bool:
@@ -116,7 +117,7 @@ class Monitor:
         try:
             return self._peers.invite(host).variables()
         except OSError as error:
-            self._complain(f"{self._own_name()}: nobody can be invited to {host}: {error.strerror}")
+            self._complain(f"{self._peers.own_name()}: nobody can be invited to {host}: {error.strerror}")
             return {}
 
     def close(self) -> None:
@@ -143,7 +144,7 @@ class Monitor:
         while not self._closed.is_set():
             is_settled = self._peers.is_settled()
             self._alarm.wait(self.settings.tick_s if is_settled else min(JOIN_S, self.settings.tick_s))
-            if self._closed.is_set() or self._is_aborting:
+            if self._closed.is_set() or self._told.is_aborting:
                 return
             try:
                 self._tick()
@@ -244,9 +245,10 @@ class Monitor:
             self._peers.hear_news()
             verdict = self._find_twice()
             if verdict is not None:
-                self._announce(verdict)
-            elif self.verdict is not None:
-                self._announce_movement()
+                self._told.announce(verdict)
+            elif (stuck := self.verdict) is not None:
+                self._told.announce_movement(stuck)
+                self._is_leading = False
 
     def _find_twice(self) -> Verdict | None:
         """A verdict that two looks agree on: heads are not read at one instant, so a run that moves may look stuck."""
@@ -256,51 +258,6 @@ class Monitor:
         time.sleep(CONFIRM_S)
         second = find_verdict(self._look_around(self.settings.stall_after_s))
         return second if second is None or second.key == first.key or not second.is_fatal else self.verdict
-
-    def _announce(self, verdict: Verdict) -> None:
-        if self.verdict is not None and not self._is_news(verdict):
-            return
-        directory = self.settings.directory
-        verdict = dataclasses.replace(verdict, directory=str(directory or ""))
-        self.verdict, self._told_s = verdict, time.monotonic()
-        is_fatal = self.settings.policy == "abort" and verdict.is_fatal
-        if directory is not None:
-            _dumps.write_verdict(directory, verdict)
-            _dumps.write_head(directory, self.head())
-        _policy.say(verdict.text)
-        self._tell_program(verdict)
-        message = {"ask": "verdict", "verdict": verdict.to_data(), "leader": self._own_name(), "abort": is_fatal}
-        ask_all(self._peers.running(), message, self._peers.secret, TELL_S)
-        if is_fatal:
-            self._leave_soon()
-
-    def _leave_soon(self) -> None:
-        """All processes leave at about the same moment; whoever is set free by the others' end leaves the same way."""
-        self._is_aborting = True
-        try:
-            threading.Timer(LEAVE_S, _policy.leave).start()
-        except RuntimeError:  # the interpreter is on its way out already and starts no threads
-            _policy.leave()
-
-    def _is_news(self, verdict: Verdict) -> bool:
-        """A verdict is told once; stragglers change often and are told seldom."""
-        assert self.verdict is not None
-        if verdict.key == self.verdict.key:
-            return False
-        quiet_s = STRAGGLER_REPEAT * self.settings.stall_after_s
-        both_slow = not verdict.is_fatal and not self.verdict.is_fatal
-        return not both_slow or time.monotonic() - self._told_s >= quiet_s
-
-    def _announce_movement(self) -> None:
-        assert self.verdict is not None
-        passed_s = time.time() - self.verdict.time_s + self.verdict.stalled_s
-        _policy.say(f"offbeat liveness: the run moves again, {passed_s:.0f} s after it stopped ({self.verdict.kind})")
-        self.verdict, self._is_leading = None, False
-        ask_all(self._peers.running(), {"ask": "moves"}, self._peers.secret, TELL_S)
-
-    def _own_name(self) -> str:
-        me = self._peers.me()
-        return me.name if me else self.settings.name or f"pid {os.getpid()}"
 
     def _answer(self, message: Message) -> Message:
         """Reply to another monitor; runs in the listener's threads."""
@@ -319,9 +276,9 @@ class Monitor:
         elif kind == "farewell":
             self._hear_farewell(message)
         elif kind == "verdict":
-            self._hear_verdict(message)
+            self._told.hear(message)
         elif kind == "moves":
-            self.verdict = None
+            self._told.hear_movement()
         return {"ok": True}
 
     def _tell_head(self) -> dict[str, Any]:
@@ -331,27 +288,9 @@ class Monitor:
             _dumps.write_head(self.settings.directory, head)
         return to_data(dataclasses.replace(head, left=tuple(self._left.values())[-MAX_LEFT:]))
 
-    def _hear_verdict(self, message: Message) -> None:
-        verdict = from_data(Verdict, message["verdict"])
-        self.verdict, self._told_s = verdict, time.monotonic()
-        if self.settings.directory is not None:
-            _dumps.write_head(self.settings.directory, self.head())
-        _policy.say(_policy.pointer(verdict, self._own_name(), message["leader"]))
-        self._tell_program(verdict)
-        if message["abort"]:
-            self._leave_soon()
-
-    def _tell_program(self, verdict: Verdict) -> None:
-        """Call what `watch` was given; an error in it must not keep the policy from being carried out."""
-        try:
-            if self._on_verdict:
-                self._on_verdict(verdict)
-        except Exception as error:  # noqa: BLE001 - the boundary to the program's code
-            self._complain(f"{self._own_name()}: on_verdict failed: {describe(error)[0]}")
-
     def _say_goodbye(self, error: BaseException | None) -> None:
         """Tell the lowest processes that answer how this one ends; a failure is looked at before it is gone."""
-        if self._is_aborting:
+        if self._told.is_aborting:
             _policy.leave()
         if error is not None:
             if self._peers.needs_to_join(waits_long=False):
@@ -371,7 +310,7 @@ class Monitor:
         self._peers.close()
         if self._crash_file:
             self._crash_file.close()
-        if self._is_aborting:
+        if self._told.is_aborting:
             _policy.leave()
 
     def _have_failure_looked_at(self, head: Head) -> None:
@@ -394,7 +333,7 @@ class Monitor:
         time.sleep(FELLOWS_S)
         with self._looking:
             is_explained = self.verdict is not None and self.verdict.is_fatal
-            if not is_explained and not self._is_aborting:
+            if not is_explained and not self._told.is_aborting:
                 verdict = find_failure(self._look_around(self.settings.stall_after_s))
                 if verdict is not None:
-                    self._announce(verdict)
+                    self._told.announce(verdict)

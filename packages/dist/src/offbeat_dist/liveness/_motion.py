@@ -8,8 +8,9 @@ from types import FrameType
 from typing import Final
 
 from offbeat_dist.liveness import _flight_recorder
-from offbeat_dist.liveness._fates import is_on_disk, thread_cpu_s
+from offbeat_dist.liveness._fates import is_at_work, thread_cpu_s
 from offbeat_dist.liveness._stacks import main_thread_ident, thread_frames
+from offbeat_dist.liveness._still_recorder import StillRecorder
 
 DEPTH: Final = 4
 Position = tuple[tuple[int, int], ...]
@@ -25,7 +26,7 @@ class ThreadMotion:
     last: Position = ()
     since_s: float = 0.0
     cpu_s: float = 0.0
-    disk_s: float = 0.0
+    at_work_s: float = 0.0
     seen: set[Position] = field(default_factory=set)
 
 
@@ -36,12 +37,14 @@ class Motion:
         longest_gap_s: between two looks; beyond that the process counts as having been suspended.
 
     Attributes:
-        status: the recorder's, as a text.
+        recorder: torch's, as far as it may be read.
+        status: the recorder's, as a text; "" while groups move.
         status_since_s: when it last changed, monotonic seconds.
         watched_since_s: since when there were no gaps between the looks.
     """
 
     def __init__(self, longest_gap_s: float) -> None:
+        self.recorder = StillRecorder()
         self.status = ""
         self.status_since_s = self.watched_since_s = self._looked_s = time.monotonic()
         self._longest_gap_s = longest_gap_s
@@ -53,16 +56,23 @@ class Motion:
         if now_s - self._looked_s > self._longest_gap_s:
             self._begin_anew(now_s)
         gap_s, self._looked_s = now_s - self._looked_s, now_s
-        status = _flight_recorder.status_text() if _flight_recorder.is_loaded() else ""
-        advanced = status != self.status
-        if advanced:
-            self.status, self.status_since_s = status, now_s
+        advanced = self._has_advanced()
         frames = thread_frames()
         for ident, frame in frames.items():
             if not self._look_at(ident, frame, now_s, forget=advanced):
-                self._threads[ident].disk_s += gap_s * is_on_disk(os.getpid(), _native_id(ident))
+                self._threads[ident].at_work_s += gap_s * is_at_work(os.getpid(), _native_id(ident))
         for ident in self._threads.keys() - frames.keys():
             del self._threads[ident]
+
+    def _has_advanced(self) -> bool:
+        """Whether collectives were issued or have ended; the first status after a movement is no news of its own."""
+        text = self.recorder.status_text()
+        ended = bool(text) and self.status not in ("", text)
+        advanced = ended or self.recorder.moved_s > self.status_since_s
+        if advanced:
+            self.status_since_s = time.monotonic()
+        self.status = text or ""
+        return advanced
 
     def _begin_anew(self, now_s: float) -> None:
         """After a suspension of the process or the machine: what lies before says nothing about now."""
@@ -91,7 +101,7 @@ class Motion:
         """Share of the time since its last new line that its main thread or its worker has had work.
 
         That is time on a core, or ready for one, or in the kernel for a disk: who writes a large file stands on one
-        line, uses no core, and is not stuck.
+        line, uses no core, and is not stuck. What the looks have seen counts beside what the kernel has added up.
         """
         return max(self._thread_busy(ident) for ident in (main_thread_ident(), worker))
 
@@ -100,7 +110,7 @@ class Motion:
         if motion is None:
             return 0.0
         passed_s = time.monotonic() - motion.since_s
-        return (_thread_cpu_s(ident) - motion.cpu_s + motion.disk_s) / passed_s if passed_s > 0 else 0.0
+        return max(_thread_cpu_s(ident) - motion.cpu_s, motion.at_work_s) / passed_s if passed_s > 0 else 0.0
 
     def _look_at(self, ident: int, frame: FrameType, now_s: float, *, forget: bool) -> bool:
         """Note where a thread stands; whether that is another place than last time."""
@@ -118,7 +128,7 @@ class Motion:
         if position not in motion.seen:
             motion.seen.add(position)
             motion.since_s = now_s
-            motion.cpu_s, motion.disk_s = _thread_cpu_s(ident), 0.0
+            motion.cpu_s, motion.at_work_s = _thread_cpu_s(ident), 0.0
         return True
 
 

@@ -172,6 +172,11 @@ class Peers:
         """How the others know this process."""
         return self._book.get((HOST, os.getpid()))
 
+    def own_name(self) -> str:
+        """What verdicts call this process."""
+        me = self.me()
+        return me.name if me else self._name or f"pid {os.getpid()}"
+
     def unknown_ranks(self) -> set[int]:
         """Ranks of the world that never gave an address."""
         return set(self._missing)
@@ -232,7 +237,7 @@ class Peers:
         self._add(mine)
 
     def _read_missing(self, ranks: set[int]) -> None:
-        """Read addresses; if some are of other hosts, and from there this process is not reached, listen for them too."""
+        """Read addresses; where some are of other hosts, which do not reach this process yet, listen for them too."""
         if self._store is None or not ranks:
             return
         for rank, text in self._store.read(ranks).items():

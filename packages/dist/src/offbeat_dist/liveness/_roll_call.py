@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from offbeat_dist.liveness._crash import read_crash
-from offbeat_dist.liveness._fates import HOST, cpu_s, pid_state
+from offbeat_dist.liveness._fates import HOST, cpu_s, pid_state, threads_at_work
 from offbeat_dist.liveness._graph import BUSY, Absent, Fate, Scene
 from offbeat_dist.liveness._head import CallSite, Head, from_data
 from offbeat_dist.liveness._peers import Key, Peers
@@ -41,7 +41,7 @@ def look_around(
     states = _states(peers, quiet, heads)
     again = {key: each for key, each in quiet.items() if states[key] in ("silent", "unreachable")}
     if again:
-        before = {key: cpu_s(key[1]) for key in again if key[0] == HOST}
+        before = {key: (cpu_s(key[1]), threads_at_work(key[1])) for key in again if key[0] == HOST}
         heads |= _call(peers, again, SECOND_CALL_S)
         _merge_left(left, heads.values())
         heads |= _computing(again, before, heads)
@@ -67,14 +67,16 @@ def _call(peers: Peers, addresses: Mapping[Key, Address], timeout_s: float) -> d
 
 
 def _computing(
-    quiet: Mapping[Key, Address], before: Mapping[Key, dict[int, float]], heads: Mapping[Key, Head]
+    quiet: Mapping[Key, Address], before: Mapping[Key, tuple[dict[int, float], set[int]]], heads: Mapping[Key, Head]
 ) -> dict[Key, Head]:
     """Processes that hold the GIL too long to answer, but use a CPU: slow, not dead."""
     still_s = max((wait.age_s for head in heads.values() for wait in head.waits), default=0.0)
     found = {}
-    for key, cpu_before_s in before.items():
+    for key, (cpu_before_s, at_work_before) in before.items():
         used_s = [now_s - cpu_before_s.get(thread, now_s) for thread, now_s in cpu_s(key[1]).items()]
         busy = max(used_s, default=0.0) / SECOND_CALL_S
+        if at_work_before & threads_at_work(key[1]):  # waits for a core all the while: nothing is added up yet
+            busy = 1.0
         if key not in heads and busy >= BUSY:
             address = quiet[key]
             found[key] = Head(

@@ -32,7 +32,7 @@ def read_head(
         world_size: likewise.
         stall_after_s: an operation pending for twice as long counts, whatever its thread does.
     """
-    groups = _world_view.group_heads()
+    groups = _world_view.group_heads(motion.recorder.entries()) if _world_view.default_group() is not None else ()
     threads = _Threads(motion, stall_after_s)
     worker = threads.worker(groups)
     waits = [*_collective_waits(groups, threads), *_stack_waits(groups, threads), *_ledger_waits(threads)]

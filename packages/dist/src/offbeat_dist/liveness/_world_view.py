@@ -31,6 +31,8 @@ def name_group(group: Any, axes: Sequence[str]) -> None:
 def recent_collectives(num_last: int | None = None, *, call_sites: bool = False) -> list[Collective]:
     """The collectives this process has entered, oldest first; empty without torch.distributed or with the recorder off.
 
+    For a thread that issues them, or while nobody does: torch lets nobody read while another thread first uses a group.
+
     Args:
         num_last: at most so many, the newest; torch itself keeps 2000 unless TORCH_FR_BUFFER_SIZE says otherwise.
         call_sites: with the line of each call.
@@ -65,14 +67,15 @@ def group_members(group: Any) -> tuple[int, ...]:
     return tuple(sorted(ranks, key=ranks.__getitem__))
 
 
-def group_heads() -> tuple[GroupHead, ...]:
-    """How far this process has come in each of its groups."""
-    if default_group() is None:
-        return ()
+def group_heads(entries: Sequence[RawEntry] | None) -> tuple[GroupHead, ...]:
+    """How far this process has come in each of its groups.
+
+    Args:
+        entries: of the recorder; None while it cannot be read, then there are only the groups' own counters.
+    """
     by_group: dict[str, list[RawEntry]] = defaultdict(list)
-    entries = _flight_recorder.read_entries(call_sites=True)
-    knows_all = _flight_recorder.holds_all(entries)
-    for entry in entries:
+    knows_all = entries is not None and _flight_recorder.holds_all(entries)
+    for entry in entries or ():
         by_group[_flight_recorder.group_of(entry)].append(entry)
     world = sys.modules["torch.distributed.distributed_c10d"]._world
     return tuple(

@@ -1,13 +1,12 @@
 """Both applications with a trainer of several ranks of megatron-core: forks of this process, which has imported it."""
 
-import json
 import os
 from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
 
-from offbeat_testing import CommandLine, forked_main, small_grpo_run, tiny_model
+from offbeat_testing import CommandLine, forked_main, small_grpo_run, small_sft_run, tiny_model
 
 collect_ignore_glob = [] if find_spec("megatron") and find_spec("grpo_async_app") else ["test_*.py"]
 
@@ -57,37 +56,7 @@ def grpo_command(monkeypatch, capsys):
 
 @pytest.fixture
 def sft_config(tmp_path, model):
-    """8 updates over 3 epochs of 20 conversations; the last update has 4."""
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"what is {number} and one?"},
-                {"role": "assistant", "content": f"the answer is {number + 1}"},
-            ]
-        }
-        for number in range(24)
-    ]
-    path, data = tmp_path / "sft.toml", tmp_path / "chats.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    path.write_text(f"""
-[model]
-path = "{model}"
-[data]
-path = "{data}"
-eval_size = 4
-max_sequence_tokens = 256
-epochs = 3
-[engine]
-device = "cpu"
-learning_rate = 1e-3
-batch_size = 8
-max_tokens_per_microbatch = 512
-[eval]
-every_updates = 3
-[checkpoint]
-every = 2
-""")
-    return path
+    return small_sft_run(tmp_path, model)
 
 
 @pytest.fixture

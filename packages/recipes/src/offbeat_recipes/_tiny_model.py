@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Final
 
-from grpo_async_app._shrink_vision import SEEING, can_draw, make_seeing_model
 from offbeat_data import ARITHMETIC_ALPHABET, build_character_tokenizer
+from offbeat_recipes._tiny_vision import SEEING, can_draw, make_seeing_model
 
 ALPHABET: Final = ARITHMETIC_ALPHABET + "*[]"
 _FAMILY_OF_NAME: Final = {
@@ -28,22 +28,22 @@ _LANGUAGE_HALF: Final = {
 }
 """Families that see, and the family of the language model in each."""
 _DENSE: Final = {"qwen3_moe": "qwen3", "mistral": "llama", "qwen3_vl_moe": "qwen3_vl", "qwen2_vl": "qwen2_5_vl"}
-"""Families that the embedded rollout engine does not decode, and the nearest that it does."""
+"""Families that the embedded engines do not take, and the nearest that they do."""
 _DECODED: Final = ("qwen3", "qwen2", "llama", *SEEING)
 
 
-def tiny_family(model_path: str, *, is_embedded: bool, can_see: bool) -> tuple[str, str]:
+def tiny_family(model_path: str, *, has_experts: bool, can_see: bool) -> tuple[str, str]:
     """The family of the model to make, and a notice where it is not the recipe's own.
 
     Args:
         model_path: of the recipe; the folder need not be there.
-        is_embedded: the embedded rollout engine samples, which decodes dense models only.
+        has_experts: trainer and rollout engine take mixtures of experts; otherwise dense models only.
         can_see: the trainer takes images.
     """
     own = made = _read_family(model_path)
     if not (can_see and can_draw()):
         made = _LANGUAGE_HALF.get(own, own)
-    if is_embedded or made in _LANGUAGE_HALF:
+    if not has_experts or made in _LANGUAGE_HALF:
         made = _DENSE.get(made, made)
     if made not in (*_DECODED, *_DENSE):
         made = _DECODED[0]
@@ -91,7 +91,7 @@ def make_tiny_model(folder: Path, family: str, *, max_positions: int, seed: int)
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,  # the narrowest that vLLM decodes on a CPU
         max_position_embeddings=max_positions,
         tie_word_embeddings=True,
         bos_token_id=None,

@@ -1,0 +1,55 @@
+"""A whole GRPO run on the stand-in device: what names another device, in any role, ends it."""
+
+import json
+import re
+import sys
+
+import npu_standin
+import pytest
+import torch
+
+from offbeat_cluster import _child
+from offbeat_npu import _runtime
+from offbeat_testing import RunningCommand, forked_main, small_grpo_run, tiny_model
+
+# Large steps, each sent before anything is sampled anew.
+IN_STEP = (
+    *("--engine.max_updates=2", "--engine.learning_rate=1e-2", "--algorithm.entropy_coefficient=1"),
+    *("--async.staleness_threshold=0", "--async.partial_rollout=false", "--eval.every_updates=0"),
+)
+
+
+def where_it_is_installed(site, main):
+    """`main` with the device's plugin installed in `site`; each role says at its end what the device has held."""
+    serve = _child.main
+
+    def serve_and_tell(fd):
+        serve(fd)
+        if hasattr(torch, "npu"):
+            print("the device held", torch.npu.max_memory_allocated(0), "bytes")
+
+    def run():
+        sys.path.append(str(site))
+        _runtime._import_runtime.cache_clear()  # another test of this process may have looked for it in vain
+        _child.main = serve_and_tell
+        return main()
+
+    return run
+
+
+@pytest.mark.parametrize("device", ["auto", "npu"])
+def test_a_run_trains_and_samples_on_the_device(standin, tmp_path, device):
+    npu_standin.write_plugin(tmp_path / "site", standin)
+    main = forked_main("grpo_async_app", "offbeat_engine_torch", "offbeat_rollout_torch")
+    config = small_grpo_run(tmp_path, tiny_model(tmp_path / "model", hidden_size=32))
+    words = ["train", config, "--out", tmp_path / "run", f"--engine.device={device}", f"--rollout.device={device}"]
+    with RunningCommand(where_it_is_installed(tmp_path / "site", main), *words, *IN_STEP) as process:
+        assert process.wait() == 0, process.output
+    told = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    first, second = (each for each in told if "train/ratio_max" in each)
+    assert first["engine/grad_norm"] > 1e-3, "there were no other weights to send"
+    assert second["train/ratio_max"] == pytest.approx(1, abs=1e-4), "the engine did not sample with the weights of now"
+    for role in ("trainer-0", "rollout-0"):
+        held = re.search(r"the device held (\d+) bytes", (tmp_path / "run" / "logs" / f"{role}.log").read_text())
+        assert held is not None, f"{role} did not open the device"
+        assert int(held[1]) > (tmp_path / "model" / "model.safetensors").stat().st_size, f"{role} computed elsewhere"

@@ -1,0 +1,58 @@
+"""What a recipe goes through before it runs: planned on a cluster, made to fit it, rehearsed on a laptop."""
+
+from offbeat_recipes._drawn_data import NUM_DRAWN, draw_chats, draw_figures, draw_sums
+from offbeat_recipes._elsewhere import NOT_LOOKED_AT, layout_elsewhere, layout_row
+from offbeat_recipes._fit import fit_settings
+from offbeat_recipes._memory import NUMBER_BYTES, RunMemory, read_shape, train_memory
+from offbeat_recipes._placement import Placement, Site, Wanted
+from offbeat_recipes._plan_command import PLAN_OPTIONS, PLAN_SWITCHES, Outlook, Planner, plan_command
+from offbeat_recipes._recipe_text import Setting, change_recipe
+from offbeat_recipes._shrink import (
+    EMBEDDED,
+    MAX_ROLES,
+    REHEARSAL_BYTES,
+    installed_backend,
+    shrink_engine,
+    stand_ins,
+    takes_experts,
+    takes_images,
+)
+from offbeat_recipes._tiny_model import make_tiny_model, tiny_family
+from offbeat_recipes._tiny_vision import MAX_IMAGE_TOKENS, SEEING
+
+__all__ = [
+    "EMBEDDED",
+    "MAX_IMAGE_TOKENS",
+    "MAX_ROLES",
+    "NOT_LOOKED_AT",
+    "NUMBER_BYTES",
+    "NUM_DRAWN",
+    "PLAN_OPTIONS",
+    "PLAN_SWITCHES",
+    "REHEARSAL_BYTES",
+    "SEEING",
+    "Outlook",
+    "Placement",
+    "Planner",
+    "RunMemory",
+    "Setting",
+    "Site",
+    "Wanted",
+    "change_recipe",
+    "draw_chats",
+    "draw_figures",
+    "draw_sums",
+    "fit_settings",
+    "installed_backend",
+    "layout_elsewhere",
+    "layout_row",
+    "make_tiny_model",
+    "plan_command",
+    "read_shape",
+    "shrink_engine",
+    "stand_ins",
+    "takes_experts",
+    "takes_images",
+    "tiny_family",
+    "train_memory",
+]

@@ -1,0 +1,46 @@
+"""Settings are written into a recipe's own text, and the file says what they were."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from offbeat_recipes import change_recipe
+from offbeat_types import ConfigError, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """Section `engine`."""
+
+    num_ranks: int = setting(1, "Ranks.")
+    wide: bool = setting(False, "Whether it is.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Of a run."""
+
+    engine: Engine = field(default_factory=Engine)
+
+
+def test_a_changed_setting_says_what_it_was_and_the_rest_stays() -> None:
+    text = "# why\n\n[engine]   # of eight\n# before\nnum_ranks = 8  # one machine\n# after\n"
+    changed = change_recipe(text, {"engine.num_ranks": 4, "engine.wide": True}, Config)
+    assert changed.splitlines() == [
+        "# why",
+        "",
+        "[engine]   # of eight",
+        "wide = true",
+        "# before",
+        "num_ranks = 4".ljust(36) + "# was 8",
+        "# after",
+    ]
+
+
+def test_a_section_that_is_missing_is_added() -> None:
+    assert change_recipe("# nothing\n", {"engine.num_ranks": 4}, Config) == "# nothing\n\n[engine]\nnum_ranks = 4\n"
+
+
+def test_what_cannot_be_rewritten_line_by_line_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"set by hand engine\.num_ranks = 4"):
+        change_recipe("engine = {num_ranks = 8}\n", {"engine.num_ranks": 4}, Config)

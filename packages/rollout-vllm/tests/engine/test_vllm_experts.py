@@ -1,0 +1,118 @@
+"""Mixtures of experts: updates compared with transformers on the new weights, and stacks that are not what was sent."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from offbeat_rollout_vllm import VllmRolloutEngine
+from offbeat_testing import FakeWeightStream, changed_weights, reference_logprobs, reference_model, tiny_model
+from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams, WeightSyncError
+from offbeat_weightsync import InProcessStream
+
+DEADLINE_S = 300.0
+pytestmark = pytest.mark.timeout(DEADLINE_S)  # a first start on a cold machine takes a minute
+REQUEST = GenerateRequest(
+    request_id="r",
+    prompt_ids=np.asarray([10, 44, 81, 7, 200, 31], np.int32),
+    num_samples=2,
+    params=SamplingParams(max_tokens=24, ignore_eos=True, seed=5),
+)
+
+
+def by_expert(named):
+    """Under the names of the folder, which a Megatron trainer sends too; transformers holds stacks in memory."""
+    for name, tensor in named:
+        layer, is_stack, which = name.partition(".experts.")
+        if not is_stack:
+            yield name, tensor
+            continue
+        for expert, matrix in enumerate(tensor):
+            parts = which.removesuffix("_proj").split("_")
+            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                yield f"{layer}.experts.{expert}.{part}_proj.weight", rows.clone()
+
+
+async def check_served(engine, model, version):
+    for completion in await engine.generate(REQUEST):
+        assert {segment.version for segment in completion.segments} == {version}
+        whole = np.concatenate([REQUEST.prompt_ids, completion.ids])
+        expected = reference_logprobs(model, whole)[len(REQUEST.prompt_ids) :]
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-3, rtol=0)
+
+
+async def check_updates(engine, model):
+    """Before any update, and after two of each way to name experts."""
+    await check_served(engine, model, 0)
+    for version in (1, 2, 3):
+        named = changed_weights(model, seed=version)
+        stream = FakeWeightStream(named if version == 2 else list(by_expert(named)), version)
+        assert await engine.update_weights(stream, version) == stream.expected()
+        await check_served(engine, model, version)
+
+
+async def check_expert_that_is_not_updated(engine, model):
+    """One expert of one layer keeps what it was: nothing else tells, and the proof does."""
+    side = engine._form._engine.model_executor.driver_worker.worker.offbeat_side
+    stack = side._model.model.layers[1].mlp.experts.routed_experts.w2_weight
+    kept, finish = stack.data[3].clone(), side.finish
+
+    def spoil():
+        finish()
+        stack.data[3] = kept
+
+    side.finish = spoil
+    with pytest.raises(WeightSyncError, match="checksum"):
+        await engine.update_weights(proving(changed_weights(model, seed=4), 4), 4)
+    with pytest.raises(WeightSyncError, match="no usable weights"):
+        await engine.generate(REQUEST)
+    del side.finish
+
+
+async def check_stacks_that_vllm_does_not_pack_again(engine, model):
+    """What vLLM does by itself, without the step that `WorkerSide.begin` takes first."""
+    with pytest.MonkeyPatch.context() as without:
+        without.setattr("offbeat_rollout_vllm._held_experts.forget_kernels", lambda model: None)
+        with pytest.raises(WeightSyncError, match="checksum"):
+            await engine.update_weights(proving(changed_weights(model, seed=5), 5), 5)
+    await engine.update_weights(proving(changed_weights(model, seed=6), 6), 6)
+    await check_served(engine, model, 6)
+
+
+def proving(named, version):
+    """A stream that compares what is read back with what was sent."""
+    return InProcessStream(list(by_expert(named)), version)
+
+
+def run(folder, settings, *checks):
+    """Start one engine and run checks on it, one after the other."""
+
+    async def bounded():
+        config = RolloutEngineConfig(model_path=str(folder), device="cpu", max_model_len=512, max_running=8, **settings)
+        async with asyncio.timeout(DEADLINE_S):
+            engine = await VllmRolloutEngine.create(config)
+            try:
+                model = reference_model(folder)
+                for check in checks:
+                    await check(engine, model)
+            finally:
+                await engine.close()
+
+    asyncio.run(bounded())
+
+
+def test_experts_are_updated_and_proved_and_one_that_is_not_is_seen(tmp_path):
+    checks = check_updates, check_expert_that_is_not_updated, check_stacks_that_vllm_does_not_pack_again
+    run(tiny_model(tmp_path / "model", "qwen3_moe"), {}, *checks)
+
+
+async def check_notice(engine, model):
+    (notice,) = engine.notices
+    assert notice.startswith("vllm option enable_expert_parallel = True is left out")
+
+
+def test_two_ranks_share_each_expert(tmp_path):
+    """Slices of 16 rows, which vLLM pads to 32. Whole experts on each rank are for a GPU: vLLM's worker would die."""
+    folder = tiny_model(tmp_path / "model", "qwen3_moe")
+    settings = {"tensor_parallel": 2, "options": {"enable_expert_parallel": True}}
+    run(folder, settings, check_notice, check_updates)
