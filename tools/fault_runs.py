@@ -64,7 +64,7 @@ class Observation:
         exit_codes: of each rank; negative for a signal, None for a rank that was there until the limit.
         left_s: when each rank left, in seconds from the start.
         outputs: stdout and stderr of each rank.
-        verdict: the first that liveness wrote, as plain data.
+        verdict: the first that liveness wrote, as plain data; a straggler (which never ends a run) only if it is alone.
         verdict_s: when it was found, in seconds from the start.
         seconds: how long the run took.
     """
@@ -112,7 +112,8 @@ def _observation(run: FaultRun, folder: Path, start_s: float) -> Observation:
         (json.loads(path.read_text()) for path in (folder / "liveness").glob("verdict*.json")),
         key=lambda verdict: float(verdict["time_s"]),
     )
-    verdict = verdicts[0] if verdicts else None
+    fatal = [each for each in verdicts if each["kind"] != "straggler"]
+    verdict = next(iter(fatal or verdicts), None)
     return Observation(
         exit_codes={rank: ends[str(rank)]["code"] for rank in range(run.size)},
         left_s={rank: ends[str(rank)]["at_s"] - start_s for rank in range(run.size)},

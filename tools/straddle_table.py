@@ -21,6 +21,7 @@ from offbeat_cluster.placement import RankGroup, plan_blocks, plan_placement
 from offbeat_cluster.ray._connection import Connection
 from offbeat_cluster.ray._import import import_ray
 from offbeat_cluster.ray._reservation import Reservation, hold, release
+from offbeat_testing import ray_nodes
 from offbeat_types import PlacementError
 
 NUM_NODES = 10
@@ -85,18 +86,12 @@ def main() -> None:
 def cluster() -> Iterator[Connection]:
     """A connection to a cluster of nodes at 127.0.0.2 and on."""
     ray = import_ray()
-    from ray.cluster_utils import Cluster
-
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    try:
-        for number in range(NUM_NODES):
-            nodes.add_node(node_ip_address=f"127.0.0.{2 + number}", num_cpus=1, num_gpus=PER_NODE, wait=False)
-        nodes.wait_for_nodes(timeout=180)
-        ray.init(address=nodes.address, log_to_driver=False, configure_logging=False)
-        yield Connection(ClusterConfig(launcher="ray", address=nodes.address))
-    finally:
-        ray.shutdown()
-        nodes.shutdown()  # type: ignore[no-untyped-call]
+    with ray_nodes(NUM_NODES, num_gpus=PER_NODE) as nodes:
+        try:
+            ray.init(address=nodes.address, log_to_driver=False, configure_logging=False)
+            yield Connection(ClusterConfig(launcher="ray", address=nodes.address))
+        finally:
+            ray.shutdown()
 
 
 def occupy(chance: random.Random, spare: int) -> dict[str, int]:

@@ -14,7 +14,7 @@ from grpo_async_app._preflight import check_run, check_settings
 from offbeat_cluster.placement import grid_nodes
 from offbeat_recipes import Setting, Site, change_recipe, fit_settings
 from offbeat_run import load_config, parse_config
-from offbeat_testing import CommandLine, large_model_configs
+from offbeat_testing import CommandLine, large_model_configs, ray_nodes
 from offbeat_types import ConfigError, PlacementError
 
 OF_SMALL_LAG = """
@@ -261,12 +261,8 @@ def test_the_batch_arithmetic_adds_up(config: Path) -> None:
 
 def test_a_live_cluster_is_asked_what_it_has(command: CommandLine, tmp_path: Path) -> None:
     ray = pytest.importorskip("ray", reason="pip install 'offbeat-cluster[ray]'")
-    cluster_utils = pytest.importorskip("ray.cluster_utils")
     words = ["--cluster", "live", "--engine.num_ranks", "8", "--rollout.num_engines", "2"]
-    cluster = cluster_utils.Cluster(
-        initialize_head=True, head_node_args={"num_gpus": 16, "num_cpus": 4, "include_dashboard": False}
-    )
-    try:
+    with ray_nodes(0, head_cpus=4, head_gpus=16) as cluster:
         address = ["--cluster.address", cluster.address]
         ended = command("plan", recipe(tmp_path, cluster=""), *words, *address)
         assert ended.code == 0, ended.err
@@ -275,5 +271,3 @@ def test_a_live_cluster_is_asked_what_it_has(command: CommandLine, tmp_path: Pat
         assert ended.code == 2
         assert "20 GPU wanted, 16 free" in ended.err
         assert not ray.is_initialized()
-    finally:
-        cluster.shutdown()

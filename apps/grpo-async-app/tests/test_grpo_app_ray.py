@@ -3,16 +3,16 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import abacus_standin
 import pytest
+
+from offbeat_testing import ray_nodes
 
 WORDS = [
     "--cluster.launcher=ray",
@@ -96,15 +96,6 @@ def nodes() -> Iterator[str]:
     All but the head have eight accelerators, in Ray's books only.
     """
     reason = "Ray is not installed: pip install 'offbeat-cluster[ray]'"
-    cluster = pytest.importorskip("ray.cluster_utils", reason=reason).Cluster()
-    folder = tempfile.mkdtemp(prefix="ray-")  # short: Ray puts sockets into it
-    try:
-        switches = {"prestart_worker_first_driver": False}
-        cluster.add_node(num_cpus=1, include_dashboard=False, temp_dir=folder, _system_config=switches)
-        for number in range(2, 6):
-            cluster.add_node(node_ip_address=f"127.0.0.{number}", num_cpus=1, num_gpus=8, wait=False)
-        cluster.wait_for_nodes()
+    pytest.importorskip("ray", reason=reason)
+    with ray_nodes(4) as cluster:
         yield cluster.address
-    finally:
-        cluster.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside it
 
-from ray_nodes import RayNodes, SharedHomeLauncher, start_ray_nodes
+from ray_cluster import RayCluster, SharedHomeLauncher, connected_nodes
 from role_processes import MARK
 
 from offbeat_cluster import ActorHandle, ClusterConfig, LocalLauncher, RoleSpec
@@ -41,11 +41,11 @@ class Launchers:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[RayNodes]:
+def ray_cluster() -> Iterator[RayCluster]:
     """Two nodes of 8 accelerators, and a head without."""
     if find_spec("ray") is None:
         pytest.skip("Ray is not installed: pip install 'offbeat-cluster[ray]'")
-    with start_ray_nodes(2) as cluster:
+    with connected_nodes(2) as cluster:
         yield cluster
 
 
@@ -54,7 +54,7 @@ def launchers(request: pytest.FixtureRequest) -> Launchers:
     """Each kind of launcher in turn."""
     if request.param == "local":
         return Launchers("local", "", lambda **settings: LocalLauncher("test-run", ClusterConfig(**settings)), 60)
-    cluster: RayNodes = request.getfixturevalue("ray_cluster")
+    cluster: RayCluster = request.getfixturevalue("ray_cluster")
     place = f" on {cluster.ray.util.get_node_ip_address()}"
 
     def make(**settings: Any) -> SharedHomeLauncher:

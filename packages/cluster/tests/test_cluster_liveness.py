@@ -97,4 +97,5 @@ async def _known(monitor: Any, names: set[str]) -> None:
 
 
 def _once(found: "asyncio.Future[Any]") -> Callable[[Any], None]:
-    return lambda verdict: None if found.done() else found.set_result(verdict)
+    """Keep the first fatal verdict: under load a straggler may come before it."""
+    return lambda verdict: found.set_result(verdict) if verdict.is_fatal and not found.done() else None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from ray_nodes import RayNodes
+from ray_cluster import RayCluster
 from role_processes import parent_of, role_processes
 from test_cluster_failures import error_of, needs_linux
 
@@ -190,7 +190,7 @@ def test_without_ray_the_install_line_is_told() -> None:
     assert said == 'BackendError cluster.launcher = "ray" needs Ray: pip install "offbeat-cluster[ray]"\n'
 
 
-def test_a_program_that_is_connected_already_is_not_connected_elsewhere(ray_cluster: RayNodes) -> None:
+def test_a_program_that_is_connected_already_is_not_connected_elsewhere(ray_cluster: RayCluster) -> None:
     assert {node.address for node in cluster_nodes(ClusterConfig(address=ray_cluster.address))} > {"127.0.0.2"}
     with pytest.raises(Exception, match="this process is connected to the Ray cluster at"):
         cluster_nodes(ClusterConfig(address="10.0.0.1:1"))
@@ -198,7 +198,7 @@ def test_a_program_that_is_connected_already_is_not_connected_elsewhere(ray_clus
 
 
 def test_a_keeper_that_dies_takes_its_roles_along_and_is_replaced(
-    ray_cluster: RayNodes, role_env: dict[str, str], tmp_path: Path
+    ray_cluster: RayCluster, role_env: dict[str, str], tmp_path: Path
 ) -> None:
     spec = RoleSpec("rollout-0", "cluster_roles:Faulty", env=role_env, log_path=tmp_path / "rollout-0.log")
 
@@ -223,7 +223,7 @@ def test_a_keeper_that_dies_takes_its_roles_along_and_is_replaced(
 
 
 def test_the_log_of_a_machine_that_does_not_share_files_comes_to_the_driver(
-    ray_cluster: RayNodes, role_env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray_cluster: RayCluster, role_env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     described = _launcher.describe_log
     monkeypatch.setattr(_launcher, "describe_log", lambda path: replace_inode(described(path)))
@@ -249,7 +249,7 @@ def test_the_log_of_a_machine_that_does_not_share_files_comes_to_the_driver(
 
 
 def test_a_log_that_cannot_be_written_here_does_not_make_its_role_deaf(
-    ray_cluster: RayNodes,
+    ray_cluster: RayCluster,
     role_env: dict[str, str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -279,7 +279,7 @@ def test_a_log_that_cannot_be_written_here_does_not_make_its_role_deaf(
 
 
 def test_a_driver_that_was_suspended_goes_on_with_its_roles(
-    ray_cluster: RayNodes, role_env: dict[str, str], tmp_path: Path
+    ray_cluster: RayCluster, role_env: dict[str, str], tmp_path: Path
 ) -> None:
     async def scenario() -> None:
         config = ClusterConfig(launcher="ray", address=ray_cluster.address, silent_after_s=3)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_nodes import NUM_GPUS, RayNodes
+from ray_cluster import NUM_GPUS, RayCluster
 from role_processes import parent_of
 from test_cluster_failures import ends, needs_linux
 
@@ -26,7 +26,7 @@ NONE_FREE = dict.fromkeys(ALL_FREE, 0)
 
 
 @pytest.fixture(autouse=True)
-def _all_free(ray_cluster: RayNodes) -> Iterator[None]:
+def _all_free(ray_cluster: RayCluster) -> Iterator[None]:
     """Every test finds the cluster free, and leaves it so."""
     ray_cluster.wait_free_gpus(ALL_FREE)
     yield
@@ -39,15 +39,15 @@ def engines(num: int, width: int, **more: Any) -> RankGroup:
     return RankGroup(role="rollout", num_replicas=num, tensor_parallel=width, process_per_replica=True, **more)
 
 
-def config(cluster: RayNodes, **settings: Any) -> ClusterConfig:
+def config(cluster: RayCluster, **settings: Any) -> ClusterConfig:
     return ClusterConfig(launcher="ray", address=cluster.address, **settings)
 
 
-def launcher(cluster: RayNodes, **settings: Any) -> RayLauncher:
+def launcher(cluster: RayCluster, **settings: Any) -> RayLauncher:
     return RayLauncher("test-run", config(cluster, **settings))
 
 
-def plan(cluster: RayNodes, groups: Sequence[RankGroup]) -> Plan:
+def plan(cluster: RayCluster, groups: Sequence[RankGroup]) -> Plan:
     return plan_placement(cluster_nodes(config(cluster)), groups)
 
 
@@ -56,7 +56,9 @@ def role(name: str, target: str, env: dict[str, str], log_folder: Path) -> RoleS
 
 
 @contextmanager
-def taken(cluster: RayNodes, *bundles: dict[str, float], then_free: dict[str, int] | None = ALL_FREE) -> Iterator[None]:
+def taken(
+    cluster: RayCluster, *bundles: dict[str, float], then_free: dict[str, int] | None = ALL_FREE
+) -> Iterator[None]:
     """Hold resources as another run would, and wait afterwards until so many accelerators are free."""
     tools = cluster.ray.util
     groups = [tools.placement_group([bundle], name=f"another run {each}") for each, bundle in enumerate(bundles)]
@@ -72,7 +74,7 @@ def taken(cluster: RayNodes, *bundles: dict[str, float], then_free: dict[str, in
 
 
 def test_every_role_sits_on_its_node_and_sees_its_own_devices(
-    ray_cluster: RayNodes, role_env: dict[str, str], tmp_path: Path
+    ray_cluster: RayCluster, role_env: dict[str, str], tmp_path: Path
 ) -> None:
     groups = [RankGroup(role="trainer", num_replicas=4), engines(3, 4)]
     wanted = plan(ray_cluster, groups)
@@ -96,7 +98,7 @@ def test_every_role_sits_on_its_node_and_sees_its_own_devices(
     assert [devices for _, *devices in placed[:4]] == sorted(devices for _, *devices in placed[:4])
 
 
-def test_colocated_roles_share_their_devices(ray_cluster: RayNodes, role_env: dict[str, str], tmp_path: Path) -> None:
+def test_colocated_roles_share_their_devices(ray_cluster: RayCluster, role_env: dict[str, str], tmp_path: Path) -> None:
     groups = [
         RankGroup(role="trainer", num_replicas=2, tensor_parallel=2),
         engines(1, 4, shares_devices_with="trainer"),
@@ -113,7 +115,7 @@ def test_colocated_roles_share_their_devices(ray_cluster: RayNodes, role_env: di
     assert [device for devices in trainers for device in devices] == rollout
 
 
-def test_an_engine_wider_than_a_node_takes_whole_nodes_when_asked(ray_cluster: RayNodes) -> None:
+def test_an_engine_wider_than_a_node_takes_whole_nodes_when_asked(ray_cluster: RayCluster) -> None:
     groups = [engines(1, 2 * NUM_GPUS, spans_nodes=True)]
 
     async def scenario() -> None:
@@ -126,7 +128,7 @@ def test_an_engine_wider_than_a_node_takes_whole_nodes_when_asked(ray_cluster: R
         plan(ray_cluster, [engines(1, 2 * NUM_GPUS)])
 
 
-def test_what_no_single_node_has_is_refused_and_named_before_anything_waits(ray_cluster: RayNodes) -> None:
+def test_what_no_single_node_has_is_refused_and_named_before_anything_waits(ray_cluster: RayCluster) -> None:
     with taken(ray_cluster, {"GPU": 2, "node:127.0.0.2": 0.01}, {"GPU": 6, "node:127.0.0.3": 0.01}):
         ray_cluster.wait_free_gpus({"127.0.0.2": 6, "127.0.0.3": 2})
         plan(ray_cluster, [engines(1, 6)])
@@ -136,7 +138,7 @@ def test_what_no_single_node_has_is_refused_and_named_before_anything_waits(ray_
 
 
 def test_a_node_that_is_busy_meanwhile_is_named_at_the_deadline_and_nothing_stays_reserved(
-    ray_cluster: RayNodes,
+    ray_cluster: RayCluster,
 ) -> None:
     groups = [engines(4, 4)]
     wanted = plan(ray_cluster, groups)  # made while all was free
@@ -154,7 +156,7 @@ def test_a_node_that_is_busy_meanwhile_is_named_at_the_deadline_and_nothing_stay
         asyncio.run(scenario())
 
 
-def test_a_plan_for_more_than_a_node_has_is_refused_at_once(ray_cluster: RayNodes) -> None:
+def test_a_plan_for_more_than_a_node_has_is_refused_at_once(ray_cluster: RayCluster) -> None:
     groups = [engines(1, 4, cpus_per_rank=1000)]
     nodes = [node for node in cluster_nodes(config(ray_cluster)) if node.total]
     wanted = plan_placement([_with_cpus(node) for node in nodes], groups)
@@ -174,7 +176,7 @@ def _with_cpus(node: Any) -> Any:
 
 
 def test_an_engine_that_is_never_ready_is_named_within_its_deadline(
-    ray_cluster: RayNodes, role_env: dict[str, str], tmp_path: Path
+    ray_cluster: RayCluster, role_env: dict[str, str], tmp_path: Path
 ) -> None:
     groups = [engines(2, 4)]
 
@@ -191,18 +193,18 @@ def test_an_engine_that_is_never_ready_is_named_within_its_deadline(
 
 
 @pytest.fixture
-def doomed_node(ray_cluster: RayNodes) -> Iterator[Any]:
+def doomed_node(ray_cluster: RayCluster) -> Iterator[Any]:
     """A third node, at 127.0.0.9, that a test may remove."""
-    node = ray_cluster.add_node(9)
-    ray_cluster.cluster.wait_for_nodes()
+    node = ray_cluster.nodes.add_node(9)
+    ray_cluster.nodes.wait_ready()
     ray_cluster.wait_free_gpus({**ALL_FREE, "127.0.0.9": NUM_GPUS})
     yield node
-    if node in ray_cluster.cluster.worker_nodes:
-        ray_cluster.cluster.remove_node(node, allow_graceful=False)
+    if node in ray_cluster.nodes.cluster.worker_nodes:
+        ray_cluster.nodes.cluster.remove_node(node, allow_graceful=False)
 
 
 def test_a_node_lost_under_an_engine_is_named_and_the_engine_starts_again_where_there_is_room(
-    ray_cluster: RayNodes, doomed_node: Any, role_env: dict[str, str], tmp_path: Path
+    ray_cluster: RayCluster, doomed_node: Any, role_env: dict[str, str], tmp_path: Path
 ) -> None:
     groups = [engines(4, 4)]
     nodes = [node for node in cluster_nodes(config(ray_cluster)) if node.address in ("127.0.0.3", "127.0.0.9")]
@@ -216,7 +218,7 @@ def test_a_node_lost_under_an_engine_is_named_and_the_engine_starts_again_where_
             actor = await started.start(role(name, "Faulty", role_env, tmp_path))
             call = asyncio.create_task(actor.call("hang", deadline_s=60))
             await asyncio.sleep(0.5)
-            await asyncio.to_thread(ray_cluster.cluster.remove_node, doomed_node, allow_graceful=False)
+            await asyncio.to_thread(ray_cluster.nodes.cluster.remove_node, doomed_node, allow_graceful=False)
             with pytest.raises(PeerFailedError, match=rf"{name} failed: its node 127.0.0.9 was lost.*\n.*\nhanging"):
                 await call
             assert not actor.alive
@@ -234,7 +236,7 @@ def test_a_node_lost_under_an_engine_is_named_and_the_engine_starts_again_where_
 
 
 def test_a_node_lost_while_an_engine_starts_ends_the_start(
-    ray_cluster: RayNodes, doomed_node: Any, role_env: dict[str, str], tmp_path: Path
+    ray_cluster: RayCluster, doomed_node: Any, role_env: dict[str, str], tmp_path: Path
 ) -> None:
     groups = [engines(1, 8)]
     nodes = [node for node in cluster_nodes(config(ray_cluster)) if node.address == "127.0.0.9"]
@@ -245,7 +247,7 @@ def test_a_node_lost_while_an_engine_starts_ends_the_start(
             starting = asyncio.create_task(started.start(role("rollout-0", "NeverReady", role_env, tmp_path)))
             while "loading" not in log_of(tmp_path, "rollout-0"):
                 await asyncio.sleep(0.1)
-            await asyncio.to_thread(ray_cluster.cluster.remove_node, doomed_node, allow_graceful=False)
+            await asyncio.to_thread(ray_cluster.nodes.cluster.remove_node, doomed_node, allow_graceful=False)
             with pytest.raises(PeerFailedError, match=r"its node 127.0.0.9 was lost(.|\n)*loading the model"):
                 await starting
 
@@ -258,7 +260,7 @@ def log_of(folder: Path, name: str) -> str:
 
 
 def test_roles_whose_keeper_dies_start_again_in_their_own_place(
-    ray_cluster: RayNodes, role_env: dict[str, str], tmp_path: Path
+    ray_cluster: RayCluster, role_env: dict[str, str], tmp_path: Path
 ) -> None:
     groups = [RankGroup(role="trainer", num_replicas=2, tensor_parallel=2)]
 
@@ -281,7 +283,7 @@ def test_roles_whose_keeper_dies_start_again_in_their_own_place(
 
 @needs_linux
 def test_a_role_whose_driver_is_not_heard_of_ends_in_time(
-    ray_cluster: RayNodes, role_env: dict[str, str], tmp_path: Path
+    ray_cluster: RayCluster, role_env: dict[str, str], tmp_path: Path
 ) -> None:
     async def scenario() -> None:
         async with launcher(ray_cluster, silent_after_s=2) as started:
@@ -296,7 +298,7 @@ def test_a_role_whose_driver_is_not_heard_of_ends_in_time(
 
 @needs_linux
 def test_a_keeper_that_is_not_heard_of_is_given_up_in_time(
-    ray_cluster: RayNodes, role_env: dict[str, str], tmp_path: Path
+    ray_cluster: RayCluster, role_env: dict[str, str], tmp_path: Path
 ) -> None:
     groups = [engines(1, 4)]
 

@@ -1,6 +1,7 @@
 """Parts of the monitor by themselves: settings, ledger, stacks, side channel, dumps, recorder's forms, fates."""
 
 import contextlib
+import gc
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import pytest
 
 from offbeat_dist import liveness
 from offbeat_dist.liveness import _dumps, _flight_recorder
+from offbeat_dist.liveness._calls import is_in_torch_call
 from offbeat_dist.liveness._cli import main
 from offbeat_dist.liveness._crash import path_of, read_crash
 from offbeat_dist.liveness._fates import birth, pid_state
@@ -30,7 +33,8 @@ from offbeat_dist.liveness._ledger import LEDGER, Entry, Ledger
 from offbeat_dist.liveness._motion import Motion
 from offbeat_dist.liveness._settings import read_settings
 from offbeat_dist.liveness._side_channel import Address, Listener, Message, ask, ask_all
-from offbeat_dist.liveness._stacks import is_machinery, stack_of, thread_frames
+from offbeat_dist.liveness._snapshot import read_head
+from offbeat_dist.liveness._stacks import is_importing, is_machinery, stack_of, thread_frames
 from offbeat_types import ConfigError
 
 
@@ -217,6 +221,29 @@ def test_a_thread_that_waits_for_a_core_has_work_before_the_kernel_adds_it_up() 
             each.kill()
             each.wait()
         thread.join()
+
+
+def test_a_look_lets_go_of_what_it_has_seen() -> None:
+    """A frame holds its locals, such as a layer's weights: one that a look keeps in a circle waits for the collector."""
+
+    class Layer:
+        pass
+
+    def compute(look: Callable[[], object]) -> "weakref.ref[Layer]":
+        layer = Layer()
+        watching = threading.Thread(target=look, name="offbeat-liveness")
+        watching.start()
+        watching.join()
+        return weakref.ref(layer)
+
+    motion = Motion(longest_gap_s=60.0)
+    shape = {"name": "", "world": "", "rank": 0, "world_size": 1, "stall_after_s": 1.0}
+    gc.disable()
+    try:
+        for look in (motion.look, lambda: read_head(motion, **shape), thread_frames, is_importing, is_in_torch_call):
+            assert compute(look)() is None, look
+    finally:
+        gc.enable()
 
 
 def test_a_process_that_was_suspended_begins_anew() -> None:

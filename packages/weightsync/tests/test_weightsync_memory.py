@@ -9,7 +9,7 @@ from weightsync_memory import be_engine, be_reader, be_trainer, be_writer
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads peak memory from /proc")
 
 MOST_BUCKETS = 2.5
-"""Two, and what Python takes for its threads and messages: 16 MiB are a bucket here. The weights are five."""
+"""Two, and what Python takes for its threads and messages: 64 MiB are a bucket here. The weights are five."""
 
 
 @pytest.mark.parametrize("in_lanes", [True, False], ids=["lanes", "one-lane"])

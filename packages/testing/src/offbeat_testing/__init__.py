@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from offbeat_testing._large_models import large_model_configs
     from offbeat_testing._leaving_threads import wait_for_leaving_threads
     from offbeat_testing._ranks._child import Ranks
+    from offbeat_testing._ray_nodes import RayNodes, ray_nodes
     from offbeat_testing._reference import changed_weights, logprob_errors, reference_logprobs, reference_model
     from offbeat_testing._rollout_conformance import RolloutConformance
     from offbeat_testing._running_command import RunningCommand, wait_until_gone
@@ -29,6 +30,7 @@ __all__ = [
     "FakeRolloutEngine",
     "FakeWeightStream",
     "Ranks",
+    "RayNodes",
     "RolloutConformance",
     "RunningCommand",
     "Script",
@@ -39,6 +41,7 @@ __all__ = [
     "forked_main",
     "large_model_configs",
     "logprob_errors",
+    "ray_nodes",
     "reference_logprobs",
     "reference_model",
     "small_grpo_run",
@@ -57,6 +60,7 @@ _MODULES = {
     "FakeRolloutEngine": "_fakes",
     "FakeWeightStream": "_fakes",
     "Ranks": "_ranks._child",
+    "RayNodes": "_ray_nodes",
     "RolloutConformance": "_rollout_conformance",
     "RunningCommand": "_running_command",
     "Script": "_fakes",
@@ -67,6 +71,7 @@ _MODULES = {
     "forked_main": "_forked_roles",
     "large_model_configs": "_large_models",
     "logprob_errors": "_reference",
+    "ray_nodes": "_ray_nodes",
     "reference_logprobs": "_reference",
     "reference_model": "_reference",
     "small_grpo_run": "_small_runs",

@@ -23,9 +23,9 @@ from offbeat_dist.liveness._roll_call import look_around, pid_states
 from offbeat_dist.liveness._settings import Settings
 from offbeat_dist.liveness._side_channel import LOOPBACK, Address, Message, ask, ask_all
 from offbeat_dist.liveness._snapshot import read_head
+from offbeat_dist.liveness._stacks import OWN_THREADS
 from offbeat_dist.liveness._verdict import Verdict
 
-THREAD: Final = "offbeat-liveness"
 PING_S: Final = 0.4
 SUSPENDED_S: Final = 3.0  # a monitor may be late by as much on a machine under load
 MEETING_S: Final = 3.0  # for addresses to come, on a machine under load
@@ -64,7 +64,7 @@ class Monitor:
         self._crash_file = CrashFile(settings.directory) if settings.directory else None
         self._hook_torch()
         self._goodbye = Goodbye(self._say_goodbye)
-        threading.Thread(target=self._run, name=THREAD, daemon=True).start()
+        threading.Thread(target=self._run, name=OWN_THREADS, daemon=True).start()
 
     @property
     def verdict(self) -> Verdict | None:
@@ -167,7 +167,7 @@ class Monitor:
         is_suspect = time.monotonic() >= self._next_head_s and self._is_suspect(half_s)
         waits_long = is_suspect or self._motion.still_s() >= half_s
         if self._peers.needs_to_join(waits_long=waits_long) and not self._joining.locked():
-            threading.Thread(target=self._join, args=(waits_long,), name=f"{THREAD}-join", daemon=True).start()
+            threading.Thread(target=self._join, args=(waits_long,), name=f"{OWN_THREADS}-join", daemon=True).start()
         if is_suspect and not self._alarm.is_set():
             self._examine()
         if self._alarm.is_set() or (self._is_leading and self._is_time_to_look()):

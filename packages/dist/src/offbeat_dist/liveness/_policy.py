@@ -7,6 +7,7 @@ import sys
 import threading
 from typing import Final
 
+from offbeat_dist.liveness._stacks import OWN_THREADS
 from offbeat_dist.liveness._verdict import Verdict
 from offbeat_types import DeadlineError
 
@@ -34,7 +35,7 @@ def pointer(verdict: Verdict, name: str, leader: str) -> str:
 
 def leave() -> None:
     """End this process with exit code 4, whatever its threads stand in; flush what was printed if that is possible."""
-    flushing = threading.Thread(target=_flush, name="offbeat-liveness-flush", daemon=True)
+    flushing = threading.Thread(target=_flush, name=f"{OWN_THREADS}-flush", daemon=True)
     flushing.start()
     flushing.join(FLUSH_S)
     os._exit(EXIT_CODE)

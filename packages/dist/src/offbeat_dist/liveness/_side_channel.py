@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from offbeat_dist.liveness._stacks import OWN_THREADS
+
 Message = dict[str, Any]
 Answer = Callable[[Message], Message]
 
@@ -73,7 +75,7 @@ class Listener:
         self._secret, self._answer, self._is_closed = secret, answer, False
         self._socket = socket.create_server((host, 0), backlog=256)
         self.host, self.port = self._socket.getsockname()[:2]
-        threading.Thread(target=self._serve, name="offbeat-liveness-listen", daemon=True).start()
+        threading.Thread(target=self._serve, name=f"{OWN_THREADS}-listen", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening."""
@@ -92,7 +94,7 @@ class Listener:
                 connection, _ = self._socket.accept()
                 # A thread each: an answer may take a while (an investigation), and others must not wait for it.
                 threading.Thread(
-                    target=self._reply, args=(connection,), name="offbeat-liveness-answer", daemon=True
+                    target=self._reply, args=(connection,), name=f"{OWN_THREADS}-answer", daemon=True
                 ).start()
             except (OSError, RuntimeError):  # no descriptor or no thread to be had: whoever falls silent may be ended
                 time.sleep(LACK_S)

@@ -16,7 +16,6 @@ from offbeat_dist.liveness._motion import Motion
 from offbeat_dist.liveness._stacks import main_thread_ident, stack_of, thread_frames
 
 ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
-OWN_THREADS: Final = "offbeat-liveness"
 
 
 def read_head(
@@ -60,9 +59,7 @@ class _Threads:
     def __init__(self, motion: Motion, stall_after_s: float) -> None:
         self._motion, self._stall_after_s = motion, stall_after_s
         names = {each.ident: each.name for each in threading.enumerate()}
-        self._frames = {
-            ident: frame for ident, frame in thread_frames().items() if not names.get(ident, "").startswith(OWN_THREADS)
-        }
+        self._frames = thread_frames()
         self._names = {ident: names.get(ident, f"thread {ident}") for ident in self._frames}
         self.calls = {ident: _calls.torch_call(frame) for ident, frame in self._frames.items()}
 

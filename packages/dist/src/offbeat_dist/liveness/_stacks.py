@@ -11,6 +11,8 @@ from typing import Final
 from offbeat_dist.liveness._head import CallSite
 
 MAX_FRAMES: Final = 12
+OWN_THREADS: Final = "offbeat-liveness"
+"""What the names of the watch's own threads begin with."""
 OWN_FOLDER: Final = str(Path(__file__).parents[1])
 STANDARD_LIBRARY: Final = tuple({sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"]})
 IMPORT_MACHINERY: Final = "<frozen importlib._bootstrap>"
@@ -18,8 +20,16 @@ INSTALLED: Final = ("site-packages", "dist-packages")
 
 
 def thread_frames() -> dict[int, FrameType]:
-    """The innermost frame of each thread, by thread ident."""
-    return sys._current_frames()  # the one way Python has to see other threads
+    """The innermost frame of each thread but those of the watch, by thread ident.
+
+    A frame keeps what its function works on, a layer's weights for one, until nobody holds the frame. A thread of the
+    watch that held its own would do so in a circle, with all the others, until the garbage collector comes.
+    """
+    own = {each.ident or 0 for each in threading.enumerate() if each.name.startswith(OWN_THREADS)}
+    frames = sys._current_frames()  # the one way Python has to see other threads
+    for ident in own & frames.keys():
+        del frames[ident]
+    return frames
 
 
 def stack_of(frame: FrameType | None) -> tuple[CallSite, ...]:

@@ -1,14 +1,9 @@
-"""A Ray cluster of several nodes on this machine, with accelerators that exist in Ray's books only."""
+"""A Ray cluster to which the tests are connected, and its books."""
 
 import contextlib
-import os
-import shutil
-import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from offbeat_cluster import ClusterConfig
@@ -18,35 +13,29 @@ from offbeat_cluster.ray._import import import_ray
 from offbeat_cluster.ray._keeper import Keeper
 from offbeat_cluster.ray._messages import Whereabouts, decode
 from offbeat_cluster.ray._remote_process import KeeperLink
+from offbeat_testing import RayNodes, ray_nodes
 
 NUM_GPUS = 8
 
 
 @dataclass
-class RayNodes:
-    """The cluster, to which this process is connected.
+class RayCluster:
+    """A cluster to which this process is connected.
 
     Args:
         ray: the module.
-        cluster: as ray.cluster_utils has it.
+        nodes: of the cluster.
         home: a keeper on the driver's node for the tests to share: to start one for each would take a second each.
     """
 
     ray: Any
-    cluster: Any
+    nodes: RayNodes
     home: KeeperLink | None = None
 
     @property
     def address(self) -> str:
         """host:port of the head."""
-        return str(self.cluster.address)
-
-    def add_node(self, number: int, num_gpus: int = NUM_GPUS) -> Any:
-        """Start a node with the address 127.0.0.NUMBER."""
-        address = f"127.0.0.{number}"
-        return _patiently(
-            lambda: self.cluster.add_node(node_ip_address=address, num_cpus=8, num_gpus=num_gpus, wait=False), address
-        )
+        return self.nodes.address
 
     def held_groups(self) -> list[str]:
         """Names of the placement groups that are not removed."""
@@ -67,46 +56,15 @@ class RayNodes:
 
 
 @contextlib.contextmanager
-def start_ray_nodes(num_nodes: int) -> Iterator[RayNodes]:
-    """Start a head without accelerators, and nodes at 127.0.0.2 and on; stop all of them after the block."""
+def connected_nodes(num_nodes: int) -> Iterator[RayCluster]:
+    """Start a head without accelerators, and nodes, and connect to them for the length of the block."""
     ray = import_ray()
-    from ray.cluster_utils import Cluster
-
-    folder = tempfile.mkdtemp(prefix="ray-")  # short: Ray puts sockets into it
-    head = {"num_cpus": 4, "include_dashboard": False, "temp_dir": folder}
-    switches = {"prestart_worker_first_driver": False}
-    cluster = Cluster()
-    try:
-        _patiently(lambda: cluster.add_node(**head, _system_config=switches), folder)
-        fake = RayNodes(ray, cluster)
-        for number in range(num_nodes):
-            fake.add_node(2 + number)
-        cluster.wait_for_nodes()
-        ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
-        yield fake
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _patiently(start: Callable[[], Any], mark: str) -> Any:
-    """Start a node, again when it took longer than the 30 s that Ray gives it: the machine may be busy.
-
-    Args:
-        start: starts it.
-        mark: in the command lines of its processes, of which a failed start leaves some behind.
-    """
-    for _ in range(4):
+    with ray_nodes(num_nodes, num_cpus=8, num_gpus=NUM_GPUS, head_cpus=4) as nodes:
         try:
-            return start()
-        except Exception as error:
-            if "timed out during startup" not in str(error):
-                raise
-        for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-            if mark in Path(f"/proc/{pid}/cmdline").read_text():
-                os.kill(int(pid), signal.SIGKILL)
-    return start()
+            ray.init(address=nodes.address, log_to_driver=False, configure_logging=False)
+            yield RayCluster(ray, nodes)
+        finally:
+            ray.shutdown()
 
 
 class SharedHomeLauncher(RayLauncher):
@@ -117,7 +75,7 @@ class SharedHomeLauncher(RayLauncher):
         config: deadlines.
     """
 
-    def __init__(self, cluster: RayNodes, config: ClusterConfig) -> None:
+    def __init__(self, cluster: RayCluster, config: ClusterConfig) -> None:
         super().__init__("test-run", config)
         self._cluster = cluster
 
