@@ -44,13 +44,13 @@ def stand_ins(wanted: Mapping[str, tuple[str, str]]) -> list[str]:
 
 
 def takes_images(engine: TrainEngineSettings, backend: str) -> bool:
-    """Whether a trainer can be rehearsed with images.
+    """Whether a trainer can be rehearsed with images: the embedded one does not share a tower, others lack LoRA for it.
 
     Args:
         engine: section of the recipe.
         backend: of the rehearsal.
     """
-    return backend == EMBEDDED and engine.options.get("tensor_parallel", 1) == 1
+    return engine.options.get("tensor_parallel", 1) == 1 if backend == EMBEDDED else engine.lora_rank == 0
 
 
 def takes_experts(engine: TrainEngineSettings, backend: str) -> bool:

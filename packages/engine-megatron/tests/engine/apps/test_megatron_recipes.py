@@ -53,3 +53,15 @@ def test_a_recipe_is_planned_with_the_layout_it_will_have(
     assert held["gradients"] == pytest.approx(2 * held["weights"], abs=8), "float32 sums of bfloat16 weights"
     if stem.startswith("math"):
         assert held["optimizer"] == pytest.approx(6 * held["weights"] / data_parallel, abs=8)
+
+
+@pytest.mark.parametrize("application", ["sft", "grpo"])
+def test_a_recipe_with_images_is_rehearsed_with_them(
+    request: pytest.FixtureRequest, tmp_path: Path, application: str
+) -> None:
+    main, run = request.getfixturevalue(f"{application}_main"), tmp_path / "run"
+    recipe = (GRPO if application == "grpo" else SFT) / "geo3k_qwen3vl_8b_cuda.toml"
+    with RunningCommand(main, "train", recipe, "--engine.backend=megatron", "--shrink", "--out", run) as process:
+        assert process.wait() == 0, process.output
+        assert "rehearsed with a" not in process.output, "a model that does not see takes the place of one that does"
+    assert json.loads((run / "model" / "config.json").read_text())["model_type"] == "qwen3_vl"
