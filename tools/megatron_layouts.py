@@ -148,7 +148,7 @@ def _make_moe(folder: Path) -> Path:
     tiny_model(folder)  # for its tokenizer
     (folder / "model.safetensors").unlink()
     torch.manual_seed(0)
-    untyped: dict[str, Any] = {"head_dim": 16}  # transformers does not declare it
+    untyped: dict[str, Any] = {"head_dim": 32}  # transformers does not declare it; vLLM decodes none narrower on a CPU
     config = Qwen3MoeConfig(
         vocab_size=320, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=4, num_experts=4, num_experts_per_tok=2,

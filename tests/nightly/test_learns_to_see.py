@@ -63,7 +63,7 @@ max_running = 128
 device = "cpu"
 learning_rate = 3e-4
 schedule = "linear"
-max_updates = 160
+max_updates = 200
 [algorithm]
 correction = "token_tis"
 [async]
@@ -74,7 +74,7 @@ partial_rollout = true
 every_updates = 20
 temperature = 1.0      # how good the policy is that learns, not its likeliest answer alone
 [checkpoint]
-every = 160
+every = 200
 [cluster]
 trainer_threads = 1
 rollout_threads = 1

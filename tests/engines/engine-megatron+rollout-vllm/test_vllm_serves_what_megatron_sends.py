@@ -63,8 +63,8 @@ class Vllm:
 
 
 @pytest.fixture
-def folder(tmp_path):
-    return make_model(tmp_path / "model", "qwen3")
+def folder(request, tmp_path):
+    return make_model(tmp_path / "model", request.param)
 
 
 @pytest.fixture
@@ -87,9 +87,20 @@ def send_to_address(vllm, plan, weights, version, host):
     sender.close()
 
 
+@pytest.mark.parametrize("folder", ["qwen3"], indirect=True)
 @pytest.mark.mesh(tp=2, pp=2, deadline_s=100, compare=False)
 def test_vllm_samples_with_the_log_probabilities_of_the_trainer(mesh, folder, vllm, tmp_path):
-    """Three updates, each over another transport."""
+    check_updates(mesh, folder, vllm, tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["qwen3-moe"], indirect=True)
+@pytest.mark.mesh(tp=2, pp=2, ep=2, deadline_s=100, compare=False)
+def test_experts_of_different_ranks_are_joined_in_vllms_stacks(mesh, folder, vllm, tmp_path):
+    check_updates(mesh, folder, vllm, tmp_path)
+
+
+def check_updates(mesh, folder, vllm, tmp_path):
+    """Three, each over another transport: vLLM samples with the log-probabilities of the trainer."""
     transports = {
         "disk": partial(send_over_disk, folder=tmp_path / "versions"),
         "shared memory": partial(send_to_address, host=""),
