@@ -5,26 +5,19 @@ The tower, the positions and the preparation of pixels are transformers' own; he
 Shapes: T tokens of a sequence, I images, M placeholder tokens, P patches, C values of a patch.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from offbeat_engine_torch._packing import Indices, TextOnly
-from offbeat_types import (
-    DataError,
-    Image,
-    ImageCutter,
-    TrainSequence,
-    check_placeholders,
-    find_placeholders,
-)
+from offbeat_types import DataError, Image, ImageCutter, ImagePlaces, TrainSequence
+
+_INSTALL: Final = 'pip install "offbeat-engine-torch[vision]"'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +66,7 @@ class Blind(TextOnly):
         raise AssertionError("a model without a vision tower was asked to look")
 
 
-class Vision:
+class Vision(ImagePlaces):
     """Of a vision-language model of the Qwen-VL families.
 
     Source: transformers 5.19, models/qwen3_vl and models/qwen2_5_vl (get_rope_index, get_image_features).
@@ -84,57 +77,25 @@ class Vision:
     """
 
     def __init__(self, backbone: Any, model_path: str) -> None:
-        vision = backbone.config.vision_config
-        self._backbone = backbone
         folder = Path(model_path).expanduser()
-        self._cutter = ImageCutter(
-            folder, partial(_load_processor, folder), 'pip install "offbeat-engine-torch[vision]"'
-        )
-        self._image_id: int = backbone.config.image_token_id
-        self._merge: int = vision.spatial_merge_size
-        self._num_values: int = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-
-    def check(self, sequences: Sequence[TrainSequence]) -> None:
-        """Refuse placeholders that are not those of the images.
-
-        Raises:
-            DataError: other runs of placeholder tokens than the images take.
-            ModelError, BackendError: the image processor cannot be loaded.
-        """
-        check_placeholders(
-            sequences, self._image_id, lambda image: math.prod(self._cutter.grid(image)) // self._merge**2
-        )
-
-    def spans(self, sequence: TrainSequence) -> list[tuple[int, int]]:
-        """(start, stop) of each run of placeholders."""
-        return find_placeholders(sequence, self._image_id)
-
-    def positions(self, sequence: TrainSequence) -> Indices:
-        """[3, T]: position in time, height and width; equal but within images, as transformers computes them."""
-        if not sequence.images:
-            return np.tile(np.arange(len(sequence.ids)), (3, 1))
-        kinds = np.zeros((1, len(sequence.ids)), np.int32)
-        for start, stop in self.spans(sequence):
-            kinds[0, start:stop] = 1
-        ids = torch.from_numpy(sequence.ids.astype(np.int64))[None]
-        grids = torch.tensor([self._cutter.grid(image) for image in sequence.images])
-        found, _ = self._backbone.get_rope_index(ids, torch.from_numpy(kinds), image_grid_thw=grids)
-        positions: Indices = found[:, 0].numpy()
-        return positions
+        self._backbone = backbone
+        cutter = ImageCutter(folder, partial(_load_processor, folder), _INSTALL)
+        super().__init__(backbone.config, cutter, self._find_positions)
 
     def patches(self, images: Sequence[Image], place_M: Indices, device: torch.device) -> ImagePatches:
         """Prepare images; without any, the smallest blank one, for a rank that meets the others in the tower."""
         if images:
             pixels, grid = self._cutter.prepare(images)
         else:
-            pixels = torch.zeros(self._merge**2, self._num_values)
-            grid = torch.tensor([[1, self._merge, self._merge]])
+            pixels, grid = torch.zeros(self.blank_shape), torch.tensor([self.blank_grid])
         return ImagePatches(
             pixels_PC=pixels.to(device), grid_I3=grid.to(device), place_M=torch.from_numpy(place_M).to(device)
         )
 
-
-_INSTALL = 'pip install "offbeat-engine-torch[vision]"'
+    def _find_positions(self, ids: Any, kinds: Any, grids: Any) -> Any:
+        tokens, marks = torch.from_numpy(ids), torch.from_numpy(kinds)
+        found, _ = self._backbone.get_rope_index(tokens, marks, image_grid_thw=torch.tensor(grids))
+        return found[:, 0].numpy()
 
 
 def _load_processor(folder: Path) -> Any:

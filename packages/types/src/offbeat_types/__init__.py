@@ -28,6 +28,7 @@ from offbeat_types._errors import (
     WeightSyncError,
 )
 from offbeat_types._image_cutter import ImageCutter
+from offbeat_types._image_places import ImagePlaces
 from offbeat_types._model_files import (
     MODEL_FILE,
     MODEL_INDEX_FILE,
@@ -37,7 +38,6 @@ from offbeat_types._model_files import (
     read_model_json,
 )
 from offbeat_types._model_headers import list_model_files, read_eos_ids, read_tensor_shapes
-from offbeat_types._placeholders import check_placeholders, find_placeholders
 from offbeat_types._requests import GenerateRequest, Ids, Image, SamplingParams
 from offbeat_types._rollout import (
     Completion,
@@ -105,6 +105,7 @@ __all__ = [
     "Ids",
     "Image",
     "ImageCutter",
+    "ImagePlaces",
     "LoraAdapter",
     "LossFunction",
     "LossTokens",
@@ -146,7 +147,6 @@ __all__ = [
     "WeightStream",
     "WeightSyncError",
     "call_loss",
-    "check_placeholders",
     "check_schedule",
     "check_token_ids",
     "copy_tokenizer",
@@ -155,7 +155,6 @@ __all__ = [
     "digest_sequences",
     "drop_model_files",
     "engine_needs",
-    "find_placeholders",
     "find_tensors",
     "installed_backends",
     "learning_rate_at",
