@@ -2,8 +2,10 @@
 
 import mmap
 import os
+import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from weightsync_peers import be_trainer
 
 from offbeat_types import DeadlineError, WeightSyncError
 from offbeat_weightsync import BucketPlan, PeerStream, WeightSender, _rounds, describe_tensors, receive
+from offbeat_weightsync._connections import Connection, Deadline
 from offbeat_weightsync._lanes import assign_lanes, choose_cpus, run_lanes
 
 BUCKET_BYTES = 128 << 10
@@ -213,3 +216,16 @@ def test_buckets_are_spread_over_the_lanes_so_that_all_have_the_same_to_do(weigh
             loads[lane] += bucket.num_bytes
         assert sum(loads) == sum(bucket.num_bytes for bucket in plan.buckets)
         assert max(loads) - min(loads) <= BUCKET_BYTES
+
+
+def test_all_lanes_that_look_at_once_hear_why_the_other_side_gives_up() -> None:
+    for _ in range(20):
+        ours, theirs = socket.socketpair()
+        deadline = Deadline("weight sync of version 1", 30.0)
+        principal, other = Connection(ours, "rollout-0", deadline), Connection(theirs, "trainer-0", deadline)
+        other.fail("head: no room " + "." * 10_000)
+        other.close()
+        with ThreadPoolExecutor(4) as lanes:
+            found = [lane.result() for lane in [lanes.submit(principal.last_words) for _ in range(4)]]
+        principal.close()
+        assert {str(error).partition(" .")[0] for error in found} == {"rollout-0 gave up: head: no room"}

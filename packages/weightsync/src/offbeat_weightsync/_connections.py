@@ -6,6 +6,7 @@ import selectors
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -109,6 +110,8 @@ class Connection:
     ) -> None:
         self.peer, self.deadline, self._principal = peer, deadline, principal
         self._socket, self._failed = sock, False
+        self._reading_last_words = threading.Lock()
+        self._last_words = ""
         sock.settimeout(PATIENCE_S)
 
     def fileno(self) -> int:
@@ -276,23 +279,30 @@ class Connection:
                 self._socket.settimeout(PATIENCE_S)
 
     def last_words(self, otherwise: str = "") -> WeightSyncError:
-        """Why sending failed: a side that gives up says so before it hangs up."""
+        """Why sending failed: a side that gives up says so before it hangs up, once for all lanes."""
         if self._principal is not None:
             return self._gone("before all was sent")
+        with self._reading_last_words:
+            if not self._last_words:
+                self._last_words = self._read_last_words(otherwise)
+            return _heard(self._last_words)
+
+    def _read_last_words(self, otherwise: str) -> str:
         deadline = self.deadline
         self.deadline = Deadline(deadline.waiting, min(deadline.left_s(), _LAST_WORDS_S))
         try:
             while not isinstance(message := self.receive_any("its last words"), Failure):
                 pass
-            return _heard(f"{self.peer} gave up: {message.text}")
         except DeadlineError:
             if otherwise:
                 otherwise += "; its other connection still stands: was this one reset on the way?"
         except WeightSyncError:
             pass  # it is gone
+        else:
+            return f"{self.peer} gave up: {message.text}"
         finally:
             self.deadline = deadline
-        return _heard(otherwise) if otherwise else self._gone("before all was sent")
+        return otherwise or f"{self.peer} hung up or died before all was sent"
 
     def _gone(self, when: str) -> WeightSyncError:
         text = f"{self.peer} hung up or died {when}"
