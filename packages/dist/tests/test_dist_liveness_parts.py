@@ -229,8 +229,11 @@ def test_a_look_lets_go_of_what_it_has_seen() -> None:
     class Layer:
         pass
 
-    def compute(look: Callable[[], object]) -> "weakref.ref[Layer]":
+    def compute(look: Callable[[], object], *, itself: bool = False) -> "weakref.ref[Layer]":
         layer = Layer()
+        if itself:
+            look()
+            return weakref.ref(layer)
         watching = threading.Thread(target=look, name="offbeat-liveness")
         watching.start()
         watching.join()
@@ -242,6 +245,7 @@ def test_a_look_lets_go_of_what_it_has_seen() -> None:
     try:
         for look in (motion.look, lambda: read_head(motion, **shape), thread_frames, is_importing, is_in_torch_call):
             assert compute(look)() is None, look
+        assert compute(lambda: read_head(motion, **shape), itself=True)() is None
     finally:
         gc.enable()
 

@@ -1,5 +1,6 @@
 """Builds the head of this process: everything it waits in, and where its threads stand."""
 
+import contextlib
 import os
 import threading
 import time
@@ -32,7 +33,20 @@ def read_head(
         stall_after_s: an operation pending for twice as long counts, whatever its thread does.
     """
     groups = _world_view.group_heads(motion.recorder.entries()) if _world_view.default_group() is not None else ()
-    threads = _Threads(motion, stall_after_s)
+    with contextlib.closing(_Threads(motion, stall_after_s)) as threads:
+        return _read_head(motion, threads, groups, name=name, world=world, rank=rank, world_size=world_size)
+
+
+def _read_head(
+    motion: Motion,
+    threads: "_Threads",
+    groups: tuple[GroupHead, ...],
+    *,
+    name: str,
+    world: str,
+    rank: int | None,
+    world_size: int,
+) -> Head:
     worker = threads.worker(groups)
     waits = [*_collective_waits(groups, threads), *_stack_waits(groups, threads), *_ledger_waits(threads)]
     return Head(
@@ -62,6 +76,10 @@ class _Threads:
         self._frames = thread_frames()
         self._names = {ident: names.get(ident, f"thread {ident}") for ident in self._frames}
         self.calls = {ident: _calls.torch_call(frame) for ident, frame in self._frames.items()}
+
+    def close(self) -> None:
+        """Let go of all frames: where the main thread looks at itself, its own is among them."""
+        self._frames.clear()
 
     def __iter__(self) -> Iterator[tuple[int, TorchCall]]:
         return iter([(ident, call) for ident, call in self.calls.items() if call is not None])
