@@ -169,6 +169,22 @@ def test_wrong_words_are_one_clear_error(command: CommandLine, tmp_path: Path, w
     assert said in ended.err
 
 
+def test_a_fitted_recipe_that_cannot_be_written_is_one_clear_error(command: CommandLine, tmp_path: Path) -> None:
+    written = recipe(tmp_path)
+    for target, said in ((tmp_path / "no" / "new.toml", "cannot be written: No such"), (written, "exists already")):
+        ended = command("plan", written, "--cluster", "4x8", "--fit", target)
+        assert ended.code == 2
+        assert f"--fit {target}: {said}" in " ".join(ended.err.split())
+        assert "Traceback" not in ended.err
+
+
+def test_a_plan_for_programs_stays_json_when_a_recipe_is_made_to_fit(command: CommandLine, tmp_path: Path) -> None:
+    ended = command("plan", recipe(tmp_path), "--cluster", "4x8", "--fit", tmp_path / "fitted.toml", "--json")
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["ranks"]
+    assert "cluster.num_nodes = 4" in ended.err
+
+
 def test_a_recipe_for_several_nodes_is_refused_before_anything_starts(
     command: CommandLine, config: Path, tmp_path: Path
 ) -> None:

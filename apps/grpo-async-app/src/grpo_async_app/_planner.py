@@ -1,7 +1,6 @@
 """What `grpo-async-app plan` shows, here, on another cluster, and of a rehearsal."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -71,8 +70,6 @@ class GrpoPlanner(Planner[GrpoConfig]):
 
 def _layout(config: GrpoConfig) -> TrainLayout | None:
     wanted = config.train_engine(config.model.path, config.engine.max_updates)
-    if not config.engine.max_updates:  # the data end the run, and are not here: so long as its schedule needs
-        wanted = replace(wanted, total_steps=wanted.warmup_steps + 1)
     return layout_elsewhere(wanted, config.engine.backend, config.engine.num_ranks)
 
 

@@ -1,6 +1,5 @@
 """What `sft-app plan` shows, here, on another machine, and of a rehearsal."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -71,8 +70,6 @@ class SftPlanner(Planner[SftConfig]):
 def _layout(config: SftConfig) -> TrainLayout | None:
     engine = config.engine
     wanted = config.train_engine(engine.max_updates)
-    if not engine.max_updates:  # the data end the run, and are not here: so long as its schedule needs
-        wanted = replace(wanted, total_steps=engine.warmup_steps + 1)
     return layout_elsewhere(wanted, engine.backend, engine.num_ranks)
 
 

@@ -13,13 +13,16 @@ def layout_elsewhere(config: TrainEngineConfig, backend: str, num_ranks: int) ->
     """How the ranks of a trainer would share the model; None where backend or model are not here to be asked.
 
     Args:
-        config: of the engine; its devices need not be here.
+        config: of the engine; its devices need not be here. Where data that are not here end the run, its `total_steps`
+            is 0, and as long a run is taken as its schedule needs.
         backend: its name.
         num_ranks: that train together.
 
     Raises:
         ConfigError: they cannot share the model that way.
     """
+    if not config.total_steps:
+        config = replace(config, total_steps=config.warmup_steps + 1)
     try:
         found: TrainLayout = load_backend("offbeat.engine", backend).plan(replace(config, device="cpu"), num_ranks)
     except (BackendError, ModelError):

@@ -7,7 +7,8 @@ from typing import Final
 from offbeat_cluster.placement import Change, Suggestion, suggest_changes
 from offbeat_recipes._placement import Site, Wanted
 from offbeat_recipes._recipe_text import ConfigT, Setting, change_recipe, with_settings
-from offbeat_types import ConfigError, PlacementError, RunFolderError
+from offbeat_run import write_new_file
+from offbeat_types import ConfigError, PlacementError
 
 _MADE_TO_FIT: Final = "made to fit another cluster: where words and settings differ, the settings hold."
 _MAX_ROUNDS: Final = 4
@@ -62,7 +63,7 @@ def _value(change: Change) -> Setting:
 
 
 def write_fitted(recipe: Path, target: Path, config: ConfigT, settings: Mapping[str, Setting]) -> ConfigT:
-    """Write a recipe with changed settings to a new file, and say which they are.
+    """Write a recipe with changed settings to a new file.
 
     Args:
         recipe: to change; stays as it is.
@@ -75,15 +76,10 @@ def write_fitted(recipe: Path, target: Path, config: ConfigT, settings: Mapping[
 
     Raises:
         ConfigError: there is nothing to change, or the text cannot be changed line by line.
-        RunFolderError: the new file is there already.
+        RunFolderError: the new file is there already, or cannot be written.
     """
     if not settings:
         raise ConfigError(f"{recipe} fits as it is: nothing to write to {target}")
-    if target.exists():
-        raise RunFolderError(f"--fit {target}: exists already; choose another name")
     changed = change_recipe(recipe.read_text(), settings, type(config))
-    target.write_text(f"# {recipe.name} {_MADE_TO_FIT}\n#\n{changed}")
-    for key, value in settings.items():
-        print(f"{key} = {str(value).lower()}")
-    print(f"written to {target}")
+    write_new_file(target, f"# {recipe.name} {_MADE_TO_FIT}\n#\n{changed}", "--fit")
     return with_settings(config, settings)

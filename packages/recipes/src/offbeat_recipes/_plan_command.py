@@ -1,6 +1,7 @@
 """`plan`: where every rank would go, what it would hold, and what it would do. Starts nothing."""
 
 import json
+import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -134,4 +135,8 @@ def _fit(
             "--fit changes the recipe's file: put settings into it instead of giving them as --section.key"
         )
     settings = fit_settings(config, site, lambda changed: planner.want(changed, site), planner.companions)
-    return write_fitted(*files, config, settings)
+    fitted = write_fitted(*files, config, settings)
+    for key, value in settings.items():
+        print(f"{key} = {str(value).lower()}", file=sys.stderr)
+    print(f"written to {files[1]}", file=sys.stderr)  # what is printed to the other stream may be JSON
+    return fitted

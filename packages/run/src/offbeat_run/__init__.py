@@ -1,6 +1,6 @@
 """What every offbeat application shares: configuration, run folder, metrics, timeline, report. No torch."""
 
-from offbeat_run._atomic import atomic_folder, atomic_write, disk_errors
+from offbeat_run._atomic import atomic_folder, atomic_write, disk_errors, write_new_file
 from offbeat_run._checkpoints import Checkpoint, Checkpoints
 from offbeat_run._command import CommandWords, run_command, split_arguments
 from offbeat_run._command_table import (
@@ -86,5 +86,6 @@ __all__ = [
     "split_arguments",
     "split_overrides",
     "whole_number",
+    "write_new_file",
     "write_report",
 ]

@@ -39,6 +39,26 @@ def atomic_write(path: Path | str, mode: str = "w") -> Iterator[IO[Any]]:
         temporary.unlink(missing_ok=True)
 
 
+def write_new_file(path: Path, text: str, option: str) -> None:
+    """Write what a command was asked for; a file that is there stays as it is.
+
+    Args:
+        path: of the file.
+        text: of the file.
+        option: of the command line that names it, for errors, such as "--out".
+
+    Raises:
+        RunFolderError: it is there already, or cannot be written.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise RunFolderError(f"{option} {path}: exists already; choose another name") from None
+    except OSError as error:
+        raise RunFolderError(f"{option} {path}: cannot be written: {error.strerror}; choose another place") from error
+
+
 @contextmanager
 def atomic_folder(path: Path | str) -> Iterator[Path]:
     """Yield an empty folder that appears under its name only when the block ends well.

@@ -11,8 +11,8 @@ from grpo_async_app._imports.options import read_options
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
 from grpo_async_app._preflight import check_settings
-from offbeat_run import CommandWords, parse_config
-from offbeat_types import ConfigError, RunFolderError
+from offbeat_run import CommandWords, parse_config, write_new_file
+from offbeat_types import ConfigError
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,10 @@ def import_command(words: CommandWords, framework: str, file: str) -> int:
     source, found = Path(file), _FRAMEWORKS[framework]
     target = Path(words.options.get("out") or f"{source.stem}.toml")
     draft = found.translate(read_options(source, is_hydra=found.is_hydra))
-    if target.exists():
-        raise RunFolderError(f"{target}: exists already; choose another name with --out NEW_FILE")
     text = draft.as_toml(
         f"Written by `grpo-async-app import {framework}` from {source.name}.\nBehind each key: its source."
     )
-    try:
-        target.write_text(text)
-    except OSError as error:
-        raise RunFolderError(f"{target} cannot be written: {error.strerror}; choose another place") from error
+    write_new_file(target, text, "--out")
     _tell(draft)
     problems = _problems(text, target)
     print(f"written to {target}" + (", with something to put right:" if problems else ""))
