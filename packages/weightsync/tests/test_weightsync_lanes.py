@@ -4,6 +4,7 @@ import mmap
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -198,6 +199,7 @@ def test_a_trainer_that_dies_between_two_buckets_is_named_at_once(host: str, sta
 
     def read_one(stream: PeerStream) -> None:
         for _ in stream:
+            time.sleep(0.2)  # all that fits between the two is on its way by now
             trainer.kill()
 
     with (

@@ -60,9 +60,9 @@ def spoil(held: dict[str, Tensor], fault: str) -> None:
 
 
 def be_trainer(texts: Connection, host: str) -> None:
-    """Say where it listens, and send tensors of two buckets and more, each in a lane."""
-    tensors = {f"t{index}": torch.full((30_000,), float(index)) for index in range(9)}
-    plan = BucketPlan.build(describe_tensors(tensors.items()), 128 << 10)
+    """Say where it listens, and send in lanes more (144 MB) than the sockets between two processes hold."""
+    tensors = {f"t{index}": torch.full((4_000_000,), float(index)) for index in range(9)}
+    plan = BucketPlan.build(describe_tensors(tensors.items()), 1 << 20)
     sender = open_sender(new_address(host), plan, deadline_s=30)
     texts.send("ready")
     texts.send(sender.address)
