@@ -133,6 +133,17 @@ def role_pids(process: RunningCommand) -> dict[str, int]:
     return roles
 
 
+def listening_addresses(pid: int) -> set[str]:
+    """Where a process listens, in the words of /proc/net."""
+    held = set()
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            held.add(os.readlink(entry.path))
+    tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    columns = [line.split() for table in tables for line in table]
+    return {each[1].partition(":")[0] for each in columns if each[3] == "0A" and f"socket:[{each[9]}]" in held}
+
+
 def signal_role(process: RunningCommand, role: str, number: signal.Signals) -> int:
     """Send a signal to a role, and return its process id."""
     pid = role_pids(process)[role]

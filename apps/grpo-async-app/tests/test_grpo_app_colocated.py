@@ -121,7 +121,7 @@ async def _refuses(engine: TorchRolloutEngine, level: int) -> None:
 @pytest.mark.parametrize(
     ("falls_asleep", "code", "told"),
     [
-        (_hangs, 4, ["sleep", "waited 3 s for rollout-0, rollout-1", "rollout-0.sleep"]),
+        (_hangs, 4, ["sleep", "waited 8 s for rollout-0, rollout-1", "rollout-0.sleep"]),
         (_refuses, 3, ["rollout-0 cannot sleep: the allocator holds what cannot be given back"]),
     ],
     ids=["hangs", "refuses"],
@@ -141,7 +141,7 @@ def test_an_engine_that_does_not_sleep_is_named_within_its_deadline(
         forked_main()
 
     with RunningCommand(
-        main, "train", config, "--out", tmp_path / "run", *COLOCATED, "--cluster.turn_timeout_s=3"
+        main, "train", config, "--out", tmp_path / "run", *COLOCATED, "--cluster.turn_timeout_s=8"
     ) as process:
         assert process.wait() == code, process.output
         for each in told:

@@ -1,6 +1,5 @@
 """What befalls the processes of a run that goes on, for real: each ends with every prompt trained once per epoch."""
 
-import os
 import resource
 import signal
 import threading
@@ -9,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from role_faults import accounting_complaints, last_value, role_pids, signal_role, updates
+from role_faults import accounting_complaints, last_value, listening_addresses, role_pids, signal_role, updates
 from run_faults import slowed
 
 from offbeat_cluster._role_actor import RoleActor
@@ -18,8 +17,7 @@ from offbeat_testing import RunningCommand, wait_until_gone
 
 Main = Callable[[], object]
 NUM_TRAIN, NUM_EPOCHS = 20, 8
-SILENT_AFTER_S = 2.0
-COMMON = (f"--data.epochs={NUM_EPOCHS}", "--eval.every_updates=10", f"--cluster.silent_after_s={SILENT_AFTER_S}")
+COMMON = (f"--data.epochs={NUM_EPOCHS}", "--eval.every_updates=10")
 
 
 @contextmanager
@@ -41,7 +39,8 @@ def test_a_role_that_dies_or_stops_answering_is_started_again(
     forked_main: Main, config: Path, tmp_path: Path, role: str, number: signal.Signals
 ) -> None:
     run = tmp_path / "run"
-    with begun(forked_main, config, run, "--rollout.num_engines=2") as process:
+    silence = ["--cluster.silent_after_s=2"] if number == signal.SIGSTOP else []
+    with begun(forked_main, config, run, "--rollout.num_engines=2", *silence) as process:
         gone = signal_role(process, role, number)
         process.wait_until(lambda: role_pids(process).get(role, gone) != gone, f"a new {role}")
         assert_ends_well(process, run)
@@ -97,7 +96,7 @@ def test_a_trainer_that_rests_holds_back_the_engines_and_nothing_is_lost(
     forked_main: Main, config: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    with begun(forked_main, config, run, "--cluster.silent_after_s=60") as process:
+    with begun(forked_main, config, run) as process:
         signal_role(process, "trainer-0", signal.SIGSTOP)
         done = len(updates(run))
         threading.Event().wait(2.0)
@@ -165,12 +164,6 @@ def test_engines_join_and_leave_while_the_run_goes_on(forked_main: Main, config:
     assert last_value(run, "groups/reissued") == 0.0
 
 
-def listens_on_tcp(pid: int) -> bool:
-    held = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
-    sockets = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
-    return any(columns[3] == "0A" and f"socket:[{columns[9]}]" in held for columns in sockets)  # 0A: it listens
-
-
 def test_an_engine_of_another_machine_gets_its_weights_over_tcp_also_from_the_next_trainer(
     forked_main: Main, config: Path, tmp_path: Path
 ) -> None:
@@ -182,7 +175,7 @@ def test_an_engine_of_another_machine_gets_its_weights_over_tcp_also_from_the_ne
     run = tmp_path / "run"
     with begun(main, config, run, "--rollout.num_engines=2") as process:
         first = role_pids(process)["trainer-0"]
-        assert listens_on_tcp(first)
+        assert listening_addresses(first)
         signal_role(process, "trainer-0", signal.SIGKILL)
         process.wait_until(lambda: role_pids(process).get("trainer-0", first) != first, "another trainer")
         assert_ends_well(process, run)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from role_faults import role_pids, updates
+from role_faults import listening_addresses, role_pids, updates
 
 from offbeat_testing import RunningCommand
 
@@ -28,14 +28,6 @@ def no_umask() -> Iterator[None]:
     before = os.umask(0)
     yield
     os.umask(before)
-
-
-def listening_addresses(pid: int) -> set[str]:
-    """Where a process listens, in the words of /proc/net."""
-    held = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()}
-    tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
-    columns = [line.split() for table in tables for line in table]
-    return {each[1].partition(":")[0] for each in columns if each[3] == "0A" and f"socket:[{each[9]}]" in held}
 
 
 def test_a_run_shows_nobody_else_anything(

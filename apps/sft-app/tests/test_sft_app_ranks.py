@@ -66,7 +66,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_one_rank_goes_on(
     command: CommandLine, config: Path, tmp_path: Path
 ) -> None:
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
-    words = [*WORDS, "--data.epochs=8", "--checkpoint.every=3"]  # 20 updates
+    words = [*WORDS, "--data.epochs=3000", "--checkpoint.every=3"]  # longer than it may live
     with RunningCommand(_cli.main, "train", config, "--out", run, *words, *RANKS) as process:
         process.wait_until((run / "checkpoints" / "step-000003").is_dir, "a checkpoint")
         os.kill(rank_1(process), signal.SIGKILL)
@@ -74,9 +74,10 @@ def test_a_rank_that_is_killed_ends_the_run_and_one_rank_goes_on(
         assert "trainer-1 failed: its process was killed by SIGKILL" in process.output
         assert f"resume {run}" in process.output
         assert process.descendants() == []
-    ended = command("resume", run, "--engine.num_ranks=1")
+    until = f"--engine.max_updates={latest(run).step + 2}"
+    ended = command("resume", run, "--engine.num_ranks=1", until)
     assert ended.code == 0, ended.err
-    assert command("train", config, "--out", undisturbed, *words).code == 0
+    assert command("train", config, "--out", undisturbed, *words, until).code == 0
     assert_same(run, undisturbed)
 
 

@@ -39,7 +39,7 @@ def test_sleep_on_all_engines_names_each_that_does_not_answer(launchers: Launche
             assert launcher.waits() == []
             await roles[1].call("get_stuck")
             os.kill(roles[2].pid, signal.SIGSTOP)
-            sleeping = asyncio.create_task(call_all(roles, "sleep", 2, deadline_s=3))
+            sleeping = asyncio.create_task(call_all(roles, "sleep", 2, deadline_s=8))
             await roles[0].call("sleep", 2)
             assert {wait.name for wait in launcher.waits()} >= {"rollout-1.sleep", "rollout-2.sleep"}
             with pytest.raises(DeadlineError) as waited:

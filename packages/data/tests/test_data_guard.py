@@ -34,7 +34,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RewardConfig:
     (tmp_path / "rewards_guarded.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
     name = "rewards_guarded:judge"
-    return RewardConfig(name=name, function_options={name: {"worth": 0.5}}, timeout_s=1.0)
+    return RewardConfig(name=name, function_options={name: {"worth": 0.5}}, timeout_s=30.0)
 
 
 @pytest.fixture
@@ -52,8 +52,10 @@ def test_scores_equal_those_without_a_guard(config: RewardConfig, prompt: Prompt
 
 def test_what_takes_too_long_is_worth_nothing_and_the_next_is_scored(config: RewardConfig, prompt: Prompt) -> None:
     with GuardedReward(config) as guarded:
+        guarded._config = replace(config, timeout_s=1.0)
         late = guarded.score(prompt, "hang")
         assert late == RewardScore(value=0.0, parts={"rewards_guarded:judge": 0.0, "timed_out": 1.0})
+        guarded._config = config
         assert guarded.score(prompt, "fine").value == 1.0
 
 

@@ -4,7 +4,7 @@ import faulthandler
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -58,8 +58,8 @@ def rank_main(body: Body, rank: int, size: int, port: Connection, directory: Pat
     body(rank)
 
 
-def launch(body: Body, size: int, directory: Path, *, limit_s: float = LIMIT_S, **settings: Any) -> Outcome:
-    """Run a body on forked ranks until all have ended or the limit is over, then kill what is left."""
+def launch(body: Body, size: int, directory: Path, *, ends: Collection[int] | None = None, **settings: Any) -> Outcome:
+    """Run a body on forked ranks until `ends` (all) have ended or the limit is over, then kill what is left."""
     settings = {"stall_after_s": STALL_S, "policy": "abort", **settings}
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
@@ -73,11 +73,12 @@ def launch(body: Body, size: int, directory: Path, *, limit_s: float = LIMIT_S, 
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for _, sender in pipes:
         sender.send(server.port)
-    end_s = time.monotonic() + limit_s
+    awaited = processes if ends is None else [processes[rank] for rank in ends]
+    end_s = time.monotonic() + LIMIT_S
     try:
-        while time.monotonic() < end_s and any(is_running(process.pid) for process in processes):
+        while time.monotonic() < end_s and any(is_running(process.pid) for process in awaited):
             time.sleep(0.02)
-        for process in processes:
+        for process in awaited:
             if not is_stopped(process.pid):
                 process.join(1.0)  # its threads may take a moment longer than its state says
     finally:

@@ -22,6 +22,11 @@ from offbeat_dist import liveness
 from offbeat_dist.liveness._dumps import read_heads
 from offbeat_dist.liveness._verdict import Verdict
 
+SLOW_S = 5.0
+"""Trouble that lasts so long is told, also by a monitor that gets a core late."""
+PEACE_S = 3.0
+"""A stall after which ranks that are uneven by less than half of it are left in peace, also on a crowded machine."""
+
 
 def rank_1_sleeps(rank: int) -> None:
     if rank == 1:
@@ -36,7 +41,7 @@ def test_a_missing_member_is_named_with_its_line_and_everybody_leaves_with_4(tmp
     assert outcome.exit_codes == [ABORTED] * 3
     assert "in rank_1_sleeps" in verdict.text
     assert "in step" in verdict.text
-    assert verdict.stalled_s <= STALL_S + 2
+    assert verdict.stalled_s <= STALL_S + 5
     told = [text.count("offbeat liveness: missing-member") for text in outcome.outputs]
     assert told == [1, 0, 0]
     assert "rank 2: missing-member, told in full by rank 0" in outcome.outputs[2]
@@ -205,8 +210,8 @@ def rank_1_holds_the_gil(rank: int) -> None:
 
 
 def test_a_process_that_holds_the_gil_is_silent(tmp_path: Path) -> None:
-    outcome = launch(rank_1_holds_the_gil, 2, tmp_path, limit_s=5.0)
-    verdict = outcome.verdicts[-1]  # on a crowded machine its threads may at first seem to compute
+    outcome = launch(rank_1_holds_the_gil, 2, tmp_path, ends=(0,))
+    verdict = outcome.only
     assert (verdict.kind, verdict.missing) == ("dead-peer", ("rank 1",))
     assert "GIL" in verdict.text
     assert outcome.exit_codes[0] == ABORTED
@@ -214,11 +219,11 @@ def test_a_process_that_holds_the_gil_is_silent(tmp_path: Path) -> None:
 
 def slow_but_moving(rank: int) -> None:
     if rank == 1:
-        spin_until_s = time.monotonic() + 2.2
+        spin_until_s = time.monotonic() + SLOW_S
         while time.monotonic() < spin_until_s:
             sum(range(1000))
     step()
-    time.sleep(1.2)  # for the word that it moves again
+    time.sleep(3)  # for the word that it moves again
 
 
 def test_a_slow_one_is_told_and_never_killed_and_the_end_of_it_too(tmp_path: Path) -> None:
@@ -232,7 +237,7 @@ def receive_posted_early(rank: int) -> None:
     if rank == 0:
         answer = dist.irecv(torch.ones(1), src=1)
         assert answer is not None
-        compute_on_rank_1(1)  # longer than twice the stall
+        compute_on_rank_1(1)
         step()
         answer.wait()
     else:
@@ -321,7 +326,7 @@ def worker_1_computes(rank: int) -> None:
 
 
 def compute_on_rank_1(rank: int) -> None:
-    end_s = time.monotonic() + 3 * STALL_S * rank
+    end_s = time.monotonic() + SLOW_S * rank
     while time.monotonic() < end_s:
         sum(range(1000))
 
@@ -338,7 +343,7 @@ def rank_1_waits_in_the_kernel(rank: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
             pipe = os.path.join(folder, "pipe")
             os.mkfifo(pipe)
-            threading.Timer(3 * STALL_S, lambda: os.close(os.open(pipe, os.O_WRONLY))).start()
+            threading.Timer(SLOW_S, lambda: os.close(os.open(pipe, os.O_WRONLY))).start()
             libc = ctypes.CDLL(None)
             actions = ctypes.create_string_buffer(512)
             libc.posix_spawn_file_actions_init(actions)
@@ -372,23 +377,23 @@ def test_a_missing_worker_is_told_with_its_own_line(tmp_path: Path) -> None:
 
 
 def slower_by_less_than_half(rank: int) -> None:
-    for number in range(6):
-        time.sleep(0.45 * STALL_S * ((number + rank) % 2))
+    for number in range(4):
+        time.sleep(0.45 * PEACE_S * ((number + rank) % 2))
         step()
 
 
 def test_a_healthy_run_with_uneven_ranks_is_left_in_peace(tmp_path: Path) -> None:
-    outcome = launch(slower_by_less_than_half, 2, tmp_path)
+    outcome = launch(slower_by_less_than_half, 2, tmp_path, stall_after_s=PEACE_S)
     assert outcome.verdicts == []
     assert outcome.exit_codes == [0, 0]
-    assert outcome.outputs == ["", ""]
+    assert not any("offbeat" in text for text in outcome.outputs)
 
 
 def stuck_then_free(rank: int) -> None:
     if rank == 1:
-        time.sleep(2.5)
+        time.sleep(SLOW_S)
     step()
-    time.sleep(1.2)  # for the word that it moves again
+    time.sleep(3)  # for the word that it moves again
 
 
 def test_report_tells_once_and_lets_the_run_go_on(tmp_path: Path) -> None:
@@ -446,16 +451,16 @@ def test_a_thread_that_waits_is_told_with_its_own_line(tmp_path: Path) -> None:
 def child_process_of_a_rank(rank: int) -> None:
     pid = os.fork()
     if pid == 0:
-        time.sleep(1.5 * STALL_S)  # a data loader's worker: in no world, though torch's tables came with the fork
+        time.sleep(1.5 * PEACE_S)  # a data loader's worker: in no world, though torch's tables came with the fork
         os._exit(0)
     for _ in range(8):
-        time.sleep(0.25 * STALL_S)
+        time.sleep(0.25 * PEACE_S)
         step()
     os.waitpid(pid, 0)
 
 
 def test_forked_children_do_not_pass_for_ranks(tmp_path: Path) -> None:
-    outcome = launch(child_process_of_a_rank, 2, tmp_path)
+    outcome = launch(child_process_of_a_rank, 2, tmp_path, stall_after_s=PEACE_S)
     assert outcome.exit_codes == [0, 0]
     assert outcome.verdicts == []
 

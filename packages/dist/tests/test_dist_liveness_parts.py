@@ -197,8 +197,8 @@ def test_a_loop_that_polls_stands_still_and_new_lines_are_movement() -> None:
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="priorities of threads are Linux's")
 def test_a_thread_that_waits_for_a_core_has_work_before_the_kernel_adds_it_up() -> None:
     core = min(os.sched_getaffinity(0))
-    hog = f"import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"
-    hogs = [subprocess.Popen([sys.executable, "-c", hog]) for _ in range(2)]
+    hog = f"import os; os.sched_setaffinity(0, [{core}])\nprint(flush=True)\nwhile True: pass"
+    hogs = [subprocess.Popen([sys.executable, "-c", hog], stdout=subprocess.PIPE) for _ in range(2)]
     begun, data = threading.Event(), bytes(2**28)
 
     def compute() -> None:
@@ -210,6 +210,9 @@ def test_a_thread_that_waits_for_a_core_has_work_before_the_kernel_adds_it_up() 
     thread = threading.Thread(target=compute)
     motion = Motion(longest_gap_s=60.0)
     try:
+        for each in hogs:
+            assert each.stdout is not None
+            each.stdout.readline()
         thread.start()
         begun.wait()
         for _ in range(20):
@@ -219,7 +222,7 @@ def test_a_thread_that_waits_for_a_core_has_work_before_the_kernel_adds_it_up() 
     finally:
         for each in hogs:
             each.kill()
-            each.wait()
+            each.communicate()
         thread.join()
 
 
@@ -284,7 +287,7 @@ def test_all_are_asked_at_once_and_the_silent_are_left_out() -> None:
     addresses = {number: address_of(each) for number, each in enumerate([*listeners, closed])}
     addresses[99] = Address(host="127.0.0.1", port=silent.getsockname()[1], machine="vm", pid=1, born=0, name="x")
     try:
-        replies = ask_all(addresses, {"ask": "ping", "padding": "x" * 200_000}, "s", 1.0)
+        replies = ask_all(addresses, {"ask": "ping", "padding": "x" * 200_000}, "s", 4.0)
         assert set(replies) == set(range(20))
     finally:
         silent.close()

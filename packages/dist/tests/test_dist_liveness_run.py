@@ -9,6 +9,7 @@ import pytest
 
 from offbeat_dist.liveness._dumps import read_verdicts
 from offbeat_dist.liveness._run import SITE_FOLDER
+from offbeat_dist.liveness._verdict import Verdict
 
 LIMIT_S = 90
 STRANGER = """
@@ -67,6 +68,11 @@ def run(arguments: list[str], directory: Path) -> subprocess.CompletedProcess[st
     )
 
 
+def fatal_verdicts(directory: Path) -> list[Verdict]:
+    """Under load a straggler may be told before them."""
+    return [verdict for verdict in read_verdicts(directory / "dumps") if verdict.is_fatal]
+
+
 @pytest.mark.timeout(LIMIT_S)
 def test_a_strangers_deadlock_under_torchrun_is_named_and_the_job_ends(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -84,7 +90,7 @@ def test_a_strangers_deadlock_under_torchrun_is_named_and_the_job_ends(tmp_path:
         tmp_path,
     )
     assert ended.returncode != 0
-    (verdict,) = read_verdicts(tmp_path / "dumps")
+    (verdict,) = fatal_verdicts(tmp_path)
     assert (verdict.kind, verdict.missing) == ("missing-member", ("rank 1",))
     assert "in reduce_metrics" in verdict.text
     assert ended.stderr.count("offbeat liveness: missing-member") == 1
@@ -97,7 +103,7 @@ def test_ranks_that_a_script_spawns_are_reached(tmp_path: Path) -> None:
     script.write_text(SPAWNS)
     ended = run(["-m", "offbeat_dist.liveness", "run", str(script)], tmp_path)
     assert ended.returncode != 0
-    (verdict,) = read_verdicts(tmp_path / "dumps")
+    (verdict,) = fatal_verdicts(tmp_path)
     assert (verdict.kind, verdict.missing) == ("missing-member", ("rank 1",))
     assert "in rank_main" in verdict.text
 

@@ -118,7 +118,7 @@ def test_fsdp_runs_on_a_group(mesh):
 def test_members_that_do_not_ask_for_a_group_are_named(run_ranks):
     def body(rank, num_ranks, store):
         with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=40):
-            mesh = Mesh(dp=num_ranks, deadline_s=1.0)
+            mesh = Mesh(dp=num_ranks, deadline_s=4.0)
             if rank == 1:
                 store.get("done")
                 return ""
@@ -131,7 +131,7 @@ def test_members_that_do_not_ask_for_a_group_are_named(run_ranks):
     for rank in (0, 2):
         assert not ended[rank].error, ended[rank].text
         assert "making the group" in ended[rank].value
-        assert "waited 1 s for rank 1, which did not come" in ended[rank].value
+        assert "waited 4 s for rank 1, which did not come" in ended[rank].value
 
 
 def test_a_member_that_dies_before_a_group_is_made_is_named(run_ranks):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 pytestmark = pytest.mark.asyncio
-ASK = {"prompt": [67, 68, 69], "max_tokens": 200, "ignore_eos": True, "return_token_ids": True, "seed": 1}
+ASK = {"prompt": [67, 68, 69], "max_tokens": 480, "ignore_eos": True, "return_token_ids": True, "seed": 1}
 DEADLINE_S = 60.0
 
 

@@ -22,7 +22,7 @@ def start_native_thread(microseconds: int) -> int:
 
 def test_a_thread_on_its_way_out_is_waited_for() -> None:
     wait_for_leaving_threads()
-    number = start_native_thread(300_000)
+    number = start_native_thread(1_200_000)
     wait_for_leaving_threads()
     assert not os.path.exists(f"/proc/self/task/{number}")
 

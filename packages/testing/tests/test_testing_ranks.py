@@ -199,7 +199,7 @@ def test_the_verdict_of_the_liveness_monitor_is_part_of_the_text(run):
     done = run("""
     from offbeat_dist import liveness
 
-    @pytest.mark.ranks(2, deadline_s=3)
+    @pytest.mark.ranks(2, deadline_s=8)
     def test_it(rank):
         if rank == 0:
             with liveness.waiting("samples.get", on="rank 1", deadline_s=60):
@@ -209,7 +209,7 @@ def test_the_verdict_of_the_liveness_monitor_is_part_of_the_text(run):
     done.assert_outcomes(failed=1)
     done.stdout.fnmatch_lines(
         [
-            "ranks [[]0, 1] were not through after 3 s",
+            "ranks [[]0, 1] were not through after 8 s",
             "offbeat liveness: wait-cycle:*",
             "  rank 0 waits for rank 1: samples.get*",
         ]

@@ -132,7 +132,7 @@ def test_a_rank_that_does_not_hold_what_was_sent_fails_all_ranks_and_the_next_sy
 def test_a_failure_early_in_a_long_sync_ends_it_early(
     weights: dict[str, Tensor], run_ranks: RunRanks, failing: int
 ) -> None:
-    many = {f"t{index}": weights["wide"] + index for index in range(40)}
+    many = {f"t{index}": weights["wide"] + index for index in range(200)}
     gathered: list[str] = []
 
     def give() -> Iterator[tuple[str, Tensor]]:
@@ -158,7 +158,7 @@ def test_a_failure_early_in_a_long_sync_ends_it_early(
         assert text.startswith(start), text
         assert text.endswith("then 3 ranks")
     num_gathered = int(said[0].rpartition(" gathered")[0].rpartition(" ")[2])
-    assert num_gathered < 20  # of 40: it did not go on to the end
+    assert num_gathered < 150  # of 200: it did not go on to the end
 
 
 def test_a_false_proof_is_found_by_every_rank(weights: dict[str, Tensor], run_ranks: RunRanks) -> None:
@@ -262,13 +262,13 @@ def test_an_engine_that_stands_still_is_named_at_the_deadline(
 ) -> None:
     def sync(group: Group) -> str:
         if group.rank == 0:
-            return send(group, weights.items(), 1, weights, deadline_s=2)
-        with receive_broadcast(group, 1, deadline_s=2 if group.rank == 2 else 6) as stream:
+            return send(group, weights.items(), 1, weights, deadline_s=5)
+        with receive_broadcast(group, 1, deadline_s=5 if group.rank == 2 else 12) as stream:
             held = {}
             for name, tensor in stream:
                 held[name] = tensor.clone()
                 if group.rank == 1 and name == "embed":
-                    time.sleep(3.5)
+                    time.sleep(8)
             stream.confirm(stream.prove(held.__getitem__))
         return "the sync should have ended"
 

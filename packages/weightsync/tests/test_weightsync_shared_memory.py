@@ -50,7 +50,7 @@ def test_a_socket_may_be_a_file_which_goes_with_the_sender(tmp_path: Path, weigh
 def test_who_connects_and_says_nothing_does_not_stop_a_sync(
     address: str, weights: dict[str, Tensor], start_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_shared_sender, "_GREETING_S", 0.2)
+    monkeypatch.setattr(_shared_sender, "_GREETING_S", 2.0)
     with make_sender(address, weights) as sender, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.connect(kernel_address(address))  # as an engine does that is stopped in the middle
         engine = start_engine(address)

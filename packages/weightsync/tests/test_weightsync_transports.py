@@ -154,9 +154,9 @@ def test_an_engine_that_stands_still_is_named_at_the_deadline(
     with listen(weights) as sender:
         start_engine(sender.address, "stop at wide", name="rollout-7")
         with pytest.raises(DeadlineError) as caught:
-            sender.send(weights.items(), 1, 1, deadline_s=2)
+            sender.send(weights.items(), 1, 1, deadline_s=5)
     what = "to prove what it holds" if host else "to load bucket"  # over TCP the kernel takes a few windows for it
-    assert f"weight sync of version 1: waited 2 s for rollout-7 {what}" in str(caught.value)
+    assert f"weight sync of version 1: waited 5 s for rollout-7 {what}" in str(caught.value)
 
 
 @pytest.mark.parametrize("num_receivers", [1, 2])
@@ -181,8 +181,8 @@ def test_engines_that_do_not_come_are_counted_at_the_deadline(
     with listen(weights) as sender:
         engine = start_engine(sender.address)
         with pytest.raises(DeadlineError, match=r"for 1 of 2 receivers to connect \(here: rollout-0\)"):
-            sender.send(weights.items(), 1, 2, deadline_s=1)
-        assert "WeightSyncError: trainer-0 gave up: weight sync of version 1: waited 1 s" in engine.next_text()
+            sender.send(weights.items(), 1, 2, deadline_s=4)
+        assert "WeightSyncError: trainer-0 gave up: weight sync of version 1: waited 4 s" in engine.next_text()
 
 
 def test_a_later_version_than_is_sent_fails_both_sides(
@@ -299,7 +299,12 @@ def test_a_trainer_that_dies_is_named_at_once_and_leaves_nothing(host: str, star
     assert time.monotonic() - begin < 30  # at once, not at the deadline
     trainer.wait_dead()
     if not host:
-        assert leftovers() <= before
+        left = leftovers() - before  # of this trainer; what tests beside this one make does not stay
+        end_s = time.monotonic() + 30
+        while left and time.monotonic() < end_s:
+            time.sleep(0.05)
+            left &= leftovers()
+        assert left == set()
         assert address not in Path("/proc/net/unix").read_text()
     with pytest.raises(WeightSyncError, match=r"no sender listens at .*: Connection refused"):
         take(address, 1)

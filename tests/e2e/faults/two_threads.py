@@ -24,7 +24,7 @@ if dist.get_rank() == 0:
 threads = [threading.Thread(target=work) for work in order]
 for thread in threads:
     thread.start()
-    time.sleep(0.2)
+    time.sleep(2)  # the first is in its call by now, on every rank
 for thread in threads:
     thread.join()
 dist.barrier()

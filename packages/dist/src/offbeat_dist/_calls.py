@@ -21,8 +21,8 @@ from offbeat_types import DeadlineError, GroupError, MismatchError, OffbeatError
 SLICE: Final = timedelta(seconds=0.25)
 """A wait is cut into pieces of this length, so that it ends soon after a member fails or Ctrl-C is pressed."""
 
-NEWS_S: Final = 2.0
-"""How long a rank whose call broke waits for the news of who broke it; they take milliseconds."""
+NEWS_S: Final = 4.0
+"""How long a rank whose call broke waits for the news of who broke it: milliseconds, or as long as rank 0 stands still."""
 
 GONE_S: Final = 0.5
 """A call that goes on so long after a member has died, failed or left will not end; a shorter one may, on what that

@@ -63,8 +63,8 @@ class RunningCommand:
     @property
     def output(self) -> str:
         """What it has printed so far, to either stream."""
-        self._output.seek(0)
-        return self._output.read().decode(errors="replace")
+        file = self._output.fileno()  # its offset is where the command writes: it must not move
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
     def descendants(self) -> list[int]:
         """Process ids of all it has started, directly or not, that are still its descendants."""
