@@ -1,6 +1,5 @@
 """Where threads stand, told in the user's frames."""
 
-import sys
 import sysconfig
 import threading
 from functools import lru_cache
@@ -9,6 +8,7 @@ from types import FrameType
 from typing import Final
 
 from offbeat_dist.liveness._head import CallSite
+from offbeat_types import current_frames
 
 MAX_FRAMES: Final = 12
 OWN_THREADS: Final = "offbeat-liveness"
@@ -26,7 +26,7 @@ def thread_frames() -> dict[int, FrameType]:
     watch that held its own would do so in a circle, with all the others, until the garbage collector comes.
     """
     own = {each.ident or 0 for each in threading.enumerate() if each.name.startswith(OWN_THREADS)}
-    frames = sys._current_frames()  # the one way Python has to see other threads
+    frames = current_frames()
     for ident in own & frames.keys():
         del frames[ident]
     return frames

@@ -23,6 +23,7 @@ from offbeat_testing._ranks._collectives import group_members, recorded_collecti
 from offbeat_testing._ranks._plugin import PerRank
 from offbeat_testing._ranks._report import Message, Outcome, RankReport, RankState, RankVerdict, to_line
 from offbeat_testing._ranks._request import RanksRequest
+from offbeat_types import current_frames
 
 STACKS_SIGNAL: Final = signal.SIGRTMAX - 5 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 PR_SET_PDEATHSIG: Final = 1
@@ -252,7 +253,7 @@ def _stacks() -> str:
     """The stack of each thread but this one, innermost frame last, without what is below the test's body."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     texts = []
-    for ident, frame in sys._current_frames().items():
+    for ident, frame in current_frames().items():
         name = names.get(ident, str(ident))
         if ident == threading.get_ident() or name.startswith(MONITOR_THREADS):
             continue
