@@ -1,5 +1,6 @@
 """Commands are run as a user runs them, nothing of them stays, and the suite for bad input can fail."""
 
+import ctypes
 import os
 import signal
 import sys
@@ -46,6 +47,20 @@ def test_a_block_ends_with_all_of_its_processes_gone(sleeper: str) -> None:
         pids = [process.pid, *process.descendants()]
         assert len(pids) == 2
     wait_until_gone(pids, 30)
+
+
+def stand_still() -> None:
+    """With the GIL, so that Python's own handlers would wait as long."""
+    print("ready", flush=True)
+    ctypes.PyDLL(None).sleep(600)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's /proc")
+def test_a_forked_command_that_stands_still_shows_where() -> None:
+    with RunningCommand(stand_still) as process:
+        process.wait_until(lambda: "ready" in process.output, "its line")
+        with pytest.raises(AssertionError, match=r"(?s)still running after 0\.2 s.*in stand_still"):
+            process.wait(0.2)
 
 
 def test_waiting_ends_with_the_command_or_the_deadline_and_shows_the_output(sleeper: str) -> None:

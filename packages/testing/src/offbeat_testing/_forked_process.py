@@ -1,12 +1,17 @@
 """A fork of this process that runs one function: it needs no imports, where a new Python takes seconds for torch."""
 
+import faulthandler
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from offbeat_testing._leaving_threads import wait_for_leaving_threads
+
+STACKS_SIGNAL: Final = signal.SIGRTMAX - 6 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
+"""A forked process that gets it writes its stacks into its output, even one that stands still with the GIL."""
 
 
 class ForkedProcess:
@@ -49,6 +54,7 @@ def _become(main: Callable[[], object], words: Sequence[str], output: int) -> No
         for descriptor in (1, 2):
             os.dup2(output, descriptor)
         sys.stdout, sys.stderr = (os.fdopen(each, "w", buffering=1, closefd=False) for each in (1, 2))
+        faulthandler.register(STACKS_SIGNAL, file=sys.stderr, all_threads=True)
         sys.argv[1:] = words
         main()
         code = 0

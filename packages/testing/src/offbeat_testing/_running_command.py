@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from offbeat_testing._forked_process import ForkedProcess
+from offbeat_testing._forked_process import STACKS_SIGNAL, ForkedProcess
 
 DEADLINE_S: Final = 90.0
 """Generous: a loaded machine takes long to import torch in three processes."""
@@ -111,9 +111,22 @@ class RunningCommand:
         """
         end_s = time.monotonic() + deadline_s
         while (code := self._process.poll()) is None:
-            assert time.monotonic() < end_s, f"still running after {deadline_s:g} s:\n{self.output}"
+            if time.monotonic() > end_s:
+                stacks = self._ask_for_stacks()
+                raise AssertionError(f"still running after {deadline_s:g} s:\n{self.output}\n{stacks}")
             time.sleep(_LOOK_EVERY_S)
         return code
+
+    def _ask_for_stacks(self) -> str:
+        """Have all of its forked processes write where they stand; what those with a log of their own wrote there."""
+        logs = set()
+        for pid in [self.pid, *self.descendants()]:
+            with contextlib.suppress(OSError):
+                if _catches(pid, STACKS_SIGNAL):
+                    os.kill(pid, STACKS_SIGNAL)
+                    logs.add(Path(os.readlink(f"/proc/{pid}/fd/2")))
+        time.sleep(1.0)  # the handler is C and needs no GIL
+        return "\n".join(f"{log.name}:\n{log.read_text(errors='replace')}" for log in sorted(logs) if log.is_file())
 
 
 def wait_until_gone(pids: Iterable[int], deadline_s: float) -> None:
@@ -132,6 +145,13 @@ def wait_until_gone(pids: Iterable[int], deadline_s: float) -> None:
 def _is_running(pid: int) -> bool:
     listed = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
     return bool(listed.strip()) and not listed.startswith("Z")
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal, and would not be ended by it."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+    return bool(caught >> (number - 1) & 1)
 
 
 def _command_line(pid: int) -> str:
