@@ -4,6 +4,8 @@ import ctypes
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -53,6 +55,17 @@ def stand_still() -> None:
     """With the GIL, so that Python's own handlers would wait as long."""
     print("ready", flush=True)
     ctypes.PyDLL(None).sleep(600)
+
+
+def test_a_forked_command_can_be_killed_with_its_group_from_its_first_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(lead: Callable[[], None] = os.setsid) -> None:  # as on a crowded machine
+        time.sleep(0.5)
+        lead()
+
+    monkeypatch.setattr(os, "setsid", late)
+    with RunningCommand(stand_still) as process:
+        os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait(30) == -9
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's /proc")

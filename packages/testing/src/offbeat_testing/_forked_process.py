@@ -26,9 +26,14 @@ class ForkedProcess:
     def __init__(self, main: Callable[[], object], words: Sequence[str] = (), output: int = 2) -> None:
         self._code: int | None = None
         wait_for_leaving_threads()
+        heard, telling = os.pipe()
         self.pid = os.fork()
         if not self.pid:
-            _become(main, words, output)
+            os.close(heard)
+            _become(main, words, output, telling)
+        os.close(telling)
+        os.read(heard, 1)  # until it leads its session: a signal to its group before that would reach nobody
+        os.close(heard)
 
     def poll(self) -> int | None:
         """The exit code, minus the signal for a killed process; None while it runs."""
@@ -43,11 +48,12 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
 
-def _become(main: Callable[[], object], words: Sequence[str], output: int) -> None:
-    """The child's life."""
+def _become(main: Callable[[], object], words: Sequence[str], output: int, telling: int) -> None:
+    """The child's life; `telling` is closed when it leads its session."""
     code = 1
     try:
         os.setsid()
+        os.close(telling)
         for number in (signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
