@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import select
 import signal
 import sys
 import traceback
@@ -10,12 +11,18 @@ from typing import Final
 
 from offbeat_testing._leaving_threads import wait_for_leaving_threads
 
-STACKS_SIGNAL: Final = signal.SIGRTMAX - 6 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
+STACKS_SIGNAL: Final = signal.SIGRTMAX - 5 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 """A forked process that gets it writes its stacks into its output, even one that stands still with the GIL."""
+
+BEGIN_S: Final = 60.0
+"""How long a child may take to lead its session. Until then a signal to its group would reach nobody."""
 
 
 class ForkedProcess:
     """Calls a function in a child process, in a session of its own, with the signal handlers of a new process.
+
+    Raises:
+        TimeoutError: the child does not get as far as to lead its session; it has been killed.
 
     Args:
         main: called in the child, which ends with it; a SystemExit gives the exit code.
@@ -32,8 +39,11 @@ class ForkedProcess:
             os.close(heard)
             _become(main, words, output, telling)
         os.close(telling)
-        os.read(heard, 1)  # until it leads its session: a signal to its group before that would reach nobody
+        has_begun, _, _ = select.select([heard], [], [], BEGIN_S)
         os.close(heard)
+        if not has_begun:
+            self.send_signal(signal.SIGKILL)
+            raise TimeoutError(f"process {self.pid} did not lead its session within {BEGIN_S:g} s of its fork")
 
     def poll(self) -> int | None:
         """The exit code, minus the signal for a killed process; None while it runs."""

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from offbeat_testing._forked_process import STACKS_SIGNAL
 from offbeat_testing._ranks._collectives import group_members, recorded_collectives
 from offbeat_testing._ranks._plugin import PerRank
 from offbeat_testing._ranks._report import Message, Outcome, RankReport, RankState, RankVerdict, to_line
 from offbeat_testing._ranks._request import RanksRequest
 from offbeat_types import current_frames
 
-STACKS_SIGNAL: Final = signal.SIGRTMAX - 5 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 PR_SET_PDEATHSIG: Final = 1
 LEAVE: Final = b"leave\n"
 EXPLAIN: Final = b"explain\n"

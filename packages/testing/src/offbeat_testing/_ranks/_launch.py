@@ -30,7 +30,8 @@ try:
 except ImportError as error:  # pragma: no cover - torch is there wherever our own tests run
     raise pytest.UsageError('tests on several ranks need torch: pip install "offbeat-testing[ranks]"') from error
 
-from offbeat_testing._ranks._child import EXPLAIN, JUDGE, LEAVE, STACKS_SIGNAL, Rank, RankSeat
+from offbeat_testing._forked_process import STACKS_SIGNAL
+from offbeat_testing._ranks._child import EXPLAIN, JUDGE, LEAVE, Rank, RankSeat
 
 # How long the others may take to notice that one rank has failed.
 GRACE_S: Final = 5.0
