@@ -79,8 +79,7 @@ def test_a_teacher_that_dies_or_stops_answering_is_started_again_and_nothing_is_
     forked_main: Main, config: Path, tmp_path: Path, words: list[str], number: signal.Signals
 ) -> None:
     run = tmp_path / "run"
-    is_stopped = number == signal.SIGSTOP
-    more = ["--data.epochs=5", *["--cluster.silent_after_s=2"] * is_stopped]
+    more = ["--data.epochs=5", "--cluster.silent_after_s=10"]  # longer than others are silent on a crowded machine
     with RunningCommand(forked_main, "train", config, "--out", run, *words, *more) as process:
         process.wait_until(lambda: len(updates(run)) >= 3, "3 updates")
         gone = signal_role(process, "teacher-0", number)
@@ -88,9 +87,6 @@ def test_a_teacher_that_dies_or_stops_answering_is_started_again_and_nothing_is_
         assert process.wait() == 0, process.output
         assert "teacher-0: " in process.output
     assert accounting_complaints(run, NUM_TRAIN, 5, per_update=4) == []
-    if is_stopped:  # on a crowded machine another may be silent for so long, and then it is started again too
-        assert last_value(run, "teacher/restarts") >= 1.0
-        return
     assert last_value(run, "teacher/restarts") == 1.0
     assert last_value(run, "groups/reissued") == 0.0, "the samples were there: only their scores were asked for again"
 

@@ -41,6 +41,7 @@ def test_a_circle_of_waits_through_calls_is_named(
             monitor.close()
 
     verdict = asyncio.run(scenario())
+    assert verdict.kind == "wait-cycle"
     assert "driver waits for trainer-0 in trainer-0.wait_for" in verdict.headline
     assert "trainer-0 waits for driver in prompts.get" in verdict.headline
 
@@ -84,6 +85,7 @@ def test_roles_that_share_no_folder_meet_at_the_monitor_of_the_driver(
             monitor.close()
 
     verdict = asyncio.run(scenario())
+    assert verdict.kind == "wait-cycle"
     assert "trainer-0 waits for rollout-0 in weights.confirm" in verdict.headline
     assert "rollout-0 waits for trainer-0 in weights.get" in verdict.headline
 
@@ -95,5 +97,5 @@ async def _known(monitor: Any, names: set[str]) -> None:
 
 
 def _once(found: "asyncio.Future[Any]") -> Callable[[Any], None]:
-    """Keep the first circle: under load another verdict may come before it, as on one who has not been called yet."""
-    return lambda verdict: found.set_result(verdict) if verdict.kind == "wait-cycle" and not found.done() else None
+    """Keep the first fatal verdict: under load a straggler may come before it."""
+    return lambda verdict: found.set_result(verdict) if verdict.is_fatal and not found.done() else None

@@ -41,7 +41,7 @@ def test_a_missing_member_is_named_with_its_line_and_everybody_leaves_with_4(tmp
     assert outcome.exit_codes == [ABORTED] * 3
     assert "in rank_1_sleeps" in verdict.text
     assert "in step" in verdict.text
-    assert verdict.stalled_s <= STALL_S + 5
+    assert verdict.stalled_s <= STALL_S + 2
     told = [text.count("offbeat liveness: missing-member") for text in outcome.outputs]
     assert told == [1, 0, 0]
     assert "rank 2: missing-member, told in full by rank 0" in outcome.outputs[2]
@@ -386,7 +386,8 @@ def test_a_healthy_run_with_uneven_ranks_is_left_in_peace(tmp_path: Path) -> Non
     outcome = launch(slower_by_less_than_half, 2, tmp_path, stall_after_s=PEACE_S)
     assert outcome.verdicts == []
     assert outcome.exit_codes == [0, 0]
-    assert not any("offbeat" in text for text in outcome.outputs)
+    lines = [line for text in outcome.outputs for line in text.splitlines()]
+    assert [line for line in lines if not line.startswith("[W")] == []  # torch may warn of a host without a name
 
 
 def stuck_then_free(rank: int) -> None:

@@ -158,7 +158,7 @@ def test_a_failure_early_in_a_long_sync_ends_it_early(
         assert text.startswith(start), text
         assert text.endswith("then 3 ranks")
     num_gathered = int(said[0].rpartition(" gathered")[0].rpartition(" ")[2])
-    assert num_gathered < 150  # of 200: it did not go on to the end
+    assert num_gathered < 100  # of 200: it did not go on to the end
 
 
 def test_a_false_proof_is_found_by_every_rank(weights: dict[str, Tensor], run_ranks: RunRanks) -> None:
