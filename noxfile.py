@@ -30,7 +30,7 @@ WHEELS: Final = NOX / "wheels"
 # are over before a second worker has imported torch (measured: docs/decisions.md).
 TWO_WORKERS: Final = {
     **dict.fromkeys(
-        ("dist", "grpo-async-app", "objectives", "rollout-trtllm", "testing", "tools", "weightsync"), "load"
+        ("grpo-async-app", "liveness", "mesh", "objectives", "rollout-trtllm", "testing", "tools", "weightsync"), "load"
     ),
     # Ranks wait for messages a third of the time; tests of a file go on from what others of it have saved.
     "engine-megatron-engine": "loadfile",

@@ -80,7 +80,7 @@ class Observation:
 def run_faults(runs: Iterable[FaultRun], *, num_ranks_at_once: int = 8) -> Iterator[tuple[FaultRun, Observation]]:
     """Run them all, as many at once as keeps the number of ranks in bounds; yields each when it has ended."""
     waiting = sorted(runs, key=lambda run: run.size)
-    for module in (*PRELOADED, *(["offbeat_dist.liveness"] if any(run.stall_after_s for run in waiting) else [])):
+    for module in (*PRELOADED, *(["offbeat_liveness"] if any(run.stall_after_s for run in waiting) else [])):
         importlib.import_module(module)
     running: dict[int, tuple[FaultRun, tempfile.TemporaryDirectory[str], float]] = {}
     try:
@@ -220,7 +220,7 @@ def _run_as_main(run: FaultRun, folder: Path) -> int:
     atexit._clear()
     faulthandler.disable()  # pytest's, which writes where pytest does
     if run.stall_after_s is not None:
-        from offbeat_dist import liveness
+        import offbeat_liveness as liveness
 
         liveness.watch(stall_after_s=run.stall_after_s, policy=run.policy, directory=folder / "liveness")
     code = 0

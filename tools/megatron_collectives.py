@@ -28,9 +28,9 @@ from megatron_layouts import Layout, engine_config, make_model
 from megatron_ranks import on_ranks, write_table
 from megatron_yardstick import make_sequences, policy_loss
 
-from offbeat_dist import Mesh
-from offbeat_dist.liveness import recent_collectives
 from offbeat_engine_megatron import MegatronTrainEngine
+from offbeat_liveness import recent_collectives
+from offbeat_mesh import Mesh
 
 LAYOUTS: Final = (
     Layout(axes={"tp": 2, "cp": 2}),

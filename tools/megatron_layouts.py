@@ -31,8 +31,8 @@ from megatron_yardstick import (
 )
 from torch import Tensor
 
-from offbeat_dist import Mesh
 from offbeat_engine_megatron import MegatronTrainEngine
+from offbeat_mesh import Mesh
 from offbeat_testing import tiny_model
 from offbeat_types import TrainEngineConfig
 

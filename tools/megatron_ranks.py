@@ -10,7 +10,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import FileStore
 
-from offbeat_dist import join_world
+from offbeat_mesh import join_world
 
 
 def on_ranks(

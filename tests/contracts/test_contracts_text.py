@@ -26,16 +26,16 @@ OWN_MEMORY = (
 )
 ENGINES_FORM = "TensorRT-LLM 1.2 takes handles over HTTP as a pickle only; it is written, never read"
 UNSAFE_LOADING_ALLOWED: dict[str, str] = {
-    "packages/dist/src/offbeat_dist/liveness/_flight_recorder.py": OWN_MEMORY,
+    "packages/liveness/src/offbeat_liveness/_process/flight_recorder.py": OWN_MEMORY,
     "packages/testing/src/offbeat_testing/_ranks/_collectives.py": OWN_MEMORY,
     "packages/rollout-trtllm/src/offbeat_rollout_trtllm/_handles.py": ENGINES_FORM,
 }
-# Files that name a kind of device, each with its reason. Everything else asks the seam, `offbeat_dist.open_device`.
+# Files that name a kind of device, each with its reason. Everything else asks the seam, `offbeat_mesh.open_device`.
 MEGATRON_SAYS_SO = "megatron-core writes cuda where it means the device"
 IN_MAIN_MEMORY = "computed or read in main memory, whatever the device, and moved from there"
 HANDLES = "handles on a GPU's memory are opened by CUDA alone"
 DEVICES_ALLOWED: dict[str, str] = {
-    "packages/dist/src/offbeat_dist/_cuda.py": "this is the seam",
+    "packages/mesh/src/offbeat_mesh/_cuda.py": "this is the seam",
     "packages/engine-megatron/src/offbeat_engine_megatron/_attention.py": MEGATRON_SAYS_SO,
     "packages/engine-megatron/src/offbeat_engine_megatron/_cpu_shim.py": MEGATRON_SAYS_SO,
     "packages/engine-megatron/src/offbeat_engine_megatron/_logprobs.py": "products of a wider result are CUDA's alone",
@@ -81,8 +81,8 @@ def test_nothing_shipped_loads_a_format_that_can_run_code() -> None:
 
 
 def test_no_code_branches_on_the_name_of_a_backend() -> None:
-    # offbeat-dist is where torch.distributed's own backends, gloo and nccl, are told apart.
-    checked = [path for path in SHIPPED if "packages/dist" not in path.as_posix()]
+    # offbeat-mesh is where torch.distributed's own backends, gloo and nccl, are told apart.
+    checked = [path for path in SHIPPED if "packages/mesh" not in path.as_posix()]
     assert broken(checked, backend_branches) == []
 
 

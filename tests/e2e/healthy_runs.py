@@ -10,7 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from offbeat_dist import liveness
+import offbeat_liveness as liveness
 
 
 def reduce_async() -> None:

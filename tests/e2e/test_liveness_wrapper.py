@@ -14,7 +14,7 @@ def test_a_script_under_torchrun_is_watched_by_the_wrapper_alone(tmp_path):
     fault = next(fault for fault in CATALOGUE if fault.name == "swallowed_exception")
     settings = {"OFFBEAT_STALL_AFTER_S": "2", "OFFBEAT_LIVENESS_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
-    command = [sys.executable, *launcher, "-m", "offbeat_dist.liveness", "run", str(fault.script)]
+    command = [sys.executable, *launcher, "-m", "offbeat_liveness", "run", str(fault.script)]
     done = subprocess.run(
         command, env=os.environ | settings, capture_output=True, text=True, timeout=110, check=False, cwd=tmp_path
     )

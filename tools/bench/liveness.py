@@ -45,7 +45,7 @@ def alternate(block: Callable[[], float], rounds: int) -> dict[str, float]:
     """
     import torch.distributed as dist
 
-    from offbeat_dist import liveness
+    import offbeat_liveness as liveness
 
     block()
     seconds: dict[bool, list[float]] = {False: [], True: []}
@@ -93,8 +93,8 @@ def time_training_step(rounds: int) -> list[dict[str, float]]:
     import torch.distributed as dist
     from bench.train_step import policy_gradient
 
-    from offbeat_dist import Mesh, join_world
     from offbeat_engine_torch import TorchTrainEngine
+    from offbeat_mesh import Mesh, join_world
     from offbeat_types import TrainEngineConfig, TrainSequence
 
     dist.init_process_group("gloo")
@@ -124,7 +124,7 @@ def time_monitor(rounds: int) -> list[dict[str, float]]:
     """Processor time of the monitor while nothing happens, as a share of one core."""
     import torch.distributed as dist
 
-    from offbeat_dist import liveness
+    import offbeat_liveness as liveness
 
     dist.init_process_group("gloo")
     rows = []

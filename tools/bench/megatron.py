@@ -31,7 +31,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from megatron_ranks import on_ranks  # noqa: E402
 
-from offbeat_dist import Device, Mesh, open_device  # noqa: E402
+from offbeat_mesh import Device, Mesh, open_device  # noqa: E402
 from offbeat_testing import tiny_model  # noqa: E402
 from offbeat_types import LossTokens, Metrics, TrainEngineConfig, TrainSequence, load_backend  # noqa: E402
 

@@ -21,7 +21,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from offbeat_dist import Mesh
 from offbeat_engine_megatron._cpu_shim import shim_for
 from offbeat_engine_megatron._groups import join_groups
 from offbeat_engine_megatron._model import transformer_config
@@ -29,6 +28,7 @@ from offbeat_engine_megatron._optimizer import ClippedOptimizer, wrap_parts
 from offbeat_engine_megatron._options import MegatronEngineOptions
 from offbeat_engine_megatron._parallel import Parallel
 from offbeat_engine_megatron._shape import read_model
+from offbeat_mesh import Mesh
 from offbeat_types import TrainEngineConfig, TrainSequence
 
 MICRO_BATCH: Final = 4

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from offbeat_dist import Mesh, join_world
 from offbeat_engine_torch import TorchTrainEngine
+from offbeat_mesh import Mesh, join_world
 from offbeat_types import LossTokens, Metrics, TrainEngineConfig, TrainSequence
 
 

@@ -53,7 +53,7 @@ from bench.weightsync_floors import (
 )
 from bench.weightsync_peers import Peer, be_broadcast_engine, be_shared_memory_engine, be_tcp_engine, take
 
-from offbeat_dist import Mesh, join_world
+from offbeat_mesh import Mesh, join_world
 from offbeat_weightsync import (
     SharedMemorySender,
     broadcast_weights,

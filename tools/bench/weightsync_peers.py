@@ -15,7 +15,7 @@ from bench.weightsync_floors import (
     whole,
 )
 
-from offbeat_dist import Mesh, join_world
+from offbeat_mesh import Mesh, join_world
 from offbeat_weightsync import ArrivingStream, receive, receive_broadcast
 
 

@@ -242,12 +242,12 @@ class Watched:
     """Waits for another process, and says so to the liveness monitor."""
 
     def __init__(self, name: str, folder: Path | None = None) -> None:
-        from offbeat_dist import liveness
+        import offbeat_liveness as liveness
 
         liveness.watch(stall_after_s=2, directory=folder, name=name)
 
     async def wait_for(self, what: str, on: str) -> None:
-        from offbeat_dist import liveness
+        import offbeat_liveness as liveness
 
         with liveness.waiting(what, on=on):
             await asyncio.sleep(1000)

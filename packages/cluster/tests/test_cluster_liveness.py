@@ -16,7 +16,7 @@ from offbeat_cluster import RoleSpec
 def test_a_circle_of_waits_through_calls_is_named(
     launchers: Launchers, role_env: dict[str, str], tmp_path: Path
 ) -> None:
-    liveness = pytest.importorskip("offbeat_dist.liveness", reason="offbeat-dist is not installed")
+    liveness = pytest.importorskip("offbeat_liveness", reason="offbeat-mesh is not installed")
     folder = tmp_path / "liveness"
     spec = RoleSpec("trainer-0", "cluster_roles:Watched", {"name": "trainer-0", "folder": folder}, env=role_env)
 
@@ -51,7 +51,7 @@ def test_roles_that_share_no_folder_meet_at_the_monitor_of_the_driver(
     launchers: Launchers, role_env: dict[str, str], tmp_path: Path
 ) -> None:
     """On the way one of them dies and is started again: nobody may wait for the dead one."""
-    liveness = pytest.importorskip("offbeat_dist.liveness", reason="offbeat-dist is not installed")
+    liveness = pytest.importorskip("offbeat_liveness", reason="offbeat-mesh is not installed")
 
     def spec(name: str) -> RoleSpec:
         kwargs = {"name": name, "folder": tmp_path / name}

@@ -26,7 +26,7 @@ def test_the_ray_launcher_is_found_by_its_entry_point() -> None:
 def test_importing_it_brings_neither_torch_nor_ray() -> None:
     code = (
         "import offbeat_cluster.ray, offbeat_cluster._child, sys; "
-        "print(*{'torch', 'ray', 'offbeat_dist'} & {*sys.modules})"
+        "print(*{'torch', 'ray', 'offbeat_mesh'} & {*sys.modules})"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout == "\n"
 

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat_dist import Mesh
 from offbeat_engine_megatron._logprobs import gather_values, token_logprobs
 from offbeat_engine_megatron._packing import cut, lay_out, lay_out_all, zigzag
 from offbeat_engine_megatron._parallel import Parallel
 from offbeat_engine_megatron._shares import plan_shares
+from offbeat_mesh import Mesh
 from offbeat_types import TrainSequence
 
 

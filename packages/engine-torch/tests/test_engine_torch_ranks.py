@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat_dist import Mesh
 from offbeat_engine_torch import TorchTrainEngine
+from offbeat_mesh import Mesh
 from offbeat_testing import tiny_model
 from offbeat_types import (
     ConfigError,

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from npu_pictures import IMAGES, pictured
 
-from offbeat_dist import Mesh, StepTracer, available_devices, join_world, open_device
 from offbeat_engine_torch import TorchTrainEngine
+from offbeat_mesh import Mesh, StepTracer, available_devices, join_world, open_device
 from offbeat_testing import tiny_model
 from offbeat_types import TracePlan, TrainEngineConfig, TrainSequence
 

@@ -197,7 +197,7 @@ def test_the_deadline_ends_a_hang_and_tells_where_each_rank_stands(run):
 
 def test_the_verdict_of_the_liveness_monitor_is_part_of_the_text(run):
     done = run("""
-    from offbeat_dist import liveness
+    import offbeat_liveness as liveness
 
     @pytest.mark.ranks(2, deadline_s=8)
     def test_it(rank):

@@ -13,7 +13,7 @@ from torch import Tensor
 from weightsync_peers import load, spoil
 from weightsync_ranks import RunRanks
 
-from offbeat_dist import Group
+from offbeat_mesh import Group
 from offbeat_types import OffbeatError
 from offbeat_weightsync import (
     BucketPlan,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from weightsync_ranks import RunRanks
 
-from offbeat_dist import Group
+from offbeat_mesh import Group
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_testing import changed_weights, reference_model, tiny_model
 from offbeat_types import (

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import FileStore
 
-import offbeat_dist.liveness  # noqa: F401 - warm before the forks
-from offbeat_dist import Group, Mesh, join_world
+import offbeat_liveness  # noqa: F401 - warm before the forks
+from offbeat_mesh import Group, Mesh, join_world
 from offbeat_testing import wait_for_leaving_threads
 
 PR_SET_PDEATHSIG = 1

@@ -5,7 +5,7 @@ import queue
 import torch
 import torch.distributed as dist
 
-from offbeat_dist import liveness
+import offbeat_liveness as liveness
 
 dist.init_process_group("gloo")
 samples: queue.Queue[int] = queue.Queue()

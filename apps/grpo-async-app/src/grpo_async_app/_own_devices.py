@@ -24,7 +24,7 @@ def with_own_devices(node: Node, config: GrpoConfig) -> Node:
 
 def _accelerators(wanted: set[str]) -> dict[str, int]:
     """How many there are of each kind wanted. A kind that cannot be hidden from a process is there for all of them."""
-    from offbeat_dist import available_devices  # imports torch: only where accelerators may be wanted
+    from offbeat_mesh import available_devices  # imports torch: only where accelerators may be wanted
 
     here = available_devices()
     if "auto" in wanted:

@@ -298,7 +298,7 @@ def _check_devices(config: GrpoConfig, site: Site) -> None:
     named = {key: name for key, name in config.devices.items() if name not in ("auto", "cpu")}
     if not named:
         return
-    from offbeat_dist import open_device, rank_device  # imports torch: only where a device is named
+    from offbeat_mesh import open_device, rank_device  # imports torch: only where a device is named
 
     if not site.reserves:
         for name in sorted(set(named.values())):

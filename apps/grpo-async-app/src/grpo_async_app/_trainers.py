@@ -108,7 +108,7 @@ async def start_trainers(
     """
     if num_ranks == 1:
         return Trainers([await launcher.start(spec)], silent_after_s)
-    from offbeat_dist import open_store  # imports torch: only several ranks need it
+    from offbeat_mesh import open_store  # imports torch: only several ranks need it
 
     # The driver keeps the place where the ranks meet, so it outlives any of them.
     host = launcher.address

@@ -151,7 +151,7 @@ def batch_positions(update: int, batch_size: int, num_positions: int) -> range:
 
 
 def _check_device(engine: EngineConfig) -> None:
-    from offbeat_dist import rank_device  # imports torch: late, after the cheap mistakes
+    from offbeat_mesh import rank_device  # imports torch: late, after the cheap mistakes
 
     rank_device(engine.device, 0, engine.num_ranks, setting="engine.device")
 

@@ -10,7 +10,8 @@ from typing import Final
 
 from torch._C._distributed_c10d import TCPStore
 
-from offbeat_dist import Mesh, StepTracer, World, join_world, liveness, open_device, open_store, rank_device
+import offbeat_liveness as liveness
+from offbeat_mesh import Mesh, StepTracer, World, join_world, open_device, open_store, rank_device
 from offbeat_objectives import sft_loss
 from offbeat_types import TracePlan, TrainEngine, TrainEngineConfig, TrainSequence, load_backend
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from offbeat_dist import StepTracer, open_device
+from offbeat_mesh import StepTracer, open_device
 from offbeat_objectives import sft_loss
 from offbeat_run import RunFolder, RunLog
 from offbeat_types import (

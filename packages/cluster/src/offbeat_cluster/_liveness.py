@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 def declare_wait(name: str, on: str, deadline_s: float) -> AbstractContextManager[None]:
-    """Make a call an edge in the graph of who waits for whom, where the process has loaded offbeat-dist's monitor.
+    """Make a call an edge in the graph of who waits for whom, where the process has loaded offbeat-mesh's monitor.
 
     Args:
         name: of the wait, such as "rollout-1.sleep".
@@ -34,4 +34,4 @@ def invite(host: str) -> Mapping[str, str]:
 
 def _loaded() -> ModuleType | None:
     """Never imported from here: it is of use only when it watches."""
-    return sys.modules.get("offbeat_dist.liveness")
+    return sys.modules.get("offbeat_liveness")

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from offbeat_dist import Group, Mesh, liveness
+import offbeat_liveness as liveness
+from offbeat_mesh import Group, Mesh
 from offbeat_types import DeadlineError, OffbeatError, RunFolderError
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from offbeat_dist import Device, Mesh
 from offbeat_engine_megatron._background import BackgroundWrite
 from offbeat_engine_megatron._checkpoint_format import (
     ADAPTER_FILE,
@@ -37,6 +36,7 @@ from offbeat_engine_megatron._optimizer_state import MOMENTS, OptimizerState
 from offbeat_engine_megatron._ranks import Ranks
 from offbeat_engine_megatron._tensor_files import PlannedFile, plan_files, write_files
 from offbeat_engine_megatron._weights import HeldWeights
+from offbeat_mesh import Device, Mesh
 from offbeat_types import (
     MODEL_INDEX_FILE,
     ModelError,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from offbeat_dist import Device
 from offbeat_engine_megatron._checkpoint_format import (
     ADAPTER_FILE,
     ADAPTER_FOLDER,
@@ -23,6 +22,7 @@ from offbeat_engine_megatron._optimizer_state import MOMENTS
 from offbeat_engine_megatron._shape import read_model
 from offbeat_engine_megatron._tensor_files import TensorFolder
 from offbeat_engine_megatron._weights import HeldWeights
+from offbeat_mesh import Device
 from offbeat_types import ModelError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat_dist import Group
+from offbeat_mesh import Group
 
 
 def leave_out_padding(embedding: nn.Module, padding_id: int, tp: Group, *, cuts_tokens: bool) -> None:

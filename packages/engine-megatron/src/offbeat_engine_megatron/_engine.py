@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from offbeat_dist import Asleep, Device, Mesh, open_device
 from offbeat_engine_megatron._cpu_shim import HOST, shim_for
 from offbeat_engine_megatron._losses import Losses
 from offbeat_engine_megatron._megatron import load_megatron, require_megatron
 from offbeat_engine_megatron._plan import Plan, plan_engine, plan_layout
+from offbeat_mesh import Asleep, Device, Mesh, open_device
 from offbeat_types import (
     Floats,
     LossFunction,

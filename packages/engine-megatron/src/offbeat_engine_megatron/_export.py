@@ -13,8 +13,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from offbeat_dist import Mesh
 from offbeat_engine_megatron._slots import Slot
+from offbeat_mesh import Mesh
 
 PartOf = Callable[[Slot], Tensor]
 """What this rank holds of a tensor: its `part_shape`, or a view of that in other dimensions."""

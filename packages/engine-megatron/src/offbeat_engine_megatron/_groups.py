@@ -7,9 +7,9 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import HashStore
 
-from offbeat_dist import Mesh, World, current_world, join_world
 from offbeat_engine_megatron._model import initialise_groups
 from offbeat_engine_megatron._parallel import Parallel
+from offbeat_mesh import Mesh, World, current_world, join_world
 from offbeat_types import ConfigError
 
 

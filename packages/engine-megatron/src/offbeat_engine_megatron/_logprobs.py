@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat_dist import Group
+from offbeat_mesh import Group
 
 CHUNK_BYTES = 64 * 2**20
 MIN_CHUNK_TOKENS = 16

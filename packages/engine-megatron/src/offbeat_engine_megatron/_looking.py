@@ -16,9 +16,9 @@ import torch
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from torch import Tensor, nn
 
-from offbeat_dist import Group
 from offbeat_engine_megatron._rotary import rotary_axes
 from offbeat_engine_megatron._tower import make_tower
+from offbeat_mesh import Group
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,12 +23,12 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 
-from offbeat_dist import Mesh
 from offbeat_engine_megatron._adapter_slots import list_adapter_slots
 from offbeat_engine_megatron._parallel import Parallel
 from offbeat_engine_megatron._shape import ModelShape
 from offbeat_engine_megatron._slots import Place, Slot
 from offbeat_engine_megatron._weights import HeldWeights, Put, Values
+from offbeat_mesh import Mesh
 
 PEFT_PREFIX: Final = "base_model.model."
 

@@ -20,7 +20,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from offbeat_dist import Group, Mesh
 from offbeat_engine_megatron._attention import PackedAttention, PackedParams, SequenceNorm
 from offbeat_engine_megatron._embedding import leave_out_padding
 from offbeat_engine_megatron._logprobs import gather_values, token_logprobs
@@ -31,6 +30,7 @@ from offbeat_engine_megatron._packing import LocalPack
 from offbeat_engine_megatron._parallel import Parallel
 from offbeat_engine_megatron._rotary import angles_of
 from offbeat_engine_megatron._shape import ModelShape
+from offbeat_mesh import Group, Mesh
 
 Look = Callable[[View, Tensor], tuple[Tensor, Tensor | None]]
 """See `_looking.look`."""

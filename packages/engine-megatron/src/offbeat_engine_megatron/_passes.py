@@ -12,12 +12,12 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from offbeat_dist import Mesh
 from offbeat_engine_megatron._images import Images
 from offbeat_engine_megatron._looking import View
 from offbeat_engine_megatron._model import Asked, ask
 from offbeat_engine_megatron._mtp import TokensAhead
 from offbeat_engine_megatron._packing import LocalPack, Pack, cut
+from offbeat_mesh import Mesh
 
 Found = Callable[[int, Tensor], Tensor]
 """Given a micro-batch's number and its answer [2, N], the loss to differentiate."""

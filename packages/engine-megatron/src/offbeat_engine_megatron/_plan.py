@@ -5,10 +5,10 @@ from typing import Any, Final
 
 import torch
 
-from offbeat_dist import open_device
 from offbeat_engine_megatron._options import MegatronEngineOptions
 from offbeat_engine_megatron._parallel import Parallel, check_model_fits, choose_parallel
 from offbeat_engine_megatron._shape import ModelShape, read_model
+from offbeat_mesh import open_device
 from offbeat_types import ConfigError, TrainEngineConfig, TrainLayout, check_schedule
 
 _FORMATS: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}

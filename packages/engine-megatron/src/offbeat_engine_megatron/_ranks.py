@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from offbeat_dist import Mesh
+from offbeat_mesh import Mesh
 from offbeat_types import (
     Floats,
     Metrics,

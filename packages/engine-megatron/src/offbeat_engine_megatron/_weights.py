@@ -7,12 +7,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from offbeat_dist import Mesh
 from offbeat_engine_megatron._export import Gathering
 from offbeat_engine_megatron._parallel import Parallel
 from offbeat_engine_megatron._shape import ModelShape
 from offbeat_engine_megatron._slots import Place, Slot, list_slots, view_of
 from offbeat_engine_megatron._tensor_files import TensorFolder
+from offbeat_mesh import Mesh
 
 BUCKET_BYTES: Final = 32 * 2**20
 """Tensors are put together in rows of half a bucket, unless one alone is larger: see `Gathering`."""

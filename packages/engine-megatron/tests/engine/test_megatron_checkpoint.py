@@ -8,8 +8,8 @@ import torch
 from megatron_layouts import Layout, engine_config, make_model
 from megatron_yardstick import train_steps
 
-from offbeat_dist import Mesh
 from offbeat_engine_megatron import MegatronTrainEngine
+from offbeat_mesh import Mesh
 from offbeat_testing import reference_model, tiny_model
 from offbeat_types import ModelError
 

@@ -9,8 +9,8 @@ import torch
 from megatron_layouts import Layout, engine_config
 from megatron_yardstick import make_sequences, policy_loss, reference_loss
 
-from offbeat_dist import Mesh, current_world
 from offbeat_engine_megatron import MegatronTrainEngine
+from offbeat_mesh import Mesh, current_world
 from offbeat_testing import reference_logprobs, reference_model, tiny_model
 from offbeat_types import (
     ConfigError,

@@ -6,8 +6,8 @@ import pytest
 from megatron_layouts import LAYOUTS, Layout, engine_config, make_model, train_with_engine
 from megatron_yardstick import compare, train_with_transformers
 
-from offbeat_dist import Mesh
 from offbeat_engine_megatron import MegatronTrainEngine
+from offbeat_mesh import Mesh
 
 TOLERANCE = 1e-5
 

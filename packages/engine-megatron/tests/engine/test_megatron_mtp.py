@@ -12,8 +12,8 @@ from megatron_layouts import Layout, engine_config, make_model, whole_gradients
 from megatron_yardstick import make_sequences, policy_loss
 from torch import Tensor, nn
 
-from offbeat_dist import Mesh
 from offbeat_engine_megatron import MegatronTrainEngine
+from offbeat_mesh import Mesh
 from offbeat_testing import reference_model
 from offbeat_types import ConfigError, LossTokens, ModelError
 

@@ -19,11 +19,11 @@ from megatron_yardstick import make_sequences, train_steps
 from safetensors.torch import save_file
 from torch._C._distributed_c10d import FileStore
 
-from offbeat_dist import Mesh, join_world
 from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_engine_megatron._background import BackgroundWrite
 from offbeat_engine_megatron._folders import publish, recover, stage
 from offbeat_engine_megatron._tensor_files import FileWriter, TensorFolder
+from offbeat_mesh import Mesh, join_world
 from offbeat_testing import reference_logprobs, reference_model, tiny_model
 from offbeat_types import DeadlineError, ModelError, RunFolderError, TrainEngineConfig
 

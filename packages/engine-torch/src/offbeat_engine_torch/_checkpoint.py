@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat_dist import Device
 from offbeat_engine_torch._load import read_weights
 from offbeat_engine_torch._lora import ADAPTER_FOLDER, lora_layers, peft_name, save_adapter
 from offbeat_engine_torch._optimizer import MOMENTS, ClippedAdamW
@@ -27,6 +26,7 @@ from offbeat_engine_torch._policy import Policy
 from offbeat_engine_torch._ranks import Ranks
 from offbeat_engine_torch._tensor_files import TensorReader, spec_of, write_model, write_tensors
 from offbeat_engine_torch._weights import ADAPTERS, iterate_weights, weight_specs
+from offbeat_mesh import Device
 from offbeat_types import ModelError, TrainEngineConfig, copy_tokenizer, drop_model_files, sync_tree
 
 FORMAT = 2

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat_dist import Asleep, Device, Mesh, open_device
 from offbeat_engine_torch._checkpoint import export_weights, load_state, save_state
 from offbeat_engine_torch._layout import arrange, plan_layout
 from offbeat_engine_torch._load import make_policy
@@ -33,6 +32,7 @@ from offbeat_engine_torch._shares import (
     rounds_with_images,
 )
 from offbeat_engine_torch._weights import iterate_weights
+from offbeat_mesh import Asleep, Device, Mesh, open_device
 from offbeat_types import (
     ConfigError,
     Floats,

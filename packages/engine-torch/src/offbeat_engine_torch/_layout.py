@@ -1,9 +1,9 @@
 """How the ranks share a model, checked before any of them starts."""
 
-from offbeat_dist import Mesh, open_device
 from offbeat_engine_torch._model import read_config
 from offbeat_engine_torch._options import TorchEngineOptions
 from offbeat_engine_torch._sharding import check_tensor_parallel
+from offbeat_mesh import Mesh, open_device
 from offbeat_types import ConfigError, TrainEngineConfig, TrainLayout, check_schedule
 
 

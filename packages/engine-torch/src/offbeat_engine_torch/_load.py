@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offbeat_dist import Device, Mesh
 from offbeat_engine_torch._lora import add_lora, initial_adapters
 from offbeat_engine_torch._model import CausalModel, check_isolation, load_model, outline_model
 from offbeat_engine_torch._options import TorchEngineOptions
@@ -15,6 +14,7 @@ from offbeat_engine_torch._policy import Policy
 from offbeat_engine_torch._ranks import Ranks
 from offbeat_engine_torch._sharding import free_gathered, shard_model
 from offbeat_engine_torch._tensor_files import TensorReader
+from offbeat_mesh import Device, Mesh
 from offbeat_types import ModelError, TrainEngineConfig
 
 

@@ -9,7 +9,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offbeat_dist import Device
 from offbeat_engine_torch._lora import without_lora
 from offbeat_engine_torch._model import Asked, CausalModel
 from offbeat_engine_torch._options import TorchEngineOptions
@@ -18,6 +17,7 @@ from offbeat_engine_torch._pieces import Piece
 from offbeat_engine_torch._rows import AttentionPlan
 from offbeat_engine_torch._sharding import free_gathered
 from offbeat_engine_torch._vision import Blind, Vision, see
+from offbeat_mesh import Device
 from offbeat_types import TrainEngineConfig, TrainSequence
 
 _FORMATS = {"float32": None, "bfloat16": torch.bfloat16}

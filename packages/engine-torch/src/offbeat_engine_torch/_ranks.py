@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat_dist import Group, Mesh
 from offbeat_engine_torch._pieces import Box, Piece, cut_box, num_elements, slices
+from offbeat_mesh import Group, Mesh
 from offbeat_types import (
     ConfigError,
     Floats,

@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from offbeat_dist import Mesh
 from offbeat_engine_torch._logprobs import VocabularyPart
 from offbeat_engine_torch._lora import LoraLinear
 from offbeat_engine_torch._model import CausalModel
 from offbeat_engine_torch._tensor_parallel import TensorParallel, cut_embedding, cut_linear, cut_rows
+from offbeat_mesh import Mesh
 from offbeat_types import ConfigError, ModelError
 
 COLUMNS, ROWS, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"

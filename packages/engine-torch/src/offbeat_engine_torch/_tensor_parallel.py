@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
 
-from offbeat_dist import Group, Mesh
+from offbeat_mesh import Group, Mesh
 
 
 class TensorParallel:

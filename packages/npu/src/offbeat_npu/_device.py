@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from offbeat_dist import DeviceMemory, Profiler
+from offbeat_mesh import DeviceMemory, Profiler
 from offbeat_npu._environment import examine_environment
 from offbeat_npu._mindspeed import patch_megatron
 from offbeat_npu._operators import Operators, substitute_operators

@@ -117,7 +117,7 @@ max_updates = 2
         assert ended.returncode == 0, f"{words}: {ended.stdout}{ended.stderr}"
 
 
-@pytest.mark.parametrize("words", [("offbeat_serve", "--help"), ("offbeat_dist.liveness", "--help")], ids=" ".join)
+@pytest.mark.parametrize("words", [("offbeat_serve", "--help"), ("offbeat_liveness", "--help")], ids=" ".join)
 def test_commands_of_packages_answer(words: tuple[str, ...]) -> None:
     ended = run(sys.executable, "-m", *words)
     assert ended.returncode == 0, ended.stderr
@@ -130,7 +130,7 @@ def test_commands_of_packages_answer(words: tuple[str, ...]) -> None:
 def test_a_script_runs_under_watch(tmp_path: Path, script: str, variables: dict[str, str]) -> None:
     """One that imports torch needs the variable, as it does by itself."""
     (tmp_path / "script.py").write_text(f"{script}\nprint('ran')\n")
-    ended = run(sys.executable, "-m", "offbeat_dist.liveness", "run", str(tmp_path / "script.py"), **variables)
+    ended = run(sys.executable, "-m", "offbeat_liveness", "run", str(tmp_path / "script.py"), **variables)
     assert (ended.returncode, ended.stdout) == (0, "ran\n"), ended.stderr
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final, Self
 
 import torch
 
-from offbeat_dist import Device, open_device
+from offbeat_mesh import Device, open_device
 from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, KVCache
 from offbeat_rollout_torch._families import Architecture, read_architecture
 from offbeat_rollout_torch._loading import eos_ids_of, load_weights

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from offbeat_dist import Device
+from offbeat_mesh import Device
 from offbeat_rollout_torch._samples import RequestInFlight
 from offbeat_rollout_torch._stepper import Stepper
 from offbeat_rollout_torch._vision import Pictures

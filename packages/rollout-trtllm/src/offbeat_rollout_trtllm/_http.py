@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-from offbeat_dist.liveness import waiting
+from offbeat_liveness import waiting
 from offbeat_types import ConfigError, DeadlineError, PeerFailedError
 
 TOKEN_VARIABLE: Final = "OFFBEAT_TRTLLM_TOKEN"

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from offbeat_dist import Mesh
+from offbeat_mesh import Mesh
 from offbeat_rollout_trtllm._flushes import plan_flushes
 from offbeat_rollout_trtllm._handles import HandleFormat, Packed
 from offbeat_types import OffbeatError, WeightProof, WeightSyncError

@@ -27,7 +27,6 @@ from offbeat_types._errors import (
     UserError,
     WeightSyncError,
 )
-from offbeat_types._frames import current_frames
 from offbeat_types._image_cutter import ImageCutter
 from offbeat_types._image_places import ImagePlaces
 from offbeat_types._model_files import (
@@ -152,7 +151,6 @@ __all__ = [
     "check_token_ids",
     "copy_tokenizer",
     "count_micro_batch",
-    "current_frames",
     "defer_device_backends",
     "digest_sequences",
     "drop_model_files",

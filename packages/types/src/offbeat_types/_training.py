@@ -267,7 +267,7 @@ class TrainBackend(Protocol):
 
         Args:
             config: the same on all ranks.
-            mesh: offbeat-dist's, of the ranks that train together; with no other axis than dp it is so many ranks,
+            mesh: offbeat-mesh's, of the ranks that train together; with no other axis than dp it is so many ranks,
                 which the engine arranges as `plan` said. None for one process.
 
         Raises:

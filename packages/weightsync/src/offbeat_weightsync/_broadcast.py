@@ -10,7 +10,7 @@ from typing import Final
 
 from torch import Tensor
 
-from offbeat_dist import Device, Group
+from offbeat_mesh import Device, Group
 from offbeat_types import WeightProof
 from offbeat_weightsync._connections import Deadline
 from offbeat_weightsync._group_streams import GroupStreams, receive_by_streams

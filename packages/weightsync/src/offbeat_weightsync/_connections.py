@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from offbeat_dist.liveness import waiting
+from offbeat_liveness import waiting
 from offbeat_types import DeadlineError, WeightSyncError
 from offbeat_weightsync._messages import Failure, Message
 

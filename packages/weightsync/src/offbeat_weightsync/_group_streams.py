@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from offbeat_dist import current_world
+from offbeat_mesh import current_world
 from offbeat_types import DeadlineError, WeightProof, WeightSyncError
 from offbeat_weightsync._addresses import new_address
 from offbeat_weightsync._connections import was_heard

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
-from offbeat_dist import Device, Group, current_world
+from offbeat_mesh import Device, Group, current_world
 from offbeat_types import MismatchError, OffbeatError, TensorSpec, WeightProof, WeightSyncError
 from offbeat_weightsync._connections import Deadline
 from offbeat_weightsync._plan import BucketPlan

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from offbeat_dist import Device
+from offbeat_mesh import Device
 from offbeat_types import WeightProof, WeightSyncError
 from offbeat_weightsync._arrivals import ArrivingStream
 from offbeat_weightsync._courier import NUM_BUFFERS, Courier, Handover

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Protocol
 
-from offbeat_dist import Profiler, TraceFiles, open_device
+from offbeat_mesh import Profiler, TraceFiles, open_device
 from offbeat_types import TracePlan
 
 

@@ -5,7 +5,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from offbeat_dist import Mesh
+    from offbeat_mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,8 @@ class TeamPlace:
             return None
         from torch._C._distributed_c10d import TCPStore
 
-        from offbeat_dist import Mesh, join_world, liveness
+        import offbeat_liveness as liveness
+        from offbeat_mesh import Mesh, join_world
 
         liveness.watch(stall_after_s=stall_after_s, policy="abort", name=f"trainer-{self.rank}")
         store = TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.start_deadline_s))
@@ -47,7 +48,7 @@ class TeamPlace:
 
 def leave(error: BaseException | None = None) -> None:
     """Leave the other ranks, if there are any."""
-    from offbeat_dist import current_world
+    from offbeat_mesh import current_world
 
     world = current_world()
     if world is not None:

@@ -206,7 +206,7 @@ def make_trace(traces: list[TracePlan], team: TeamPlace, device: str) -> Callabl
     plan = next((plan for plan in traces if plan.role == f"trainer-{team.rank}"), None)
     if plan is None:
         return lambda _: nullcontext()
-    from offbeat_dist import StepTracer, open_device
+    from offbeat_mesh import StepTracer, open_device
 
     return StepTracer(open_device(device), plan).step
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offbeat_dist import Mesh
+from offbeat_mesh import Mesh
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_types import (
     Completion,

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from offbeat_liveness import current_frames
 from offbeat_testing._forked_process import STACKS_SIGNAL
 from offbeat_testing._ranks._collectives import group_members, recorded_collectives
 from offbeat_testing._ranks._plugin import PerRank
 from offbeat_testing._ranks._report import Message, Outcome, RankReport, RankState, RankVerdict, to_line
 from offbeat_testing._ranks._request import RanksRequest
-from offbeat_types import current_frames
 
 PR_SET_PDEATHSIG: Final = 1
 LEAVE: Final = b"leave\n"
@@ -109,8 +109,8 @@ class Rank:
         self._may_leave.wait()
 
     def _leave_world(self) -> None:
-        """Tell the other ranks of the error, if the body has used offbeat-dist."""
-        if (worlds := sys.modules.get("offbeat_dist._world")) and (world := worlds.current_world()):
+        """Tell the other ranks of the error, if the body has used offbeat-mesh."""
+        if (worlds := sys.modules.get("offbeat_mesh._world")) and (world := worlds.current_world()):
             world.leave(self._error)
 
     def _settle(self) -> None:
@@ -163,7 +163,7 @@ class Rank:
     def _watch(self) -> Any:
         """The liveness monitor, if it is installed. It speaks when asked: the test's deadline comes first."""
         try:
-            from offbeat_dist import liveness
+            import offbeat_liveness as liveness
         except ImportError:
             return None
         return liveness.watch(stall_after_s=max(1.0, self._request.deadline_s), policy="report")
@@ -202,10 +202,10 @@ class Rank:
     def _mesh(self) -> Any:
         if not self._request.axes:
             pytest.fail("the fixture 'mesh' needs @pytest.mark.mesh(dp=…, tp=…) on the test", False)
-        import offbeat_dist
+        import offbeat_mesh
 
         # `check` compares the members' tensors before each call: a mismatch is then an error, not a hang.
-        return offbeat_dist.Mesh(**self._request.axes, deadline_s=self._request.deadline_s, check=True)
+        return offbeat_mesh.Mesh(**self._request.axes, deadline_s=self._request.deadline_s, check=True)
 
     def _obey(self) -> None:
         """Answer the test's process while the body runs or is stuck."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from offbeat_testing._ranks._report import Collective, RankState
 
 # Frames of these say how a collective was issued, not who asked for it.
-LIBRARY = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/", "/torch/_", "/offbeat_dist/", "/contextlib.py")
+LIBRARY = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/", "/torch/_", "/offbeat_mesh/", "/contextlib.py")
 # Ops whose members may hold tensors of different shapes, and what of them must agree all the same.
 AGREES = {"gather": "inputs", "scatter": "outputs", "all_to_all": "", "alltoall": "", "alltoall_base": ""}
 # How many collectives torch's flight recorder keeps.

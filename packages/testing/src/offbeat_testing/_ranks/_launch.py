@@ -50,10 +50,10 @@ def run_on_ranks(item: pytest.Function, request: RanksRequest) -> None:
     for module in item.config.getini(PRELOAD_INI):
         importlib.import_module(module)
     if request.axes:
-        importlib.import_module("offbeat_dist._mesh")
+        importlib.import_module("offbeat_mesh._mesh")
     if request.liveness:
         with suppress(ImportError):  # then the ranks go without
-            importlib.import_module("offbeat_dist.liveness")
+            importlib.import_module("offbeat_liveness")
     with _folder() as folder:
         crew = Crew(item, request, folder)
         try:

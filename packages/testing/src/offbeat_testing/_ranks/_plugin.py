@@ -83,4 +83,4 @@ def _per_rank(name: str, doc: str) -> Callable[..., Any]:
 
 rank = _per_rank("rank", "This process's rank, an int.")
 ranks = _per_rank("ranks", "This process's place: `ranks.rank` of `ranks.size`.")
-mesh = _per_rank("mesh", "The `offbeat_dist.Mesh` of a test marked with `mesh`.")
+mesh = _per_rank("mesh", "The `offbeat_mesh.Mesh` of a test marked with `mesh`.")

@@ -21,7 +21,7 @@ class RanksRequest:
         deadline_s: when every process is killed.
         join: whether the processes join a torch.distributed world before the body.
         compare: whether to compare the ranks' collectives at the end.
-        liveness: whether the liveness monitor watches the ranks, where offbeat-dist is installed.
+        liveness: whether the liveness monitor watches the ranks, where offbeat-liveness is installed.
     """
 
     size: int

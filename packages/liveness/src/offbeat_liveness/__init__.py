@@ -1,0 +1,27 @@
+"""Says who waits for whom, where and why, when a distributed run stands still."""
+
+from offbeat_liveness._diagnosis.verdict import Link, Party, Verdict
+from offbeat_liveness._errors import LivenessError
+from offbeat_liveness._monitor import Monitor
+from offbeat_liveness._process.current_frames import current_frames
+from offbeat_liveness._process.head import CallSite, Collective, Head
+from offbeat_liveness._process.ledger import waiting
+from offbeat_liveness._process.process_groups import name_group, recent_collectives
+from offbeat_liveness._watch import current_monitor, watch
+
+__all__ = [
+    "CallSite",
+    "Collective",
+    "Head",
+    "Link",
+    "LivenessError",
+    "Monitor",
+    "Party",
+    "Verdict",
+    "current_frames",
+    "current_monitor",
+    "name_group",
+    "recent_collectives",
+    "waiting",
+    "watch",
+]

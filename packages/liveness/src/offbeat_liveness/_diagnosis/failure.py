@@ -1,0 +1,110 @@
+"""Who failed first, when a process fails and takes others with it. Pure."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from offbeat_liveness._diagnosis.graph import Absent, Scene
+from offbeat_liveness._diagnosis.verdict import Verdict, join_names, name_of_group
+from offbeat_liveness._diagnosis.wording import absent_party, advice_for, fate_text, in_order, notes_of, party_of
+from offbeat_liveness._process.head import Collective, GroupHead, Head
+
+# The fate that explains the others: an exception comes before the exits it leads to.
+FATE_ORDER: Final = ("raised", "crashed", "killed", "stopped", "silent", "exited", "unreachable")
+NEVER_CAME: Final = ("never-came", "unwatched")
+# What gloo, nccl's watchdog, torch's store and offbeat's own groups say on a process whose peer went away.
+SIGNS_OF_A_LOST_PEER: Final = (
+    "Broken pipe",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection was likely closed",
+    "PeerFailedError",
+    "failed to recv, got 0 bytes",
+    "remote process exited",
+)
+# The same, but only from torch: of an HTTP client or a queue they tell of something outside the run.
+SIGNS_FROM_TORCH: Final = ("Connection refused", "Socket Timeout", "Timed out waiting")
+TORCH_ERRORS: Final = ("RuntimeError:", "torch.distributed.")
+
+
+def find_failure(scene: Scene) -> Verdict | None:
+    """Who failed first, when a process fails and others depend on it: no wait need have lasted long.
+
+    Ranks of one torch world depend on each other; other processes on whom they wait for.
+
+    None if every process failed on its own account, or nobody waited for one that did.
+    """
+    gone = _failed(scene)
+    names = {each.name for each in gone}
+    hurt = [head for head in scene.heads if head.name not in names and _is_hurt(head)]
+    hurt = [head for head in hurt if any(_concerns(scene, each, head) for each in gone)]
+    gone = [each for each in gone if any(_concerns(scene, each, head) for head in hurt)]
+    if not gone:
+        return None
+    first = first_fate(gone)
+    missing = in_order(each.name for each in first)
+    _, group, entry = _newest_call(hurt)
+    where = f" after {entry} on {name_of_group(group.name, group.axes)}" if entry and group else ""
+    return Verdict(
+        kind="dead-peer",
+        headline=f"{fate_text(first)}; {join_names(each.name for each in hurt)} cannot go on{where}",
+        stalled_s=max((wait.age_s for each in scene.heads for wait in each.waits), default=0.0),
+        time_s=scene.time_s,
+        group=group.name if group else "",
+        axes=group.axes if group else (),
+        members=group.ranks if group else (),
+        op=entry.op if entry else "",
+        seq=entry.seq if entry else 0,
+        missing=tuple(missing),
+        arrived=tuple(in_order(each.name for each in hurt)),
+        parties=(*(absent_party(each) for each in first), *(party_of(scene, each, None) for each in hurt)),
+        advice=advice_for(first[0], scene),
+        notes=notes_of(scene),
+    )
+
+
+def _failed(scene: Scene) -> list[Absent]:
+    """Processes that failed on their own account; those that left in order only if others were cut off."""
+    raised = [
+        Absent(name=head.name, rank=head.rank, world=head.world, fate="raised", text=head.error, head=head)
+        for head in scene.heads
+        if head.state == "failed" and not is_secondary(head.error)
+    ]
+    gone = [each for each in scene.absent if not (each.fate == "raised" and is_secondary(each.text))]
+    errors = [*(head.error for head in scene.heads), *(each.text for each in scene.absent)]
+    cut_off = any(is_secondary(error) for error in errors)
+    return [*raised, *(each for each in gone if each.fate not in NEVER_CAME and (cut_off or each.fate != "exited"))]
+
+
+def _is_hurt(head: Head) -> bool:
+    return is_secondary(head.error) or (head.state == "running" and bool(head.waits))
+
+
+def _concerns(scene: Scene, gone: Absent, head: Head) -> bool:
+    """Whether the end of one process is a matter for another: a rank of its world, or one that waits for it."""
+    return gone.world == head.world != "" or gone.name in scene.needed_by(head)
+
+
+def _newest_call(heads: Sequence[Head]) -> tuple[Head | None, GroupHead | None, Collective | None]:
+    """The last collective that any of some processes entered."""
+    calls = [(head, group, entry) for head in heads for group in head.groups for entry in group.recent]
+    return max(calls, key=lambda call: call[2].created_ns, default=(None, None, None))
+
+
+def is_secondary(error: str) -> bool:
+    """Whether an exception only says that a peer or a connection went away."""
+    if any(sign in error for sign in SIGNS_OF_A_LOST_PEER):
+        return True
+    return error.startswith(TORCH_ERRORS) and any(sign in error for sign in SIGNS_FROM_TORCH)
+
+
+def first_fate(gone: Sequence[Absent]) -> list[Absent]:
+    """Those whose fate explains the others, the earliest first."""
+    first = min(_fate_order(each) for each in gone)
+    same = [each for each in gone if _fate_order(each) == first]
+    return sorted(same, key=lambda each: each.head.time_s if each.head else 0.0)
+
+
+def _fate_order(absent: Absent) -> int:
+    """An exception that only says that a peer went away explains least."""
+    secondary = absent.fate == "raised" and is_secondary(absent.text)
+    return len(FATE_ORDER) if secondary else FATE_ORDER.index(absent.fate)

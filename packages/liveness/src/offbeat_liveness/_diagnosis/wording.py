@@ -1,0 +1,197 @@
+"""Words for what the diagnosis found: names, calls, fates, advice. Pure."""
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from offbeat_liveness._diagnosis.graph import SETTLED, Absent, Edge, Scene
+from offbeat_liveness._diagnosis.verdict import Link, Party, join_names, name_of_group
+from offbeat_liveness._process.head import Collective, GroupHead, Head, Wait
+
+MAX_LINKS: Final = 8
+
+FATES: Final = {
+    "raised": "out: an exception ended it",
+    "killed": "dead: its process is gone and said nothing (SIGKILL, out of memory, a crash)",
+    "crashed": "dead: native code ended it",
+    "stopped": "stopped (SIGSTOP, or a debugger): its pid exists and does not run",
+    "exited": "gone: it left without an error",
+    "silent": "silent though its pid exists: something in it holds the GIL",
+    "unreachable": "out of reach: no answer from it, nor from any process of its host",
+    "never-came": "not there: never reached init_process_group",
+    "unwatched": "not watched, so nothing is known of it",
+}
+GLOO_ABORTS: Final = "gloo aborts a process that gets more bytes than it expects: compare sizes and dtypes"
+ADVICE: Final[dict[str, str]] = {
+    "raised": "mend the error of the process that raised; the others only waited for it",
+    "killed": "look for the reason of the kill on that host (out of memory: dmesg, the scheduler's log), then restart",
+    "crashed": "see the last lines of its stderr for what native code said",
+    "stopped": "let it go on (kill -CONT PID), or restart the run without it",
+    "silent": "see what its native code does (py-spy dump --native --pid PID), then restart",
+    "exited": "make every member run the same number of collectives: it left its loop earlier (uneven data?)",
+    "unreachable": "look at that host and at the network between the hosts",
+    "unwatched": "call liveness.watch() on every rank, or start them all through python -m offbeat_liveness run",
+    "never-came": "start it, or correct the world size; see its log for an error before init_process_group",
+    "missing-member": "every member of a group must make the call: take it out of the condition that kept these away, "
+    "or narrow the group",
+    "different-op": "all members of a group must make the same calls in the same order: compare the two lines above",
+    "different-order": "call the groups in one order on all ranks; "
+    "if a rank was never meant to make the call, narrow the group or lift the guard",
+    "shape-mismatch": "give the operation equal shapes and dtypes on all members: pad, or exchange the sizes first",
+    "wait-cycle": "break the circle: let one side finish its call before it waits for the other, "
+    "or give one of the waits a deadline",
+    "starved": "the producer has nothing to do or waits unseen: see its stack; "
+    "check that it was started and given work",
+    "straggler": "nothing is dead: even out the work of the slow one, or raise stall_after_s if this is expected",
+    "stuck-call": "all members are in it, alike: compare what no recorder sees (root rank, reduce op, tags), "
+    "then the network or the device",
+}
+
+
+def companions(scene: Scene, edge: Edge) -> set[str]:
+    """Everybody who stands in the same wait."""
+    return {each.waiter for each in scene.edges if same_call(each.wait, edge.wait)}
+
+
+def same_call(one: Wait, other: Wait) -> bool:
+    """Whether two waits of two processes are the same call."""
+    return _place(one) == _place(other)
+
+
+def _place(wait: Wait) -> tuple[object, ...]:
+    return wait.kind, wait.what, wait.group, wait.seq, wait.peers, wait.on
+
+
+def waiters(scene: Scene, edge: Edge) -> str:
+    names = in_order({*companions(scene, edge), edge.waiter})
+    return f"{join_names(names)} {'wait' if len(names) > 1 else 'waits'}"
+
+
+def are(names: Sequence[str], what: str) -> str:
+    """The names and what they are, in the right number."""
+    return f"{join_names(names)} {'is' if len(names) == 1 else 'are'} {what}"
+
+
+def party_of(scene: Scene, head: Head, wait: Wait | None) -> Party:
+    """What one process does: in a given wait, or in its oldest, or in none."""
+    if head.state == "failed":
+        return Party(
+            name=head.name, rank=head.rank, part="dead", doing=f"out with {head.error}", stack=head.error_stack
+        )
+    settled = [each for each in head.waits if each.age_s >= SETTLED * scene.stall_after_s]
+    same = [each for each in head.waits if wait and (each.what, each.group) == (wait.what, wait.group)]
+    mine = next(iter(same or settled or head.waits), None)
+    if mine is not None:
+        doing = f"in {call_text(mine, group_of(head, mine))}"
+        return Party(name=head.name, rank=head.rank, part="waits", doing=doing, for_s=mine.age_s, stack=mine.stack)
+    stack = head.threads[0].stack if head.threads else ()
+    if scene.is_moving(head):
+        doing = f"in no collective, moving{_last_entered(head)}"
+        return Party(name=head.name, rank=head.rank, part="moving", doing=doing, stack=stack)
+    doing = f"in no collective and no declared wait{_last_entered(head)}, standing"
+    return Party(name=head.name, rank=head.rank, part="missing", doing=doing, for_s=head.still_s, stack=stack)
+
+
+def absent_party(absent: Absent) -> Party:
+    doing = FATES[absent.fate] + (f": {absent.text}" if absent.text else "")
+    stack = absent.head.error_stack if absent.head else ()
+    if absent.head:
+        doing += _last_entered(absent.head)
+    return Party(name=absent.name, rank=absent.rank, part="dead", doing=doing, stack=stack)
+
+
+def _last_entered(head: Head) -> str:
+    """The newest collective of a process, for one that stands in none."""
+    entered = [each for group in head.groups for each in group.recent]
+    if not entered:
+        return ""
+    last = max(entered, key=lambda each: each.created_ns)
+    group = next(each for each in head.groups if each.name == last.group)
+    return f" (its last call: {collective_text(last)}, number {last.seq} of {name_of_group(group.name, group.axes)})"
+
+
+def call_text(wait: Wait, group: GroupHead | None) -> str:
+    """A wait for people."""
+    if wait.kind == "store":
+        return f"{wait.what} for key {wait.on!r}"
+    if wait.kind == "declared":
+        return wait.what + (f" on {wait.on}" if wait.on else "")
+    if wait.kind == "p2p":
+        side = "to" if "send" in wait.what else "from"
+        return f"{wait.what} {side} rank {wait.peers[0]}" if wait.peers else f"{wait.what} from any rank"
+    if group is None:
+        return wait.what
+    entry = group.at(wait.seq) if wait.seq else None
+    what = str(entry) if entry and entry.op == wait.what else wait.what
+    return f"{what} on {name_of_group(group.name, group.axes)}"
+
+
+def collective_text(collective: Collective) -> str:
+    site = f" at {collective.call_site}" if collective.call_site else ""
+    return f"{collective}{site}"
+
+
+def votes(scene: Scene, edge: Edge) -> str:
+    """Who is in what at one place of the sequence."""
+    assert edge.group is not None
+    votes: dict[str, list[str]] = {}
+    everybody = [*scene.heads, *(each.head for each in scene.absent if each.head)]
+    for head in everybody:
+        group = head.group(edge.group.key)
+        entry = group.at(edge.wait.seq) if group else None
+        if entry:
+            votes.setdefault(collective_text(entry), []).append(head.name)
+    return ", but ".join(f"{what} on {join_names(names)}" for what, names in votes.items())
+
+
+def group_of(head: Head, wait: Wait) -> GroupHead | None:
+    return next((each for each in head.groups if each.name == wait.group), None)
+
+
+def links_of(edges: Sequence[Edge]) -> tuple[Link, ...]:
+    links = [
+        Link(
+            waiter=edge.waiter,
+            on=edge.target,
+            what=call_text(edge.wait, edge.group),
+            group=edge.wait.group,
+            axes=edge.group.axes if edge.group else (),
+        )
+        for edge in edges
+    ]
+    return tuple(dict.fromkeys(links))[:MAX_LINKS]
+
+
+def notes_of(scene: Scene) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(note for head in scene.heads for note in head.notes))
+
+
+def fate_text(gone: Sequence[Absent]) -> str:
+    """What has become of some processes that share a fate; one alone with its exception."""
+    if len(gone) == 1 and gone[0].fate == "raised":
+        return f"{gone[0].name} raised {gone[0].text}"
+    return are([each.name for each in gone], FATES[gone[0].fate])
+
+
+def advice_for(absent: Absent, scene: Scene) -> str:
+    """What to do about one that is gone."""
+    pid = absent.text.removeprefix("pid ").split()[0] if absent.text.startswith("pid ") else "PID"
+    advice = ADVICE[absent.fate].replace("PID", pid)
+    entry = _gloo_collective(scene) if absent.fate == "crashed" else None
+    if entry is None:
+        return advice
+    return f"{GLOO_ABORTS} in {collective_text(entry)}, number {entry.seq} of group {entry.group!r}; else {advice}"
+
+
+def _gloo_collective(scene: Scene) -> Collective | None:
+    """The newest collective on gloo that a survivor has entered."""
+    entries = [each for head in scene.heads for group in head.groups for each in group.recent if each.backend == "gloo"]
+    return max(entries, key=lambda each: each.created_ns, default=None)
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    return sorted(names, key=name_order)
+
+
+def name_order(name: str) -> tuple[int, str]:
+    word, _, number = name.rpartition(" ")
+    return (int(number), word) if number.isdecimal() else (1 << 30, name)

@@ -1,0 +1,107 @@
+"""Files of the dump folder: one head a process, the verdicts, and the addresses of processes outside any world.
+
+Written whole and renamed, so a reader, or a kill in the middle, never meets half a file.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Any, Final
+
+from offbeat_liveness._diagnosis.verdict import Verdict
+from offbeat_liveness._process.head import Head, from_data, to_data
+
+VERDICT: Final = "verdict.json"
+HEAD_PREFIX: Final = "head-"
+ADDRESS_PREFIX: Final = ".address-"
+SECRET: Final = ".secret"
+FORMAT: Final = 1
+
+
+def write(directory: Path, name: str, data: dict[str, Any], *, private: bool = False) -> None:
+    """Write a file as a whole; a folder that cannot be written is no reason to disturb the run."""
+    partial = directory / f".{name}.{os.getpid()}.{secrets.token_hex(4)}.partial"
+    with contextlib.suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(
+            os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644), "w"
+        ) as file:
+            json.dump(data, file)
+        partial.replace(directory / name)
+
+
+def write_head(directory: Path, head: Head) -> None:
+    """The last known state of a process."""
+    plain = re.sub(r"[^\w.-]+", "-", head.name)
+    name = f"{HEAD_PREFIX}{plain}-{head.pid}.json"
+    write(directory, name, {"format": FORMAT, **to_data(head)})
+    for older in directory.glob(f"{HEAD_PREFIX}*-{head.pid}.json"):  # from before it knew its rank
+        if older.name != name:
+            remove(directory, older.name)
+
+
+def write_verdict(directory: Path, verdict: Verdict) -> None:
+    """The newest verdict in `verdict.json`, and each one in a file of its own."""
+    data = verdict.to_data()
+    write(directory, f"verdict-{int(verdict.time_s * 1000)}-{verdict.kind}.json", data)
+    write(directory, VERDICT, data)
+
+
+def read_heads(directory: Path) -> list[Head]:
+    """All heads in a folder, ranks in order."""
+    heads = [from_data(Head, data) for data in _read_all(directory, f"{HEAD_PREFIX}*.json")]
+    return sorted(heads, key=lambda head: (head.rank is None, head.rank or 0, head.name))
+
+
+def read_verdicts(directory: Path) -> list[Verdict]:
+    """All verdicts in a folder, the oldest first."""
+    verdicts = [from_data(Verdict, data) for data in _read_all(directory, "verdict-*.json")]
+    return sorted(verdicts, key=lambda verdict: verdict.time_s)
+
+
+def read_addresses(directory: Path) -> list[dict[str, Any]]:
+    """Addresses that processes left there."""
+    return _read_all(directory, f"{ADDRESS_PREFIX}*.json")
+
+
+def address_name(machine: str, pid: int) -> str:
+    """File of one process's address."""
+    return f"{ADDRESS_PREFIX}{machine}-{pid}.json"
+
+
+def has(directory: Path, name: str) -> bool:
+    """Whether a file is there."""
+    return (directory / name).exists()
+
+
+def remove(directory: Path, name: str) -> None:
+    """Take a file away, if it is there."""
+    with contextlib.suppress(OSError):
+        (directory / name).unlink()
+
+
+def shared_secret(directory: Path) -> str:
+    """A secret for the processes that can read the folder as this user: made by the first, read by the others."""
+    path = directory / SECRET
+    with contextlib.suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            partial = directory / f"{SECRET}.{os.getpid()}.partial"
+            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_hex(16))
+            with contextlib.suppress(FileExistsError):
+                os.link(partial, path)  # fails if another was first, and is never half written
+            partial.unlink()
+        return path.read_text()
+    return ""
+
+
+def _read_all(directory: Path, pattern: str) -> list[dict[str, Any]]:
+    found = []
+    for path in sorted(directory.glob(pattern)):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(json.loads(path.read_text()))
+    return found

@@ -1,0 +1,340 @@
+"""The monitor of one process: watches it, answers the other monitors, and leads when it is the lowest alive."""
+
+import dataclasses
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from offbeat_liveness import _dumps, _policy
+from offbeat_liveness._announcer import Announcer
+from offbeat_liveness._diagnosis.diagnosis import find_verdict
+from offbeat_liveness._diagnosis.failure import find_failure
+from offbeat_liveness._diagnosis.graph import Scene
+from offbeat_liveness._diagnosis.verdict import Verdict
+from offbeat_liveness._network.peers import Key, Peers
+from offbeat_liveness._network.side_channel import LOOPBACK, Address, Message, ask, ask_all
+from offbeat_liveness._network.survey import look_around, pid_states
+from offbeat_liveness._process import flight_recorder, ledger
+from offbeat_liveness._process.crash import CrashFile
+from offbeat_liveness._process.goodbye import Goodbye, describe
+from offbeat_liveness._process.head import Head, from_data, to_data
+from offbeat_liveness._process.motion import Motion
+from offbeat_liveness._process.reading import read_head
+from offbeat_liveness._process.stacks import OWN_THREADS
+from offbeat_liveness._process.torch_calls import is_in_torch_call
+from offbeat_liveness._settings import Settings
+
+PING_S: Final = 0.4
+SUSPENDED_S: Final = 3.0  # a monitor may be late by as much on a machine under load
+MEETING_S: Final = 3.0  # for addresses to come, on a machine under load
+CONFIRM_S: Final = 0.25
+JOIN_S: Final = 0.05
+FELLOWS_S: Final = 0.3  # for those who fail for the same reason
+FAREWELL_S: Final = 0.2
+FAILURE_S: Final = 2.0
+MAX_HEIRS: Final = 3
+MAX_CANDIDATES: Final = 16
+MAX_LEFT: Final = 64
+DUMP_S: Final = 5.0
+
+
+class Monitor:
+    """Watches this process; made by `watch`.
+
+    Attributes:
+        settings: as `watch` took them.
+    """
+
+    def __init__(self, settings: Settings, on_verdict: Callable[[Verdict], None] | None = None) -> None:
+        self.settings = settings
+        self._motion = Motion(max(SUSPENDED_S, settings.stall_after_s))
+        self._left: dict[Key, Head] = {}
+        self._peers = Peers(settings.directory, settings.name, self._answer)
+        self._told = Announcer(settings, self._peers, self.head, self._complain, on_verdict)
+        self._alarm = threading.Event()
+        self._closed = threading.Event()
+        self._looking = threading.Lock()
+        self._looked_s = self._next_head_s = -1e9
+        self._is_leading = self._is_hooked = False
+        self._joining = threading.Lock()
+        self._error: BaseException | None = None
+        self._complaints: set[str] = set()
+        self._crash_file = CrashFile(settings.directory) if settings.directory else None
+        self._hook_torch()
+        self._goodbye = Goodbye(self._say_goodbye)
+        threading.Thread(target=self._run, name=OWN_THREADS, daemon=True).start()
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The newest verdict on the run, None while nothing is stuck."""
+        return self._told.verdict
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed.is_set()
+
+    def head(self) -> Head:
+        """What this process does now."""
+        head = read_head(
+            self._motion,
+            name=self.settings.name,
+            world=self._peers.world,
+            rank=self._peers.rank,
+            world_size=self._peers.world_size,
+            stall_after_s=self.settings.stall_after_s,
+        )
+        problem = (self._peers.problem,) if self._peers.problem else ()
+        head = dataclasses.replace(head, notes=(*head.notes, *problem))
+        if self._error is None:
+            return head
+        text, stack = describe(self._error)
+        return dataclasses.replace(head, state="failed", error=text, error_stack=stack, waits=())
+
+    def ask(self) -> Verdict | None:
+        """Look around now, without waiting for `stall_after_s`: any wait that has stood for a tenth of it counts.
+
+        For a caller that has a reason of its own to think that the run is stuck, such as a test's deadline. Takes up
+        to 2 s.
+
+        Returns:
+            A verdict, which is not announced; None if nobody waits.
+        """
+        return find_verdict(self._look_around(max(0.1, self.settings.stall_after_s / 10)))
+
+    def invite(self, host: str = LOOPBACK) -> dict[str, str]:
+        """Let a process that is started from here know this one and all that it knows, on whatever host.
+
+        Args:
+            host: an IP address of this machine that leads here from there; the monitor listens at it from now on.
+
+        Returns:
+            Environment variables for that process, which calls `watch`; they hold a secret. None where nobody can
+            listen at `host`, which is said once.
+        """
+        try:
+            return self._peers.invite(host).variables()
+        except OSError as error:
+            self._complain(f"{self._peers.own_name()}: nobody can be invited to {host}: {error.strerror}")
+            return {}
+
+    def close(self) -> None:
+        """Stop watching; the others see this process leave in order."""
+        self._closed.set()
+        if self._crash_file:
+            self._crash_file.close()
+        self._alarm.set()
+        self._goodbye.close()
+        self._peers.close()
+
+    def forget(self) -> None:
+        """In a forked child: the threads are gone, and the sockets are the parent's."""
+        self._goodbye.close()
+        self._peers.forget()
+        if self._crash_file:
+            self._crash_file.forget()
+
+    def _look_around(self, stall_after_s: float) -> Scene:
+        directory = self.settings.directory
+        return look_around(self._peers, self.head(), self._left, stall_after_s=stall_after_s, directory=directory)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            is_settled = self._peers.is_settled()
+            self._alarm.wait(self.settings.tick_s if is_settled else min(JOIN_S, self.settings.tick_s))
+            if self._closed.is_set() or self._told.is_aborting:
+                return
+            try:
+                self._tick()
+            except Exception as error:  # noqa: BLE001 - the watch must not end because one look failed
+                if sys.is_finalizing():
+                    return
+                self._complain(f"pid {os.getpid()}: a look failed: {type(error).__name__}: {error}")
+                self._closed.wait(self.settings.tick_s)
+
+    def _complain(self, text: str) -> None:
+        """Say a thing once."""
+        if text not in self._complaints:
+            self._complaints.add(text)
+            _policy.say(f"offbeat liveness: {text}")
+
+    def _tick(self) -> None:
+        self._hook_torch()
+        self._motion.look()
+        half_s = self.settings.stall_after_s / 2
+        is_suspect = time.monotonic() >= self._next_head_s and self._is_suspect(half_s)
+        waits_long = is_suspect or self._motion.still_s() >= half_s
+        if self._peers.needs_to_join(waits_long=waits_long) and not self._joining.locked():
+            threading.Thread(target=self._join, args=(waits_long,), name=f"{OWN_THREADS}-join", daemon=True).start()
+        if is_suspect and not self._alarm.is_set():
+            self._examine()
+        if self._alarm.is_set() or (self._is_leading and self._is_time_to_look()):
+            self._lead()
+
+    def _examine(self) -> None:
+        """Something may be stuck: keep the state on disk fresh, and raise the alarm when it has lasted too long."""
+        head = self.head()
+        self._dump(head)
+        oldest_s = max((wait.age_s for wait in head.waits), default=0.0)
+        left_s = self.settings.stall_after_s - oldest_s
+        if left_s <= 0:
+            self._call_leader()
+        self._next_head_s = time.monotonic() + (min(DUMP_S, left_s) if left_s > 0 else self._pause_s)
+
+    @property
+    def _pause_s(self) -> float:
+        """Between two looks of the leader at a run that stands still."""
+        return min(DUMP_S, max(0.5, self.settings.stall_after_s / 4))
+
+    def _join(self, waits_long: bool) -> None:
+        """In a thread of its own: the job's store may be slow or gone, and the watch must go on."""
+        if self._joining.acquire(blocking=False):
+            try:
+                self._peers.keep_joined(waits_long=waits_long)
+            finally:
+                self._joining.release()
+
+    def _hook_torch(self) -> None:
+        if not self._is_hooked and flight_recorder.is_loaded():
+            ledger.watch_torch_calls()
+            self._is_hooked = True
+
+    def _is_suspect(self, half_s: float) -> bool:
+        """Whether anything may have waited for half of the allowed time; cheap, and may err on the side of yes."""
+        now_s = time.monotonic()
+        if any(now_s - entry.since_s >= half_s for entry in ledger.LEDGER.open_waits()):
+            return True
+        if now_s - self._motion.status_since_s >= half_s and self._motion.has_pending():
+            return True
+        return self._motion.still_s() >= half_s and is_in_torch_call()
+
+    def _dump(self, head: Head) -> None:
+        if self.settings.directory is not None:
+            _dumps.write_head(self.settings.directory, head)
+
+    def _call_leader(self) -> None:
+        """Tell the lowest process that answers; that may be this one."""
+        leader = self._find_leader()
+        message = {"ask": "lead", **self._peers.introduce()}
+        if leader is None or "ok" not in (ask(leader, message, self._peers.secret, PING_S) or {}):
+            self._alarm.set()
+
+    def _find_leader(self) -> Any:
+        """The lowest other process that answers and is lower than this one; None if there is none."""
+        me = self._peers.me()
+        others = {key: each for key, each in self._peers.running().items() if key not in self._left}
+        lower = {key: each for key, each in others.items() if me is None or each.order < me.order}
+        candidates = dict(list(lower.items())[:MAX_CANDIDATES])
+        replies = ask_all(candidates, {"ask": "ping"}, self._peers.secret, PING_S) if candidates else {}
+        return next((candidates[key] for key in candidates if key in replies), None)
+
+    def _is_time_to_look(self) -> bool:
+        return time.monotonic() - self._looked_s >= self._pause_s
+
+    def _lead(self) -> None:
+        """Look around, decide, and tell everybody."""
+        self._alarm.clear()
+        is_meeting = self._peers.is_meeting(self.settings.stall_after_s + MEETING_S)
+        if is_meeting or not self._is_time_to_look():
+            return
+        with self._looking:
+            self._looked_s = time.monotonic()
+            self._is_leading = True
+            self._peers.hear_news()
+            verdict = self._find_twice()
+            if verdict is not None:
+                self._told.announce(verdict)
+            elif (stuck := self.verdict) is not None:
+                self._told.announce_movement(stuck)
+                self._is_leading = False
+
+    def _find_twice(self) -> Verdict | None:
+        """A verdict that two looks agree on: heads are not read at one instant, so a run that moves may look stuck."""
+        first = find_verdict(self._look_around(self.settings.stall_after_s))
+        if first is None or not first.is_fatal or (self.verdict is not None and first.key == self.verdict.key):
+            return first
+        time.sleep(CONFIRM_S)
+        second = find_verdict(self._look_around(self.settings.stall_after_s))
+        return second if second is None or second.key == first.key or not second.is_fatal else self.verdict
+
+    def _answer(self, message: Message) -> Message:
+        """Reply to another monitor; runs in the listener's threads."""
+        kind = message.get("ask")
+        sender = from_data(Address, message["address"]) if "address" in message else None
+        if sender and kind == "meet":
+            return {"addresses": [to_data(each) for each in self._peers.greet(sender)]}
+        if sender:
+            self._peers.learn(sender)
+        if kind == "head":
+            return {"head": self._tell_head()}
+        if kind == "lead":
+            self._alarm.set()
+        elif kind == "pids":
+            return {"states": pid_states(message["pids"])}
+        elif kind == "farewell":
+            self._hear_farewell(message)
+        elif kind == "verdict":
+            self._told.hear(message)
+        elif kind == "moves":
+            self._told.hear_movement()
+        return {"ok": True}
+
+    def _tell_head(self) -> dict[str, Any]:
+        """Whoever asks has found a stall, so keep it on disk as well."""
+        head = self.head()
+        if self.settings.directory is not None:
+            _dumps.write_head(self.settings.directory, head)
+        return to_data(dataclasses.replace(head, left=tuple(self._left.values())[-MAX_LEFT:]))
+
+    def _say_goodbye(self, error: BaseException | None) -> None:
+        """Tell the lowest processes that answer how this one ends; a failure is looked at before it is gone."""
+        if self._told.is_aborting:
+            _policy.leave()
+        if error is not None:
+            if self._peers.needs_to_join(waits_long=False):
+                self._join(waits_long=False)
+            self._error = error
+        head = self.head() if error else dataclasses.replace(self.head(), state="finished", waits=())
+        if self.settings.directory is not None:
+            _dumps.write_head(self.settings.directory, head)
+        if error is not None:
+            self._have_failure_looked_at(head)
+        told = 0
+        for address in list(self._peers.running().values()):
+            reply = ask(address, {"ask": "farewell", "head": to_data(head)}, self._peers.secret, FAREWELL_S)
+            told += reply is not None
+            if told == MAX_HEIRS:
+                break
+        self._peers.close()
+        if self._crash_file:
+            self._crash_file.close()
+        if self._told.is_aborting:
+            _policy.leave()
+
+    def _have_failure_looked_at(self, head: Head) -> None:
+        leader = self._find_leader()
+        if leader is None:
+            self._look_at_failure()
+        else:
+            message = {"ask": "farewell", "head": to_data(head), "look": True}
+            ask(leader, message, self._peers.secret, FAILURE_S)
+
+    def _hear_farewell(self, message: Message) -> None:
+        head = from_data(Head, message["head"])
+        if message.get("look"):
+            self._look_at_failure()
+        else:
+            self._left[(head.host, head.pid)] = head
+
+    def _look_at_failure(self) -> None:
+        """Somebody failed: if others depend on it, say so now rather than after the stall that follows."""
+        time.sleep(FELLOWS_S)
+        with self._looking:
+            is_explained = self.verdict is not None and self.verdict.is_fatal
+            if not is_explained and not self._told.is_aborting:
+                verdict = find_failure(self._look_around(self.settings.stall_after_s))
+                if verdict is not None:
+                    self._told.announce(verdict)

@@ -1,0 +1,336 @@
+"""Who else is in the run, and where their monitors listen.
+
+Addresses are exchanged once, through a connection of our own to the job's store (`store.clone()`), so nothing that the
+main thread does with the store can hold this up. Processes outside of torch.distributed meet through files in the dump
+folder, and at the monitor of the process that started them, on whatever host.
+"""
+
+import json
+import math
+import os
+import secrets
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from offbeat_liveness import _dumps
+from offbeat_liveness._network import job_store
+from offbeat_liveness._network.invitation import Invitation, address_toward, is_loopback, read_invitation
+from offbeat_liveness._network.side_channel import LOOPBACK, Address, Answer, Listener, ask, ask_all
+from offbeat_liveness._process import flight_recorder, process_groups
+from offbeat_liveness._process.head import from_data
+from offbeat_liveness._process.proc import HOST, birth, pid_state
+
+RETRY_S: Final = 3.0
+MEET_S: Final = 0.5
+RIVAL_S: Final = 0.2
+PREFIX: Final = "offbeat-liveness"
+Key = tuple[str, int]
+
+
+class Peers:
+    """The address book of one process.
+
+    Args:
+        directory: dump folder, or None.
+        name: of this process, "" if it goes by its rank.
+        answer: what to say to the other monitors.
+    """
+
+    def __init__(self, directory: Path | None, name: str, answer: Answer) -> None:
+        self._directory, self._name, self._answer = directory, name, answer
+        self._listeners: list[Listener] = []  # the last one's address is told
+        self._listening = threading.Lock()
+        self._invitation = read_invitation()
+        self._told: Address | None = None
+        self._heard: dict[Key, Address] = {}
+        self._meet_again_s = -math.inf
+        self._host_answers = True
+        self._secret = self._invitation.secret if self._invitation else ""
+        self._world = ""
+        self._not_before_s = 0.0
+        self._formed_group: Any = None
+        self._formed_s = -math.inf
+        self._store: job_store.Keys | None = None
+        self._joined_group: Any = None
+        self._missing: set[int] = set()
+        self._book: dict[Key, Address] = {}
+        self.rank: int | None = None
+        self.world_size = 0
+        self.problem = ""
+
+    @property
+    def world(self) -> str:
+        """Token of the world, the same in all of its processes."""
+        return self._world
+
+    def needs_to_join(self, *, waits_long: bool) -> bool:
+        """Whether `keep_joined` has something to do: a world to enter, somebody to find, or a reason to look again."""
+        group = process_groups.default_group()
+        if group is not None and group is not self._joined_group:
+            return True
+        if self._missing or (self._directory is not None and self.me() is None):
+            return True
+        if self._needs_to_meet(waits_long=waits_long):
+            return True
+        early = group is None and self._store is None and flight_recorder.is_loaded()
+        return waits_long and (early or self._directory is not None or bool(self._doubtful()))
+
+    def is_settled(self) -> bool:
+        """Whether a world, if there may be one, is joined and all of its members are known."""
+        if self.needs_to_join(waits_long=False):
+            return False
+        return self._joined_group is not None or not flight_recorder.is_loaded()
+
+    @property
+    def secret(self) -> str:
+        """What messages within this run must hold."""
+        return self._secret
+
+    def keep_joined(self, *, waits_long: bool) -> None:
+        """Join as soon as there is a world, and read addresses until all are known; called once a tick.
+
+        Args:
+            waits_long: the main thread has stood still for a while, maybe in init_process_group.
+        """
+        if time.monotonic() >= self._not_before_s:
+            try:
+                self._join_world(waits_long=waits_long)
+                self._read_missing(self._missing | (self._doubtful() if waits_long else set()))
+            except (RuntimeError, OSError, ValueError) as error:  # the store is gone or not there yet
+                self.problem = f"the job's store did not answer: {error}"
+                self._not_before_s = time.monotonic() + RETRY_S
+        if self._directory is not None:
+            self._join_directory(self._directory)
+        if self._needs_to_meet(waits_long=waits_long):
+            self._meet()
+
+    def invite(self, host: str) -> Invitation:
+        """Where a process that is started from here meets the others; who was invited passes its invitation on.
+
+        Raises:
+            OSError: this process cannot listen at `host`.
+        """
+        if self._invitation is not None:
+            return self._invitation
+        if not self._secret and self._directory is not None:
+            self._secret = _dumps.shared_secret(self._directory)
+        self._secret = self._secret or secrets.token_hex(16)
+        listener = self._listen(host)
+        self._add(self._describe(listener))
+        return Invitation(listener.host, listener.port, self._secret)
+
+    def greet(self, newcomer: Address) -> list[Address]:
+        """Take in somebody who was invited, in place of who had its seat before; everybody that is known here."""
+        others = self.others()
+        others.pop((newcomer.machine, newcomer.pid), None)
+        rivals = {key: each for key, each in others.items() if each.seat and each.seat == newcomer.seat}
+        for key in rivals.keys() - ask_all(rivals, {"ask": "ping"}, self._secret, RIVAL_S).keys():
+            self._book.pop(key, None)
+        self._add(newcomer)
+        me = self.me()
+        return [*self.others().values(), *([me] if me else [])]
+
+    def introduce(self) -> dict[str, Any]:
+        """What to put into a message, so that whoever gets it knows its sender from then on."""
+        me = self.me()
+        return {"address": asdict(me)} if me else {}
+
+    def learn(self, address: Address) -> None:
+        """Take in somebody, unless more is known of it already."""
+        known = self._book.get((address.machine, address.pid))
+        if known is None or known.rank is None or address.rank is not None:
+            self._add(address)
+
+    def hear_news(self) -> None:
+        """Ask for those who have come since, before a decision on all of them; not where nobody has answered lately."""
+        if self._invitation is not None and self._host_answers:
+            self._meet()
+
+    def others(self) -> dict[Key, Address]:
+        """Everybody known but this process, by machine and pid."""
+        known = self._book.copy()  # threads add to it
+        for key, each in self._heard.items():
+            if key not in known or known[key].rank is None:
+                known[key] = each
+        known.pop((HOST, os.getpid()), None)
+        known = _without_replaced(known)
+        return dict(sorted(known.items(), key=lambda item: item[1].order))
+
+    def running(self) -> dict[Key, Address]:
+        """Those of the others that may answer: not the ones of this machine that are seen to be stopped or gone."""
+        here = ("runs", "unknown")
+        return {
+            key: each
+            for key, each in self.others().items()
+            if each.machine != HOST or pid_state(each.pid, each.born) in here
+        }
+
+    def me(self) -> Address | None:
+        """How the others know this process."""
+        return self._book.get((HOST, os.getpid()))
+
+    def own_name(self) -> str:
+        """What verdicts call this process."""
+        me = self.me()
+        return me.name if me else self._name or f"pid {os.getpid()}"
+
+    def unknown_ranks(self) -> set[int]:
+        """Ranks of the world that never gave an address."""
+        return set(self._missing)
+
+    def is_meeting(self, patience_s: float) -> bool:
+        """Whether the world has formed so lately that an address that is missing says nothing yet."""
+        group = process_groups.default_group()
+        if group is not self._formed_group:
+            self._formed_group, self._formed_s = group, time.monotonic()
+        is_partial = group is not None and (group is not self._joined_group or bool(self._missing))
+        return is_partial and time.monotonic() - self._formed_s < patience_s
+
+    def close(self) -> None:
+        """Stop answering and take the address out of the folder."""
+        for listener in self._listeners:
+            listener.close()
+        if self._directory is not None:
+            _dumps.remove(self._directory, _dumps.address_name(HOST, os.getpid()))
+
+    def forget(self) -> None:
+        """In a forked child: nothing of this belongs to it."""
+        for listener in self._listeners:
+            listener.forget()
+
+    def _join_world(self, *, waits_long: bool) -> None:
+        group = process_groups.default_group()
+        if group is not None and group is not self._joined_group:
+            c10d = sys.modules["torch.distributed.distributed_c10d"]
+            self._publish(job_store.bottom(c10d._get_default_store()), int(group.rank()), int(group.size()))
+            self._joined_group = group
+        elif group is None and waits_long and self._store is None:
+            early = job_store.early_world()
+            if early is not None:
+                self._publish(*early)
+
+    def _publish(self, store: Any, rank: int, size: int) -> None:
+        """Write down where this process listens, and agree on a secret with whoever came first."""
+        host = job_store.host_of(store)
+        store = store.clone()
+        store.set_timeout(job_store.STORE_TIMEOUT)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        proposed = self._secret or (_dumps.shared_secret(self._directory) if self._directory else "")
+        proposed = proposed or secrets.token_hex(16)
+        self._secret = job_store.text(store.compare_set(f"{PREFIX}/{attempt}/secret", "", proposed))
+        self._world = job_store.text(store.compare_set(f"{PREFIX}/{attempt}/world", "", secrets.token_hex(4)))
+        self.rank, self.world_size = rank, size
+        keys = job_store.Keys(store, f"{PREFIX}/{attempt}/address")
+        for key in [key for key, each in self._book.copy().items() if each.rank is not None]:
+            self._book.pop(key, None)
+        self._tell_ranks(keys, rank, self._listen(address_toward(host)))
+        self._store = keys
+        self._missing = set(range(size)) - {rank}
+        self.problem = ""
+
+    def _tell_ranks(self, keys: job_store.Keys, rank: int, listener: Listener) -> None:
+        mine = self._describe(listener)
+        keys.write(rank, json.dumps(asdict(mine)))
+        self._add(mine)
+
+    def _read_missing(self, ranks: set[int]) -> None:
+        """Read addresses; where some are of other hosts, which do not reach this process yet, listen for them too."""
+        if self._store is None or not ranks:
+            return
+        for rank, text in self._store.read(ranks).items():
+            self._add(from_data(Address, json.loads(text)))
+            self._missing.discard(rank)
+        me = self.me()
+        far = next((each.host for each in self._fellows() if not is_loopback(each.host)), "")
+        if me and far and self.rank is not None and is_loopback(me.host):
+            self._tell_ranks(self._store, self.rank, self._listen(address_toward(far)))
+
+    def _doubtful(self) -> set[int]:
+        """Ranks whose address leads nowhere: a host may take its own name for loopback, as Debian does."""
+        return {each.rank for each in self._fellows() if each.rank is not None and is_loopback(each.host)}
+
+    def _fellows(self) -> list[Address]:
+        """Ranks of this world on other hosts."""
+        known = self._book.copy().values()
+        return [each for each in known if each.machine != HOST and each.rank is not None and each.world == self._world]
+
+    def _join_directory(self, directory: Path) -> None:
+        """Meet processes that are in no common world, such as a rollouter and a trainer."""
+        if not self._secret:
+            self._secret = _dumps.shared_secret(directory)
+        listener = self._listen()
+        mine = self._describe(listener)
+        if self._book.get((HOST, os.getpid())) != mine or not _dumps.has(
+            directory, _dumps.address_name(HOST, os.getpid())
+        ):
+            self._add(mine)
+            _dumps.write(directory, _dumps.address_name(HOST, os.getpid()), asdict(mine), private=True)
+        for data in _dumps.read_addresses(directory):
+            each = from_data(Address, data)
+            known = self._book.get((each.machine, each.pid))
+            is_new = each.machine == HOST and (known is None or (known.rank is None and each.rank is not None))
+            if is_new and pid_state(each.pid, each.born) != "gone":  # not left over from an earlier run
+                self._add(each)
+
+    def _needs_to_meet(self, *, waits_long: bool) -> bool:
+        """Whether the process that invited this one is to be told something, or asked for somebody."""
+        if self._invitation is None or time.monotonic() < self._meet_again_s:
+            return False
+        return waits_long or self._told is None or self._told != self.me()
+
+    def _meet(self) -> None:
+        """Say where this process listens, and hear of the others; what is known stays if there is no answer."""
+        assert self._invitation is not None
+        mine = self._describe(self._listen())
+        self._add(mine)
+        message = {"ask": "meet", "address": asdict(mine)}
+        reply = ask(self._invitation, message, self._invitation.secret, MEET_S)
+        self._meet_again_s, self._host_answers = time.monotonic() + RETRY_S, reply is not None
+        if reply is not None:
+            known = [from_data(Address, each) for each in reply.get("addresses", [])]
+            self._told, self._heard = mine, {(each.machine, each.pid): each for each in known}
+
+    def _listen(self, host: str = LOOPBACK) -> Listener:
+        """Listen, at one more address where those that there are do not do for others."""
+        with self._listening:
+            if not is_loopback(host) and host not in {each.host for each in self._listeners}:
+                self._open(host)
+            elif not self._listeners:
+                inviter = self._invitation.host if self._invitation else ""
+                self._open(address_toward(inviter, job_store.host_of(None)))
+            return self._listeners[-1]
+
+    def _open(self, host: str) -> None:
+        self._listeners.append(Listener(host, lambda: self._secret, self._answer))
+
+    def _describe(self, listener: Listener) -> Address:
+        name = self._name or (f"rank {self.rank}" if self.rank is not None else f"pid {os.getpid()}")
+        return Address(
+            host=listener.host,
+            port=listener.port,
+            machine=HOST,
+            pid=os.getpid(),
+            born=birth(os.getpid()),
+            name=name,
+            rank=self.rank,
+            world=self.world,
+        )
+
+    def _add(self, address: Address) -> None:
+        self._book[(address.machine, address.pid)] = address
+
+
+def _without_replaced(known: dict[Key, Address]) -> dict[Key, Address]:
+    """Without the dead of this machine whose seat somebody else has by now."""
+    holders = Counter(each.seat for each in known.values())
+
+    def is_replaced(each: Address) -> bool:
+        shared = each.seat is not None and holders[each.seat] > 1
+        return shared and each.machine == HOST and pid_state(each.pid, each.born) == "gone"
+
+    return {key: each for key, each in known.items() if not is_replaced(each)}

@@ -1,0 +1,181 @@
+"""Reads torch's flight recorder, which has written down each collective of this process already.
+
+What it gives in torch 2.13 (measured on gloo; for nccl as torch documents it):
+
+- It is on by default (2000 entries for all groups together; `TORCH_FR_BUFFER_SIZE=0` turns it off) for gloo and nccl,
+  and it sees
+  collectives whoever issues them, Python or C++ (DDP, FSDP, Megatron): group, operation, tensor sizes and dtypes,
+  the number of the collective within its group (`collective_seq_id`), the time, the thread, and whether it is over
+  (`retired`).
+- gloo: `state` is always "scheduled" and no start or completion times are given, so `retired` is all there is to go
+  by. Point-to-point operations are not
+  recorded, but they count in `op_id` and in `pg_status`; `collective_seq_id` leaves them out and is what ranks can be
+  compared by.
+  `monitored_barrier`, `new_group` and `init_process_group` are not recorded. A coalesced call is one entry with all of
+  its tensors.
+- nccl: `state` is scheduled, started or completed, as the watchdog thread finds it; p2p operations are entries with
+  `is_p2p` and `p2p_seq_id`.
+  What is scheduled may still stand behind other work in its stream.
+- `pg_config` does not tell gloo groups apart, so the members of a group are taken from torch.distributed's own tables.
+- Not recorded by either: root ranks and reduce operations, store waits, and anything outside torch.distributed.
+- Call sites: the first dump with stacks imports torch._inductor (800 modules, 3 to 7 s here) unless it is kept from
+  that (`_without_inductor`); then it costs milliseconds.
+- nccl: a dump asks the events of its entries after it has let go of the recorder's lock, and may meet one that was just
+  freed (pytorch/pytorch#192232, mended after 2.13). So entries are read only when something may be stuck or has ended.
+- There are two recorders: nccl's groups write into one of their own, which `_dump_nccl_trace*` reads and only builds
+  with nccl have; all others into the one of `_dump_fr_trace*`. Both are read, and what stands in both counts once. In
+  builds with another library of NVIDIA's interface the first holds that one's entries.
+- Its tables of groups are read without their lock: `_still_recorder` says when that is safe.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
+
+from offbeat_liveness._process.head import CallSite, Collective
+from offbeat_liveness._process.stacks import is_importing, readable
+
+INDUCTOR: Final = "torch._inductor"
+CODECACHE: Final = "torch._inductor.codecache"
+RawEntry = dict[str, Any]
+
+
+def is_loaded() -> bool:
+    """Whether this process has torch.distributed at all; nothing here imports it."""
+    module = sys.modules.get("torch.distributed.distributed_c10d")
+    is_whole = module is not None and not getattr(module.__spec__, "_initializing", False)
+    return is_whole and "torch._C._distributed_c10d" in sys.modules
+
+
+def status_text() -> str:
+    """A text that changes whenever a collective is issued or ends, a line a recorder: about 20 µs, no entries read."""
+    return "\n".join(dump(includeCollectives=False).decode() for dump in _dumps("_trace_json"))
+
+
+def has_pending(status: str) -> bool:
+    """Whether a status text shows a group with a collective that was issued and is not over."""
+    recorders: list[dict[str, dict[str, dict[str, str]]]] = [json.loads(line) for line in status.splitlines()]
+    groups = [group for recorder in recorders for group in recorder.get("pg_status", {}).values()]
+    return any(int(each["last_enqueued_collective"]) > int(each["last_completed_collective"]) for each in groups)
+
+
+def read_entries(*, call_sites: bool = False) -> list[RawEntry]:
+    """What the recorder holds as it gives it, oldest first, point-to-point left out; about 20 ms when it is full.
+
+    Args:
+        call_sites: with the Python frames of each; left out while a thread of this process imports something.
+    """
+    with_frames = call_sites and (CODECACHE in sys.modules or not is_importing())
+    with _without_inductor() if with_frames else contextlib.nullcontext():
+        # Pickled by this very process, in its own memory, a moment ago: nothing comes from outside.
+        # JSON takes twice the time, and holds no frames.
+        held = [
+            pickle.loads(dump(includeCollectives=True, includeStackTraces=with_frames, onlyActive=False))
+            for dump in _dumps("_trace")
+        ]
+    entries = [entry for each in held for entry in each.get("entries", ()) if not entry.get("is_p2p")]
+    return entries if len(held) == 1 else _merge(entries)
+
+
+def _merge(entries: list[RawEntry]) -> list[RawEntry]:
+    """Entries of several recorders, oldest first, each once."""
+    found = {(entry["time_created_ns"], entry["record_id"], group_of(entry)): entry for entry in entries}
+    return sorted(found.values(), key=lambda entry: int(entry["time_created_ns"]))
+
+
+def is_off() -> bool:
+    """Whether the environment has turned the recorder off."""
+    return os.environ.get("TORCH_FR_BUFFER_SIZE") == "0"
+
+
+def holds_all(entries: Sequence[RawEntry]) -> bool:
+    """Whether the recorder has forgotten nothing yet: a group without entries then has had no collective."""
+    firsts: dict[bool, int] = {}  # nccl's recorder counts by itself
+    for entry in entries:
+        firsts.setdefault(_backend(entry) == "nccl", int(entry["record_id"]))
+    return not any(firsts.values()) if firsts else not is_off()
+
+
+def parse_entries(entries: Iterable[RawEntry]) -> list[Collective]:
+    """Entries of the recorder's pickle or JSON form."""
+    return [_parse(entry) for entry in entries if not entry.get("is_p2p")]
+
+
+def group_of(entry: RawEntry) -> str:
+    """Torch's name of the group of an entry."""
+    return str(entry["process_group"][0])
+
+
+def seq_of(entry: RawEntry) -> int:
+    """Number of an entry in its group."""
+    return int(entry["collective_seq_id"])
+
+
+def is_over(entry: RawEntry) -> bool:
+    """Whether a collective has finished or failed."""
+    return bool(entry["retired"]) or entry["state"] == "completed"
+
+
+@contextlib.contextmanager
+def _without_inductor() -> Iterator[None]:
+    """Keep torch from importing inductor to name the frames of compiled code while a run is stuck.
+
+    Expected: a dump with stacks reads what was recorded. What happens in torch 2.13: its symboliser imports
+    torch._inductor.codecache, 800 modules in 3 to 7 s, to ask for frames of compiled code; where that is not loaded,
+    there is no compiled code. A stand-in that knows of none is put in its place for the milliseconds of the dump, and
+    only while no thread imports. Can go when the symboliser looks into sys.modules itself.
+    """
+    if CODECACHE in sys.modules:
+        yield
+        return
+    stand_in: Any = types.ModuleType(CODECACHE)
+    stand_in.PyCodeCache = types.SimpleNamespace(stack_frames_for_code=lambda path, line: None)
+    made = {CODECACHE: stand_in}
+    if INDUCTOR not in sys.modules:
+        made[INDUCTOR] = types.ModuleType(INDUCTOR)
+    sys.modules.update(made)
+    try:
+        yield
+    finally:
+        for name in made:
+            sys.modules.pop(name, None)  # whoever does the same in another thread may have been first
+
+
+def _dumps(what: str) -> list[Callable[..., bytes]]:
+    """Functions of this build of torch that read a recorder: `_dump_fr_trace`, `_dump_nccl_trace`."""
+    binding = sys.modules["torch._C._distributed_c10d"]
+    found = (getattr(binding, f"_dump_{recorder}{what}", None) for recorder in ("fr", "nccl"))
+    return [dump for dump in found if dump is not None]
+
+
+def _backend(entry: RawEntry) -> str:
+    return str(entry["profiling_name"]).rpartition(":")[0]
+
+
+def _parse(entry: RawEntry) -> Collective:
+    backend, _, op = entry["profiling_name"].rpartition(":")
+    state = entry["state"]
+    frames = [CallSite(file=f["filename"], line=f["line"], function=f["name"]) for f in entry.get("frames", ())]
+    sites = readable(frames) if frames else ()
+    return Collective(
+        group=group_of(entry),
+        seq=seq_of(entry),
+        op=op.lstrip("_"),
+        inputs=_tensors(entry["input_dtypes"], entry["input_sizes"]),
+        outputs=_tensors(entry["output_dtypes"], entry["output_sizes"]),
+        done=is_over(entry),
+        created_ns=int(entry["time_created_ns"]),
+        thread=int(entry.get("thread_id") or 0),
+        backend=backend,
+        started=backend != "nccl" or state != "scheduled",
+        call_site=sites[0] if sites else None,
+    )
+
+
+def _tensors(dtypes: list[str], sizes: list[list[int]]) -> tuple[str, ...]:
+    return tuple(f"{dtype}{list(size)}" for dtype, size in zip(dtypes, sizes, strict=False))

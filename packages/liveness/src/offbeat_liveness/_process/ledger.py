@@ -1,0 +1,174 @@
+"""Waits that torch's flight recorder does not write down: declared waits, point-to-point, store waits.
+
+Collectives never come past here. Blocking calls of torch.distributed that are not recorded anywhere
+(`monitored_barrier`,
+`new_group`, `init_process_group`) are read off the stack when somebody looks, so they cost nothing either (`_calls`).
+"""
+
+import itertools
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final
+
+from offbeat_liveness._process.head import WaitKind
+
+MAX_POSTED: Final = 256
+P2P_CALLS: Final = ("send", "recv", "recv_anysource")
+STORE_CALLS: Final = ("get", "wait", "multi_get")
+PATCHED: Final = "_offbeat_liveness"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Entry:
+    """One open wait.
+
+    Args:
+        kind, what, on, deadline_s: as in `Wait`.
+        since_s: monotonic seconds when it began.
+        thread: ident of its thread.
+        group: the process group object, for p2p.
+        peer: rank within that group; -1 means any.
+        work: torch's handle, for p2p; weak, so that nothing lives longer than the caller lets it.
+    """
+
+    kind: WaitKind
+    what: str
+    on: str = ""
+    deadline_s: float | None = None
+    since_s: float = field(default_factory=time.monotonic)
+    thread: int = field(default_factory=threading.get_ident)
+    group: Any = None
+    peer: int = -1
+    work: Callable[[], Any] = field(default=lambda: None)
+
+    def is_over(self) -> bool:
+        """Whether the handle of a posted operation is gone or complete."""
+        work = self.work()
+        return work is None or bool(work.is_completed())
+
+
+class Ledger:
+    """The open waits of this process. Adding and closing is one dict operation, safe under the GIL."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._open: dict[int, Entry] = {}
+        self._posted: dict[int, Entry] = {}
+        self._prune_from = MAX_POSTED
+
+    def enter(self, entry: Entry) -> int:
+        """Write down a wait; the number closes it."""
+        number = next(self._numbers)
+        self._open[number] = entry
+        return number
+
+    def leave(self, number: int) -> None:
+        """Close a wait."""
+        self._open.pop(number, None)
+
+    def post(self, entry: Entry) -> None:
+        """Write down a point-to-point operation, which is over when its handle says so."""
+        self._posted[next(self._numbers)] = entry
+        if len(self._posted) > self._prune_from:
+            self._prune()
+            self._prune_from = max(MAX_POSTED, 2 * len(self._posted))
+
+    def open_waits(self) -> list[Entry]:
+        """What has begun and not ended, oldest first."""
+        self._prune()
+        return sorted([*self._open.copy().values(), *self._posted.copy().values()], key=lambda entry: entry.since_s)
+
+    def clear(self) -> None:
+        """Forget everything: in a forked child the threads that waited do not exist."""
+        self.__init__()  # type: ignore[misc]
+
+    def _prune(self) -> None:
+        for number, entry in self._posted.copy().items():
+            if entry.is_over():
+                self._posted.pop(number, None)  # another thread prunes too
+
+
+LEDGER: Final = Ledger()
+
+
+class waiting:  # noqa: N801 - a context manager that reads as a verb, like contextlib's
+    """Declare a wait that the monitor could not see: a queue, a future, a request, a rendezvous.
+
+    Costs about a microsecond. It does not interrupt anything: past `stall_after_s` (or `deadline_s`, while the
+    producer is
+    seen to move) the monitor's verdict names it.
+
+    Args:
+        name: of the wait, such as "sample_queue.get".
+        on: who has to act: a process's name ("rollouter", "rank 3") or a role that several names begin with.
+        deadline_s: how long it may last while its producer moves; 10 × stall_after_s without it.
+
+    Example:
+        with liveness.waiting("sample_queue.get", on="rollouter", deadline_s=600):
+            sample = queue.get()
+    """
+
+    __slots__ = ("_deadline_s", "_name", "_number", "_on")
+
+    def __init__(self, name: str, *, on: str = "", deadline_s: float | None = None) -> None:
+        self._name, self._on, self._deadline_s, self._number = name, on, deadline_s, 0
+
+    def __enter__(self) -> None:
+        entry = Entry(kind="declared", what=self._name, on=self._on, deadline_s=self._deadline_s)
+        self._number = LEDGER.enter(entry)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        LEDGER.leave(self._number)
+
+
+def watch_torch_calls() -> None:
+    """Have torch's point-to-point operations and store waits written down; once per process.
+
+    The methods are replaced on torch's own classes, so `from torch.distributed import send` is seen as well. About 2
+    µs for each
+    such call; collectives are not touched.
+    """
+    c10d = sys.modules["torch.distributed.distributed_c10d"]
+    if getattr(c10d.ProcessGroup, PATCHED, False):
+        return
+    c10d.ProcessGroup._offbeat_liveness = True
+    for name in P2P_CALLS:
+        setattr(c10d.ProcessGroup, name, _posting(name, getattr(c10d.ProcessGroup, name)))
+    for name in STORE_CALLS:
+        setattr(c10d.Store, name, _entering(name, getattr(c10d.Store, name)))
+
+
+def _posting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def post(group: Any, *args: Any, **named: Any) -> Any:
+        work = call(group, *args, **named)
+        peer = args[1] if name != "recv_anysource" and len(args) > 1 else -1
+        # A coalescing manager hands out no handle: then there is nothing to wait in.
+        if work is not None:
+            LEDGER.post(Entry(kind="p2p", what=name, group=group, peer=peer, work=weakref.ref(work)))
+        return work
+
+    return post
+
+
+def _entering(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(store: Any, *args: Any, **named: Any) -> Any:
+        number = LEDGER.enter(Entry(kind="store", what=f"store.{name}", on=_keys(args)))
+        try:
+            return call(store, *args, **named)
+        finally:
+            LEDGER.leave(number)
+
+    return enter
+
+
+def _keys(args: tuple[Any, ...]) -> str:
+    """The keys of a store wait, for people."""
+    keys = args[0] if args else ""
+    return keys if isinstance(keys, str) else ", ".join(map(str, keys[:4]))

@@ -1,0 +1,153 @@
+"""Whether this process moves: new collectives, new lines of Python, or work on a CPU."""
+
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Final
+
+from offbeat_liveness._process import flight_recorder
+from offbeat_liveness._process.proc import is_at_work, thread_cpu_s
+from offbeat_liveness._process.stacks import main_thread_ident, thread_frames
+from offbeat_liveness._process.still_recorder import StillRecorder
+
+DEPTH: Final = 4
+Position = tuple[tuple[int, int], ...]
+
+
+@dataclass
+class ThreadMotion:
+    """Where one thread has been since the last collective was issued or ended.
+
+    A loop that polls stands still: it shows no line that was not seen before.
+    """
+
+    last: Position = ()
+    since_s: float = 0.0
+    cpu_s: float = 0.0
+    at_work_s: float = 0.0
+    seen: set[Position] = field(default_factory=set)
+
+
+class Motion:
+    """Looks at the process once a tick, for about 50 µs; remembers since when nothing new has happened.
+
+    Args:
+        longest_gap_s: between two looks; beyond that the process counts as having been suspended.
+
+    Attributes:
+        recorder: torch's, as far as it may be read.
+        status: the recorder's, as a text; "" while groups move.
+        status_since_s: when it last changed, monotonic seconds.
+        watched_since_s: since when there were no gaps between the looks.
+    """
+
+    def __init__(self, longest_gap_s: float) -> None:
+        self.recorder = StillRecorder()
+        self.status = ""
+        self.status_since_s = self.watched_since_s = self._looked_s = time.monotonic()
+        self._longest_gap_s = longest_gap_s
+        self._threads: dict[int, ThreadMotion] = {}
+
+    def look(self) -> None:
+        """Take one sample of the recorder's status and of all threads."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > self._longest_gap_s:
+            self._begin_anew(now_s)
+        gap_s, self._looked_s = now_s - self._looked_s, now_s
+        advanced = self._has_advanced()
+        frames = thread_frames()
+        for ident, frame in frames.items():
+            if not self._look_at(ident, frame, now_s, forget=advanced):
+                self._threads[ident].at_work_s += gap_s * is_at_work(os.getpid(), _native_id(ident))
+        for ident in self._threads.keys() - frames.keys():
+            del self._threads[ident]
+
+    def _has_advanced(self) -> bool:
+        """Whether collectives were issued or have ended; the first status after a movement is no news of its own."""
+        text = self.recorder.status_text()
+        ended = bool(text) and self.status not in ("", text)
+        advanced = ended or self.recorder.moved_s > self.status_since_s
+        if advanced:
+            self.status_since_s = time.monotonic()
+        self.status = text or ""
+        return advanced
+
+    def _begin_anew(self, now_s: float) -> None:
+        """After a suspension of the process or the machine: what lies before says nothing about now."""
+        self.status_since_s = self.watched_since_s = now_s
+        self._threads.clear()
+
+    def has_pending(self) -> bool:
+        """Whether a collective was issued that is not over."""
+        return bool(self.status) and flight_recorder.has_pending(self.status)
+
+    def thread_still_s(self, ident: int) -> float:
+        """Seconds since a thread was last seen on a new line; that of the main thread for threads without Python."""
+        motion = self._threads.get(ident) or self._threads.get(main_thread_ident())
+        return time.monotonic() - motion.since_s if motion else 0.0
+
+    def still_s(self, worker: int = 0) -> float:
+        """Seconds since the process last moved.
+
+        Args:
+            worker: ident of the thread that makes its collectives, where that is not the main thread.
+        """
+        threads_s = (self.thread_still_s(ident) for ident in (main_thread_ident(), worker))
+        return min(time.monotonic() - self.status_since_s, *threads_s)
+
+    def busy(self, worker: int = 0) -> float:
+        """Share of the time since its last new line that its main thread or its worker has had work.
+
+        That is time on a core, or ready for one, or in the kernel for a disk: who writes a large file stands on one
+        line, uses no core, and is not stuck. What the looks have seen counts beside what the kernel has added up.
+        """
+        return max(self._thread_busy(ident) for ident in (main_thread_ident(), worker))
+
+    def _thread_busy(self, ident: int) -> float:
+        motion = self._threads.get(ident)
+        if motion is None:
+            return 0.0
+        passed_s = time.monotonic() - motion.since_s
+        return max(_thread_cpu_s(ident) - motion.cpu_s, motion.at_work_s) / passed_s if passed_s > 0 else 0.0
+
+    def _look_at(self, ident: int, frame: FrameType, now_s: float, *, forget: bool) -> bool:
+        """Note where a thread stands; whether that is another place than last time."""
+        motion = self._threads.get(ident)
+        position = _position(frame)
+        if motion is None:
+            motion = self._threads[ident] = ThreadMotion(since_s=now_s)
+        elif position == motion.last:
+            if forget:
+                motion.seen = {position}
+            return False
+        elif forget:
+            motion.seen.clear()
+        motion.last = position
+        if position not in motion.seen:
+            motion.seen.add(position)
+            motion.since_s = now_s
+            motion.cpu_s, motion.at_work_s = _thread_cpu_s(ident), 0.0
+        return True
+
+
+def _position(frame: FrameType | None) -> Position:
+    places: list[tuple[int, int]] = []
+    while frame is not None and len(places) < DEPTH:
+        places.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return tuple(places)
+
+
+def _thread_cpu_s(ident: int) -> float:
+    """CPU that a thread has used or waited for; of the whole process where the platform cannot tell."""
+    native_id = _native_id(ident)
+    if not native_id:
+        return 0.0
+    return thread_cpu_s(os.getpid(), native_id) or time.process_time()
+
+
+def _native_id(ident: int) -> int:
+    """The kernel's number of a thread; 0 for one that Python did not make."""
+    return next((each.native_id or 0 for each in threading.enumerate() if each.ident == ident), 0)

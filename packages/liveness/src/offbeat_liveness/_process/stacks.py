@@ -1,0 +1,85 @@
+"""Where threads stand, told in the user's frames."""
+
+import sysconfig
+import threading
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from offbeat_liveness._process.current_frames import current_frames
+from offbeat_liveness._process.head import CallSite
+
+MAX_FRAMES: Final = 12
+OWN_THREADS: Final = "offbeat-liveness"
+"""What the names of the watch's own threads begin with."""
+OWN_FOLDER: Final = str(Path(__file__).parents[1])
+STANDARD_LIBRARY: Final = tuple({sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"]})
+IMPORT_MACHINERY: Final = "<frozen importlib._bootstrap>"
+INSTALLED: Final = ("site-packages", "dist-packages")
+
+
+def thread_frames() -> dict[int, FrameType]:
+    """The innermost frame of each thread but those of the watch, by thread ident.
+
+    A frame keeps what its function works on, a layer's weights for one, until nobody holds the frame. A thread of the
+    watch that held its own would do so in a circle, with all the others, until the garbage collector comes.
+    """
+    own = {each.ident or 0 for each in threading.enumerate() if each.name.startswith(OWN_THREADS)}
+    frames = current_frames()
+    for ident in own & frames.keys():
+        del frames[ident]
+    return frames
+
+
+def stack_of(frame: FrameType | None) -> tuple[CallSite, ...]:
+    """The frames that a reader can act on, innermost first: no torch, no standard library, nothing of our own.
+
+    A thread that stands in nothing else (a torch thread) is told with all of its frames.
+    """
+    sites = []
+    while frame is not None:
+        sites.append(CallSite(file=frame.f_code.co_filename, line=frame.f_lineno, function=frame.f_code.co_qualname))
+        frame = frame.f_back
+    return readable(sites)
+
+
+def readable(sites: list[CallSite]) -> tuple[CallSite, ...]:
+    """Leave out what the reader did not write and cannot change."""
+    chosen = [each for each in sites if not is_machinery(each.file)]
+    return tuple((chosen or sites)[:MAX_FRAMES])
+
+
+def is_importing() -> bool:
+    """Whether any thread stands in an import."""
+    return any(_has_import(frame) for frame in thread_frames().values())
+
+
+def _has_import(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == IMPORT_MACHINERY:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def main_thread_ident() -> int:
+    """Ident of the main thread."""
+    return threading.main_thread().ident or 0
+
+
+@lru_cache(maxsize=4096)
+def is_machinery(file: str) -> bool:
+    """Whether a file is torch, the standard library, or offbeat-mesh."""
+    if file.startswith(("<frozen", OWN_FOLDER)):
+        return True
+    parts = Path(file).parts
+    for folder in INSTALLED:
+        if folder in parts:
+            return parts[parts.index(folder) + 1].split(".")[0] == "torch"
+    return file.startswith(STANDARD_LIBRARY)
+
+
+def is_own(file: str) -> bool:
+    """Whether a file belongs to the reader's project rather than to an installed package."""
+    return not is_machinery(file) and not any(folder in Path(file).parts for folder in INSTALLED)

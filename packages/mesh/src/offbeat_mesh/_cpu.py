@@ -1,0 +1,97 @@
+"""The CPU as a device."""
+
+import ctypes
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from offbeat_mesh._device import DeviceMemory
+from offbeat_mesh._threads_profile import profile_threads
+
+CLEAR_PEAK = "5"  # proc(5), /proc/pid/clear_refs: reset the peak resident set size
+
+
+class CpuDevice:
+    """All CPU cores given to this process, as one device."""
+
+    kind: ClassVar[str] = "cpu"
+    preference: ClassVar[int] = 0
+    visible_variable: ClassVar[str] = ""
+    collective_backend = "gloo"
+    packed_attention = "split"
+    autocast_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+
+    def __init__(self, index: int = 0) -> None:
+        self.torch_device = torch.device(self.kind)
+
+    @classmethod
+    def count(cls) -> int:
+        """One, always."""
+        return 1
+
+    def synchronize(self) -> None:
+        """Nothing is queued on a CPU."""
+
+    def memory(self) -> DeviceMemory:
+        """Resident memory of the process."""
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        status = _proc_status()
+        peak = status.get("VmHWM", _peak_since_start())
+        return DeviceMemory(allocated_bytes=status.get("VmRSS", peak), peak_bytes=peak, total_bytes=total)
+
+    def reset_peak_memory(self) -> None:
+        """Start the peak anew on Linux; elsewhere the peak stays that of the whole process."""
+        clear = Path("/proc/self/clear_refs")
+        if clear.exists():
+            clear.write_text(CLEAR_PEAK)
+
+    def release_unused(self) -> None:
+        """Let the C library give free memory back to the system, where it is one that can be asked (glibc).
+
+        It maps large blocks one by one and unmaps them when they are freed, but what it calls large grows up to 32 MiB
+        with the blocks that are freed, so that much of a model may lie in its heap.
+
+        Source: mallopt(3), M_MMAP_THRESHOLD; malloc_trim(3).
+        """
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+    def rng_state(self) -> torch.Tensor:
+        """State of torch's default generator: [n] uint8."""
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Set what `rng_state` gave."""
+        torch.set_rng_state(state)
+
+    def profiler(self) -> torch.profiler.profile:
+        """Torch's, of all threads."""
+        return profile_threads(torch.profiler.ProfilerActivity.CPU)
+
+    def adapt(self, model: torch.nn.Module) -> tuple[str, ...]:
+        """Nothing to replace: torch's own kernels serve a CPU."""
+        return ()
+
+    def prepare(self, library: str, settings: Mapping[str, Any]) -> None:
+        """Nothing to patch."""
+
+
+def _proc_status() -> dict[str, int]:
+    """Memory lines of /proc/self/status in bytes; empty where there is none."""
+    path = Path("/proc/self/status")
+    if not path.exists():
+        return {}
+    pairs = (line.split(":", 1) for line in path.read_text().splitlines())
+    return {key: int(value.split()[0]) * 1024 for key, value in pairs if key in ("VmHWM", "VmRSS")}
+
+
+def _peak_since_start() -> int:
+    """Peak resident memory in bytes; ru_maxrss counts KiB, but bytes on macOS."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,69 @@
+"""An NVIDIA GPU as a device; a ROCm build of torch answers to the same name."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from offbeat_mesh._device import DeviceMemory
+from offbeat_mesh._threads_profile import profile_threads
+
+
+class CudaDevice:
+    """One GPU, by its index among those visible to this process."""
+
+    kind: ClassVar[str] = "cuda"
+    preference: ClassVar[int] = 10
+    # Source: Ray 2.60, ray/_private/accelerators/nvidia_gpu.py and amd_gpu.py.
+    visible_variable: ClassVar[str] = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
+    collective_backend = "nccl"
+
+    def __init__(self, index: int = 0) -> None:
+        self.torch_device = torch.device(self.kind, index)
+        ampere = torch.cuda.get_device_capability(index) >= (8, 0)  # has bfloat16 and flash attention
+        self.autocast_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16) if ampere else (torch.float16,)
+        self.packed_attention = "varlen" if ampere else "rows"
+
+    @classmethod
+    def count(cls) -> int:
+        """Visible GPUs; 0 for a build of torch without CUDA."""
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+    def synchronize(self) -> None:
+        """Wait for every stream of the GPU."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def memory(self) -> DeviceMemory:
+        """What torch's allocator holds for tensors; other users of the GPU are not counted."""
+        return DeviceMemory(
+            allocated_bytes=torch.cuda.memory_allocated(self.torch_device),
+            peak_bytes=torch.cuda.max_memory_allocated(self.torch_device),
+            total_bytes=torch.cuda.get_device_properties(self.torch_device).total_memory,
+        )
+
+    def reset_peak_memory(self) -> None:
+        """Start the peak anew."""
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def release_unused(self) -> None:
+        """Give what torch's allocator holds free back to the GPU."""
+        torch.cuda.empty_cache()
+
+    def rng_state(self) -> torch.Tensor:
+        """State of the GPU's default generator: [n] uint8 on the CPU."""
+        return torch.cuda.get_rng_state(self.torch_device)
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Set what `rng_state` gave."""
+        torch.cuda.set_rng_state(state, self.torch_device)
+
+    def profiler(self) -> torch.profiler.profile:
+        """Torch's, of all threads and the kernels of the GPU."""
+        return profile_threads(torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
+
+    def adapt(self, model: torch.nn.Module) -> tuple[str, ...]:
+        """Nothing to replace: torch's own kernels serve a GPU."""
+        return ()
+
+    def prepare(self, library: str, settings: Mapping[str, Any]) -> None:
+        """Nothing to patch."""

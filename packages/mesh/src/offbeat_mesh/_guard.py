@@ -1,0 +1,138 @@
+"""Guards: predicates over the mesh, and the rule that a collective obeys under them.
+
+The axis rule: a collective over the axes A under a guard that depends on the axes C is safe only if A and C have no
+axis in common. A guard is a pure function of a rank's coordinates, so here the rule is decided exactly, over the
+members of the group: the call is safe if every member passes every open guard. That also holds for axes with different
+names that count the same ranks (ep × edp and dp × cp × tp).
+"""
+
+import threading
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from offbeat_mesh._layout import Layout
+from offbeat_types import ConfigError, GuardError
+
+if TYPE_CHECKING:
+    from offbeat_mesh._guarded_torch import GuardedTorch
+
+Place: TypeAlias = int | str | Collection[int]
+"""One index of an axis, "first" or "last", or several indices."""
+
+NAMED_PLACES: Final = ("first", "last")
+
+
+class Guard:
+    """Who passes: the ranks at given places of given axes. `Mesh.where` makes it.
+
+    As a bool: does this rank pass? As a context manager: while it is open in a thread, every collective of that thread
+    must be over members that all pass, else `GuardError` at once, on every rank that comes to the call. That holds for
+    offbeat's groups and for whatever calls torch.distributed below (FSDP, Megatron, your own code). Sends and receives
+    between two ranks are left alone.
+
+        with mesh.where(pp="last") as here:
+            if here:
+                mesh.group("dp", "cp").all_reduce(loss)
+
+    Args:
+        layout: of the mesh.
+        rank: of this process.
+        places: for each axis the places that pass.
+
+    Raises:
+        ConfigError: an unknown axis, a place outside it, or no place at all.
+    """
+
+    def __init__(self, layout: Layout, rank: int, places: Mapping[str, Place]) -> None:
+        if not places:
+            raise ConfigError("a guard needs an axis, such as where(pp='last'); without one every rank passes")
+        self.layout, self.rank = layout, rank
+        self.axes = layout.ordered(places)
+        self._passing = {axis: _indices(layout, axis, places[axis]) for axis in self.axes}
+        self._text = ", ".join(f"{axis}={_text(places[axis])}" for axis in self.axes)
+
+    def passes(self, rank: int) -> bool:
+        """Whether a global rank passes."""
+        place = self.layout.coordinates(rank)
+        return all(place[axis] in passing for axis, passing in self._passing.items())
+
+    def __bool__(self) -> bool:
+        return self.passes(self.rank)
+
+    def __repr__(self) -> str:
+        return f"where({self._text})"
+
+    def __enter__(self) -> bool:
+        _open.push(self)
+        return bool(self)
+
+    def __exit__(self, *_: object) -> None:
+        _open.pop(self)
+
+
+def check_guards(call: str, group: str, ranks: Collection[int]) -> None:
+    """Apply the axis rule to one call.
+
+    Args:
+        call: its name.
+        group: the group's name, for people.
+        ranks: global ranks of its members.
+
+    Raises:
+        GuardError: a member does not pass an open guard of this thread.
+    """
+    for guard in _open.guards:
+        outside = tuple(rank for rank in ranks if not guard.passes(rank))
+        if outside and len(ranks) > 1:
+            raise GuardError(call, group, repr(guard), _differing(guard, ranks), outside)
+
+
+def _differing(guard: Guard, ranks: Iterable[int]) -> tuple[str, ...]:
+    """Axes of the guard along which the ranks differ."""
+    places = [guard.layout.coordinates(rank) for rank in ranks]
+    return tuple(axis for axis in guard.axes if len({place[axis] for place in places}) > 1)
+
+
+def _indices(layout: Layout, axis: str, place: Place) -> frozenset[int]:
+    size = layout.axes[axis]
+    named = {"first": 0, "last": size - 1}
+    if isinstance(place, str):
+        chosen: Collection[int] = [named[place]] if place in named else []
+    else:
+        chosen = [place] if isinstance(place, int) else list(place)
+    if not chosen or any(isinstance(each, bool) or not isinstance(each, int) for each in chosen):
+        raise ConfigError(f"{axis} takes an index, several, or one of {', '.join(NAMED_PLACES)}: got {place!r}")
+    outside = sorted(each for each in chosen if not 0 <= each < size)
+    if outside:
+        raise ConfigError(f"{axis} has the places 0 to {size - 1}: got {', '.join(map(str, outside))}")
+    return frozenset(chosen)
+
+
+def _text(place: Place) -> str:
+    return repr(place) if isinstance(place, int | str) else repr(tuple(place))
+
+
+class _OpenGuards(threading.local):
+    """The open guards of one thread, and the watch over torch's own calls while there are any."""
+
+    def __init__(self) -> None:
+        self.guards: list[Guard] = []
+        self._watch: GuardedTorch | None = None
+
+    def push(self, guard: Guard) -> None:
+        if self._watch is None:
+            from offbeat_mesh._guarded_torch import GuardedTorch  # needs torch, which a guard alone does not
+
+            self._watch = GuardedTorch()  # type: ignore[no-untyped-call]  # torch's
+            self._watch.__enter__()  # type: ignore[no-untyped-call]  # torch's
+        self.guards.append(guard)
+
+    def pop(self, guard: Guard) -> None:
+        assert self.guards[-1] is guard, "guards close in the order opposite to their opening"
+        self.guards.pop()
+        if not self.guards and self._watch is not None:
+            self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+            self._watch = None
+
+
+_open: Final = _OpenGuards()

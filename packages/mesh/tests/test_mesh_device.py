@@ -1,0 +1,180 @@
+import json
+import threading
+
+import pytest
+import torch
+from torch.profiler import record_function
+
+from offbeat_mesh import StepTracer, TraceFiles, available_devices, open_device, rank_device
+from offbeat_types import ConfigError, TracePlan, installed_backends, load_backend
+
+
+def test_cpu_and_cuda_are_registered():
+    assert {"cpu", "cuda"} <= set(installed_backends("offbeat.device"))
+
+
+def test_auto_takes_the_preferred_kind_that_is_here():
+    assert open_device("auto").kind == next(iter(available_devices()))
+
+
+def test_cpu_answers_every_question():
+    device = open_device("cpu:0")
+    device.synchronize()
+    assert device.torch_device == torch.device("cpu")
+    assert device.collective_backend == "gloo"
+    assert torch.bfloat16 in device.autocast_dtypes
+    assert torch.distributed.is_gloo_available()
+
+
+def test_cpu_memory_sees_an_allocation_and_its_peak():
+    device = open_device("cpu")
+    device.reset_peak_memory()
+    before = device.memory()
+    block = torch.ones(16 * 2**20)  # 64 MiB
+    during = device.memory()
+    del block
+    assert during.allocated_bytes - before.allocated_bytes > 50 * 2**20
+    assert device.memory().peak_bytes >= during.allocated_bytes - 2**20
+    assert during.total_bytes > during.allocated_bytes
+
+
+def test_rng_state_goes_round():
+    device = open_device("cpu")
+    state = device.rng_state()
+    first = torch.rand(3)
+    device.set_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:99", "cpu:1", "cpu:", "cpu:x", "auto:0", "", "cpu:-1"])
+def test_a_device_that_is_not_here_is_refused_with_those_that_are(name):
+    with pytest.raises(ConfigError, match=r"this machine has .*cpu"):
+        open_device(name)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_cuda_answers_every_question():
+    device = open_device("cuda:0")
+    device.reset_peak_memory()
+    block = torch.ones(2**20, device=device.torch_device)
+    device.synchronize()
+    assert device.memory().peak_bytes >= block.numel() * 4
+    state = device.rng_state()
+    first = torch.rand(3, device=device.torch_device)
+    device.set_rng_state(state)
+    assert torch.equal(torch.rand(3, device=device.torch_device), first)
+
+
+class TwoAccelerators:
+    """A machine with two devices of a kind that this one has not."""
+
+    kind = "abacus"
+
+    class torch_device:  # noqa: N801
+        index = 0
+
+
+def test_each_rank_takes_an_accelerator_of_its_own(monkeypatch):
+    monkeypatch.setattr("offbeat_mesh._device.open_device", lambda name: TwoAccelerators())
+    monkeypatch.setattr("offbeat_mesh._device.available_devices", lambda: {"abacus": 2, "cpu": 1})
+    assert [rank_device("auto", rank, 2) for rank in (0, 1)] == ["abacus:0", "abacus:1"]
+    assert rank_device("abacus:1", 0, 1) == "abacus:1"
+    with pytest.raises(ConfigError, match="this machine has 2"):
+        rank_device("abacus", 0, 3)
+    with pytest.raises(
+        ConfigError, match=r"device = abacus:1 is one device for 2 ranks: name the kind alone \(abacus\)"
+    ):
+        rank_device("abacus:1", 0, 2)
+
+
+def test_ranks_share_the_cpu():
+    assert [rank_device("cpu", rank, 4) for rank in range(4)] == ["cpu"] * 4
+
+
+def test_a_profile_shows_all_threads(tmp_path):
+    """An engine computes in a thread of its own."""
+    ended = threading.Event()
+
+    def compute():
+        block = torch.randn(32, 32)
+        while not ended.wait(0.001):
+            with record_function("work of another thread"):
+                torch.mm(block, block)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    profiler = open_device("cpu").profiler()
+    profiler.start()
+    ended.wait(0.2)
+    profiler.stop()
+    ended.set()
+    thread.join()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    assert "work of another thread" in names_in(tmp_path / "trace.json")
+
+
+def names_in(path):
+    return {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+
+
+def tracer(folder, max_bytes=1 << 24, role="trainer-0"):
+    plan = TracePlan(role=role, folder=str(folder), first=1, last=3, max_bytes=max_bytes)
+    return StepTracer(open_device("cpu"), plan)
+
+
+def run_steps(traced, numbers=range(4)):
+    for number in numbers:
+        with traced.step(number):
+            torch.mm(torch.ones(4, 4), torch.ones(4, 4))
+
+
+def test_steps_are_traced_each_into_a_file_of_its_own(tmp_path):
+    traced = tracer(tmp_path / "profile")
+    run_steps(traced)
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == ["trainer-0-1.json", "trainer-0-2.json"]
+    for number in (1, 2):
+        found = names_in(tmp_path / "profile" / f"trainer-0-{number}.json")
+        assert {f"update {number}", "aten::mm"} <= found
+        assert f"update {3 - number}" not in found
+    assert traced.left_out == ""
+
+
+def test_a_step_that_fails_is_traced_and_its_error_passes(tmp_path):
+    def fail():
+        torch.mm(torch.ones(4, 4), torch.ones(4, 4))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), tracer(tmp_path).step(1):
+        fail()
+    assert "aten::mm" in names_in(tmp_path / "trainer-0-1.json")
+
+
+def test_traces_have_a_bound_that_the_former_process_has_used_too(tmp_path, capsys):
+    run_steps(tracer(tmp_path), numbers=[1])
+    size = (tmp_path / "trainer-0-1.json").stat().st_size
+    (tmp_path / "rollout-0-1.json").write_text(" " * 10 * size)  # another role's: not counted
+    traced = tracer(tmp_path, max_bytes=size + 10)
+    run_steps(traced, numbers=[2, 1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rollout-0-1.json", "trainer-0-1.json"]
+    assert "10 of" in traced.left_out
+    assert traced.left_out in capsys.readouterr().out
+
+
+def test_a_step_of_several_processes_is_kept_whole_or_not_at_all(tmp_path):
+    def written(step, num_bytes):
+        paths = [files.unfinished(step).with_suffix(f".{rank}") for rank in range(2)]
+        for path in paths:
+            path.write_bytes(bytes(num_bytes))
+        return paths
+
+    files = TraceFiles(TracePlan(role="rollout-0", folder=str(tmp_path), first=0, last=9, max_bytes=100))
+    files.keep(1, written(1, 30))
+    files.keep(2, written(2, 21))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rollout-0-1.json", "rollout-0-1.rank1.json"]
+    assert "step 2 has 42 bytes, and 40 of 100" in files.left_out
+    assert not files.wants(3)
+
+
+@pytest.mark.parametrize(("kind", "variable"), [("cpu", ""), ("cuda", "CUDA_VISIBLE_DEVICES")])
+def test_a_kind_says_which_variable_shows_a_process_its_devices(kind, variable):
+    assert load_backend("offbeat.device", kind).visible_variable == variable

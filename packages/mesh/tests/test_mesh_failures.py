@@ -1,0 +1,431 @@
+"""A rank that fails, dies, stops, leaves or does not come: the others raise, and the error names it."""
+
+import os
+import resource
+import signal
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from offbeat_mesh import Mesh, join_world
+from offbeat_mesh._board import Board
+from offbeat_mesh._hub import Hub
+from offbeat_types import DeadlineError, PeerFailedError
+
+PROMPT_S = 5.0  # the promise: errors of one member are raised on all members within 5 s
+LONG_S = 50.0  # so that no deadline of a call can be what ended it
+
+CALLS = {
+    "all_reduce": lambda g: g.all_reduce(torch.ones(2)),
+    "broadcast": lambda g: g.broadcast(torch.ones(2), source=1),
+    "gather_data": lambda g: g.gather_data(g.rank),
+    "recv": lambda g: g.recv(torch.ones(2), 1) if g.rank != 1 else None,
+    "recv_data": lambda g: g.recv_data(1) if g.rank != 1 else None,
+    "barrier": lambda g: g.barrier(),
+}
+
+
+def survive(group, call, store):
+    """Make a call that cannot end well: what it raised, and how long after the failure."""
+    with pytest.raises((PeerFailedError, DeadlineError)) as first:
+        call(group)
+    after_s = time.monotonic() - float(store.get("failed_at"))
+    with pytest.raises(first.type) as again:
+        group.barrier()
+    assert str(again.value) == str(first.value)
+    return [first.type.__name__, str(first.value), after_s]
+
+
+def fail_at(store):
+    store.set("failed_at", str(time.monotonic()))
+
+
+def wait_stopped(pid):
+    """Wait until a process has come to its SIGSTOP."""
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+
+
+def check_survivors(ended, failed, name, text):
+    for rank, one in enumerate(ended):
+        if rank == failed:
+            continue
+        assert not one.error, one.text
+        kind, said, after_s = one.value
+        assert kind == name
+        assert text in said, said
+        assert after_s < PROMPT_S
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_killed_member_is_named_by_all_survivors(run_ranks, call, size):
+    def body(rank, num_ranks, store):
+        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
+            group = Mesh(dp=num_ranks).group("dp")
+            group.all_reduce(torch.ones(2))
+            if rank == 1:
+                time.sleep(0.3)  # the others wait by then
+                fail_at(store)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return survive(group, CALLS[call], store)
+
+    ended = run_ranks(size, body)
+    assert ended[1].signal == signal.SIGKILL
+    check_survivors(ended, 1, "PeerFailedError", "rank 1 (dp 1) failed: its process ended without a word")
+
+
+def test_a_killed_member_is_named_though_rank_0_which_brings_the_news_stands_still(run_ranks):
+    def body(rank, num_ranks, store):
+        store.set(f"pid{rank}", str(os.getpid()))
+        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
+            group = Mesh(dp=num_ranks).group("dp")
+            group.all_reduce(torch.ones(2))
+            if rank == 1:
+                time.sleep(0.3)  # the others wait by then
+                hub = int(store.get("pid0"))
+                fail_at(store)
+                os.kill(hub, signal.SIGSTOP)
+                subprocess.Popen(["sh", "-c", f"sleep 2.6; kill -CONT {hub}"])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return survive(group, CALLS["all_reduce"], store)
+
+    check_survivors(run_ranks(4, body), 1, "PeerFailedError", "rank 1 (dp 1) failed: its process ended without a word")
+
+
+def test_rank_0_killed_takes_the_hub_with_it_and_is_named_all_the_same(run_ranks):
+    def body(rank, num_ranks, store):
+        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
+            group = Mesh(dp=num_ranks).group("dp")
+            group.barrier()
+            if rank == 0:
+                fail_at(store)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return survive(group, CALLS["all_reduce"], store)
+
+    check_survivors(run_ranks(4, body), 0, "PeerFailedError", "rank 0 (dp 0) failed: its process ended without a word")
+
+
+def test_an_error_inside_a_call_is_raised_on_all_members(run_ranks):
+    def body(rank, num_ranks, store):
+        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
+            group = Mesh(dp=num_ranks).group("dp")
+            group.barrier()
+            if rank == 2:
+                fail_at(store)
+                with pytest.raises(Exception, match="cannot travel"):
+                    group.all_gather_data({1, 2})
+                return None
+            return survive(group, lambda g: g.all_gather_data(1), store)
+
+    ended = run_ranks(4, body)
+    assert not ended[2].error
+    check_survivors(ended, 2, "PeerFailedError", "rank 2 (dp 2) in all_gather_data of dp of ranks 0, 1, 2, 3 failed:")
+    assert "the value to gather is a set" in ended[0].value[1]
+
+
+@pytest.mark.parametrize("others_are", ["in a call", "at the end", "late"])
+def test_an_error_while_working_together_is_raised_on_all_members(run_ranks, others_are):
+    def body(rank, num_ranks, store):
+        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
+            group = Mesh(dp=num_ranks).group("dp")
+
+            def work():
+                with group.together("load the shards"):
+                    if rank == 1:
+                        time.sleep(0.2)
+                        fail_at(store)
+                        raise FileNotFoundError("shard 7")
+                    if others_are == "in a call":
+                        group.barrier()
+                    elif others_are == "late":
+                        time.sleep(0.6)
+
+            if rank == 1:
+                with pytest.raises(FileNotFoundError):
+                    work()
+                return None
+            return survive(group, lambda _: work(), store)
+
+    text = "rank 1 (dp 1) in load the shards of dp of ranks 0, 1, 2 failed: FileNotFoundError: shard 7"
+    check_survivors(run_ranks(3, body), 1, "PeerFailedError", text)
+
+
+def test_working_together_ends_together(run_ranks):
+    def body(rank, num_ranks, store):
+        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
+            group = Mesh(dp=num_ranks).group("dp")
+            with group.together("work"):
+                if rank == 1:
+                    time.sleep(0.3)
+                    store.set("done", "1")
+            return store.check(["done"])
+
+    assert [one.value for one in run_ranks(2, body)] == [True, True]
+
+
+def test_the_first_failure_is_named_through_other_groups(run_ranks):
+    # Rank 3 fails in its tp group with rank 2, which leaves with that; ranks 0 and 1 wait for them in dp groups.
+    def body(rank, num_ranks, store):
+        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
+            mesh = Mesh(dp=2, tp=2)
+            tp, dp = mesh.group("tp"), mesh.group("dp")
+            if rank == 3:
+                fail_at(store)
+                with tp.together("load"):
+                    raise ValueError("bad shard")
+            if rank == 2:
+                tp.barrier()
+            return survive(dp, CALLS["all_reduce"], store)
+
+    ended = run_ranks(4, body)
+    assert (ended[3].error, ended[2].error) == ("ValueError", "PeerFailedError")
+    for rank in (0, 1):
+        assert not ended[rank].error, ended[rank].text
+        kind, text, after_s = ended[rank].value
+        assert kind == "PeerFailedError"
+        assert "rank 3" in text
+        assert "ValueError: bad shard" in text
+        assert after_s < PROMPT_S
+
+
+@pytest.mark.parametrize("how", ["world left", "function returns", "sys.exit", "uncaught error"])
+def test_a_member_that_ends_early_is_named(run_ranks, how):
+    def body(rank, num_ranks, store):
+        world = join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S)
+        group = Mesh(dp=num_ranks).group("dp")
+        group.barrier()
+        if rank == 1:
+            fail_at(store)
+            if how == "world left":
+                with pytest.raises(ValueError, match="enough"), world:
+                    raise ValueError("enough")
+                return None
+            if how == "uncaught error":  # what the interpreter does before it runs the exit handlers
+                import sys
+
+                sys.last_value = RuntimeError("boom")
+            if how != "function returns":
+                import atexit
+
+                atexit._run_exitfuncs()
+            os._exit(0)
+        said = survive(group, CALLS["all_reduce"], store)
+        world.leave()
+        return said
+
+    texts = {
+        "world left": "ValueError: enough",
+        "function returns": "its process ended without a word",
+        "sys.exit": "it has left the world",
+        "uncaught error": "RuntimeError: boom",
+    }
+    check_survivors(run_ranks(2, body), 1, "PeerFailedError", f"rank 1 (dp 1) failed: {texts[how]}")
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "recv", "gather_data"])
+def test_a_deadline_names_who_did_not_come_and_all_raise_it(run_ranks, call):
+    def body(rank, num_ranks, store):
+        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
+            group = Mesh(dp=num_ranks, deadline_s=2.5).group("dp")
+            group.all_reduce(torch.ones(1))
+            fail_at(store)
+            if rank == 1:
+                time.sleep(4.5)
+                fail_at(store)  # from here on for this rank; the others have raised
+                return survive(group, CALLS["all_reduce"], store)
+            return survive(group, CALLS[call], store)
+
+    ended = run_ranks(3, body)
+    check_survivors(ended, None, "DeadlineError", "rank 1 (dp 1) (last seen in all_reduce)")
+    assert f"{call} " in ended[0].value[1]
+    assert "waited 2.5 s for rank 1" in ended[0].value[1]
+    assert "rank 0" not in ended[2].value[1].replace("ranks 0", "")
+
+
+def test_a_deadline_says_who_does_not_answer(run_ranks):
+    def body(rank, num_ranks, store):
+        join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S)
+        group = Mesh(dp=num_ranks).group("dp")
+        group.barrier()
+        fail_at(store)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os._exit(0)
+        wait_stopped(int(store.get("pid1")))
+        if rank == 2:  # the only one that knows who is stopped lets it go on in the end
+            store.get("told")
+            return ["DeadlineError", "(does not answer: stopped", 0.0]
+        said = survive(group, lambda g: g.all_reduce(torch.ones(1), deadline_s=1.0), store)
+        store.set("told", "1")
+        return said
+
+    def body_and_wake(rank, num_ranks, store):
+        store.set(f"pid{rank}", str(os.getpid()))
+        try:
+            return body(rank, num_ranks, store)
+        finally:
+            if rank == 2:
+                os.kill(int(store.get("pid1")), signal.SIGCONT)
+
+    check_survivors(run_ranks(3, body_and_wake), 1, "DeadlineError", "(does not answer: stopped")
+
+
+def test_a_failure_elsewhere_does_not_end_a_group_without_that_member(run_ranks):
+    def body(rank, num_ranks, store):
+        world = join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S)
+        tp = Mesh(dp=2, tp=2).group("tp")
+        tp.barrier()
+        if rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank < 2:
+            world.board.wait_until(lambda: bool(world.board.records), LONG_S)
+            answer = [int(tp.all_reduce(torch.ones(1))) for _ in range(20)]
+            world.leave()
+            return answer
+        fail_at(store)
+        return survive(tp, CALLS["barrier"], store)[0]
+
+    ended = run_ranks(4, body)
+    assert ended[0].value == ended[1].value == [2] * 20
+    assert ended[2].value == "PeerFailedError"
+
+
+def test_a_worker_forked_by_a_dead_rank_does_not_hide_its_death(run_ranks):
+    def body(rank, num_ranks, store):
+        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
+            group = Mesh(dp=num_ranks).group("dp")
+            group.barrier()
+            if rank == 1:
+                worker = os.fork()  # as a data loader does; it holds copies of all of its parent's sockets
+                if worker == 0:
+                    time.sleep(4 * PROMPT_S)
+                    os._exit(0)
+                store.set("worker", str(worker))
+                fail_at(store)
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                return survive(group, CALLS["all_reduce"], store)
+            finally:
+                os.kill(int(store.get("worker")), signal.SIGKILL)
+
+    check_survivors(run_ranks(2, body), 1, "PeerFailedError", "rank 1 (dp 1) failed: its process ended without a word")
+
+
+def test_ranks_leave_in_any_order_without_harm(run_ranks):
+    def body(rank, num_ranks, store):
+        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
+            group = Mesh(dp=num_ranks).group("dp")
+            if rank != 0:
+                time.sleep(0.8)  # the source is done, and about to leave, before the others come
+            return group.broadcast(torch.full((1000,), float(rank + 5)), source=0)[0].item()
+
+    assert [one.value for one in run_ranks(3, body)] == [5.0] * 3
+
+
+def test_a_second_thread_is_refused_and_a_channel_is_its_way(run_ranks):
+    def body(rank, num_ranks, store):
+        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
+            mesh = Mesh(dp=num_ranks)
+            group, channel = mesh.group("dp"), mesh.group("dp", channel="data")
+            assert mesh.group("dp", channel="data") is channel is not group
+            totals = []
+
+            def use(which, count):
+                totals.extend(int(which.all_reduce(torch.ones(1))) for _ in range(count))
+
+            other = threading.Thread(target=use, args=(channel, 50))
+            other.start()
+            use(group, 50)
+            other.join()
+            assert totals == [num_ranks] * 100
+            use(channel, 1)  # its thread has ended, so the channel is free for this one
+            refused = []
+
+            def trespass():
+                try:
+                    use(group, 1)
+                except Exception as error:  # noqa: BLE001 - shown to the test
+                    refused.append([type(error).__name__, str(error)])
+
+            second = threading.Thread(target=trespass, name="trespasser")
+            second.start()
+            second.join()
+            return refused[0]
+
+    for one in run_ranks(2, body):
+        assert not one.error, one.text
+        kind, text = one.value
+        assert kind in ("GroupError", "PeerFailedError")  # whoever hears of the other's refusal first
+        assert "was called from the thread 'trespasser', but the group belongs to 'MainThread'" in text
+
+
+def test_a_call_inside_a_call_is_refused(run_ranks):
+    def body(rank, num_ranks, store):
+        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
+            group = Mesh(dp=num_ranks).group("dp")
+            with pytest.raises(PeerFailedError) as caught:
+                group.decide(lambda: group.all_gather_data(1))
+            return str(caught.value)
+
+    for one in run_ranks(2, body):
+        assert "all_gather_data over dp of ranks 0, 1 was called inside decide of the same group" in one.value
+
+
+def test_unchecked_shapes_that_differ_end_a_process_and_the_others_name_it(run_ranks):
+    # What gloo does is not ours to change; what the other members say is.
+    def body(rank, num_ranks, store):
+        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
+            group = Mesh(dp=num_ranks, check=False).group("dp")
+            group.barrier()
+            with pytest.raises(PeerFailedError) as caught:
+                group.all_reduce(torch.ones(4 if rank == 0 else 9))
+            return caught.value.peer
+
+    ended = run_ranks(3, body)
+    dead = [rank for rank, one in enumerate(ended) if one.signal == signal.SIGABRT]
+    assert dead
+    for one in ended:
+        assert one.signal == signal.SIGABRT or one.value in [f"rank {rank} (dp {rank})" for rank in dead], one
+
+
+@pytest.mark.parametrize("text", ["no file /data/\udce9.bin", "x" * (2 << 20)], ids=["odd", "long"])
+def test_an_error_with_any_text_is_heard(run_ranks, text):
+    """A file name that is no UTF-8 has lone surrogates; one line may hold a whole dictionary."""
+
+    def body(rank, num_ranks, store):
+        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S) as world:
+            group = Mesh(dp=num_ranks).group("dp")
+            began = time.monotonic()
+            try:
+                with group.together("load"):
+                    if rank == 1:
+                        int(text)
+            except (ValueError, PeerFailedError) as error:
+                world.leave(error)
+                return [str(error)[:200], time.monotonic() - began]
+
+    said, after_s = run_ranks(2, body)[0].value
+    assert "rank 1" in said
+    assert "ValueError" in said
+    assert after_s < PROMPT_S
+
+
+def test_the_hub_outlives_a_lack_of_descriptors():
+    hub, stranger = Hub("127.0.0.1", "token"), socket.socket()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (stranger.fileno() + 1, hard))
+        stranger.connect(hub.address)
+        time.sleep(0.3)  # for the hub to try, and fail
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        Board(0, hub.address, "token", 5.0).close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        stranger.close()
+        hub.close()
