@@ -280,7 +280,7 @@ def _compare(
 ) -> tuple[Collective | None, Reason | None]:
     """Why a member holds up collective `seq` of a group; no reason if it is in it, alike."""
     theirs_group = other.group(group.key) if other else None
-    if theirs_group is None or theirs_group.entered < seq:
+    if theirs_group is None or (theirs_group.entered or 0) < seq:
         return None, "absent" if is_gone else "not-entered"
     theirs = theirs_group.at(seq)
     if mine and theirs and (differs := difference(mine, theirs)):

@@ -12,6 +12,10 @@ T = TypeVar("T")
 
 WaitKind = Literal["collective", "p2p", "barrier", "rendezvous", "store", "declared"]
 State = Literal["running", "finished", "failed"]
+OutsideKind = Literal[
+    "http", "socket", "ray", "queue", "future", "lock", "asyncio", "subprocess", "process", "file", "terminal",
+    "debugger", "import", "sleep", "thread",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,7 @@ class Collective:
         backend: "gloo", "nccl".
         started: a device has begun it; always true for gloo, which has no queue of its own.
         call_site: where it was called, if that was asked for.
+        peer: global rank of the other side, for point-to-point operations that a recorder has.
     """
 
     group: str
@@ -54,6 +59,7 @@ class Collective:
     backend: str = ""
     started: bool = True
     call_site: CallSite | None = None
+    peer: int | None = None
 
     def __str__(self) -> str:
         tensors = ", ".join(self.inputs or self.outputs)
@@ -69,16 +75,28 @@ class GroupHead:
         ranks: global ranks of the members.
         axes: mesh axes, if `name_group` told them.
         backend: such as "gloo".
-        entered: number of the last collective entered; 0 before the first.
+        entered: number of the last collective entered, 0 before the first; None where that cannot be told.
         recent: the last collectives, oldest first.
+        transfers: point-to-point operations that the recorder has and that are not over, oldest first.
+        timeout_s: torch's own, after which it ends a call of this group.
+        is_foreign: made over another store than the world's own, so `ranks` is empty: its members are not ranks of
+            this world.
+        place: of a foreign group, the address of its store; with the name it is the same for all members.
+        own_rank, size: this process's place in the group.
     """
 
     name: str
     ranks: tuple[int, ...]
     axes: tuple[str, ...] = ()
     backend: str = ""
-    entered: int = 0
+    entered: int | None = 0
     recent: tuple[Collective, ...] = ()
+    transfers: tuple[Collective, ...] = ()
+    timeout_s: float | None = None
+    is_foreign: bool = False
+    place: str = ""
+    own_rank: int | None = None
+    size: int = 0
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
@@ -105,6 +123,7 @@ class Wait:
         root: global rank of the root or source of a collective, if the stack tells it.
         on: name of the producer of a declared wait, or the key of a store wait.
         deadline_s: of a declared wait.
+        timeout_s: torch's own for this call, counted from its start; None where it has none or that cannot be told.
         stack: where the thread stands, innermost first; without torch's own frames.
     """
 
@@ -118,16 +137,39 @@ class Wait:
     root: int | None = None
     on: str = ""
     deadline_s: float | None = None
+    timeout_s: float | None = None
     stack: tuple[CallSite, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
+class OutsideWait:
+    """What a thread waits for outside torch.distributed, read off its frames.
+
+    Args:
+        kind: what sort of call.
+        text: for people: "an HTTP answer of 10.0.0.7:8000 (requests)", "queue.get of a queue that is empty".
+        address: "host:port" of the other side, where it is a connection.
+        pid: of the process that is waited for, where it is one of this host.
+        on: name of the other side where the program has given it one: an actor, a task, a thread, a path.
+        timeout_s: the call's own, None where it has none: it may wait for ever.
+    """
+
+    kind: OutsideKind
+    text: str
+    address: str = ""
+    pid: int = 0
+    on: str = ""
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ThreadHead:
-    """Where one thread stands, innermost frame first."""
+    """Where one thread stands, innermost frame first, and what it waits for outside torch if that can be told."""
 
     name: str
     still_s: float = 0.0
     stack: tuple[CallSite, ...] = ()
+    outside: OutsideWait | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

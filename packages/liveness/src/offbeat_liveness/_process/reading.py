@@ -168,7 +168,7 @@ def _stack_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wai
                 age_s=threads.standing_s(ident),
                 thread=threads.name(ident),
                 group=group,
-                seq=head.entered if head and kind == "collective" else 0,
+                seq=head.entered or 0 if head and kind == "collective" else 0,
                 peers=peers,
                 root=call.peer,
                 stack=stack_of(threads.frame(ident)),
