@@ -98,4 +98,4 @@ async def _known(monitor: Any, names: set[str]) -> None:
 
 def _once(found: "asyncio.Future[Any]") -> Callable[[Any], None]:
     """Keep the first fatal verdict: under load a straggler may come before it."""
-    return lambda verdict: found.set_result(verdict) if verdict.is_fatal and not found.done() else None
+    return lambda verdict: found.set_result(verdict) if verdict.may_end and not found.done() else None

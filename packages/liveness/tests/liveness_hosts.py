@@ -52,7 +52,7 @@ def wait_for(monitor: liveness.Monitor, what: str, on: str) -> dict[str, object]
 def tell(monitor: liveness.Monitor) -> dict[str, object]:
     """The first fatal verdict (under load a straggler may come first), and what there is to know of this process."""
     end_s = time.monotonic() + PATIENCE_S
-    while ((verdict := monitor.verdict) is None or not verdict.is_fatal) and time.monotonic() < end_s:
+    while ((verdict := monitor.verdict) is None or not verdict.may_end) and time.monotonic() < end_s:
         time.sleep(0.05)
     return {
         "pid": os.getpid(),

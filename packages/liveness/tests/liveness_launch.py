@@ -37,7 +37,7 @@ class Outcome:
     @property
     def only(self) -> Verdict:
         """The one verdict that was told; under load a straggler may come before a fatal one."""
-        told = [each for each in self.verdicts if each.is_fatal] or self.verdicts
+        told = [each for each in self.verdicts if each.is_proof] or self.verdicts
         assert len(told) == 1, [each.headline for each in self.verdicts]
         return told[0]
 
@@ -47,6 +47,7 @@ def rank_main(body: Body, rank: int, size: int, port: Connection, directory: Pat
     with (directory / f"out-{rank}.txt").open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    os.environ.setdefault("OFFBEAT_LIVENESS_GRACE_S", "0.5")
     os.environ["RES_OPTIONS"] = "attempts:0"  # torch's TCPStore looks up names of loopback peers: up to 5 s
     faulthandler.disable()  # pytest's own, which came with the fork
     liveness.watch(directory=directory / "dumps", **settings)
@@ -60,7 +61,7 @@ def rank_main(body: Body, rank: int, size: int, port: Connection, directory: Pat
 
 def launch(body: Body, size: int, directory: Path, *, ends: Collection[int] | None = None, **settings: Any) -> Outcome:
     """Run a body on forked ranks until `ends` (all) have ended or the limit is over, then kill what is left."""
-    settings = {"stall_after_s": STALL_S, "policy": "abort", **settings}
+    settings = {"stall_after_s": STALL_S, "policy": "strict", **settings}
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [

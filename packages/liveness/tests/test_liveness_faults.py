@@ -42,7 +42,7 @@ def test_a_missing_member_is_named_with_its_line_and_everybody_leaves_with_4(tmp
     assert "in rank_1_sleeps" in verdict.text
     assert "in step" in verdict.text
     assert verdict.stalled_s <= STALL_S + 2
-    told = [text.count("offbeat liveness: missing-member") for text in outcome.outputs]
+    told = [text.count("offbeat liveness: suspicion: missing-member") for text in outcome.outputs]
     assert told == [1, 0, 0]
     assert "rank 2: missing-member, told in full by rank 0" in outcome.outputs[2]
     assert {head.name for head in read_heads(tmp_path / "dumps")} == {"rank 0", "rank 1", "rank 2"}
@@ -126,7 +126,7 @@ def test_the_others_lead_when_rank_0_is_stopped(tmp_path: Path) -> None:
     assert (outcome.only.kind, outcome.only.missing) == ("dead-peer", ("rank 0",))
     assert "SIGSTOP" in outcome.only.headline
     assert outcome.exit_codes[1:] == [ABORTED] * 2
-    assert "offbeat liveness: dead-peer" in outcome.outputs[1]
+    assert "offbeat liveness: suspicion: dead-peer" in outcome.outputs[1]
 
 
 def rank_0_is_killed_while_others_compute(rank: int) -> None:
@@ -230,7 +230,7 @@ def test_a_slow_one_is_told_and_never_killed_and_the_end_of_it_too(tmp_path: Pat
     outcome = launch(slow_but_moving, 2, tmp_path)
     assert outcome.only.kind == "straggler"
     assert outcome.exit_codes == [0, 0]
-    assert "the run moves again" in outcome.outputs[0]
+    assert "it moves again: rank 1 came after" in outcome.outputs[0]
 
 
 def receive_posted_early(rank: int) -> None:
@@ -401,8 +401,8 @@ def test_report_tells_once_and_lets_the_run_go_on(tmp_path: Path) -> None:
     outcome = launch(stuck_then_free, 2, tmp_path, policy="report")
     assert outcome.only.kind == "missing-member"
     assert outcome.exit_codes == [0, 0]
-    assert outcome.outputs[0].count("offbeat liveness: missing-member") == 1
-    assert "the run moves again" in outcome.outputs[0]
+    assert outcome.outputs[0].count("offbeat liveness: suspicion: missing-member") == 1
+    assert "it moves again: rank 1 came after" in outcome.outputs[0]
 
 
 def barrier_without_rank_1(rank: int) -> None:

@@ -137,7 +137,7 @@ def test_a_stderr_that_nobody_reads_does_not_hold_up_the_monitor() -> None:
         while True:
             os.write(writer, bytes(4096))
     os.set_blocking(writer, True)
-    code = "from offbeat_liveness import _policy; _policy.say('x' * 100_000)"
+    code = "from offbeat_liveness._ending import say; say('x' * 100_000)"
     try:
         assert subprocess.run([sys.executable, "-c", code], stderr=writer, timeout=20, check=False).returncode == 0
     finally:

@@ -53,6 +53,8 @@ def environment(directory: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "RES_OPTIONS": "attempts:0",  # torch's TCPStore looks up names of loopback peers: up to 5 s
         "OFFBEAT_STALL_AFTER_S": "2",
+        "OFFBEAT_LIVENESS_POLICY": "strict",
+        "OFFBEAT_LIVENESS_GRACE_S": "0.5",
         "OFFBEAT_LIVENESS_DIR": str(directory / "dumps"),
     }
 
@@ -70,7 +72,7 @@ def run(arguments: list[str], directory: Path) -> subprocess.CompletedProcess[st
 
 def fatal_verdicts(directory: Path) -> list[Verdict]:
     """Under load a straggler may be told before them."""
-    return [verdict for verdict in read_verdicts(directory / "dumps") if verdict.is_fatal]
+    return [verdict for verdict in read_verdicts(directory / "dumps") if verdict.may_end]
 
 
 @pytest.mark.timeout(LIMIT_S)
@@ -93,7 +95,7 @@ def test_a_strangers_deadlock_under_torchrun_is_named_and_the_job_ends(tmp_path:
     (verdict,) = fatal_verdicts(tmp_path)
     assert (verdict.kind, verdict.missing) == ("missing-member", ("rank 1",))
     assert "in reduce_metrics" in verdict.text
-    assert ended.stderr.count("offbeat liveness: missing-member") == 1
+    assert ended.stderr.count("offbeat liveness: suspicion: missing-member") == 1
     assert "exitcode  : 4" in ended.stderr
 
 

@@ -1,13 +1,13 @@
-"""What becomes of a verdict: it is told once, here and to all others, written down, and under `abort` carried out."""
+"""What becomes of a verdict: it is told here and to all others, and written down."""
 
 import dataclasses
-import threading
 import time
 from collections.abc import Callable
 from typing import Final
 
-from offbeat_liveness import _dumps, _policy
-from offbeat_liveness._diagnosis.verdict import Verdict
+from offbeat_liveness import _dumps
+from offbeat_liveness._diagnosis.verdict import Verdict, join_names
+from offbeat_liveness._ending import say
 from offbeat_liveness._network.peers import Peers
 from offbeat_liveness._network.side_channel import Message, ask_all
 from offbeat_liveness._process.goodbye import describe
@@ -15,8 +15,10 @@ from offbeat_liveness._process.head import Head, from_data
 from offbeat_liveness._settings import Settings
 
 TELL_S: Final = 0.5
-LEAVE_S: Final = 0.3  # for the answers to go out
-STRAGGLER_REPEAT: Final = 5
+LONGER: Final = 2.0
+"""A pause that has come before is told again when it lasts so many times as long as it ever did."""
+QUIET_STALLS: Final = 10.0
+"""A suspicion that changes while the run still stands is told again after so many times `stall_after_s`."""
 
 
 class Announcer:
@@ -31,7 +33,6 @@ class Announcer:
 
     Attributes:
         verdict: the newest on the run, None while nothing is stuck.
-        is_aborting: this process is about to leave.
     """
 
     def __init__(
@@ -43,58 +44,69 @@ class Announcer:
         on_verdict: Callable[[Verdict], None] | None,
     ) -> None:
         self.verdict: Verdict | None = None
-        self.is_aborting = False
         self._settings, self._peers = settings, peers
         self._read_head, self._complain, self._on_verdict = read_head, complain, on_verdict
-        self._told_s = -1e9
+        self._longest_s: dict[tuple[object, ...], float] = {}
+        self._spoken: Verdict | None = None
+        self._spoke_s = -1e9
+        self._quiet_s = QUIET_STALLS * settings.stall_after_s
 
-    def announce(self, verdict: Verdict) -> None:
-        """As the leader: tell everybody, unless it is no news."""
-        if self.verdict is not None and not self._is_news(verdict, self.verdict):
+    def announce(self, verdict: Verdict, *, ends_run: bool) -> None:
+        """As the leader: tell everybody, unless it is no news; a pause that comes again and again is told once."""
+        is_known = self.verdict is not None and self.verdict.key == verdict.key
+        verdict = dataclasses.replace(verdict, directory=str(self._settings.directory or ""))
+        self.verdict = verdict
+        if ends_run or self._is_news(verdict, is_known=is_known):
+            say(verdict.text)
+            self._spoken, self._spoke_s = verdict, time.monotonic()
+        if is_known and not ends_run:
             return
-        directory = self._settings.directory
-        verdict = dataclasses.replace(verdict, directory=str(directory or ""))
-        self.verdict, self._told_s = verdict, time.monotonic()
-        is_fatal = self._settings.policy == "abort" and verdict.is_fatal
-        if directory is not None:
-            _dumps.write_verdict(directory, verdict)
-            _dumps.write_head(directory, self._read_head())
-        _policy.say(verdict.text)
-        self._tell_program(verdict)
-        message = {"ask": "verdict", "verdict": verdict.to_data(), "leader": self._peers.own_name(), "abort": is_fatal}
+        message = {"ask": "verdict", "verdict": verdict.to_data(), "leader": self._peers.own_name(), "end": ends_run}
         ask_all(self._peers.running(), message, self._peers.secret, TELL_S)
-        if is_fatal:
-            self._leave_soon()
+        self._tell_program(verdict)
+        if self._settings.directory is not None:
+            _dumps.write_verdict(self._settings.directory, verdict)
+            _dumps.write_head(self._settings.directory, self._read_head())
 
-    def announce_movement(self, stuck: Verdict) -> None:
-        """As the leader: tell everybody that the run moves again."""
+    def announce_movement(self) -> None:
+        """As the leader: the run moves again; told where the suspicion was told."""
+        stuck, self.verdict = self.verdict, None
+        if stuck is None:
+            return
         passed_s = time.time() - stuck.time_s + stuck.stalled_s
-        _policy.say(f"offbeat liveness: the run moves again, {passed_s:.0f} s after it stopped ({stuck.kind})")
-        self.verdict = None
+        self._longest_s[stuck.topic] = max(self._longest_s.get(stuck.topic, 0.0), passed_s)
+        if self._spoken is not None:
+            who = f"{join_names(stuck.missing)} came" if stuck.missing else "the call ended"
+            say(f"offbeat liveness: it moves again: {who} after {passed_s:.0f} s ({stuck.kind})")
+            self._spoken = None
+            self._quiet_s = QUIET_STALLS * self._settings.stall_after_s
         ask_all(self._peers.running(), {"ask": "moves"}, self._peers.secret, TELL_S)
 
     def hear(self, message: Message) -> None:
         """The leader's announcement."""
         verdict = from_data(Verdict, message["verdict"])
-        self.verdict, self._told_s = verdict, time.monotonic()
+        self.verdict = verdict
+        if verdict.is_proof or message["end"]:
+            say(f"offbeat liveness: {self._peers.own_name()}: {verdict.kind}, told in full by {message['leader']}")
+        self._tell_program(verdict)
         if self._settings.directory is not None:
             _dumps.write_head(self._settings.directory, self._read_head())
-        _policy.say(_policy.pointer(verdict, self._peers.own_name(), message["leader"]))
-        self._tell_program(verdict)
-        if message["abort"]:
-            self._leave_soon()
 
     def hear_movement(self) -> None:
         """The run moves again."""
         self.verdict = None
 
-    def _is_news(self, verdict: Verdict, told: Verdict) -> bool:
-        """A verdict is told once; stragglers change often and are told seldom."""
-        if verdict.key == told.key:
+    def _is_news(self, verdict: Verdict, *, is_known: bool) -> bool:
+        """Whether a verdict is worth a reader's time."""
+        if verdict.is_proof:
+            return not is_known
+        if self._spoken is None:
+            before_s = self._longest_s.get(verdict.topic)
+            return before_s is None or verdict.stalled_s >= LONGER * before_s
+        if is_known or time.monotonic() - self._spoke_s < self._quiet_s:
             return False
-        quiet_s = STRAGGLER_REPEAT * self._settings.stall_after_s
-        both_slow = not verdict.is_fatal and not told.is_fatal
-        return not both_slow or time.monotonic() - self._told_s >= quiet_s
+        self._quiet_s *= LONGER
+        return True
 
     def _tell_program(self, verdict: Verdict) -> None:
         """Call what `watch` was given; an error in it must not keep the policy from being carried out."""
@@ -103,11 +115,3 @@ class Announcer:
                 self._on_verdict(verdict)
         except Exception as error:  # noqa: BLE001 - the boundary to the program's code
             self._complain(f"{self._peers.own_name()}: on_verdict failed: {describe(error)[0]}")
-
-    def _leave_soon(self) -> None:
-        """All processes leave at about the same moment; whoever is set free by the others' end leaves the same way."""
-        self.is_aborting = True
-        try:
-            threading.Timer(LEAVE_S, _policy.leave).start()
-        except RuntimeError:  # the interpreter is on its way out already and starts no threads
-            _policy.leave()

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from offbeat_liveness import _dumps, _policy
+from offbeat_liveness import _dumps
 from offbeat_liveness._announcer import Announcer
 from offbeat_liveness._diagnosis.diagnosis import find_verdict
-from offbeat_liveness._diagnosis.failure import find_failure
+from offbeat_liveness._diagnosis.failure import find_failure, is_secondary
 from offbeat_liveness._diagnosis.graph import Scene
 from offbeat_liveness._diagnosis.verdict import Verdict
+from offbeat_liveness._ending import Ending, leave, say
 from offbeat_liveness._network.peers import Key, Peers
 from offbeat_liveness._network.side_channel import LOOPBACK, Address, Message, ask, ask_all
 from offbeat_liveness._network.survey import look_around, pid_states
@@ -21,21 +22,27 @@ from offbeat_liveness._process import flight_recorder, ledger
 from offbeat_liveness._process.crash import CrashFile
 from offbeat_liveness._process.goodbye import Goodbye, describe
 from offbeat_liveness._process.head import Head, from_data, to_data
+from offbeat_liveness._process.left_groups import LeftGroups
 from offbeat_liveness._process.motion import Motion
+from offbeat_liveness._process.proc import HOST, pid_state
 from offbeat_liveness._process.reading import read_head
-from offbeat_liveness._process.stacks import OWN_THREADS
-from offbeat_liveness._process.torch_calls import is_in_torch_call
+from offbeat_liveness._process.stacks import OWN_THREADS, join_own_threads
 from offbeat_liveness._settings import Settings
 
 PING_S: Final = 0.4
 SUSPENDED_S: Final = 3.0  # a monitor may be late by as much on a machine under load
 MEETING_S: Final = 3.0  # for addresses to come, on a machine under load
 CONFIRM_S: Final = 0.25
+NUM_LOOKS: Final = 3
+"""So many looks in a row must find the same proof: heads are not read at one instant."""
+ACT_AFTER_S: Final = 5.0
+"""So long after the timeout of what is waited in, a suspicion is acted upon: torch itself comes first."""
+JOIN_THREADS_S: Final = 3.0
 JOIN_S: Final = 0.05
 FELLOWS_S: Final = 0.3  # for those who fail for the same reason
 FAREWELL_S: Final = 0.2
 FAILURE_S: Final = 2.0
-MAX_HEIRS: Final = 3
+MAX_FAREWELL_PEERS: Final = 3
 MAX_CANDIDATES: Final = 16
 MAX_LEFT: Final = 64
 DUMP_S: Final = 5.0
@@ -54,6 +61,8 @@ class Monitor:
         self._left: dict[Key, Head] = {}
         self._peers = Peers(settings.directory, settings.name, self._answer)
         self._told = Announcer(settings, self._peers, self.head, self._complain, on_verdict)
+        self._left_groups = LeftGroups(self._seat)
+        self._ending = Ending(self._peers, settings.grace_s, self.head, self._is_somebody_going)
         self._alarm = threading.Event()
         self._closed = threading.Event()
         self._looking = threading.Lock()
@@ -88,7 +97,7 @@ class Monitor:
             stall_after_s=self.settings.stall_after_s,
         )
         problem = (self._peers.problem,) if self._peers.problem else ()
-        head = dataclasses.replace(head, notes=(*head.notes, *problem))
+        head = dataclasses.replace(head, notes=(*head.notes, *problem), left_groups=self._left_groups.all())
         if self._error is None:
             return head
         text, stack = describe(self._error)
@@ -145,7 +154,7 @@ class Monitor:
         while not self._closed.is_set():
             is_settled = self._peers.is_settled()
             self._alarm.wait(self.settings.tick_s if is_settled else min(JOIN_S, self.settings.tick_s))
-            if self._closed.is_set() or self._told.is_aborting:
+            if self._closed.is_set() or self._ending.has_begun:
                 return
             try:
                 self._tick()
@@ -159,7 +168,7 @@ class Monitor:
         """Say a thing once."""
         if text not in self._complaints:
             self._complaints.add(text)
-            _policy.say(f"offbeat liveness: {text}")
+            say(f"offbeat liveness: {text}")
 
     def _tick(self) -> None:
         self._hook_torch()
@@ -200,6 +209,7 @@ class Monitor:
     def _hook_torch(self) -> None:
         if not self._is_hooked and flight_recorder.is_loaded():
             ledger.watch_torch_calls()
+            self._left_groups.watch()
             self._is_hooked = True
 
     def _is_suspect(self, half_s: float) -> bool:
@@ -209,7 +219,7 @@ class Monitor:
             return True
         if now_s - self._motion.status_since_s >= half_s and self._motion.has_pending():
             return True
-        return self._motion.still_s() >= half_s and is_in_torch_call()
+        return self._motion.has_thread_in_torch(half_s) or self._motion.still_s() >= half_s
 
     def _dump(self, head: Head) -> None:
         if self.settings.directory is not None:
@@ -244,21 +254,54 @@ class Monitor:
             self._looked_s = time.monotonic()
             self._is_leading = True
             self._peers.hear_news()
-            verdict = self._find_twice()
+            verdict = self._find()
             if verdict is not None:
-                self._told.announce(verdict)
-            elif (stuck := self.verdict) is not None:
-                self._told.announce_movement(stuck)
+                self._tell(verdict)
+            elif self.verdict is not None:
+                self._told.announce_movement()
                 self._is_leading = False
 
-    def _find_twice(self) -> Verdict | None:
-        """A verdict that two looks agree on: heads are not read at one instant, so a run that moves may look stuck."""
-        first = find_verdict(self._look_around(self.settings.stall_after_s))
-        if first is None or not first.is_fatal or (self.verdict is not None and first.key == self.verdict.key):
+    def _tell(self, verdict: Verdict) -> None:
+        """Tell a verdict, and end the run where the policy says so."""
+        ends_run = self._ends_run(verdict) and not self._ending.has_begun
+        self._told.announce(verdict, ends_run=ends_run)
+        if ends_run:
+            self._ending.begin(leads=True)
+
+    def _ends_run(self, verdict: Verdict) -> bool:
+        """Whether the policy ends the run now: on a proof, and on a suspicion once its timeout is over."""
+        if self.settings.policy == "report" or not verdict.may_end:
+            return False
+        is_due = verdict.due_in_s is not None and verdict.due_in_s <= -ACT_AFTER_S
+        return verdict.is_proof or is_due or self.settings.policy == "strict"
+
+    def _find(self) -> Verdict | None:
+        """A verdict; one that would end the run is looked for again, since a run that moves may look stuck."""
+        first = self._look()
+        if first is None or not self._ends_run(first) or (self.verdict is not None and first.key == self.verdict.key):
             return first
-        time.sleep(CONFIRM_S)
-        second = find_verdict(self._look_around(self.settings.stall_after_s))
-        return second if second is None or second.key == first.key or not second.is_fatal else self.verdict
+        for _ in range(NUM_LOOKS - 1):
+            time.sleep(CONFIRM_S)
+            again = self._look()
+            if again is None or again.key != first.key:
+                return None if again is None else dataclasses.replace(again, certainty="suspicion")
+            first = again
+        return first
+
+    def _look(self) -> Verdict | None:
+        return find_verdict(self._look_around(self.settings.stall_after_s))
+
+    def _seat(self) -> tuple[str, int] | None:
+        """World and rank of this process."""
+        rank = self._peers.rank
+        return (self._peers.world, rank) if self._peers.world and rank is not None else None
+
+    def _is_somebody_going(self) -> bool:
+        """Whether a process of this host that has failed is still on its way out."""
+        return any(
+            head.state == "failed" and head.host == HOST and pid_state(head.pid) == "runs"
+            for head in list(self._left.values())
+        )
 
     def _answer(self, message: Message) -> Message:
         """Reply to another monitor; runs in the listener's threads."""
@@ -278,6 +321,12 @@ class Monitor:
             self._hear_farewell(message)
         elif kind == "verdict":
             self._told.hear(message)
+            if message["end"]:
+                self._ending.begin(leads=False)
+        elif kind == "finishing":
+            return {"finishing": self._ending.is_finishing()}
+        elif kind == "leave":
+            self._ending.hear_leave()
         elif kind == "moves":
             self._told.hear_movement()
         return {"ok": True}
@@ -291,8 +340,9 @@ class Monitor:
 
     def _say_goodbye(self, error: BaseException | None) -> None:
         """Tell the lowest processes that answer how this one ends; a failure is looked at before it is gone."""
-        if self._told.is_aborting:
-            _policy.leave()
+        if self._ending.has_begun:
+            self._end_with_the_others(error)
+            return
         if error is not None:
             if self._peers.needs_to_join(waits_long=False):
                 self._join(waits_long=False)
@@ -302,17 +352,32 @@ class Monitor:
             _dumps.write_head(self.settings.directory, head)
         if error is not None:
             self._have_failure_looked_at(head)
+        self._tell_farewell(head)
+        self._stop()
+
+    def _tell_farewell(self, head: Head) -> None:
         told = 0
         for address in list(self._peers.running().values()):
             reply = ask(address, {"ask": "farewell", "head": to_data(head)}, self._peers.secret, FAREWELL_S)
             told += reply is not None
-            if told == MAX_HEIRS:
-                break
+            if told == MAX_FAREWELL_PEERS:
+                return
+
+    def _end_with_the_others(self, error: BaseException | None) -> None:
+        """The run is being ended: who ends by itself does so its own way, who was set free by others' end does not."""
+        if error is not None and is_secondary(describe(error)[0]):
+            leave()
+        self._ending.tell_leave()
+        self._stop()
+
+    def _stop(self) -> None:
+        """End the watch before Python ends: a thread of it that was in torch's code then would abort the process."""
+        self._closed.set()
+        self._alarm.set()
         self._peers.close()
         if self._crash_file:
             self._crash_file.close()
-        if self._told.is_aborting:
-            _policy.leave()
+        join_own_threads(JOIN_THREADS_S)
 
     def _have_failure_looked_at(self, head: Head) -> None:
         leader = self._find_leader()
@@ -324,17 +389,17 @@ class Monitor:
 
     def _hear_farewell(self, message: Message) -> None:
         head = from_data(Head, message["head"])
+        if head.state == "failed" or not message.get("look"):
+            self._left[(head.host, head.pid)] = head
         if message.get("look"):
             self._look_at_failure()
-        else:
-            self._left[(head.host, head.pid)] = head
 
     def _look_at_failure(self) -> None:
         """Somebody failed: if others depend on it, say so now rather than after the stall that follows."""
         time.sleep(FELLOWS_S)
         with self._looking:
-            is_explained = self.verdict is not None and self.verdict.is_fatal
-            if not is_explained and not self._told.is_aborting:
+            is_explained = self.verdict is not None and self.verdict.is_proof
+            if not is_explained and not self._ending.has_begun:
                 verdict = find_failure(self._look_around(self.settings.stall_after_s))
                 if verdict is not None:
-                    self._told.announce(verdict)
+                    self._tell(verdict)

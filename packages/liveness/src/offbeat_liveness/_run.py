@@ -19,7 +19,9 @@ DEFAULT_POLICY: Final = "abort"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `run`; everything after the script belongs to the script."""
     parser.add_argument("--stall-after-s", type=float, help=f"default: {STALL_AFTER}, else 60")
-    parser.add_argument("--policy", choices=("report", "abort"), help=f"default: {POLICY}, else {DEFAULT_POLICY}")
+    parser.add_argument(
+        "--policy", choices=("report", "abort", "strict"), help=f"default: {POLICY}, else {DEFAULT_POLICY}"
+    )
     parser.add_argument("--directory", help=f"where dumps go; default: {DIRECTORY}, else none are written")
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument("script", metavar="SCRIPT")

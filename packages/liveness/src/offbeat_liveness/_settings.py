@@ -9,12 +9,14 @@ from typing import Final, Literal, cast, get_args
 
 from offbeat_liveness._errors import LivenessError
 
-Policy = Literal["report", "abort"]
+Policy = Literal["report", "abort", "strict"]
 
 STALL_AFTER: Final = "OFFBEAT_STALL_AFTER_S"
 DIRECTORY: Final = "OFFBEAT_LIVENESS_DIR"
 POLICY: Final = "OFFBEAT_LIVENESS_POLICY"
+GRACE: Final = "OFFBEAT_LIVENESS_GRACE_S"
 DEFAULT_STALL_AFTER_S: Final = 60.0
+DEFAULT_GRACE_S: Final = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +25,15 @@ class Settings:
 
     Args:
         stall_after_s: a wait this long is looked into, > 0.
-        policy: "report" says what is stuck; "abort" also ends every process, with exit code 4.
+        policy: "report" says what is stuck; "abort" also ends every process, with exit code 4, once a hang is proved,
+            or suspected and the timeout of what is waited in is over; "strict" ends it on a suspicion too.
         directory: where dumps are written; none without it.
         name: of this process; "" means "rank N" once the rank is known.
+        grace_s: how long a process that stands in no wait may go on with what it does when a run is ended, >= 0.
     """
 
     stall_after_s: float = DEFAULT_STALL_AFTER_S
+    grace_s: float = DEFAULT_GRACE_S
     policy: Policy = "report"
     directory: Path | None = None
     name: str = ""
@@ -38,6 +43,8 @@ class Settings:
             raise LivenessError(
                 f"stall_after_s must be a number of seconds above 0: got {self.stall_after_s!r}; try 60"
             )
+        if not (math.isfinite(self.grace_s) and self.grace_s >= 0):
+            raise LivenessError(f"{GRACE} must be a number of seconds from 0: got {self.grace_s!r}; try 10")
         if self.policy not in get_args(Policy):
             raise LivenessError(f"the policy of liveness is one of {', '.join(get_args(Policy))}: got {self.policy!r}")
 
@@ -64,16 +71,21 @@ def read_settings(
     """
     folder = directory or environment.get(DIRECTORY)
     return Settings(
-        stall_after_s=_seconds(environment) if stall_after_s is None else stall_after_s,
+        stall_after_s=_seconds(environment, STALL_AFTER, DEFAULT_STALL_AFTER_S)
+        if stall_after_s is None
+        else stall_after_s,
+        grace_s=_seconds(environment, GRACE, DEFAULT_GRACE_S),
         policy=cast("Policy", policy or environment.get(POLICY) or "report"),
         directory=Path(folder).absolute() if folder else None,
         name=name,
     )
 
 
-def _seconds(environment: Mapping[str, str]) -> float:
-    text = environment.get(STALL_AFTER, "")
+def _seconds(environment: Mapping[str, str], variable: str, default_s: float) -> float:
+    text = environment.get(variable, "")
     try:
-        return float(text) if text else DEFAULT_STALL_AFTER_S
+        return float(text) if text else default_s
     except ValueError as error:
-        raise LivenessError(f"{STALL_AFTER} must be a number of seconds: got {text!r}; try {STALL_AFTER}=60") from error
+        raise LivenessError(
+            f"{variable} must be a number of seconds: got {text!r}; try {variable}={default_s:g}"
+        ) from error

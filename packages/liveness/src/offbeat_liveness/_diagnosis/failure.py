@@ -46,6 +46,7 @@ def find_failure(scene: Scene) -> Verdict | None:
     where = f" after {entry} on {name_of_group(group.name, group.axes)}" if entry and group else ""
     return Verdict(
         kind="dead-peer",
+        certainty="proof",
         headline=f"{fate_text(first)}; {join_names(each.name for each in hurt)} cannot go on{where}",
         stalled_s=max((wait.age_s for each in scene.heads for wait in each.waits), default=0.0),
         time_s=scene.time_s,
@@ -80,8 +81,9 @@ def _is_hurt(head: Head) -> bool:
 
 
 def _concerns(scene: Scene, gone: Absent, head: Head) -> bool:
-    """Whether the end of one process is a matter for another: a rank of its world, or one that waits for it."""
-    return gone.world == head.world != "" or gone.name in scene.needed_by(head)
+    """Whether the end of one process is a matter for another: it waits for it, or has failed for a lost peer."""
+    is_cut_off = gone.world == head.world != "" and is_secondary(head.error)
+    return is_cut_off or gone.name in scene.needed_by(head)
 
 
 def _newest_call(heads: Sequence[Head]) -> tuple[Head | None, GroupHead | None, Collective | None]:

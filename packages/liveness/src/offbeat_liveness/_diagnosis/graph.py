@@ -1,17 +1,20 @@
 """The wait-for graph: from what each process says of itself, who waits for whom. Pure: no clock, no torch."""
 
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Final, Literal
 
-from offbeat_liveness._process.head import Collective, GroupHead, Head, Wait
+from offbeat_liveness._process.head import Collective, GroupHead, Head, OutsideWait, Wait
 
 Fate = Literal["killed", "crashed", "exited", "raised", "stopped", "silent", "unreachable", "never-came", "unwatched"]
 Obstacle = tuple[str, Collective | None, "Reason"]
-Reason = Literal["absent", "not-entered", "other-op", "other-shape", "peer", "producer", "nobody"]
+Reason = Literal[
+    "absent", "left", "not-entered", "unknown", "other-op", "other-shape", "peer", "producer", "outside", "nobody"
+]
 
 SETTLED: Final = 0.25  # share of stall_after_s after which a wait, or a quiet process, counts as standing
 BUSY: Final = 0.25  # share of a core from which a process without new lines counts as computing
@@ -19,11 +22,13 @@ COMPUTE_PATIENCE: Final = 10  # × stall_after_s for a process that computes
 MAX_STARTS: Final = 16
 MAX_TARGETS: Final = 64  # edges of one wait; with thousands of ranks the graph would be their square
 # Operations whose inputs must be alike on all members, and those whose outputs must be; the rest may differ by rank.
+# nccl gathers and scatters lists unevenly too; gloo does not.
 LIKE_INPUTS: Final = frozenset(
-    {"all_reduce", "allreduce", "all_reduce_coalesced", "broadcast", "reduce", "all_gather", "all_gather_base",
-     "all_gather_into_tensor", "all_gather_single", "allgather_base", "gather", "reduce_scatter", "reduce_scatter_base",
-     "reduce_scatter_single", "reduce_scatter_tensor"}
+    {"all_reduce", "allreduce", "all_reduce_coalesced", "broadcast", "reduce", "all_gather_base",
+     "all_gather_into_tensor", "all_gather_single", "allgather_base", "reduce_scatter_base", "reduce_scatter_single",
+     "reduce_scatter_tensor"}
 )  # fmt: skip
+LIKE_INPUTS_ON_GLOO: Final = frozenset({"all_gather", "allgather", "gather", "reduce_scatter"})
 LIKE_OUTPUTS: Final = frozenset({"scatter"})
 
 
@@ -56,6 +61,7 @@ class Edge:
         waiter, target: names of processes.
         wait: the wait of the waiter.
         reason: why the target is needed.
+        actor: name of the thread of the target that has to act; "" where any of its threads may.
         group: of the wait, if it has one.
         mine, theirs: the two collectives that differ.
     """
@@ -64,9 +70,22 @@ class Edge:
     target: str
     wait: Wait
     reason: Reason
+    actor: str = ""
     group: GroupHead | None = None
     mine: Collective | None = None
     theirs: Collective | None = None
+
+    @property
+    def is_binding(self) -> bool:
+        """Whether the waiter cannot go on by itself: it has no deadline of its own that is left to expire.
+
+        The timeouts of torch's groups do not count: a program that meets one has failed.
+        """
+        if self.wait.kind == "declared":
+            return self.wait.deadline_s is None or self.wait.age_s >= self.wait.deadline_s
+        if self.wait.kind == "outside":
+            return self.wait.outside is not None and self.wait.outside.timeout_s is None
+        return True
 
 
 @dataclass(kw_only=True)
@@ -109,7 +128,8 @@ class Scene:
     def name_by_rank(self) -> dict[tuple[str, int], str]:
         """Names by world and rank."""
         everybody: list[Head | Absent] = [*self.heads, *self.absent]
-        return {(each.world, each.rank): each.name for each in everybody if each.rank is not None}
+        now = {(each.world, each.rank): each.name for each in everybody if each.rank is not None}
+        return {(left.world, left.rank): head.name for head in self.heads for left in head.left_groups} | now
 
     @cached_property
     def edges(self) -> list[Edge]:
@@ -119,9 +139,34 @@ class Scene:
             edge
             for head in self.heads
             for wait in head.waits
-            if wait.age_s >= least_s and self._is_held_up(head, wait)
+            if wait.kind != "outside" and wait.age_s >= least_s and self._is_held_up(head, wait)
             for edge in self._edges_of(head, wait)
         ]
+
+    @cached_property
+    def outside_edges(self) -> list[Edge]:
+        """What processes wait for outside torch.distributed, where the other side is watched too."""
+        least_s = SETTLED * self.stall_after_s
+        return [
+            Edge(waiter=head.name, target=name, wait=wait, reason="outside")
+            for head in self.heads
+            for wait in head.waits
+            if wait.outside is not None and wait.age_s >= least_s
+            for name in self.other_side(head, wait.outside)
+        ]
+
+    def other_side(self, head: Head, outside: OutsideWait) -> list[str]:
+        """Names of the watched processes that a wait outside torch.distributed is for."""
+        host, _, port = outside.address.rpartition(":")
+        is_here = host.startswith("127.") or host in ("localhost", "::1", "[::1]")
+        found = [
+            each.name
+            for each in self.heads
+            if (outside.pid and (each.pid, each.host) == (outside.pid, head.host))
+            or (port.isdecimal() and int(port) in each.listens and (each.host == head.host or not is_here))
+            or (outside.on and each.name == outside.on)
+        ]
+        return [name for name in dict.fromkeys(found) if name != head.name]
 
     @cached_property
     def stalled(self) -> list[tuple[Head, Wait]]:
@@ -130,7 +175,7 @@ class Scene:
             (head, wait)
             for head in self.heads
             for wait in head.waits
-            if wait.age_s >= self.stall_after_s and self._is_held_up(head, wait)
+            if wait.kind != "outside" and wait.age_s >= self.stall_after_s and self._is_held_up(head, wait)
         ]
         return sorted(found, key=lambda pair: -pair[1].age_s)
 
@@ -146,13 +191,13 @@ class Scene:
         head = self.head_by_name[edge.waiter]
         if edge.wait.kind == "collective" and edge.group is not None:
             mine = edge.group.at(edge.wait.seq)
-            way = self._in_the_way(head.world, edge.group, edge.wait.seq, mine)
+            way = self._in_the_way(head, edge.group, edge.wait.seq, mine)
             return [name for name, _, _ in way if name != edge.waiter]
         return [each.target for each in self.edges_from(edge.waiter) if each.wait == edge.wait]
 
     def needed_by(self, head: Head) -> set[str]:
-        """All that a process waits for, however short a time."""
-        return {edge.target for wait in head.waits for edge in self._edges_of(head, wait)}
+        """All that a process waits for, however short a time, without a deadline of its own."""
+        return {edge.target for wait in head.waits for edge in self._edges_of(head, wait) if edge.is_binding}
 
     def _is_held_up(self, head: Head, wait: Wait) -> bool:
         """Whether a thread stands in a wait, rather than going on beside an operation that it has posted.
@@ -200,7 +245,9 @@ class Scene:
         elif wait.kind == "p2p":
             group = _group_named(head, wait.group)
             for name in self._members(head.world, wait.peers):
-                yield Edge(waiter=head.name, target=name, wait=wait, reason="peer", group=group)
+                reason: Reason = "left" if self._has_left(name, head.world, group) else "peer"
+                actor = self._actor(name, group)
+                yield Edge(waiter=head.name, target=name, wait=wait, reason=reason, actor=actor, group=group)
         elif wait.kind == "declared" and wait.on:
             targets = self._named(wait.on) or [wait.on]
             for name in targets:
@@ -212,36 +259,57 @@ class Scene:
         if group is None:
             return
         mine = group.at(wait.seq)
-        for name, theirs, reason in self._in_the_way(head.world, group, wait.seq, mine)[:MAX_TARGETS]:
+        for name, theirs, reason in self._in_the_way(head, group, wait.seq, mine)[:MAX_TARGETS]:
             if name != head.name:
                 yield Edge(
-                    waiter=head.name, target=name, wait=wait, reason=reason, group=group, mine=mine, theirs=theirs
-                )
+                    waiter=head.name, target=name, wait=wait, reason=reason, actor=self._actor(name, group),
+                    group=group, mine=mine, theirs=theirs,
+                )  # fmt: skip
 
-    def _in_the_way(self, world: str, group: GroupHead, seq: int, mine: Collective | None) -> list[Obstacle]:
+    def _in_the_way(self, head: Head, group: GroupHead, seq: int, mine: Collective | None) -> list[Obstacle]:
         """Members that hold up one collective, absent and idle ones first; who waits in it alike shares the answer."""
         alike = (mine.op, mine.inputs, mine.outputs) if mine else None
-        key = (world, group.key, seq, alike)
+        key = (head.world, group.key, seq, alike)
         if key not in self._obstacles:
             found = [
                 (name, theirs, reason)
-                for name in self._members(world, group.ranks)
-                for theirs, reason in [self._obstacle(name, group, seq, mine)]
+                for name in self.members(head, group)
+                for theirs, reason in [self._obstacle(name, head.world, group, seq, mine)]
                 if reason is not None
             ]
-            self._obstacles[key] = sorted(found, key=lambda each: self._waits_itself(each[0]))
+            known = [each for each in found if each[2] != "unknown"]
+            self._obstacles[key] = sorted(known or found, key=lambda each: self._waits_itself(each[0]))
         return self._obstacles[key]
+
+    def members(self, head: Head, group: GroupHead) -> list[str]:
+        """Names of a group's members; of a group across worlds those that are watched."""
+        if group.is_foreign:
+            return [each.name for each in self.heads if each.group(group.key) is not None]
+        return self._members(head.world, group.ranks)
+
+    def _actor(self, name: str, group: GroupHead | None) -> str:
+        """The thread by which a process takes part in a group, "" where that is not known."""
+        theirs = self.head_by_name[name].group(group.key) if group and name in self.head_by_name else None
+        return theirs.worker if theirs else ""
+
+    def _has_left(self, name: str, world: str, group: GroupHead | None) -> bool:
+        head = self.head_by_name.get(name)
+        return head is not None and group is not None and head.left_group(world, group.key) is not None
 
     def _waits_itself(self, name: str) -> bool:
         head = self.head_by_name.get(name)
         return head is not None and bool(head.waits)
 
     def _obstacle(
-        self, name: str, group: GroupHead, seq: int, mine: Collective | None
+        self, name: str, world: str, group: GroupHead, seq: int, mine: Collective | None
     ) -> tuple[Collective | None, Reason | None]:
         absent = self.absent_by_name.get(name)
         other = absent.head if absent else self.head_by_name.get(name)
-        return _compare(group, seq, mine, other, is_gone=name not in self.head_by_name)
+        theirs = other.group(group.key) if other else None
+        left = other.left_group(world, group.key) if other and theirs is None else None
+        if left is not None:
+            return _compare(left, seq, mine, "left")
+        return _compare(theirs, seq, mine, "absent" if name not in self.head_by_name else None)
 
     def _meeting_edges(self, head: Head, wait: Wait) -> Iterator[Edge]:
         """Everybody who should be in the same call and is not; nothing numbers these calls."""
@@ -249,12 +317,14 @@ class Scene:
         ranks = wait.peers or (group.ranks if group else range(head.world_size))
         for name in self._members(head.world, ranks):
             other = self.head_by_name.get(name)
+            same = (wait.kind, wait.what, wait.group, wait.on)
             there = other is not None and any(
-                each.kind == wait.kind and each.what == wait.what and each.group == wait.group for each in other.waits
+                (each.kind, each.what, each.group, each.on) == same for each in other.waits
             )
             if name != head.name and not there:
                 reason: Reason = "absent" if other is None else "not-entered"
-                yield Edge(waiter=head.name, target=name, wait=wait, reason=reason, group=group)
+                actor = self._actor(name, group)
+                yield Edge(waiter=head.name, target=name, wait=wait, reason=reason, actor=actor, group=group)
 
     def _named(self, on: str) -> list[str]:
         """Processes that a declared wait means: by name, or by role ("rollouter" for "rollouter-0")."""
@@ -276,73 +346,118 @@ def _group_named(head: Head, name: str) -> GroupHead | None:
 
 
 def _compare(
-    group: GroupHead, seq: int, mine: Collective | None, other: Head | None, *, is_gone: bool
+    theirs_group: GroupHead | None, seq: int, mine: Collective | None, gone: Literal["absent", "left"] | None
 ) -> tuple[Collective | None, Reason | None]:
-    """Why a member holds up collective `seq` of a group; no reason if it is in it, alike."""
-    theirs_group = other.group(group.key) if other else None
-    if theirs_group is None or (theirs_group.entered or 0) < seq:
-        return None, "absent" if is_gone else "not-entered"
-    theirs = theirs_group.at(seq)
+    """Why a member holds up collective `seq` of a group; no reason if it is in it, alike.
+
+    Args:
+        theirs_group: how far that member has come in the group, None if it has no such group.
+        seq: number of the collective.
+        mine: the collective of whoever waits, if it is remembered.
+        gone: how the member went, None for one that is there.
+    """
+    theirs = theirs_group.at(seq) if theirs_group else None
+    if theirs is None and theirs_group is not None and gone != "absent":
+        if theirs_group.entered is None:
+            return None, "unknown"
+        if gone == "left" and theirs_group.entered >= seq:
+            return None, None  # it was in it, and nobody remembers whether that was over
+    if theirs_group is None or (theirs is None and (theirs_group.entered or 0) < seq):
+        return None, gone or "not-entered"
     if mine and theirs and (differs := difference(mine, theirs)):
         return theirs, differs
     # Whoever left after its own part was over is not to blame; whoever died in the middle is.
-    return theirs, "absent" if is_gone and not (theirs and theirs.done) else None
+    return theirs, gone if gone and not (theirs and theirs.done) else None
 
 
 def difference(mine: Collective, theirs: Collective) -> Literal["other-op", "other-shape"] | None:
     """How two members differ at one place of their group's sequence."""
     if mine.op != theirs.op:
         return "other-op"
-    if mine.op in LIKE_INPUTS and mine.inputs != theirs.inputs:
+    alike = LIKE_INPUTS | LIKE_INPUTS_ON_GLOO if mine.backend == "gloo" else LIKE_INPUTS
+    if mine.op in alike and _amounts(mine.inputs) != _amounts(theirs.inputs):
         return "other-shape"
-    return "other-shape" if mine.op in LIKE_OUTPUTS and mine.outputs != theirs.outputs else None
+    return "other-shape" if mine.op in LIKE_OUTPUTS and _amounts(mine.outputs) != _amounts(theirs.outputs) else None
 
 
-def find_cycle(edges: Sequence[Edge]) -> list[Edge]:
-    """A cycle among some edges, [] if there is none: the shortest of those that pass one found first."""
-    by_waiter: dict[str, list[Edge]] = {}
-    for edge in edges:
-        by_waiter.setdefault(edge.waiter, []).append(edge)
-    on_cycle = _walk_in_circle(by_waiter)
-    cycles = [_way_back(name, by_waiter) for name in on_cycle[:MAX_STARTS]]
+def _amounts(tensors: Sequence[str]) -> list[tuple[str, int]]:
+    """Type and number of elements of each tensor: a backend compares no more, so [6] and [2, 3] get on."""
+    return [_amount(each) for each in tensors]
+
+
+@cache
+def _amount(tensor: str) -> tuple[str, int]:
+    kind, _, shape = tensor.partition("[")
+    return kind, math.prod(int(size) for size in shape.rstrip("]").split(",") if size.strip())
+
+
+Node = tuple[str, str]
+Steps = dict[Node, list[tuple[Node, Edge]]]
+
+
+def find_cycle(edges: Sequence[Edge], *, of_threads: bool = False) -> list[Edge]:
+    """A cycle among some edges, [] if there is none: the shortest of those that pass one found first.
+
+    Args:
+        edges: of the graph.
+        of_threads: follow an edge only to the thread that has to act, where that is known: two threads of one process
+            may each wait for something that the other side's other thread will do.
+    """
+    steps = _steps(edges, of_threads=of_threads)
+    cycles = [_way_back(node, steps) for node in _walk_in_circle(steps)[:MAX_STARTS]]
     return min(cycles, key=len, default=[])
 
 
-def _walk_in_circle(by_waiter: dict[str, list[Edge]]) -> list[str]:
-    """Names on some cycle; found by walking on until a name comes again, and leaving names that lead nowhere."""
-    dead_ends: set[str] = set()
-    for start in by_waiter:
-        way, ways_on = [start], [iter(by_waiter[start])]
+def _steps(edges: Sequence[Edge], *, of_threads: bool) -> Steps:
+    """Where each process, or thread, that waits leads to among those that wait."""
+    threads: dict[str, set[str]] = {}
+    for edge in edges:
+        threads.setdefault(edge.waiter, set()).add(edge.wait.thread if of_threads else "")
+    steps: Steps = {}
+    for edge in edges:
+        node = (edge.waiter, edge.wait.thread if of_threads else "")
+        targets = [thread for thread in threads.get(edge.target, ()) if not of_threads or edge.actor in ("", thread)]
+        steps.setdefault(node, []).extend(((edge.target, thread), edge) for thread in sorted(targets))
+    return steps
+
+
+def _walk_in_circle(steps: Steps) -> list[Node]:
+    """Nodes on some cycle; found by walking on until a node comes again, and leaving nodes that lead nowhere."""
+    dead_ends: set[Node] = set()
+    for start in steps:
+        way, ways_on = [start], [iter(steps[start])]
         on_way = {start}
         while way:
-            target = next((edge.target for edge in ways_on[-1] if edge.target not in dead_ends), None)
+            target = next((node for node, _ in ways_on[-1] if node not in dead_ends), None)
             if target in on_way:
                 return way[way.index(target) :]
-            if target is None or target not in by_waiter:
-                dead = way.pop() if target is None else target
+            if target is None:
+                dead = way.pop()
+                ways_on.pop()
                 dead_ends.add(dead)
                 on_way.discard(dead)
-                if target is None:
-                    ways_on.pop()
                 continue
             way.append(target)
             on_way.add(target)
-            ways_on.append(iter(by_waiter[target]))
+            ways_on.append(iter(steps[target]))
     return []
 
 
-def _way_back(start: str, by_waiter: dict[str, list[Edge]]) -> list[Edge]:
-    """The shortest way from a name to itself, breadth first."""
-    came_by: dict[str, Edge] = {}
-    names = deque([start])
-    while names:
-        for edge in by_waiter.get(names.popleft(), ()):
-            if edge.target not in came_by:
-                came_by[edge.target] = edge
-                names.append(edge.target)
+def _way_back(start: Node, steps: Steps) -> list[Edge]:
+    """The shortest way from a node to itself, breadth first."""
+    came_by: dict[Node, tuple[Node, Edge]] = {}
+    nodes = deque([start])
+    while nodes:
+        node = nodes.popleft()
+        for target, edge in steps.get(node, ()):
+            if target not in came_by:
+                came_by[target] = node, edge
+                nodes.append(target)
         if start in came_by:
             break
-    way = [came_by[start]]
-    while way[-1].waiter != start:
-        way.append(came_by[way[-1].waiter])
+    node, edge = came_by[start]
+    way = [edge]
+    while node != start:
+        node, edge = came_by[node]
+        way.append(edge)
     return way[::-1]

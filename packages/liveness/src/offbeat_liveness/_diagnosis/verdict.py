@@ -19,7 +19,9 @@ VerdictKind = Literal[
     "starved",
     "straggler",
     "stuck-call",
+    "standstill",
 ]
+Certainty = Literal["proof", "suspicion"]
 FORMAT: Final = 1
 MAX_PARTIES: Final = 16
 MAX_RUNS: Final = 16
@@ -69,7 +71,12 @@ class Verdict:
             left, raised or
             stopped), wait-cycle (a cycle that passes over something else than collectives), starved (a producer does
             nothing),
-            straggler (slow, but moving), stuck-call (everybody is in it, and it does not end).
+            straggler (slow, but moving), stuck-call (everybody is in it, and it does not end), standstill (nobody is in
+            a call of torch, and no process moves).
+        certainty: a proof cannot clear by waiting, and is acted upon at once; a suspicion may be a pause that is as it
+            should be, and is acted upon at the timeout of what is waited in.
+        due_in_s: of a suspicion, seconds until that timeout; None where there is none.
+        due_to: whose timeout that is.
         headline: one line.
         stalled_s: how long the longest wait has lasted.
         time_s: when it was found, seconds since the epoch.
@@ -100,15 +107,28 @@ class Verdict:
     advice: str = ""
     notes: tuple[str, ...] = ()
     directory: str = ""
+    certainty: Certainty = "suspicion"
+    due_in_s: float | None = None
+    due_to: str = ""
+
+    @property
+    def topic(self) -> tuple[Any, ...]:
+        """What a pause that comes again and again has in common; the number of the collective is not part of it."""
+        return self.group, self.members, self.op, self.missing
+
+    @property
+    def is_proof(self) -> bool:
+        """Whether waiting longer cannot help."""
+        return self.certainty == "proof"
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Two verdicts with one key say the same thing, maybe later."""
-        return self.kind, self.group, self.seq, self.op, self.missing
+        return self.certainty, self.kind, self.group, self.seq, self.op, self.missing
 
     @property
-    def is_fatal(self) -> bool:
-        """Whether waiting longer cannot help; a straggler is never killed."""
+    def may_end(self) -> bool:
+        """Whether it may ever end a run: whoever is slow and moves is never ended."""
         return self.kind != "straggler"
 
     @property
@@ -168,7 +188,10 @@ def name_of_group(name: str, axes: Sequence[str]) -> str:
 
 
 def _lines(verdict: Verdict) -> list[str]:
-    lines = [f"offbeat liveness: {verdict.kind}: {verdict.headline}", f"  since: {_since(verdict)}"]
+    certainty = "" if verdict.is_proof else "suspicion: "
+    lines = [f"offbeat liveness: {certainty}{verdict.kind}: {verdict.headline}", f"  since: {_since(verdict)}"]
+    if not verdict.is_proof:
+        lines.append(f"  {_due(verdict)}")
     if verdict.group:
         number = f", collective {verdict.seq} of it" if verdict.seq else ""
         members = f"ranks {join_ranks(verdict.members)}"
@@ -190,6 +213,16 @@ def _lines(verdict: Verdict) -> list[str]:
 def _since(verdict: Verdict) -> str:
     began = datetime.fromtimestamp(verdict.time_s - verdict.stalled_s).astimezone()
     return f"{began:%Y-%m-%d %H:%M:%S}, {verdict.stalled_s:.0f} s"
+
+
+def _due(verdict: Verdict) -> str:
+    """When a suspicion is acted upon."""
+    if not verdict.may_end:
+        return "not acted upon: whoever moves is never ended"
+    if verdict.due_in_s is None:
+        return "not acted upon: nothing that is waited in has a timeout that is known"
+    when = datetime.fromtimestamp(verdict.time_s + max(verdict.due_in_s, 0.0)).astimezone()
+    return f"not acted upon before {when:%Y-%m-%d %H:%M:%S} (in {max(verdict.due_in_s, 0.0):.0f} s), {verdict.due_to}"
 
 
 def _party_lines(parties: Sequence[Party]) -> list[str]:

@@ -5,7 +5,7 @@ from typing import Final
 
 from offbeat_liveness._diagnosis.graph import SETTLED, Absent, Edge, Scene
 from offbeat_liveness._diagnosis.verdict import Link, Party, join_names, name_of_group
-from offbeat_liveness._process.head import Collective, GroupHead, Head, Wait
+from offbeat_liveness._process.head import Collective, GroupHead, Head, OutsideWait, Wait
 
 MAX_LINKS: Final = 8
 
@@ -42,6 +42,7 @@ ADVICE: Final[dict[str, str]] = {
     "starved": "the producer has nothing to do or waits unseen: see its stack; "
     "check that it was started and given work",
     "straggler": "nothing is dead: even out the work of the slow one, or raise stall_after_s if this is expected",
+    "standstill": "see what each waits for; whoever should have filled the queue, or answered, did not",
     "stuck-call": "all members are in it, alike: compare what no recorder sees (root rank, reduce op, tags), "
     "then the network or the device",
 }
@@ -77,17 +78,19 @@ def party_of(scene: Scene, head: Head, wait: Wait | None) -> Party:
         return Party(
             name=head.name, rank=head.rank, part="dead", doing=f"out with {head.error}", stack=head.error_stack
         )
-    settled = [each for each in head.waits if each.age_s >= SETTLED * scene.stall_after_s]
-    same = [each for each in head.waits if wait and (each.what, each.group) == (wait.what, wait.group)]
-    mine = next(iter(same or settled or head.waits), None)
+    waits = [each for each in head.waits if each.kind != "outside" or (wait is not None and wait.kind == "outside")]
+    settled = [each for each in waits if each.age_s >= SETTLED * scene.stall_after_s]
+    same = [each for each in waits if wait and (each.what, each.group) == (wait.what, wait.group)]
+    mine = next(iter(same or settled or waits), None)
     if mine is not None:
         doing = f"in {call_text(mine, group_of(head, mine))}"
         return Party(name=head.name, rank=head.rank, part="waits", doing=doing, for_s=mine.age_s, stack=mine.stack)
     stack = head.threads[0].stack if head.threads else ()
+    why = outside_chain(scene, head.name)
     if scene.is_moving(head):
-        doing = f"in no collective, moving{_last_entered(head)}"
+        doing = f"in no collective, moving{why}{_last_entered(head)}"
         return Party(name=head.name, rank=head.rank, part="moving", doing=doing, stack=stack)
-    doing = f"in no collective and no declared wait{_last_entered(head)}, standing"
+    doing = f"in no collective and no declared wait{why}{_last_entered(head)}, standing"
     return Party(name=head.name, rank=head.rank, part="missing", doing=doing, for_s=head.still_s, stack=stack)
 
 
@@ -111,6 +114,10 @@ def _last_entered(head: Head) -> str:
 
 def call_text(wait: Wait, group: GroupHead | None) -> str:
     """A wait for people."""
+    if wait.outside is not None:
+        return f"a wait for {wait.outside.text}"
+    if wait.kind == "rendezvous" and wait.on:
+        return f"{wait.what} ({wait.on})"
     if wait.kind == "store":
         return f"{wait.what} for key {wait.on!r}"
     if wait.kind == "declared":
@@ -128,6 +135,37 @@ def call_text(wait: Wait, group: GroupHead | None) -> str:
 def collective_text(collective: Collective) -> str:
     site = f" at {collective.call_site}" if collective.call_site else ""
     return f"{collective}{site}"
+
+
+def cycle_text(cycle: Sequence[Edge]) -> str:
+    """Who waits for whom in a circle, its first four steps."""
+    return "; ".join(
+        f"{edge.waiter} waits for {edge.target} in {call_text(edge.wait, edge.group)}" for edge in cycle[:4]
+    )
+
+
+def outside_chain(scene: Scene, name: str) -> str:
+    """What a process waits for outside torch, and what whoever it waits for does, as the rest of a sentence."""
+    parts: list[str] = []
+    seen: set[str] = set()
+    while name not in seen and (head := scene.head_by_name.get(name)) is not None:
+        seen.add(name)
+        outside = outside_of(head)
+        if outside is None:
+            return "".join(parts)
+        others = scene.other_side(head, outside)
+        other = f", which is {others[0]}" if others else ""
+        parts.append(f"{': it' if not parts else ', which'} waits for {outside.text}{other}")
+        if not others:
+            break
+        name = others[0]
+    return "".join(parts)
+
+
+def outside_of(head: Head) -> OutsideWait | None:
+    """What the worker of a process waits for outside torch, else its main thread."""
+    waits = (each.outside for each in head.waits if each.outside is not None)
+    return next(waits, None) or next((each.outside for each in head.threads if each.outside is not None), None)
 
 
 def votes(scene: Scene, edge: Edge) -> str:

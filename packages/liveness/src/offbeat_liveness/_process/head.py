@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, cast
 
 T = TypeVar("T")
 
-WaitKind = Literal["collective", "p2p", "barrier", "rendezvous", "store", "declared"]
+WaitKind = Literal["collective", "p2p", "barrier", "rendezvous", "store", "declared", "outside"]
 State = Literal["running", "finished", "failed"]
 OutsideKind = Literal[
     "http", "socket", "ray", "queue", "future", "lock", "asyncio", "subprocess", "process", "file", "terminal",
@@ -79,6 +79,7 @@ class GroupHead:
         recent: the last collectives, oldest first.
         transfers: point-to-point operations that the recorder has and that are not over, oldest first.
         timeout_s: torch's own, after which it ends a call of this group.
+        worker: name of the thread that issued its newest collective, if it still runs; "" where that is not known.
         is_foreign: made over another store than the world's own, so `ranks` is empty: its members are not ranks of
             this world.
         place: of a foreign group, the address of its store; with the name it is the same for all members.
@@ -93,19 +94,35 @@ class GroupHead:
     recent: tuple[Collective, ...] = ()
     transfers: tuple[Collective, ...] = ()
     timeout_s: float | None = None
+    worker: str = ""
     is_foreign: bool = False
     place: str = ""
     own_rank: int | None = None
     size: int = 0
 
     @property
-    def key(self) -> tuple[str, tuple[int, ...]]:
-        """What tells two groups of a world apart, on any rank."""
-        return self.name, self.ranks
+    def key(self) -> tuple[str, tuple[int, ...] | str]:
+        """What tells two groups of a world apart, on any rank; a group of another world by where its members meet."""
+        return self.name, self.place if self.is_foreign else self.ranks
 
     def at(self, seq: int) -> Collective | None:
         """The collective of that number, if it is still remembered."""
         return next((each for each in reversed(self.recent) if each.seq == seq), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftGroup:
+    """A group that this process has destroyed: whoever still waits in it for this process waits for ever.
+
+    Args:
+        world: token of the world it belonged to.
+        rank: of this process in that world.
+        group: how far it had come.
+    """
+
+    world: str
+    rank: int
+    group: GroupHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +142,7 @@ class Wait:
         deadline_s: of a declared wait.
         timeout_s: torch's own for this call, counted from its start; None where it has none or that cannot be told.
         stack: where the thread stands, innermost first; without torch's own frames.
+        outside: of a wait outside torch, read off the frames.
     """
 
     kind: WaitKind
@@ -139,6 +157,7 @@ class Wait:
     deadline_s: float | None = None
     timeout_s: float | None = None
     stack: tuple[CallSite, ...] = ()
+    outside: "OutsideWait | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,10 +208,14 @@ class Head:
         error_stack: where it was raised, innermost first.
         still_s: how long its ledger has not moved and no new line was seen in its main thread or its worker (the thread
             that issued its newest collective).
-        busy: share of that time in which one of these had work, on a core or for a disk.
+        busy: share of that time in which one of these had work, on a core or for a disk; or how many cores the process
+            and its descendants have used since they were looked at before, at least 1 if they moved data.
         waits: what it stands in, oldest first.
         groups: its process groups.
         threads: its worker, its main thread, and the threads that wait.
+        free_threads: names of the threads that stand in no wait and could set somebody else free.
+        left_groups: those that it has destroyed.
+        listens: ports at which this process accepts connections.
         notes: what the monitor could not see, said once.
         left: last heads of processes that said goodbye to this one.
     """
@@ -213,12 +236,19 @@ class Head:
     waits: tuple[Wait, ...] = ()
     groups: tuple[GroupHead, ...] = ()
     threads: tuple[ThreadHead, ...] = ()
+    free_threads: tuple[str, ...] = ()
+    left_groups: tuple[LeftGroup, ...] = ()
+    listens: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     left: tuple["Head", ...] = field(default=(), repr=False)
 
-    def group(self, key: tuple[str, tuple[int, ...]]) -> GroupHead | None:
-        """Its view of a group, None if it has never made it."""
+    def group(self, key: tuple[str, tuple[int, ...] | str]) -> GroupHead | None:
+        """Its view of a group, None if it has never made it, or made it no more."""
         return next((each for each in self.groups if each.key == key), None)
+
+    def left_group(self, world: str, key: tuple[str, tuple[int, ...] | str]) -> GroupHead | None:
+        """A group of a world as it was when this process destroyed it."""
+        return next((each.group for each in self.left_groups if (each.world, each.group.key) == (world, key)), None)
 
 
 def to_data(value: Any) -> dict[str, Any]:

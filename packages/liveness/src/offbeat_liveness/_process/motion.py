@@ -11,6 +11,7 @@ from offbeat_liveness._process import flight_recorder
 from offbeat_liveness._process.proc import is_at_work, thread_cpu_s
 from offbeat_liveness._process.stacks import main_thread_ident, thread_frames
 from offbeat_liveness._process.still_recorder import StillRecorder
+from offbeat_liveness._process.torch_calls import torch_call
 
 DEPTH: Final = 4
 Position = tuple[tuple[int, int], ...]
@@ -82,6 +83,15 @@ class Motion:
     def has_pending(self) -> bool:
         """Whether a collective was issued that is not over."""
         return bool(self.status) and flight_recorder.has_pending(self.status)
+
+    def has_thread_in_torch(self, still_s: float) -> bool:
+        """Whether any thread has stood for as long in a call of torch.distributed."""
+        now_s = time.monotonic()
+        standing = [ident for ident, each in self._threads.items() if now_s - each.since_s >= still_s]
+        if not standing:
+            return False
+        frames = thread_frames()
+        return any(torch_call(frames.get(ident)) is not None for ident in standing)
 
     def thread_still_s(self, ident: int) -> float:
         """Seconds since a thread was last seen on a new line; that of the main thread for threads without Python."""

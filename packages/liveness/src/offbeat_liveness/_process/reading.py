@@ -1,6 +1,7 @@
 """Builds the head of this process: everything it waits in, and where its threads stand."""
 
 import contextlib
+import dataclasses
 import os
 import threading
 import time
@@ -48,7 +49,11 @@ def _read_head(
     world_size: int,
 ) -> Head:
     worker = threads.worker(groups)
+    groups = tuple(dataclasses.replace(each, worker=threads.issuer(each)) for each in groups)
     waits = [*_collective_waits(groups, threads), *_stack_waits(groups, threads), *_ledger_waits(threads)]
+    names = {wait.thread for wait in waits}
+    heads = threads.heads(worker, names)
+    waits += [_outside(each) for each in heads[:2] if each.outside is not None and each.name not in names]
     return Head(
         key=f"{HOST}:{os.getpid()}",
         name=name or (f"rank {rank}" if rank is not None else f"pid {os.getpid()}"),
@@ -62,7 +67,8 @@ def _read_head(
         busy=motion.busy(worker),
         waits=tuple(sorted(waits, key=lambda wait: -wait.age_s)),
         groups=groups,
-        threads=threads.heads(worker, {wait.thread for wait in waits}),
+        threads=heads,
+        free_threads=threads.free(names),
         notes=_notes(bool(groups)),
     )
 
@@ -109,6 +115,15 @@ class _Threads:
         )
         return newest.thread if newest is not None and newest.thread in self._frames else main_thread_ident()
 
+    def issuer(self, group: GroupHead) -> str:
+        """Name of the thread that issued a group's newest collective, if it is still there."""
+        newest = max(group.recent, key=lambda each: each.created_ns, default=None)
+        return self.name(newest.thread) if newest is not None and newest.thread in self._frames else ""
+
+    def free(self, waiting: set[str]) -> tuple[str, ...]:
+        """Threads that stand in no wait, and may set somebody else free."""
+        return tuple(name for name in (self.name(ident) for ident in self._frames) if name not in waiting)
+
     def heads(self, worker: int, names: set[str]) -> tuple[ThreadHead, ...]:
         """The worker first, then the main thread, then the named ones."""
         named = (each for each in self._frames if self._names[each] in names)
@@ -119,6 +134,15 @@ class _Threads:
             )
             for ident in chosen
         )
+
+
+def _outside(thread: ThreadHead) -> Wait:
+    """A wait outside torch, of a thread that stands in no other."""
+    assert thread.outside is not None
+    return Wait(
+        kind="outside", what=thread.outside.kind, age_s=thread.still_s, thread=thread.name, stack=thread.stack,
+        outside=thread.outside,
+    )  # fmt: skip
 
 
 def _collective_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wait]:

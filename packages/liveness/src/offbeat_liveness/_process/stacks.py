@@ -2,6 +2,7 @@
 
 import sysconfig
 import threading
+import time
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
@@ -30,6 +31,14 @@ def thread_frames() -> dict[int, FrameType]:
     for ident in own & frames.keys():
         del frames[ident]
     return frames
+
+
+def join_own_threads(within_s: float) -> None:
+    """Wait for the watch's threads to end: one that comes back from torch's own code after Python is gone aborts."""
+    end_s = time.monotonic() + within_s
+    for each in threading.enumerate():
+        if each.name.startswith(OWN_THREADS) and each is not threading.current_thread():
+            each.join(max(0.0, end_s - time.monotonic()))
 
 
 def stack_of(frame: FrameType | None) -> tuple[CallSite, ...]:

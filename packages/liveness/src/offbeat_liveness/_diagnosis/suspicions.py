@@ -1,0 +1,215 @@
+"""What may be a hang, and may be a pause that is as it should be. Pure.
+
+A suspicion is said once, with names and lines, and acted upon only at the timeout of what is waited in.
+"""
+
+from collections.abc import Sequence
+
+from offbeat_liveness._diagnosis.build import build_verdict
+from offbeat_liveness._diagnosis.graph import COMPUTE_PATIENCE, Absent, Edge, Scene, find_cycle
+from offbeat_liveness._diagnosis.proofs import ENDED, cycle_verdict
+from offbeat_liveness._diagnosis.verdict import Verdict, VerdictKind, join_names, name_of_group
+from offbeat_liveness._diagnosis.wording import (
+    ADVICE,
+    FATES,
+    absent_party,
+    are,
+    call_text,
+    group_of,
+    in_order,
+    name_order,
+    outside_chain,
+    same_call,
+    waiters,
+)
+from offbeat_liveness._process.head import Head, Wait
+
+
+def find_suspicion(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
+    """What a stall may be, where nothing is proved."""
+    found = _absence(scene, edges) or _cycle(scene, edges)
+    if found is not None:
+        return found
+    waiting = {edge.waiter for edge in edges}
+    ends = [edge for edge in edges if edge.target not in waiting and edge.target in scene.head_by_name]
+    return (_idle_end(scene, edges, ends) if ends else None) or _no_end(scene)
+
+
+def _absence(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
+    """Somebody in the way gives no answer, or is not known at all."""
+    reached = {edge.target: edge for edge in edges}
+    gone = [each for each in scene.absent if each.name in reached]
+    strangers = [edge for edge in edges if edge.target not in scene.head_by_name | scene.absent_by_name]
+    if not gone and not strangers:
+        return None
+    if strangers and not gone and strangers[0].reason == "producer":
+        return _unknown_producer(scene, edges, strangers[0])
+    names = list(dict.fromkeys([each.name for each in gone] + [edge.target for edge in strangers]))
+    edge = reached[names[0]]
+    fate = gone[0].fate if gone else "never-came"
+    ended = gone and gone[0].fate in ENDED  # while whoever waits for it has a deadline of its own
+    kind: VerdictKind = "dead-peer" if ended or fate in ("stopped", "silent") else "missing-member"
+    headline = f"{are(names, FATES[fate])}; {waiters(scene, edge)} in {call_text(edge.wait, edge.group)}"
+    first = [absent_party(each) for each in gone]
+    return build_verdict(scene, kind, headline, edges, edge, missing=names, first=first, advice=_advice(gone, fate))
+
+
+def _advice(gone: Sequence[Absent], fate: str) -> str:
+    pid = gone[0].text.removeprefix("pid ").split()[0] if gone and gone[0].text.startswith("pid ") else "PID"
+    return ADVICE[fate].replace("PID", pid)
+
+
+def _unknown_producer(scene: Scene, edges: Sequence[Edge], edge: Edge) -> Verdict:
+    headline = f"{edge.waiter} waits in {edge.wait.what} for {edge.target!r}; nothing of that name is watched"
+    advice = f"start {edge.target!r} and let it call liveness.watch(name=...), or correct on={edge.wait.on!r}"
+    return build_verdict(scene, "starved", headline, edges, edge, missing=[edge.target], advice=advice)
+
+
+def _cycle(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
+    """Processes that wait for each other in a circle, though one of them has a deadline, or a thread that may act."""
+    cycle = find_cycle([*edges, *scene.outside_edges])
+    return cycle_verdict(scene, cycle, is_proof=False) if cycle else None
+
+
+def _idle_end(scene: Scene, edges: Sequence[Edge], ends: Sequence[Edge]) -> Verdict | None:
+    """Somebody in the way stands in no wait of torch's: idle, in a wait outside, or slow."""
+    quiet = [edge for edge in ends if not scene.is_moving(scene.head_by_name[edge.target])]
+    if not quiet:
+        return _straggler(scene, edges, ends)
+    edge = max(quiet, key=lambda each: each.wait.age_s)
+    idle = {each.target for each in quiet if each.wait.what == edge.wait.what}
+    awaited = scene.awaited(edge)
+    idle |= {name for name in awaited if name in scene.head_by_name and _is_idle(scene, scene.head_by_name[name])}
+    names = in_order(idle)
+    why = outside_chain(scene, names[0])
+    if edge.wait.kind == "declared":
+        headline = f"{waiters(scene, edge)} in {edge.wait.what}; {are(names, 'idle')}{why}"
+        return build_verdict(scene, "starved", headline, edges, edge, missing=names, advice=ADVICE["starved"])
+    came = "has not come" if len(names) == 1 else "have not come"
+    headline = f"{join_names(names)} {came} to {call_text(edge.wait, edge.group)}{why}; {waiters(scene, edge)} in it"
+    return build_verdict(scene, "missing-member", headline, edges, edge, missing=names, advice=ADVICE["missing-member"])
+
+
+def _is_idle(scene: Scene, head: Head) -> bool:
+    in_torch = any(wait.kind != "outside" for wait in head.waits)
+    return not in_torch and not scene.is_moving(head)
+
+
+def _straggler(scene: Scene, edges: Sequence[Edge], ends: Sequence[Edge]) -> Verdict | None:
+    """Slow but moving. A declared wait may last as long as its deadline says while its producer moves."""
+    late = [edge for edge in ends if edge.wait.age_s >= _patience_s(scene, edge.wait)]
+    if not late:
+        return None
+    edge = max(late, key=lambda each: each.wait.age_s)
+    names = sorted({each.target for each in late}, key=name_order)
+    why = outside_chain(scene, names[0])
+    headline = f"{are(names, 'slow, and moving')}{why}; {waiters(scene, edge)} in {call_text(edge.wait, edge.group)}"
+    return build_verdict(scene, "straggler", headline, edges, edge, missing=names, advice=ADVICE["straggler"])
+
+
+def _no_end(scene: Scene) -> Verdict | None:
+    """Stalled waits that lead nowhere: nobody is missing, or nobody knows who should act."""
+    leading = {(edge.waiter, edge.wait) for edge in scene.edges}
+    for head, wait in scene.stalled:
+        if (head.name, wait) not in leading:
+            edge = Edge(waiter=head.name, target="", wait=wait, reason="nobody", group=group_of(head, wait))
+            unsure = wait.kind in ("store", "declared")
+            found = _nobodys_turn(scene, head, edge) if unsure else _unending(scene, head, edge)
+            if found is not None:
+                return found
+    return None
+
+
+def _nobodys_turn(scene: Scene, head: Head, edge: Edge) -> Verdict | None:
+    """A wait that does not name who has to act: whoever moves may be about to."""
+    wait = edge.wait
+    what = (
+        f"key {wait.on!r}, which nobody has set" if wait.kind == "store" else (wait.on or "a producer it does not name")
+    )
+    headline = f"{head.name} waits in {wait.what} for {what}"
+    moving = [each.name for each in scene.heads if each is not head and scene.is_moving(each)]
+    if not moving:
+        return build_verdict(scene, "starved", headline, [], edge, advice=ADVICE["starved"], everybody=True)
+    if wait.age_s < _patience_s(scene, wait):
+        return None
+    headline += f"; {join_names(moving)} {'moves' if len(moving) == 1 else 'move'}"
+    return build_verdict(scene, "straggler", headline, [], edge, advice=ADVICE["straggler"], everybody=True)
+
+
+def _unending(scene: Scene, head: Head, edge: Edge) -> Verdict | None:
+    """A call of torch that everybody who is known is in, and that the last to come has been in for long as well."""
+    ages_s = [wait.age_s for other in scene.heads for wait in other.waits if same_call(wait, edge.wait)]
+    if min(ages_s) < scene.stall_after_s:
+        return None
+    group = edge.group
+    if group is not None and group.is_foreign and len(scene.members(head, group)) < group.size:
+        known = len(scene.members(head, group))
+        headline = f"{head.name} waits in {call_text(edge.wait, group)}, which is of {group.size} processes in several "
+        headline += f"worlds; of these {known} {'is' if known == 1 else 'are'} watched"
+        return build_verdict(scene, "missing-member", headline, [], edge, advice=ADVICE["unwatched"])
+    swapped = _swapped_queue(scene)
+    if swapped:
+        headline, edge = swapped
+        return build_verdict(
+            scene, "different-order", headline, [], edge, advice=ADVICE["different-order"], everybody=True
+        )
+    headline = f"{call_text(edge.wait, edge.group)} does not finish, though every member is in it"
+    if edge.wait.kind == "rendezvous":
+        headline = f"{head.name} waits in {edge.wait.what}" + (f" at {edge.wait.on}" if edge.wait.on else "")
+    return build_verdict(scene, "stuck-call", headline, [], edge, advice=ADVICE["stuck-call"], everybody=True)
+
+
+def _swapped_queue(scene: Scene) -> tuple[str, Edge] | None:
+    """Two members that have queued the same pending collectives of two groups the other way round (nccl streams)."""
+    orders = {head.name: _pending_order(head) for head in scene.heads}
+    for one, mine in orders.items():
+        for other, theirs in orders.items():
+            shared = [each for each in mine if each in theirs]
+            swapped = shared != [each for each in theirs if each in mine]
+            if one < other and swapped:
+                head = scene.head_by_name[one]
+                wait = next((each for each in head.waits if each.kind == "collective"), None)
+                if wait is not None:
+                    text = f"{one} has queued {_order_text(shared)}; {other} has queued them in another order"
+                    return text, Edge(waiter=one, target=other, wait=wait, reason="nobody", group=group_of(head, wait))
+    return None
+
+
+def _pending_order(head: Head) -> list[tuple[object, ...]]:
+    pending = [
+        (each.created_ns, group.key, each.seq) for group in head.groups for each in group.recent if not each.done
+    ]
+    return [(key[0], key[1], seq) for _, key, seq in sorted(pending, key=lambda each: (each[0], each[2]))]
+
+
+def _order_text(shared: Sequence[tuple[object, ...]]) -> str:
+    return ", then ".join(f"collective {seq} of {name_of_group(str(name), ())}" for name, _, seq in shared[:4])
+
+
+def find_standstill(scene: Scene) -> Verdict | None:
+    """Nobody is in a call of torch, and every process stands: in queues, futures, locks, sockets."""
+    standing = [
+        (head, wait)
+        for head in scene.heads
+        for wait in head.waits
+        if wait.kind == "outside" and wait.age_s >= scene.stall_after_s
+    ]
+    names = {head.name for head, _ in standing}
+    ranks = [head for head in scene.heads if head.rank is not None]
+    is_all = bool(ranks) and not scene.absent and all(head.name in names for head in scene.heads)
+    if not is_all or any(scene.is_moving(head) for head in scene.heads):
+        return None
+    head, wait = max(standing, key=lambda each: each[1].age_s)
+    told = "; ".join(f"{name}{outside_chain(scene, name)}" for name in in_order(names)[:4])
+    edge = Edge(waiter=head.name, target="", wait=wait, reason="nobody")
+    cycle = find_cycle(scene.outside_edges)
+    if cycle:
+        return cycle_verdict(scene, cycle, is_proof=False)
+    headline = f"nobody moves, and nobody is in a call of torch: {told}"
+    return build_verdict(scene, "standstill", headline, [], edge, advice=ADVICE["standstill"], everybody=True)
+
+
+def _patience_s(scene: Scene, wait: Wait) -> float:
+    if wait.kind != "declared":
+        return scene.stall_after_s
+    return max(wait.deadline_s or COMPUTE_PATIENCE * scene.stall_after_s, scene.stall_after_s)

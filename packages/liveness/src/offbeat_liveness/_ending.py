@@ -1,0 +1,136 @@
+"""How a run is ended: whoever stands in no wait may finish what it does, and nobody goes before those have.
+
+A process that is stuck in a wait cannot run anything any more, so it leaves with exit code 4. One that stands in no
+wait may be writing a checkpoint: it gets a SIGTERM if the program handles that, and in any case a time of grace. The
+stuck ones wait for it, because a launcher such as torchrun kills the others as soon as the first has gone.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from offbeat_liveness._network.peers import Peers
+from offbeat_liveness._network.side_channel import ask_all
+from offbeat_liveness._process.head import Head
+from offbeat_liveness._process.stacks import OWN_THREADS
+
+EXIT_CODE: Final = 4  # the same as of a wait that is past its deadline, in all of offbeat
+STDERR: Final = 2
+FLUSH_S: Final = 0.3
+SAY_S: Final = 1.0
+POLL_S: Final = 0.1
+ASK_S: Final = 0.5
+STUCK_S: Final = 0.3
+"""A process that has stood in a wait of torch's for as long has nothing left to finish."""
+ROUNDS_S: Final = 3.0
+"""How much longer than the grace the others wait for the word of the process that leads."""
+
+
+def say(text: str) -> None:
+    """Write to the process's stderr, past Python's buffers and locks, which a stuck thread may hold.
+
+    A pipe that nobody reads is given up after a while: the rest of what is to be done must not hang on it.
+    """
+    data = (text + "\n").encode(errors="replace")
+    with contextlib.suppress(OSError):
+        while data and select.select([], [STDERR], [], SAY_S)[1]:
+            data = data[os.write(STDERR, data[: select.PIPE_BUF]) :]  # so much never blocks a pipe that takes any
+
+
+class Ending:
+    """Ends this process with the others, once.
+
+    Args:
+        peers: the other processes.
+        grace_s: how long one that stands in no wait may go on.
+        read_head: what this process does now.
+        is_going: whether a process that has failed is still on its way out: its exit code is to come first.
+
+    Attributes:
+        has_begun: this run is being ended.
+    """
+
+    def __init__(
+        self, peers: Peers, grace_s: float, read_head: Callable[[], Head], is_going: Callable[[], bool]
+    ) -> None:
+        self.has_begun = False
+        self._peers, self._grace_s, self._read_head, self._is_going = peers, grace_s, read_head, is_going
+        self._is_finishing = False
+        self._may_leave = threading.Event()
+
+    def begin(self, *, leads: bool) -> None:
+        """End this process in a thread of its own.
+
+        Args:
+            leads: tell the others when to leave.
+        """
+        if self.has_begun:
+            return
+        self.has_begun = self._is_finishing = True
+        try:
+            threading.Thread(target=self._run, args=(leads,), name=f"{OWN_THREADS}-end", daemon=True).start()
+        except RuntimeError:  # the interpreter is on its way out already and starts no threads
+            leave()
+
+    def is_finishing(self) -> bool:
+        """Whether this process still does something that it may finish."""
+        return self._is_finishing
+
+    def hear_leave(self) -> None:
+        """The process that leads says that nobody has anything left to finish."""
+        self._may_leave.set()
+
+    def tell_leave(self) -> None:
+        """As the process that leads: let everybody go."""
+        ask_all(self._peers.running(), {"ask": "leave"}, self._peers.secret, ASK_S)
+
+    def _run(self, leads: bool) -> None:
+        end_s = time.monotonic() + self._grace_s
+        self._finish(end_s)
+        self._is_finishing = False
+        if leads:
+            while time.monotonic() < end_s and (self._is_going() or self._somebody_finishes()):
+                time.sleep(POLL_S)
+            self.tell_leave()
+        else:
+            self._may_leave.wait(max(0.0, end_s - time.monotonic()) + ROUNDS_S)
+        leave()
+
+    def _finish(self, end_s: float) -> None:
+        """Wait until this process stands in a wait of torch's, or its time is over."""
+        if self._is_stuck():
+            return
+        if callable(signal.getsignal(signal.SIGTERM)):
+            os.kill(os.getpid(), signal.SIGTERM)
+        while time.monotonic() < end_s and not self._is_stuck():
+            time.sleep(POLL_S)
+
+    def _is_stuck(self) -> bool:
+        """Whether a thread has stood in a wait of torch's for a moment, so that this process will not get on."""
+        waits = self._read_head().waits
+        return any(wait.age_s >= STUCK_S and wait.kind != "outside" for wait in waits)
+
+    def _somebody_finishes(self) -> bool:
+        replies = ask_all(self._peers.running(), {"ask": "finishing"}, self._peers.secret, ASK_S)
+        return any(reply.get("finishing") for reply in replies.values())
+
+
+def leave() -> None:
+    """End this process with exit code 4, whatever its threads stand in; flush what was printed if that is possible."""
+    flushing = threading.Thread(target=_flush, name=f"{OWN_THREADS}-flush", daemon=True)
+    with contextlib.suppress(RuntimeError):
+        flushing.start()
+        flushing.join(FLUSH_S)
+    os._exit(EXIT_CODE)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
