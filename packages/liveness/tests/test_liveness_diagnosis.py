@@ -2,15 +2,27 @@
 
 import dataclasses
 import json
+from typing import get_args
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_liveness._diagnosis.diagnosis import find_verdict
 from offbeat_liveness._diagnosis.failure import find_failure, is_secondary
-from offbeat_liveness._diagnosis.graph import Absent, Edge, Scene, find_cycle
+from offbeat_liveness._diagnosis.graph import Absent, Edge, Fate, Scene, difference, find_cycle
 from offbeat_liveness._diagnosis.verdict import Verdict, join_names, join_ranks
-from offbeat_liveness._process.head import CallSite, Collective, GroupHead, Head, ThreadHead, Wait, from_data, to_data
+from offbeat_liveness._process.head import (
+    CallSite,
+    Collective,
+    GroupHead,
+    Head,
+    LeftGroup,
+    OutsideWait,
+    ThreadHead,
+    Wait,
+    from_data,
+    to_data,
+)
 
 STALL_S = 60.0
 LINE = CallSite(file="/home/me/train.py", line=88, function="reduce_metrics")
@@ -450,3 +462,122 @@ def test_a_slow_one_that_is_on_its_way_out_has_failed() -> None:
     waits = head(0, member("0", world, entry(1)), waits=(in_collective("0", 1),))
     verdict = found(waits, head(1, member("0", world), state="failed", error="ValueError: no more samples"))
     assert (verdict.kind, verdict.missing) == ("dead-peer", ("rank 1",))
+
+
+def test_only_the_four_proofs_are_proofs() -> None:
+    world = (0, 1)
+    here = member("0", world, entry(1))
+    waits = head(0, here, waits=(in_collective("0", 1),))
+    behind = member("0", world)
+    gone = {fate: Absent(name="rank 1", rank=1, world="w", fate=fate) for fate in get_args(Fate)}
+    certain = {fate for fate, absent in gone.items() if found(waits, absent=(absent,)).is_proof}
+    assert certain == {"killed", "crashed", "exited", "raised"}
+    assert not found(waits, head(1, behind)).is_proof
+    assert not found(waits, head(1, behind, still_s=0.0)).is_proof
+    assert not found(waits, head(1, here, waits=(in_collective("0", 1),))).is_proof
+
+
+def test_a_member_that_has_destroyed_the_group_has_left_for_good() -> None:
+    world = (0, 1)
+    waits = head(0, member("0", world, entry(3)), waits=(in_collective("0", 3),))
+    left = LeftGroup(world="w", rank=1, group=member("0", world, entered=2))
+    elsewhere = head(1, world="another", left_groups=(left,))
+    verdict = found(waits, elsewhere)
+    assert (verdict.kind, verdict.is_proof, verdict.missing) == ("dead-peer", True, ("rank 1",))
+    was_in_it = LeftGroup(world="w", rank=1, group=member("0", world, entered=3))
+    assert not found(waits, head(1, world="another", left_groups=(was_in_it,))).is_proof
+
+
+def test_a_circle_with_a_deadline_in_it_is_no_proof_before_that_is_over() -> None:
+    world = (0, 1)
+    waits = head(1, member("0", world, entry(1)), waits=(in_collective("0", 1),))
+    for deadline_s, is_proof in ((None, True), (600.0, False), (65.0, True)):
+        asks = head(0, member("0", world), waits=(declared("samples.get", "rank 1", deadline_s=deadline_s),))
+        verdict = found(asks, waits)
+        assert (verdict.kind, verdict.is_proof) == ("wait-cycle", is_proof)
+
+
+def test_a_circle_of_processes_whose_other_threads_may_act_is_no_proof() -> None:
+    world = (0, 1)
+    queue = declared("samples.get", "rank 1")
+    waits = in_collective("0", 1)
+    asks = head(0, member("0", world), waits=(queue,))
+    for free, is_proof in (((), True), (("rollouts",), False)):
+        verdict = found(asks, head(1, member("0", world, entry(1)), waits=(waits,), free_threads=free))
+        assert (verdict.kind, verdict.is_proof) == ("wait-cycle", is_proof)
+
+
+def test_a_circle_is_followed_through_the_thread_that_has_to_act() -> None:
+    """Two threads of each side: who is late in one group is not who waits in the other."""
+    world = (0, 1)
+    saves, trains = dataclasses.replace(member("s", world), worker="save"), member("t", world, entry(1, group="t"))
+    in_saves = in_collective("s", 1, thread="save")
+    late = dataclasses.replace(member("t", world), worker="MainThread")
+    zero = head(
+        0, dataclasses.replace(saves, entered=0), trains, waits=(in_collective("t", 1),), free_threads=("save",)
+    )
+    one = head(1, member("s", world, entry(1, group="s")), late, waits=(in_saves,), free_threads=("MainThread",))
+    assert not found(zero, one).is_proof
+
+
+def test_an_entry_that_cannot_be_read_is_no_reason_to_blame_anybody_else() -> None:
+    """rank 1 goes on with sends and receives, so that it is not known how far it has come."""
+    world = (0, 1, 2)
+    waits = head(2, member("0", world, entry(4)), waits=(in_collective("0", 4),))
+    unknown = dataclasses.replace(member("0", world), entered=None)
+    verdict = found(waits, head(0, unknown, still_s=0.0), head(1, unknown, still_s=0.0))
+    assert (verdict.kind, verdict.may_end) == ("straggler", False)
+
+
+def test_a_group_across_worlds_has_members_of_its_own() -> None:
+    """Rank 1 of the trainers is not rank 1 of the group by which weights go to engines."""
+    sync = GroupHead(
+        name="sync", ranks=(), entered=1, recent=(entry(1, group="sync"),), is_foreign=True, place="h:1", size=2
+    )
+    trainer = head(0, member("0", (0, 1)), sync, waits=(in_collective("sync", 1),))
+    verdict = found(trainer, head(1, member("0", (0, 1)), still_s=70.0))
+    assert "2 processes in several worlds; of these 1 is watched" in verdict.headline
+    assert not verdict.is_proof
+    engine = head(0, dataclasses.replace(sync, entered=0, recent=()), world="engines", name="engine", still_s=0.0)
+    verdict = found(trainer, head(1, member("0", (0, 1)), still_s=70.0), engine)
+    assert (verdict.kind, verdict.missing) == ("straggler", ("engine",))
+
+
+def outside(text: str, age_s: float = 70.0, **more: object) -> Wait:
+    wait = OutsideWait(kind="http", text=text, **more)  # type: ignore[arg-type]
+    return Wait(kind="outside", what="http", age_s=age_s, outside=wait)
+
+
+def test_whom_the_missing_one_waits_for_is_told_along_the_way() -> None:
+    world = (0, 1)
+    waits = head(0, member("0", world, entry(1)), waits=(in_collective("0", 1),))
+    asks = head(1, member("0", world), waits=(outside("an HTTP answer of 127.0.0.1:8000", address="127.0.0.1:8000"),))
+    engine = role("engine-0", listens=(8000,), waits=(outside("queue.get: the queue is empty"),))
+    verdict = found(waits, asks, engine)
+    assert verdict.missing == ("rank 1",)
+    assert not verdict.is_proof
+    chain = "it waits for an HTTP answer of 127.0.0.1:8000, which is engine-0, which waits for queue.get"
+    assert chain in verdict.headline
+
+
+def test_a_run_that_stands_in_queues_only_is_told() -> None:
+    heads = [head(rank, waits=(outside("queue.get: the queue is empty"),)) for rank in (0, 1)]
+    assert found(*heads).kind == "standstill"
+    assert decide(heads[0], dataclasses.replace(heads[1], still_s=1.0, waits=())) is None
+
+
+def test_a_suspicion_is_due_at_the_timeout_of_what_is_waited_in() -> None:
+    world = (0, 1)
+    group = dataclasses.replace(member("0", world, entry(1)), timeout_s=1800.0)
+    verdict = found(head(0, group, waits=(in_collective("0", 1),)), head(1, member("0", world)))
+    assert verdict.due_in_s == 1730.0
+    assert "(in 1730 s), when the timeout of the default group is over" in verdict.text
+
+
+@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=3), data=st.data())
+def test_tensors_of_one_type_and_number_of_elements_are_alike(sizes: list[int], data: st.DataObject) -> None:
+    shuffled = data.draw(st.permutations(sizes))
+    one, other = entry(1, shape=f"Float{sizes}"), entry(1, shape=f"Float{shuffled}")
+    assert difference(one, other) is None
+    assert difference(one, entry(1, shape=f"Float{[*sizes, 2]}")) == "other-shape"
+    assert difference(one, entry(1, shape=f"Half{sizes}")) == "other-shape"

@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from offbeat_liveness import _dumps
@@ -20,6 +20,7 @@ from offbeat_liveness._network.side_channel import LOOPBACK, Address, Message, a
 from offbeat_liveness._network.survey import look_around, pid_states
 from offbeat_liveness._process import flight_recorder, ledger
 from offbeat_liveness._process.crash import CrashFile
+from offbeat_liveness._process.errors_seen import ThreadErrors
 from offbeat_liveness._process.goodbye import Goodbye, describe
 from offbeat_liveness._process.head import Head, from_data, to_data
 from offbeat_liveness._process.left_groups import LeftGroups
@@ -38,6 +39,8 @@ NUM_LOOKS: Final = 3
 ACT_AFTER_S: Final = 5.0
 """So long after the timeout of what is waited in, a suspicion is acted upon: torch itself comes first."""
 JOIN_THREADS_S: Final = 3.0
+REPLACED_BY_AGENTS: Final = ("killed", "crashed", "raised")
+"""Ends of a process after which torchrun's agents on several hosts form the group anew, by themselves."""
 JOIN_S: Final = 0.05
 FELLOWS_S: Final = 0.3  # for those who fail for the same reason
 FAREWELL_S: Final = 0.2
@@ -46,6 +49,14 @@ MAX_FAREWELL_PEERS: Final = 3
 MAX_CANDIDATES: Final = 16
 MAX_LEFT: Final = 64
 DUMP_S: Final = 5.0
+
+
+def is_elastic(environment: Mapping[str, str]) -> bool:
+    """Whether several agents of torchrun run this job: one of them that comes back restarts the ranks of the others.
+
+    A rank that ends by itself meanwhile would count as a failure, which may be one too many (max_restarts).
+    """
+    return "TORCHELASTIC_RUN_ID" in environment and int(environment.get("GROUP_WORLD_SIZE") or 1) > 1
 
 
 class Monitor:
@@ -62,6 +73,7 @@ class Monitor:
         self._peers = Peers(settings.directory, settings.name, self._answer)
         self._told = Announcer(settings, self._peers, self.head, self._complain, on_verdict)
         self._left_groups = LeftGroups(self._seat)
+        self._thread_errors = ThreadErrors()
         self._ending = Ending(self._peers, settings.grace_s, self.head, self._is_somebody_going)
         self._alarm = threading.Event()
         self._closed = threading.Event()
@@ -97,7 +109,8 @@ class Monitor:
             stall_after_s=self.settings.stall_after_s,
         )
         problem = (self._peers.problem,) if self._peers.problem else ()
-        head = dataclasses.replace(head, notes=(*head.notes, *problem), left_groups=self._left_groups.all())
+        notes = (*head.notes, *problem, *self._thread_errors.notes(head.name))
+        head = dataclasses.replace(head, notes=notes, left_groups=self._left_groups.all())
         if self._error is None:
             return head
         text, stack = describe(self._error)
@@ -137,11 +150,13 @@ class Monitor:
             self._crash_file.close()
         self._alarm.set()
         self._goodbye.close()
+        self._thread_errors.close()
         self._peers.close()
 
     def forget(self) -> None:
         """In a forked child: the threads are gone, and the sockets are the parent's."""
         self._goodbye.close()
+        self._thread_errors.close()
         self._peers.forget()
         if self._crash_file:
             self._crash_file.forget()
@@ -273,6 +288,8 @@ class Monitor:
         if self.settings.policy == "report" or not verdict.may_end:
             return False
         is_due = verdict.due_in_s is not None and verdict.due_in_s <= -ACT_AFTER_S
+        if is_elastic(os.environ) and verdict.fate in REPLACED_BY_AGENTS:
+            return is_due
         return verdict.is_proof or is_due or self.settings.policy == "strict"
 
     def _find(self) -> Verdict | None:

@@ -16,6 +16,7 @@ def build_verdict(
     edge: Edge,
     *,
     certainty: Certainty = "suspicion",
+    fate: str = "",
     missing: Sequence[str] = (),
     first: Sequence[Party] = (),
     advice: str,
@@ -31,6 +32,7 @@ def build_verdict(
         edges: the part of the graph that matters.
         edge: the one that tells the group, the operation and who waits.
         certainty: whether it is proved.
+        fate: of a dead peer.
         missing: names that are waited for.
         first: parties to tell first, made by the caller.
         advice: of the verdict.
@@ -47,10 +49,11 @@ def build_verdict(
         for name in dict.fromkeys(names)
         if name not in told and name in scene.head_by_name
     ]
-    due_in_s, due_to = (None, "") if certainty == "proof" else due(wait, group)
+    due_in_s, due_to = due(wait, group)
     return Verdict(
         kind=kind,
         certainty=certainty,
+        fate=fate,
         headline=headline,
         stalled_s=max(each.wait.age_s for each in [edge, *edges]),
         time_s=scene.time_s,

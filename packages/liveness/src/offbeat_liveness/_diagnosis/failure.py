@@ -47,6 +47,7 @@ def find_failure(scene: Scene) -> Verdict | None:
     return Verdict(
         kind="dead-peer",
         certainty="proof",
+        fate=first[0].fate,
         headline=f"{fate_text(first)}; {join_names(each.name for each in hurt)} cannot go on{where}",
         stalled_s=max((wait.age_s for each in scene.heads for wait in each.waits), default=0.0),
         time_s=scene.time_s,

@@ -57,7 +57,7 @@ def _ended(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
     edge = reached[first[0].name]
     return build_verdict(
         scene, "dead-peer", f"{fate_text(first)}; {waiters(scene, edge)} in {call_text(edge.wait, edge.group)}",
-        edges, edge, certainty="proof", missing=[each.name for each in first],
+        edges, edge, certainty="proof", fate=first[0].fate, missing=[each.name for each in first],
         first=[absent_party(each) for each in first], advice=advice_for(first[0], scene),
     )  # fmt: skip
 

@@ -75,7 +75,8 @@ class Verdict:
             a call of torch, and no process moves).
         certainty: a proof cannot clear by waiting, and is acted upon at once; a suspicion may be a pause that is as it
             should be, and is acted upon at the timeout of what is waited in.
-        due_in_s: of a suspicion, seconds until that timeout; None where there is none.
+        fate: of a dead peer, how it ended: killed, crashed, raised, exited.
+        due_in_s: seconds until that timeout; None where there is none.
         due_to: whose timeout that is.
         headline: one line.
         stalled_s: how long the longest wait has lasted.
@@ -108,6 +109,7 @@ class Verdict:
     notes: tuple[str, ...] = ()
     directory: str = ""
     certainty: Certainty = "suspicion"
+    fate: str = ""
     due_in_s: float | None = None
     due_to: str = ""
 

@@ -83,15 +83,22 @@ def party_of(scene: Scene, head: Head, wait: Wait | None) -> Party:
     same = [each for each in waits if wait and (each.what, each.group) == (wait.what, wait.group)]
     mine = next(iter(same or settled or waits), None)
     if mine is not None:
-        doing = f"in {call_text(mine, group_of(head, mine))}"
+        doing = f"in {call_text(mine, group_of(head, mine))}{_in_flight(head, mine.thread)}"
         return Party(name=head.name, rank=head.rank, part="waits", doing=doing, for_s=mine.age_s, stack=mine.stack)
     stack = head.threads[0].stack if head.threads else ()
     why = outside_chain(scene, head.name)
+    why += _in_flight(head, head.threads[0].name) if head.threads else ""
     if scene.is_moving(head):
         doing = f"in no collective, moving{why}{_last_entered(head)}"
         return Party(name=head.name, rank=head.rank, part="moving", doing=doing, stack=stack)
     doing = f"in no collective and no declared wait{why}{_last_entered(head)}, standing"
     return Party(name=head.name, rank=head.rank, part="missing", doing=doing, for_s=head.still_s, stack=stack)
+
+
+def _in_flight(head: Head, thread: str) -> str:
+    """The exception after which a thread cleans up: it explains the wait, and is printed only after it."""
+    text = next((each.in_flight for each in head.threads if each.name == thread), "")
+    return f", after {text}" if text else ""
 
 
 def absent_party(absent: Absent) -> Party:

@@ -4,8 +4,10 @@ import gc
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 _LOOKING: Final = threading.RLock()
 _COLLECTS_ANYWHERE: Final = sys.version_info < (3, 12)
@@ -20,13 +22,26 @@ def current_frames() -> dict[int, FrameType]:
     (python/cpython#106883, not mended in 3.11). So the collector rests meanwhile, for microseconds. Python 3.12
     collects between instructions only. Can go with Python 3.11.
     """
-    if not _COLLECTS_ANYWHERE:
+    with _resting_collector():
         return sys._current_frames()
+
+
+def current_exceptions() -> dict[int, Any]:
+    """`sys._current_exceptions()`: what each thread handles, by thread ident; likewise."""
+    with _resting_collector():
+        return sys._current_exceptions()
+
+
+@contextmanager
+def _resting_collector() -> Iterator[None]:
+    if not _COLLECTS_ANYWHERE:
+        yield
+        return
     with _LOOKING:
         was_on = gc.isenabled()
         gc.disable()
         try:
-            return sys._current_frames()
+            yield
         finally:
             if was_on:
                 gc.enable()

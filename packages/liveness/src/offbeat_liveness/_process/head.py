@@ -183,12 +183,21 @@ class OutsideWait:
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadHead:
-    """Where one thread stands, innermost frame first, and what it waits for outside torch if that can be told."""
+    """Where one thread stands.
+
+    Args:
+        name: of the thread.
+        still_s: how long it has shown no new line.
+        stack: innermost first.
+        outside: what it waits for outside torch, if that can be told.
+        in_flight: the exception that it handles or cleans up after, one line; "" if there is none.
+    """
 
     name: str
     still_s: float = 0.0
     stack: tuple[CallSite, ...] = ()
     outside: OutsideWait | None = None
+    in_flight: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

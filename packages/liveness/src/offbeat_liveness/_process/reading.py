@@ -10,10 +10,12 @@ from types import FrameType
 from typing import Any, Final
 
 from offbeat_liveness._process import flight_recorder, process_groups, torch_calls
+from offbeat_liveness._process.errors_seen import exception_in_flight
 from offbeat_liveness._process.head import Collective, GroupHead, Head, ThreadHead, Wait
 from offbeat_liveness._process.ledger import LEDGER, Entry
 from offbeat_liveness._process.motion import Motion
 from offbeat_liveness._process.proc import HOST
+from offbeat_liveness._process.sockets import listening_ports
 from offbeat_liveness._process.stacks import main_thread_ident, stack_of, thread_frames
 from offbeat_liveness._process.torch_calls import TorchCall
 
@@ -69,6 +71,7 @@ def _read_head(
         groups=groups,
         threads=heads,
         free_threads=threads.free(names),
+        listens=listening_ports(),
         notes=_notes(bool(groups)),
     )
 
@@ -130,7 +133,10 @@ class _Threads:
         chosen = dict.fromkeys([worker, main_thread_ident(), *named])
         return tuple(
             ThreadHead(
-                name=self.name(ident), still_s=self._motion.thread_still_s(ident), stack=stack_of(self.frame(ident))
+                name=self.name(ident),
+                still_s=self._motion.thread_still_s(ident),
+                stack=stack_of(self.frame(ident)),
+                in_flight=exception_in_flight(ident),
             )
             for ident in chosen
         )

@@ -1,0 +1,335 @@
+"""What is done about a stall under `abort`: healthy runs go on whatever they wait for, proofs end a run, gently."""
+
+import ctypes
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from liveness_launch import ABORTED, STALL_S, Body, launch, step
+
+import offbeat_liveness as liveness
+from offbeat_liveness._announcer import Announcer
+from offbeat_liveness._diagnosis.verdict import Verdict
+from offbeat_liveness._monitor import Monitor
+from offbeat_liveness._settings import Settings
+
+PAUSE_S = 4 * STALL_S
+
+
+def evaluates_in_a_subprocess(rank: int) -> None:
+    if rank == 0:
+        subprocess.run(["sleep", str(PAUSE_S)], check=True)
+    dist.barrier()
+
+
+def sleeps(rank: int) -> None:
+    if rank == 0:
+        time.sleep(PAUSE_S)
+    dist.barrier()
+
+
+def declares_a_wait(rank: int) -> None:
+    if rank == 0:
+        with liveness.waiting("upload", deadline_s=600):
+            threading.Event().wait(PAUSE_S)
+    dist.barrier()
+
+
+def declares_a_wait_for_somebody_unwatched(rank: int) -> None:
+    if rank == 0:
+        with liveness.waiting("reward", on="reward-server"):
+            threading.Event().wait(PAUSE_S)
+    dist.barrier()
+
+
+def is_stopped_and_goes_on(rank: int) -> None:
+    if rank == 0:
+        subprocess.Popen(["/bin/sh", "-c", f"sleep {PAUSE_S}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+def holds_the_gil(rank: int) -> None:
+    if rank == 0:
+        ctypes.PyDLL(None).sleep(int(PAUSE_S))
+    dist.barrier()
+
+
+def saves_beside_its_evaluation(rank: int) -> None:
+    """Each side waits for the other's other thread: a circle of processes, and of no threads."""
+    saves, trains = dist.new_group([0, 1]), dist.new_group([0, 1])
+
+    def save() -> None:
+        dist.all_reduce(torch.ones(1), group=saves)
+        time.sleep(PAUSE_S * rank)
+        dist.all_reduce(torch.ones(1), group=saves)
+
+    saving = threading.Thread(target=save, name="save")
+    saving.start()
+    dist.all_reduce(torch.ones(1), group=trains)
+    time.sleep(PAUSE_S * (1 - rank))
+    dist.all_reduce(torch.ones(1), group=trains)
+    saving.join()
+
+
+def reshapes(rank: int) -> None:
+    """A backend compares types and numbers of elements, no shapes; rank 2 is late."""
+    if rank == 2:
+        time.sleep(PAUSE_S)
+    dist.all_reduce(torch.ones(6) if rank else torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("body", "size"),
+    [
+        (evaluates_in_a_subprocess, 2),
+        (sleeps, 3),
+        (declares_a_wait, 2),
+        (declares_a_wait_for_somebody_unwatched, 2),
+        (is_stopped_and_goes_on, 2),
+        (holds_the_gil, 2),
+        (saves_beside_its_evaluation, 2),
+        (reshapes, 3),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else str(value),
+)
+def test_a_healthy_run_that_pauses_goes_on_and_is_told_of_twice_at_most(body: Body, size: int, tmp_path: Path) -> None:
+    outcome = launch(body, size, tmp_path, policy="abort")
+    told = [line for text in outcome.outputs for line in text.splitlines() if line.startswith("offbeat liveness")]
+    assert outcome.exit_codes == [0] * size, told
+    assert len(told) <= 2, told
+    assert told[0].startswith("offbeat liveness: suspicion: ")
+    assert not [each for each in outcome.verdicts if each.is_proof]
+
+
+def pauses_again_and_again(rank: int) -> None:
+    for _ in range(4):
+        time.sleep(2 * STALL_S * rank)
+        step()
+    time.sleep(STALL_S)
+
+
+def test_a_pause_that_comes_again_and_again_is_told_once(tmp_path: Path) -> None:
+    outcome = launch(pauses_again_and_again, 2, tmp_path, policy="abort")
+    told = [line for text in outcome.outputs for line in text.splitlines() if line.startswith("offbeat liveness")]
+    assert [line.split(":")[1] for line in told] == [" suspicion", " it moves again"]
+
+
+def test_a_suspicion_says_when_it_is_acted_upon(tmp_path: Path) -> None:
+    outcome = launch(sleeps, 2, tmp_path, policy="abort")
+    assert "not acted upon before" in outcome.outputs[0]
+    assert "when the timeout of the default group is over" in outcome.outputs[0]
+
+
+def calls_something_else(rank: int) -> None:
+    if rank:
+        step()
+    dist.barrier()
+    time.sleep(100)
+
+
+def goes_in_circles(rank: int) -> None:
+    one, other = dist.new_group([0, 1]), dist.new_group([0, 1])
+    for group in (one, other) if rank else (other, one):
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+def receives_first(rank: int) -> None:
+    dist.recv(torch.ones(1), src=1 - rank)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (calls_something_else, "different-op"),
+        (goes_in_circles, "different-order"),
+        (receives_first, "wait-cycle"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else str(value),
+)
+def test_a_proof_ends_the_run_before_its_timeout(body: Body, kind: str, tmp_path: Path) -> None:
+    outcome = launch(body, 2, tmp_path, policy="abort")
+    assert outcome.only.kind == kind
+    assert outcome.only.is_proof
+    assert outcome.only.stalled_s <= STALL_S + 2
+    assert outcome.exit_codes == [ABORTED] * 2
+
+
+CHUNKS = 40
+
+
+def fails_while_another_writes(handles: bool) -> Body:
+    def body(rank: int) -> None:
+        if rank == 2:
+            raise ValueError("batch 7 is empty")
+        if rank == 0:
+            if handles:
+                signal.signal(signal.SIGTERM, lambda *_: os.write(2, b"the handler ran\n"))
+            for _ in range(CHUNKS):
+                os.write(1, b"x" * 1000 + b"\n")
+                time.sleep(0.1)
+            os.write(1, b"complete\n")
+        step()
+
+    return body
+
+
+@pytest.mark.parametrize("handles", [True, False])
+def test_what_a_rank_writes_while_the_run_is_ended_is_complete(
+    handles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFBEAT_LIVENESS_GRACE_S", "10")
+    outcome = launch(fails_while_another_writes(handles), 3, tmp_path, policy="abort")
+    assert outcome.only.kind == "dead-peer"
+    assert outcome.outputs[0].count("x" * 1000) == CHUNKS
+    assert "complete" in outcome.outputs[0]
+    assert ("the handler ran" in outcome.outputs[0]) == handles
+    assert outcome.exit_codes[2] == 1  # its own, as without us
+    assert outcome.exit_codes[1] in (ABORTED, 1)  # gloo's error may set it free first
+
+
+def raises_alone(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("this one is over")
+    time.sleep(2)  # in no wait for it, and done without it
+
+
+def test_a_rank_that_nobody_waits_for_may_raise(tmp_path: Path) -> None:
+    outcome = launch(raises_alone, 2, tmp_path, policy="abort")
+    assert outcome.exit_codes == [0, 1]
+    assert outcome.verdicts == []
+
+
+def busy_beside_a_hang(rank: int) -> None:
+    """A thread with a group of its own goes on; the main threads are stuck."""
+    side = dist.new_group([0, 1])
+
+    def talk() -> None:
+        while True:
+            dist.all_reduce(torch.ones(1), group=side)
+            time.sleep(0.2)
+
+    threading.Thread(target=talk, daemon=True, name="talk").start()
+    if rank == 1:
+        time.sleep(100)
+    dist.barrier()
+
+
+def test_a_hang_is_told_though_another_thread_goes_on_communicating(tmp_path: Path) -> None:
+    verdict = launch(busy_beside_a_hang, 2, tmp_path, policy="strict", stall_after_s=2.0).verdicts[0]
+    assert verdict.missing == ("rank 1",)
+    assert verdict.group == "0"
+
+
+def verdict(**more: object) -> Verdict:
+    base: dict[str, object] = {"kind": "missing-member", "headline": "rank 1 has not come", "stalled_s": 70.0}
+    return Verdict(**{**base, "time_s": 0.0, "missing": ("rank 1",), **more})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("policy", "found", "ends"),
+    [
+        ("report", verdict(certainty="proof"), False),
+        ("abort", verdict(certainty="proof"), True),
+        ("abort", verdict(), False),
+        ("abort", verdict(due_in_s=1.0), False),
+        ("abort", verdict(due_in_s=-1.0), False),  # torch itself comes first
+        ("abort", verdict(due_in_s=-6.0), True),
+        ("abort", verdict(kind="straggler", due_in_s=-600.0), False),
+        ("strict", verdict(), True),
+        ("strict", verdict(kind="straggler"), False),
+    ],
+)
+def test_what_a_policy_ends(policy: str, found: Verdict, ends: bool) -> None:
+    monitor = Monitor.__new__(Monitor)
+    monitor.settings = Settings(policy=policy)  # type: ignore[arg-type]
+    assert monitor._ends_run(found) is ends
+
+
+class NoPeers:
+    secret = ""
+
+    def running(self) -> dict[object, object]:
+        return {}
+
+    def own_name(self) -> str:
+        return "rank 0"
+
+
+@pytest.fixture
+def announcer() -> Announcer:
+    return Announcer(Settings(), NoPeers(), lambda: None, print, None)  # type: ignore[arg-type, return-value]
+
+
+def test_a_pause_is_told_again_when_it_lasts_twice_as_long_as_it_ever_did(
+    announcer: Announcer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def told_of(stalled_s: float) -> int:
+        announcer.announce(verdict(stalled_s=stalled_s, time_s=time.time()), ends_run=False)
+        return capfd.readouterr().err.count("suspicion")
+
+    assert told_of(70.0) == 1
+    announcer.announce_movement()
+    assert [told_of(80.0), told_of(100.0), told_of(139.0), told_of(141.0), told_of(200.0)] == [0, 0, 0, 1, 0]
+
+
+AT_EXIT = """
+import atexit, threading, time
+def look():
+    print([each.name for each in threading.enumerate() if each.name.startswith("offbeat")])
+atexit.register(look)  # runs after what was registered later
+import torch.distributed as dist
+import offbeat_liveness
+offbeat_liveness.watch()
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+time.sleep(1)
+dist.barrier()
+"""
+
+
+def test_no_thread_of_ours_is_left_when_python_ends() -> None:
+    """One that comes back from torch's code after that ends the process with SIGABRT."""
+    ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.strip() == "[]"
+
+
+def feeder_raises(rank: int) -> None:
+    samples: queue.Queue[int] = queue.Queue()
+
+    def feed() -> None:
+        raise KeyError("no such shard")
+
+    if rank == 0:
+        threading.Thread(target=feed, name="feeder").start()
+        with liveness.waiting("samples.get"):
+            samples.get()
+    step()
+
+
+def test_a_thread_that_an_exception_has_ended_is_told_of(tmp_path: Path) -> None:
+    text = launch(feeder_raises, 2, tmp_path).only.text
+    assert "rank 0: its thread 'feeder' was ended by KeyError: 'no such shard' at" in text
+
+
+def cleans_up(rank: int) -> None:
+    try:
+        if rank == 1:
+            raise ValueError("batch 7 is empty")
+        step()
+    finally:
+        dist.barrier()
+
+
+def test_an_exception_that_a_clean_up_hides_is_told(tmp_path: Path) -> None:
+    outcome = launch(cleans_up, 2, tmp_path, policy="abort")
+    assert outcome.only.kind == "different-op"
+    assert "rank 1: in barrier on the default group, after ValueError: batch 7 is empty (raised at" in outcome.only.text
