@@ -210,7 +210,7 @@ def test_the_verdict_of_the_liveness_monitor_is_part_of_the_text(run):
     done.stdout.fnmatch_lines(
         [
             "ranks [[]0, 1] were not through after 8 s",
-            "offbeat liveness: wait-cycle:*",
+            "offbeat liveness: suspicion: wait-cycle:*",
             "  rank 0 waits for rank 1: samples.get*",
         ]
     )
