@@ -1,0 +1,250 @@
+"""Waits for the other side of a connection: HTTP clients, bare sockets, TLS, multiprocessing's connections."""
+
+import _socket
+from types import FrameType
+from typing import Any, Final
+
+from offbeat_liveness._process.head import OutsideWait
+from offbeat_liveness._process.outside import files, kernel, peek
+from offbeat_liveness._process.outside.rule import Look, Rule, seconds
+
+CLIENTS: Final = {
+    "/http/client.py": "http.client",
+    "/urllib/request.py": "urllib",
+    "/urllib3/": "urllib3",
+    "/requests/": "requests",
+    "/httpcore/": "httpcore",
+    "/httpx/": "httpx",
+    "/aiohttp/": "aiohttp",
+    "/huggingface_hub/": "huggingface_hub",
+    "/openai/": "openai",
+    "/anthropic/": "anthropic",
+}
+CLIENT_DEPTH: Final = 24
+
+
+def http_answer(host: str, timeout: object, client: str, *, doing: str = "an HTTP answer from") -> OutsideWait:
+    """A wait of an HTTP client.
+
+    Args:
+        host: "host:port".
+        timeout: of the call, seconds.
+        client: name of the library.
+        doing: what for.
+    """
+    text = f"{doing} {host or 'an unknown host'} ({client}{seconds(timeout)})"
+    return OutsideWait(kind="http", text=text, address=host, timeout_s=peek.number(timeout))
+
+
+def host_and_port(host: object, port: object) -> str:
+    """As one text; "" where there is no host."""
+    name, number = peek.text(host), peek.integer(port)
+    return "" if not name else files.join(name, number) if number is not None else name
+
+
+def client_of(names: list[str]) -> str:
+    """The outermost HTTP library among the files of a stack, innermost first."""
+    found = "http"
+    for name in names[:CLIENT_DEPTH]:
+        found = next((client for part, client in CLIENTS.items() if part in name), found)
+    return found
+
+
+def peer_of(connection: object) -> str:
+    """Address ("host:port") of the other side of a socket object; "" where it has none."""
+    if not issubclass(type(connection), _socket.socket):
+        return ""
+    try:
+        name = _socket.socket.getpeername(connection)  # type: ignore[arg-type]
+    except OSError:
+        return ""
+    return host_and_port(name[0], name[1]) if type(name) is tuple else peek.text(name)
+
+
+def _client(look: Look) -> str:
+    return client_of([frame.f_code.co_filename for frame in look.outward(CLIENT_DEPTH)])
+
+
+def _timeout_of(connection: object) -> Any:
+    """Of a socket object, seconds; None for one that waits for ever."""
+    if not issubclass(type(connection), _socket.socket):
+        return None
+    return _socket.socket.gettimeout(connection)  # type: ignore[arg-type]
+
+
+def _http_client(frame: FrameType, look: Look) -> OutsideWait | None:
+    """http.client, and with it urllib3, requests and urllib: `self` is a connection or the body of an answer."""
+    owner = peek.local(frame, "self")
+    connection = peek.attribute(owner, "sock")
+    if connection is None:  # an answer, which has taken the socket over
+        connection = peek.path(owner, "fp.raw._sock")
+    host = host_and_port(peek.attribute(owner, "host"), peek.attribute(owner, "port")) or peer_of(connection)
+    timeout = _timeout_of(connection)
+    inner = {each.f_code.co_name for each in look.frames[: look.depth + 1]}
+    if "connect" in inner or "_new_conn" in inner:
+        timeout = peek.number(peek.attribute(owner, "timeout"))
+        return http_answer(host, timeout, _client(look), doing=_connecting(inner))
+    sends = inner & {"send", "sendall", "write"}
+    return http_answer(host, timeout, _client(look), doing="room to send to" if sends else "an HTTP answer from")
+
+
+def _connecting(inner: set[str]) -> str:
+    return "a TLS handshake with" if inner & {"do_handshake", "start_tls"} else "a connection to"
+
+
+def _httpcore(frame: FrameType, look: Look) -> OutsideWait | None:
+    """Sync httpcore, and with it httpx: `self` is the connection to one origin, or the pool of all."""
+    inner = {each.f_code.co_name for each in look.frames[: look.depth]}
+    origin = peek.attribute(peek.local(frame, "self"), "_origin")
+    if origin is None:
+        origin = peek.path(peek.local(frame, "request"), "url")
+    host = host_and_port(peek.attribute(origin, "host"), peek.attribute(origin, "port"))
+    timeout = next(
+        (peek.local(each, "timeout") for each in look.frames[:5] if "/httpcore/" in each.f_code.co_filename), None
+    )
+    doing = "an HTTP answer from"
+    if "wait_for_connection" in inner:
+        doing = "a free connection of the pool to"
+    elif inner & {"connect_tcp", "start_tls"}:
+        doing = _connecting(inner)
+    return http_answer(host, timeout, _client(look), doing=doing)
+
+
+def _socket_file(frame: FrameType, look: Look) -> OutsideWait | None:
+    return _on_socket(peek.attribute(peek.local(frame, "self"), "_sock"), "data from")
+
+
+def _tls(frame: FrameType, look: Look) -> OutsideWait | None:
+    shakes = frame.f_code.co_name == "do_handshake"
+    return _on_socket(peek.local(frame, "self"), "a TLS handshake with" if shakes else "data from")
+
+
+def _on_socket(connection: object, doing: str) -> OutsideWait | None:
+    peer = peer_of(connection)
+    timeout_s = peek.number(_timeout_of(connection))
+    text = f"{doing} {peer or 'a socket of this host'}{seconds(timeout_s)}"
+    return OutsideWait(kind="socket", text=text, address=peer, timeout_s=timeout_s)
+
+
+def _accept(frame: FrameType, look: Look) -> OutsideWait | None:
+    listener = peek.local(frame, "self")
+    try:
+        name = _socket.socket.getsockname(listener)
+    except (OSError, TypeError):
+        return None
+    own = host_and_port(name[0], name[1]) if type(name) is tuple else peek.text(name)
+    text = f"somebody who connects to {own or 'it'}"
+    return OutsideWait(kind="socket", text=text, address=own, timeout_s=peek.number(_timeout_of(listener)))
+
+
+def _connect(frame: FrameType, look: Look) -> OutsideWait | None:
+    address = peek.local(frame, "address")
+    if type(address) is not tuple or len(address) < 2:
+        return None
+    peer, timeout = host_and_port(address[0], address[1]), peek.number(peek.local(frame, "timeout"))
+    return OutsideWait(kind="socket", text=f"a connection to {peer}{seconds(timeout)}", address=peer, timeout_s=timeout)
+
+
+def _resolve(frame: FrameType, look: Look) -> OutsideWait | None:
+    host = peek.text(peek.local(frame, "host"))
+    return OutsideWait(kind="socket", text=f"the address of {host} (DNS)", address=host) if host else None
+
+
+def _connection(frame: FrameType, look: Look) -> OutsideWait | None:
+    """A connection of multiprocessing: a pipe or a socket, by its number."""
+    number = peek.integer(peek.attribute(peek.local(frame, "self"), "_handle"))
+    found = files.describe(number) if number is not None else None
+    if found is None or number is None:
+        return None
+    wait = kernel.told(found, number)
+    text = f"data from {wait.text} (multiprocessing.Connection)"
+    return OutsideWait(
+        kind="process" if wait.kind == "file" else wait.kind, text=text, address=wait.address, pid=wait.pid
+    )
+
+
+def _listener(frame: FrameType, look: Look) -> OutsideWait | None:
+    address = peek.attribute(peek.local(frame, "self"), "_address")
+    name = host_and_port(*address[:2]) if type(address) is tuple and len(address) > 1 else peek.text(address)
+    return OutsideWait(kind="socket", text=f"somebody who connects to {name} (multiprocessing.Listener)", address=name)
+
+
+def _selector(frame: FrameType, look: Look) -> OutsideWait | None:
+    """The first of the descriptors that a selector watches, and how many there are."""
+    registered = peek.attribute(peek.local(frame, "self"), "_fd_to_key")
+    if type(registered) is not dict or not registered:
+        return None
+    numbers = list(registered)
+    found = next(((files.describe(number), number) for number in numbers[:8] if type(number) is int), (None, 0))
+    timeout = peek.number(peek.local(frame, "timeout"))
+    if found[0] is None or found[0].kind == "other":
+        return OutsideWait(kind="socket", text=f"{len(numbers)} descriptors (select)", timeout_s=timeout)
+    wait = kernel.told(found[0], found[1])
+    more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
+    return OutsideWait(
+        kind=wait.kind, text=f"{wait.text}{more}", address=wait.address, pid=wait.pid, timeout_s=timeout, on=wait.on
+    )
+
+
+RULES: Final = (
+    Rule(
+        file="/http/client.py",
+        functions=(
+            "HTTPConnection.getresponse", "HTTPConnection.send", "HTTPConnection.connect", "HTTPSConnection.connect",
+            "HTTPConnection.endheaders", "HTTPResponse.read", "HTTPResponse.readinto", "HTTPResponse.readline",
+            "HTTPResponse.peek", "HTTPResponse.read1",
+        ),
+        read=_http_client,
+        reach=7,
+    ),
+    Rule(
+        file="/urllib3/connection.py",
+        functions=("HTTPConnection.connect", "HTTPSConnection.connect", "HTTPConnection.getresponse"),
+        read=_http_client,
+        reach=10,
+    ),
+    Rule(file="/httpcore/_sync/connection.py", functions=("HTTPConnection.handle_request",), read=_httpcore, reach=9),
+    Rule(
+        file="/httpcore/_sync/connection_pool.py",
+        functions=("PoolRequest.wait_for_connection", "ConnectionPool.handle_request"),
+        read=lambda frame, look: _httpcore(frame, look) if frame.f_code.co_name == "handle_request" else None,
+        reach=4,
+    ),
+    Rule(
+        file="/httpcore/_sync/connection_pool.py",
+        functions=("PoolByteStream.__iter__",),
+        read=lambda frame, look: http_answer(
+            _pool_host(frame), look.local("/sync.py", "SyncStream.read", "timeout"), _client(look)
+        ),
+        reach=9,
+    ),
+    Rule(file="/socket.py", functions=("SocketIO.readinto", "SocketIO.write"), read=_socket_file),
+    Rule(file="/socket.py", functions=("socket.accept",), read=_accept),
+    Rule(file="/socket.py", functions=("create_connection",), read=_connect),
+    Rule(file="/urllib3/util/connection.py", functions=("create_connection",), read=_connect),
+    Rule(file="/socket.py", functions=("getaddrinfo",), read=_resolve),
+    Rule(
+        file="/ssl.py",
+        functions=("SSLSocket.read", "SSLSocket.write", "SSLSocket.do_handshake", "SSLSocket.recv"),
+        read=_tls,
+    ),
+    Rule(
+        file="/multiprocessing/connection.py",
+        functions=("Connection._recv", "Connection._send", "_ConnectionBase.poll", "_ConnectionBase.recv"),
+        read=_connection,
+        reach=5,
+    ),
+    Rule(file="/multiprocessing/connection.py", functions=("Listener.accept",), read=_listener, reach=4),
+    Rule(
+        file="/selectors.py",
+        functions=(
+            "SelectSelector._select", "SelectSelector.select", "_PollLikeSelector.select", "EpollSelector.select",
+        ),
+        read=_selector,
+    ),
+)  # fmt: skip
+
+
+def _pool_host(frame: FrameType) -> str:
+    url = peek.path(peek.local(frame, "self"), "_pool_request.request.url")
+    return host_and_port(peek.attribute(url, "host"), peek.attribute(url, "port"))

@@ -1,0 +1,294 @@
+"""What the tasks of an asyncio loop wait for, while the thread itself only stands in the loop."""
+
+import gc
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Final
+
+from offbeat_liveness._process.head import OutsideWait
+from offbeat_liveness._process.outside import peek
+from offbeat_liveness._process.outside.connections import client_of, host_and_port, http_answer
+from offbeat_liveness._process.outside.processes import state_of
+from offbeat_liveness._process.outside.rule import Look, Rule, seconds
+
+MAX_TASKS: Final = 1000
+MAX_CHAIN: Final = 64
+MAX_FOLLOWED: Final = 4
+MAX_TOLD: Final = 3
+LOCKS: Final = ("Event.wait", "Lock.acquire", "Condition.wait", "Semaphore.acquire", "Barrier.wait")
+
+
+@dataclass
+class Chain:
+    """The frames of one task from what it awaits innermost, outward, and the future at the end."""
+
+    frames: list[FrameType]
+    end: object
+
+
+def pending_tasks(loop: object) -> list[Any]:
+    """Tasks of a loop that are not done, or of all loops where `loop` is None; in no order.
+
+    `asyncio.all_tasks` would step through weak sets that other threads change; these are copied in one step.
+    """
+    module = sys.modules.get("asyncio.tasks")
+    found: list[Any] = []
+    for name in ("_all_tasks", "_scheduled_tasks", "_eager_tasks"):  # the first up to Python 3.11
+        known = getattr(module, name, None)
+        data = peek.attribute(known, "data")
+        if type(data) is set:
+            found += [task for task in (reference() for reference in data.copy()) if task is not None]
+        elif type(known) is set:
+            found += known.copy()
+    chosen = (each for each in found if peek.text(peek.attribute(each, "_state")) == "PENDING")
+    return [each for each in chosen if loop is None or peek.attribute(each, "_loop") is loop][:MAX_TASKS]
+
+
+def _loop_runs(frame: FrameType, look: Look) -> OutsideWait | None:
+    """In `BaseEventLoop._run_once`: the task that the program runs lies in an outer frame."""
+    loop = peek.local(frame, "self")
+    main = next(
+        (
+            peek.local(each, "future")
+            for each in look.outward(4)
+            if each.f_code.co_name == "run_until_complete" and "/asyncio/" in each.f_code.co_filename
+        ),
+        None,
+    )
+    return tasks_wait(loop, main)
+
+
+def _runner(frame: FrameType, look: Look) -> OutsideWait | None:
+    """In `asyncio.Runner.run` itself: a loop that is written in C, such as uvloop's, has no frames."""
+    return tasks_wait(peek.attribute(peek.local(frame, "self"), "_loop"), peek.local(frame, "task"))
+
+
+def tasks_wait(loop: object, main: object) -> OutsideWait | None:
+    """What the tasks of a loop wait for, the one that the program runs first.
+
+    Args:
+        loop: of these tasks.
+        main: the task given to `run_until_complete`, None where the loop runs for ever.
+    """
+    tasks = pending_tasks(loop)
+    tasks.sort(key=lambda task: (task is not main, _name(task)))
+    if not tasks:
+        return None
+    told = [(task, task_wait(task)) for task in tasks[:MAX_TOLD]]
+    first = next((wait for _, wait in told if wait.address or wait.pid), told[0][1])
+    lines = "; ".join(f"task {_name(task)!r} awaits {wait.text}" for task, wait in told)
+    more = f"; and {len(tasks) - len(told)} more tasks" if len(tasks) > len(told) else ""
+    return OutsideWait(
+        kind="asyncio",
+        text=lines + more,
+        address=first.address,
+        pid=first.pid,
+        on=_name(told[0][0]),
+        timeout_s=told[0][1].timeout_s,
+    )
+
+
+def task_wait(task: object, followed: int = 0) -> OutsideWait:
+    """What one task awaits; tasks that it awaits are followed."""
+    chain = _chain(peek.attribute(task, "_coro"))
+    try:
+        found = _library_wait(chain)
+        if found is not None:
+            return found
+        end = chain.end if chain.end is not None else peek.attribute(task, "_fut_waiter")
+        inner = next(_awaited_tasks(end), None)
+        if inner is not None and inner is not task and followed < MAX_FOLLOWED:
+            wait = task_wait(inner, followed + 1)
+            return _renamed(wait, f"the task {_name(inner)!r}, which awaits {wait.text}", on=_name(inner))
+        return _wait("a future" + _place(chain))
+    finally:
+        chain.frames.clear()
+
+
+def _renamed(wait: OutsideWait, text: str, *, on: str) -> OutsideWait:
+    return OutsideWait(kind="asyncio", text=text, address=wait.address, pid=wait.pid, on=on, timeout_s=wait.timeout_s)
+
+
+def _wait(text: str, *, on: str = "", pid: int = 0, address: str = "", timeout: object = None) -> OutsideWait:
+    return OutsideWait(kind="asyncio", text=text, on=on, pid=pid, address=address, timeout_s=peek.number(timeout))
+
+
+def _name(task: object) -> str:
+    """Name of a task; "" for a future that is none."""
+    kind = getattr(sys.modules.get("asyncio.tasks"), "Task", None)
+    if kind is not None and issubclass(type(task), kind):
+        return peek.text(kind.get_name(task))
+    return peek.text(peek.attribute(task, "_name"))
+
+
+def _place(chain: Chain) -> str:
+    """Where the innermost coroutine stands that is not asyncio's."""
+    frame = next((each for each in chain.frames if "/asyncio/" not in each.f_code.co_filename), None)
+    return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+
+
+def _chain(awaited: Any) -> Chain:
+    """Walk from a task's coroutine to what is awaited innermost."""
+    frames: list[FrameType] = []
+    for _ in range(MAX_CHAIN):
+        kind = type(awaited)
+        if kind is types.CoroutineType:
+            frame, awaited = awaited.cr_frame, awaited.cr_await
+        elif kind is types.GeneratorType:
+            frame, awaited = awaited.gi_frame, awaited.gi_yieldfrom
+        elif kind is types.AsyncGeneratorType:
+            frame, awaited = awaited.ag_frame, awaited.ag_await
+        elif (inner := _wrapped(awaited)) is not None:
+            awaited = inner
+            continue
+        else:
+            break
+        if frame is not None:
+            frames.append(frame)
+    return Chain(frames[::-1], awaited)
+
+
+def _wrapped(awaited: object) -> Any:
+    """What lies in an object of C that forwards: the steps of an async generator, `__await__` of a coroutine."""
+    if type(awaited).__module__ != "builtins" and peek.type_name(awaited) != "FutureIter":
+        return None
+    if peek.type_name(awaited) not in ("async_generator_asend", "async_generator_athrow", "coroutine_wrapper",
+                                       "FutureIter"):  # fmt: skip
+        return None
+    kinds = (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
+    found = gc.get_referents(awaited)
+    future = next((each for each in found if peek.attribute(each, "_state") is not None), None)
+    return next((each for each in found if type(each) in kinds), future)
+
+
+def _awaited_tasks(end: object) -> Iterator[Any]:
+    """Tasks that are not done, at the end of a chain: the one awaited, or those of a `gather`."""
+    for each in [end, *peek.members(peek.attribute(end, "_children"))]:
+        if peek.attribute(each, "_coro") is not None and peek.text(peek.attribute(each, "_state")) == "PENDING":
+            yield each
+
+
+def _library_wait(chain: Chain) -> OutsideWait | None:
+    """What a call of a library awaits: an HTTP client's is told by its outermost frame, all others by the innermost."""
+    names = [frame.f_code.co_filename for frame in chain.frames]
+    for frame in reversed(chain.frames):
+        if any(part in frame.f_code.co_filename for part in ("/httpx/", "/httpcore/", "/aiohttp/")):
+            found = _http(frame, chain, client_of(names))
+            if found is not None:
+                return found
+    for frame in chain.frames:
+        code = frame.f_code
+        if "/asyncio/" in code.co_filename:
+            found = _asyncio_call(frame, code.co_filename.rpartition("/")[2], code.co_qualname)
+            if found is not None:
+                return found
+    return None
+
+
+def _http(frame: FrameType, chain: Chain, client: str) -> OutsideWait | None:
+    name = frame.f_code.co_qualname
+    if name in ("AsyncClient.send", "AsyncClient._send_single_request", "AsyncConnectionPool.handle_async_request"):
+        url = peek.attribute(peek.local(frame, "request"), "url")
+        where = peek.attribute(url, "_uri_reference") or url
+        scheme = _part(where, "scheme")
+        host = host_and_port(_part(where, "host"), _part(where, "port") or {"http": 80, "https": 443}.get(scheme))
+    elif name in ("AsyncHTTPConnection.handle_async_request",):
+        origin = peek.attribute(peek.local(frame, "self"), "_origin")
+        host = host_and_port(peek.attribute(origin, "host"), peek.attribute(origin, "port"))
+    elif name == "ClientResponse.start" or name.startswith("StreamReader.") or name == "ClientSession._request":
+        return _aiohttp(frame, chain, client)
+    else:
+        return None
+    timeout = next(
+        (peek.local(each, "timeout") for each in chain.frames if "/httpcore/" in each.f_code.co_filename), None
+    )
+    return http_answer(host, timeout, client)
+
+
+def _part(where: Any, name: str) -> Any:
+    """Of httpx's parsed address, a named tuple, or of httpcore's, an object."""
+    if issubclass(type(where), tuple):
+        fields = ("scheme", "userinfo", "host", "port")
+        return tuple.__getitem__(where, fields.index(name))
+    found = peek.attribute(where, name)
+    return peek.text(found) if type(found) is bytes else found
+
+
+def _aiohttp(frame: FrameType, chain: Chain, client: str) -> OutsideWait | None:
+    """`_request` holds the address as a yarl.URL, which keeps the parts of urllib's SplitResult."""
+    owner = peek.local(frame, "self")
+    url = peek.local(frame, "url") or peek.attribute(owner, "_real_url") or peek.attribute(owner, "url")
+    place = peek.text(peek.attribute(url, "_netloc"))
+    host, _, port = place.rpartition("@")[2].rpartition(":")
+    if not host or not port.isdigit():
+        scheme = peek.text(peek.attribute(url, "_scheme"))
+        place = place.rpartition("@")[2]
+        place = host_and_port(place, {"http": 80, "https": 443}.get(scheme)) if place else ""
+    else:
+        place = host_and_port(host.strip("[]"), int(port))
+    timeout = peek.attribute(peek.local(frame, "real_timeout"), "total")
+    doing = "an HTTP answer from"
+    if any(each.f_code.co_name in ("_create_connection", "create_connection") for each in chain.frames):
+        doing = "a connection to"
+    return http_answer(place, timeout, client, doing=doing)
+
+
+def _asyncio_call(frame: FrameType, file: str, name: str) -> OutsideWait | None:
+    """A wait in asyncio's own functions, by the file they lie in."""
+    owner = peek.local(frame, "self")
+    if file == "queues.py" and name in ("Queue.get", "Queue.put", "Queue.join"):
+        held = peek.size(peek.attribute(owner, "_queue"))
+        limit = peek.integer(peek.attribute(owner, "_maxsize")) or 0
+        filling = "" if held is None else f" (the queue holds {held}{f' of {limit}' if limit else ''})"
+        return _wait(f"asyncio.{name}{filling}")
+    if file == "locks.py" and name in LOCKS:
+        return _wait(f"asyncio.{name}")
+    if file == "tasks.py" and name == "sleep":
+        delay = peek.number(peek.local(frame, "delay"))
+        return OutsideWait(kind="sleep", text=f"asyncio.sleep({delay:g})" if delay is not None else "asyncio.sleep")
+    if file == "streams.py" and name.startswith("StreamReader."):
+        return _stream(owner)
+    if file in ("subprocess.py", "base_subprocess.py") and name in ("Process.wait", "Process.communicate",
+                                                                     "BaseSubprocessTransport._wait"):  # fmt: skip
+        pid = peek.integer(peek.path(owner, "_transport._pid") or peek.attribute(owner, "_pid")) or 0
+        return _wait(f"the process {pid}, which {state_of(pid)}", pid=pid) if pid else _wait("a process")
+    if file == "base_events.py" and name == "BaseEventLoop.create_connection":
+        host = host_and_port(peek.local(frame, "host"), peek.local(frame, "port"))
+        return _wait(f"a connection to {host}", address=host)
+    if file == "threads.py" and name == "to_thread":
+        return _wait(f"a thread that runs {_function_name(peek.local(frame, 'func'))}")
+    if file == "tasks.py" and name in ("wait", "_wait"):
+        return _several(frame)
+    return None
+
+
+def _stream(reader: object) -> OutsideWait:
+    """A read of a stream, whose transport knows the peer."""
+    extra = peek.path(reader, "_transport._extra")
+    peer = extra.get("peername") if type(extra) is dict else None
+    address = host_and_port(peer[0], peer[1]) if type(peer) is tuple and len(peer) > 1 else ""
+    return _wait(f"data from {address or 'a stream'} (asyncio.StreamReader)", address=address)
+
+
+def _several(frame: FrameType) -> OutsideWait | None:
+    tasks = [each for each in peek.members(peek.local(frame, "fs")) if peek.text(peek.attribute(each, "_state")) ==
+             "PENDING"]  # fmt: skip
+    names = [_name(each) for each in tasks if _name(each)]
+    if not names:
+        return None
+    inner = task_wait(tasks[0], MAX_FOLLOWED)
+    text = f"{len(tasks)} tasks (asyncio.wait{seconds(peek.local(frame, 'timeout'))}), the first, {names[0]!r}, awaits"
+    return _renamed(inner, f"{text} {inner.text}", on=names[0])
+
+
+def _function_name(function: object) -> str:
+    return peek.text(function.__qualname__) if type(function) is types.FunctionType else peek.type_name(function)
+
+
+RULES: Final = (
+    Rule(file="/asyncio/base_events.py", functions=("BaseEventLoop._run_once",), read=_loop_runs, reach=2),
+    Rule(file="/asyncio/runners.py", functions=("Runner.run",), read=_runner, reach=0),
+)

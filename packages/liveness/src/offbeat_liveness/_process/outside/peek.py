@@ -1,0 +1,112 @@
+"""Reads the program's own objects without running any of its code, taking a lock, or changing anything.
+
+An attribute may be a property, a name may come from `__getattr__`, a text from `__str__`: all of these are the
+program's code, and that may want the very lock that everybody waits for. What is read here is stored data only.
+"""
+
+import inspect
+import sys
+import threading
+import types
+from collections import deque
+from types import FrameType
+from typing import Any, Final
+
+MAX_TEXT: Final = 120
+MAX_MEMBERS: Final = 64
+_ORDER: Final = type.__dict__["__mro__"]
+_NAMES: Final = type.__dict__["__dict__"]
+_STORED: Final = (types.MemberDescriptorType, types.GetSetDescriptorType)
+_PLAIN: Final = frozenset({bool, int, float, str, bytes, type(None)})
+_MISSING: Final = object()
+
+
+def attribute(owner: object, name: str) -> Any:
+    """What an object stores under a name: in its dict, in a slot, or in C; None where it stores nothing.
+
+    Args:
+        owner: any object. Properties, `__getattr__` and `__getattribute__` of its class are not called.
+        name: of the attribute.
+    """
+    kind = type(owner)
+    spaces = [_NAMES.__get__(base) for base in _ORDER.__get__(kind)]
+    descriptor = next((space["__dict__"] for space in spaces if "__dict__" in space), None)
+    if type(descriptor) is types.GetSetDescriptorType:
+        value = dict.get(descriptor.__get__(owner), name, _MISSING)
+        if value is not _MISSING:
+            return value
+    found = next((space[name] for space in spaces if name in space), None)
+    if type(found) in _STORED:
+        try:
+            return found.__get__(owner, kind)  # type: ignore[union-attr]
+        except AttributeError:
+            return None
+    return found if type(found) in _PLAIN else None
+
+
+def path(owner: object, names: str) -> Any:
+    """`attribute` several times: "fp.raw._sock"; None as soon as one is missing."""
+    for name in names.split("."):
+        if owner is None:
+            return None
+        owner = attribute(owner, name)
+    return owner
+
+
+def local(frame: FrameType, name: str) -> Any:
+    """A local of a library's frame; None where it has none.
+
+    Up to Python 3.12 a frame keeps the dict that is made for this until it ends, with all that was in it: in a frame of
+    the user's that might be a batch which it wants to free. So ask library frames only; for others, `own_local`.
+    """
+    return frame.f_locals.get(name)
+
+
+def own_local(frame: FrameType, name: str) -> Any:
+    """A name in a frame of the user's, read only where that keeps nothing alive (see `local`)."""
+    if sys.version_info >= (3, 13) or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return frame.f_locals.get(name)
+    return None
+
+
+def text(value: Any) -> str:
+    """A str or bytes as an exact str, cut short; "" for anything else."""
+    if issubclass(type(value), str):
+        cut = str.__getitem__(value, slice(0, MAX_TEXT))
+        return cut + "…" if str.__len__(value) > MAX_TEXT else cut
+    return bytes.decode(value[:MAX_TEXT], errors="replace") if type(value) is bytes else ""
+
+
+def number(value: object) -> float | None:
+    """An int or float; None for anything else."""
+    return value if type(value) in (int, float) else None  # type: ignore[return-value]
+
+
+def integer(value: object) -> int | None:
+    """An int; None for anything else."""
+    return value if type(value) is int else None
+
+
+def size(value: object) -> int | None:
+    """Length of one of Python's own containers; None for anything else, whose `__len__` would be the program's."""
+    return len(value) if type(value) in (list, tuple, dict, set, frozenset, deque) else None  # type: ignore[arg-type]
+
+
+def members(value: object) -> list[Any]:
+    """The first members of one of Python's own containers, the values of a dict; copied in one step."""
+    if type(value) is dict:
+        return list(value.values())[:MAX_MEMBERS]
+    if type(value) in (list, tuple, set, frozenset, deque):
+        return list(value)[:MAX_MEMBERS]  # type: ignore[call-overload,no-any-return]
+    return []
+
+
+def type_name(value: object) -> str:
+    """Name of an object's class."""
+    return type.__dict__["__name__"].__get__(type(value))  # type: ignore[no-any-return]
+
+
+def thread_names() -> dict[int, str]:
+    """Names of Python's threads by ident, without the lock that a thread may hold while it stands."""
+    active: dict[int, threading.Thread] = threading._active.copy()  # type: ignore[attr-defined]
+    return {ident: text(attribute(each, "_name")) for ident, each in active.items()}
