@@ -46,7 +46,7 @@ def start(run: Callable[[], Any], name: str = "worker") -> threading.Thread:
     def quietly() -> None:
         try:
             run()
-        except BaseException:  # noqa: BLE001, S110 - the other side is closed under it
+        except BaseException:  # noqa: BLE001 - the other side is closed under it
             pass
 
     thread = threading.Thread(target=quietly, name=name, daemon=True)

@@ -97,33 +97,31 @@ class Work:
         return self.is_done
 
 
-def test_posted_operations_end_with_their_handles() -> None:
+def test_a_posted_operation_is_no_wait_and_its_handle_is_forgotten_when_it_is_over() -> None:
     ledger, works = Ledger(), [Work() for _ in range(1000)]
     for work in works:
-        ledger.post(Entry(kind="p2p", what="isend", work=lambda work=work: work))  # type: ignore[misc]
+        ledger.post(Entry(kind="p2p", what="isend", work=weakref.ref(work)))
         work.is_done = True
     assert ledger.open_waits() == []
-    open_work = Work()
-    ledger.post(Entry(kind="p2p", what="irecv", work=lambda: open_work))
-    assert [each.what for each in ledger.open_waits()] == ["irecv"]
+    assert len(ledger.posted) < 300
 
 
-def test_operations_are_not_lost_while_two_threads_look() -> None:
+def test_waits_are_not_lost_while_two_threads_look() -> None:
     """The monitor looks while it answers another one's question."""
-    ledger, works, stop = Ledger(), [Work() for _ in range(50)], threading.Event()
-    for work in works:
-        ledger.post(Entry(kind="p2p", what="irecv", work=lambda work=work: work))  # type: ignore[misc]
+    ledger, stop = Ledger(), threading.Event()
+    for _ in range(50):
+        ledger.enter(Entry(kind="p2p", what="irecv"))
 
     def look() -> None:
         while not stop.is_set():
-            ledger.open_waits()
+            ledger.leave(ledger.enter(Entry(kind="store", what="store.get")))
 
     thread = threading.Thread(target=look)
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     thread.start()
     try:
-        assert {len(ledger.open_waits()) for _ in range(300)} == {50}
+        assert {len([each for each in ledger.open_waits() if each.kind == "p2p"]) for _ in range(300)} == {50}
     finally:
         stop.set()
         thread.join()
@@ -458,7 +456,7 @@ def test_the_recorder_of_nccl_is_read_beside_that_of_the_others(monkeypatch: pyt
         for what, function in functions.items():
             monkeypatch.setattr(binding, f"_dump_{name}_{what}", function, raising=False)
     entries = flight_recorder.read_entries()
-    assert [entry["time_created_ns"] for entry in entries] == [900, 1000, 1100]
+    assert [entry["time_created_ns"] for entry in entries] == [900, 1000, 1000, 1100], "the one of both once, and p2p"
     assert flight_recorder.has_pending(flight_recorder.status_text())
     assert flight_recorder.holds_all(entries)
     assert not flight_recorder.holds_all([entry_of(record_id=0), late]), "nccl's has forgotten its first"

@@ -20,8 +20,8 @@ What it gives in torch 2.13 (measured on gloo; for nccl as torch documents it):
 - Not recorded by either: root ranks and reduce operations, store waits, and anything outside torch.distributed.
 - Call sites: the first dump with stacks imports torch._inductor (800 modules, 3 to 7 s here) unless it is kept from
   that (`_without_inductor`); then it costs milliseconds.
-- nccl: a dump asks the events of its entries after it has let go of the recorder's lock, and may meet one that was just
-  freed (pytorch/pytorch#192232, mended after 2.13). So entries are read only when something may be stuck or has ended.
+- nccl: a dump of entries asks the device about each that is not over, which can take for ever: `nccl_recorder` asks
+  without standing still with it. A dump without entries asks nothing and takes no lock.
 - There are two recorders: nccl's groups write into one of their own, which `_dump_nccl_trace*` reads and only builds
   with nccl have; all others into the one of `_dump_fr_trace*`. Both are read, and what stands in both counts once. In
   builds with another library of NVIDIA's interface the first holds that one's entries.
@@ -34,15 +34,20 @@ import os
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-from offbeat_liveness._process.head import CallSite, Collective
-from offbeat_liveness._process.stacks import is_importing, readable
+from offbeat_liveness._process.nccl_recorder import NCCL
+from offbeat_liveness._process.recorder_entries import RawEntry, backend_of, group_of, parse_entries
+from offbeat_liveness._process.stacks import is_importing
+
+__all__ = [
+    "RawEntry", "has_pending", "holds_all", "is_loaded", "is_off", "parse_entries", "read_entries", "status_text",
+]  # fmt: skip
 
 INDUCTOR: Final = "torch._inductor"
 CODECACHE: Final = "torch._inductor.codecache"
-RawEntry = dict[str, Any]
+RECORDERS: Final = ("fr", "nccl")
 
 
 def is_loaded() -> bool:
@@ -54,18 +59,33 @@ def is_loaded() -> bool:
 
 def status_text() -> str:
     """A text that changes whenever a collective is issued or ends, a line a recorder: about 20 µs, no entries read."""
-    return "\n".join(dump(includeCollectives=False).decode() for dump in _dumps("_trace_json"))
+    return "\n".join(_status(recorder) for recorder in RECORDERS if _dump(recorder, "_trace_json"))
+
+
+def _status(recorder: str) -> str:
+    dump = _dump(recorder, "_trace_json")
+    return dump(includeCollectives=False).decode() if dump else ""
 
 
 def has_pending(status: str) -> bool:
-    """Whether a status text shows a group with a collective that was issued and is not over."""
-    recorders: list[dict[str, dict[str, dict[str, str]]]] = [json.loads(line) for line in status.splitlines()]
-    groups = [group for recorder in recorders for group in recorder.get("pg_status", {}).values()]
-    return any(int(each["last_enqueued_collective"]) > int(each["last_completed_collective"]) for each in groups)
+    """Whether a status text shows a group with an operation that was issued and is not over; may err towards yes."""
+    lines = enumerate(status.splitlines())
+    return any(_line_has_pending(json.loads(line), is_nccl=number > 0) for number, line in lines)
+
+
+def _line_has_pending(recorder: dict[str, dict[str, dict[str, str]]], *, is_nccl: bool) -> bool:
+    """Of one recorder: nccl numbers its collectives and its p2p apart, and shows the number of whichever was last."""
+    pairs = [
+        (int(each["last_enqueued_collective"]), int(each["last_completed_collective"]))
+        for each in recorder.get("pg_status", {}).values()
+    ]
+    return any(issued > over or (is_nccl and issued != over) for issued, over in pairs)
 
 
 def read_entries(*, call_sites: bool = False) -> list[RawEntry]:
-    """What the recorder holds as it gives it, oldest first, point-to-point left out; about 20 ms when it is full.
+    """What the recorders hold, oldest first, point-to-point included; about 20 ms when one is full.
+
+    Where nccl's does not answer, its entries are left out and `NCCL.asked_at_s` says since when.
 
     Args:
         call_sites: with the Python frames of each; left out while a thread of this process imports something.
@@ -74,12 +94,17 @@ def read_entries(*, call_sites: bool = False) -> list[RawEntry]:
     with _without_inductor() if with_frames else contextlib.nullcontext():
         # Pickled by this very process, in its own memory, a moment ago: nothing comes from outside.
         # JSON takes twice the time, and holds no frames.
-        held = [
-            pickle.loads(dump(includeCollectives=True, includeStackTraces=with_frames, onlyActive=False))
-            for dump in _dumps("_trace")
-        ]
-    entries = [entry for each in held for entry in each.get("entries", ()) if not entry.get("is_p2p")]
-    return entries if len(held) == 1 else _merge(entries)
+        dump = _dump("fr", "_trace")
+        common = pickle.loads(_call(dump, with_frames))["entries"] if dump else []
+        nccl_dump = _dump("nccl", "_trace")
+        if nccl_dump is None:
+            return list(common)
+        nccl = NCCL.entries(_status("nccl"), lambda: _call(nccl_dump, with_frames), with_frames=with_frames)
+    return _merge([*common, *(nccl or [])])
+
+
+def _call(dump: Callable[..., bytes], with_frames: bool) -> bytes:
+    return dump(includeCollectives=True, includeStackTraces=with_frames, onlyActive=False)
 
 
 def _merge(entries: list[RawEntry]) -> list[RawEntry]:
@@ -97,28 +122,8 @@ def holds_all(entries: Sequence[RawEntry]) -> bool:
     """Whether the recorder has forgotten nothing yet: a group without entries then has had no collective."""
     firsts: dict[bool, int] = {}  # nccl's recorder counts by itself
     for entry in entries:
-        firsts.setdefault(_backend(entry) == "nccl", int(entry["record_id"]))
+        firsts.setdefault(backend_of(entry) == "nccl", int(entry["record_id"]))
     return not any(firsts.values()) if firsts else not is_off()
-
-
-def parse_entries(entries: Iterable[RawEntry]) -> list[Collective]:
-    """Entries of the recorder's pickle or JSON form."""
-    return [_parse(entry) for entry in entries if not entry.get("is_p2p")]
-
-
-def group_of(entry: RawEntry) -> str:
-    """Torch's name of the group of an entry."""
-    return str(entry["process_group"][0])
-
-
-def seq_of(entry: RawEntry) -> int:
-    """Number of an entry in its group."""
-    return int(entry["collective_seq_id"])
-
-
-def is_over(entry: RawEntry) -> bool:
-    """Whether a collective has finished or failed."""
-    return bool(entry["retired"]) or entry["state"] == "completed"
 
 
 @contextlib.contextmanager
@@ -146,36 +151,9 @@ def _without_inductor() -> Iterator[None]:
             sys.modules.pop(name, None)  # whoever does the same in another thread may have been first
 
 
-def _dumps(what: str) -> list[Callable[..., bytes]]:
-    """Functions of this build of torch that read a recorder: `_dump_fr_trace`, `_dump_nccl_trace`."""
-    binding = sys.modules["torch._C._distributed_c10d"]
-    found = (getattr(binding, f"_dump_{recorder}{what}", None) for recorder in ("fr", "nccl"))
-    return [dump for dump in found if dump is not None]
-
-
-def _backend(entry: RawEntry) -> str:
-    return str(entry["profiling_name"]).rpartition(":")[0]
-
-
-def _parse(entry: RawEntry) -> Collective:
-    backend, _, op = entry["profiling_name"].rpartition(":")
-    state = entry["state"]
-    frames = [CallSite(file=f["filename"], line=f["line"], function=f["name"]) for f in entry.get("frames", ())]
-    sites = readable(frames) if frames else ()
-    return Collective(
-        group=group_of(entry),
-        seq=seq_of(entry),
-        op=op.lstrip("_"),
-        inputs=_tensors(entry["input_dtypes"], entry["input_sizes"]),
-        outputs=_tensors(entry["output_dtypes"], entry["output_sizes"]),
-        done=is_over(entry),
-        created_ns=int(entry["time_created_ns"]),
-        thread=int(entry.get("thread_id") or 0),
-        backend=backend,
-        started=backend != "nccl" or state != "scheduled",
-        call_site=sites[0] if sites else None,
+def _dump(recorder: str, what: str) -> Callable[..., bytes] | None:
+    """A function of this build of torch that reads a recorder: `_dump_fr_trace`, `_dump_nccl_trace`."""
+    found: Callable[..., bytes] | None = getattr(
+        sys.modules["torch._C._distributed_c10d"], f"_dump_{recorder}{what}", None
     )
-
-
-def _tensors(dtypes: list[str], sizes: list[list[int]]) -> tuple[str, ...]:
-    return tuple(f"{dtype}{list(size)}" for dtype, size in zip(dtypes, sizes, strict=False))
+    return found

@@ -3,12 +3,22 @@
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Final
 
-from offbeat_liveness._process import flight_recorder
-from offbeat_liveness._process.flight_recorder import RawEntry
+from offbeat_liveness._process import flight_recorder, ledger
 from offbeat_liveness._process.head import Collective, GroupHead
+from offbeat_liveness._process.nccl_recorder import NCCL
+from offbeat_liveness._process.recorder_entries import (
+    RawEntry,
+    backend_of,
+    group_of,
+    of_this_life,
+    parse_entries,
+    parse_transfers,
+    seq_of,
+)
 
 RECENT: Final = 32
 DEVICE_MESH: Final = "mesh_"
@@ -40,8 +50,8 @@ def recent_collectives(num_last: int | None = None, *, call_sites: bool = False)
     if not flight_recorder.is_loaded():
         return []
     entries = flight_recorder.read_entries(call_sites=call_sites)
-    first = 0 if num_last is None else max(0, len(entries) - num_last)
-    return flight_recorder.parse_entries(entries[first:])
+    collectives = parse_entries(entries)
+    return collectives if num_last is None else collectives[max(0, len(collectives) - num_last) :]
 
 
 def default_group() -> Any:
@@ -61,10 +71,20 @@ def disown_world() -> None:
         _INHERITED.append(group)
 
 
+def has_groups() -> bool:
+    """Whether this process has made any group, of its own world or of another."""
+    if not flight_recorder.is_loaded():
+        return False
+    c10d = sys.modules["torch.distributed.distributed_c10d"]
+    if c10d.GroupMember.WORLD is not None:
+        return default_group() is not None
+    return not _INHERITED and bool(c10d._world.pg_names)
+
+
 def group_members(group: Any) -> tuple[int, ...]:
-    """Global ranks of a group's members in group order; () for a group that is gone."""
-    ranks = sys.modules["torch.distributed.distributed_c10d"]._world.pg_group_ranks.get(group, {})
-    return tuple(sorted(ranks, key=ranks.__getitem__))
+    """Global ranks of a group's members in group order; () for a group that is gone, or of another world."""
+    ranks = _world().pg_group_ranks.get(group, {})
+    return () if _is_foreign(group, ranks) else tuple(sorted(ranks, key=ranks.__getitem__))
 
 
 def group_heads(entries: Sequence[RawEntry] | None) -> tuple[GroupHead, ...]:
@@ -73,45 +93,145 @@ def group_heads(entries: Sequence[RawEntry] | None) -> tuple[GroupHead, ...]:
     Args:
         entries: of the recorder; None while it cannot be read, then there are only the groups' own counters.
     """
-    by_group: dict[str, list[RawEntry]] = defaultdict(list)
+    by_group: dict[tuple[str, str], list[RawEntry]] = defaultdict(list)
     knows_all = entries is not None and flight_recorder.holds_all(entries)
     for entry in entries or ():
-        by_group[flight_recorder.group_of(entry)].append(entry)
-    world = sys.modules["torch.distributed.distributed_c10d"]._world
+        by_group[group_of(entry), backend_of(entry)].append(entry)
     return tuple(
-        _group_head(group, name, by_group.get(name, []), knows_all=knows_all)
-        for group, name in list(world.pg_names.items())
+        _group_head(group, name if len(backends) == 1 else f"{name} ({backend})", backends[backend], held, knows_all)
+        for group, name in list(_world().pg_names.items())
+        for backends in [_backends(group)]
+        for backend in backends
+        for held in [by_group.get((name, backend), [])]
     )
 
 
-def _group_head(group: Any, name: str, entries: Sequence[RawEntry], *, knows_all: bool) -> GroupHead:
-    counter = 0 if knows_all and not entries else _sequence_number(group)
-    recent = flight_recorder.parse_entries(_worth_telling(_of_this_life(entries, counter)))
+def _group_head(group: Any, name: str, backend: Any, entries: Sequence[RawEntry], knows_all: bool) -> GroupHead:
+    """One group, or the part of it that one of its backends does, which counts by itself."""
+    backend_name = _backend_name(backend)
+    is_silent = backend_name == "nccl" and NCCL.asked_at_s is not None
+    members = group_members(group)
+    counter = _sequence_number(backend)
+    alive = of_this_life(entries)
+    alive = alive if not alive or seq_of(alive[-1]) <= counter else []
+    recent = parse_entries(alive)
+    transfers = [each for each in parse_transfers(alive, members) if not each.done]
+    is_foreign = not members
     return GroupHead(
         name=name,
-        ranks=group_members(group),
+        ranks=members,
         axes=_AXES.get(group) or _described_axes(group),
-        backend=recent[-1].backend if recent else "",
-        entered=recent[-1].seq if recent else counter,
-        recent=tuple(recent),
+        backend=backend_name,
+        entered=_entered(group, backend_name, recent, counter, knows_all=knows_all and not is_silent),
+        recent=tuple(_worth_telling(recent)),
+        transfers=tuple(transfers[:RECENT]),
+        timeout_s=timeout_of(backend),
+        is_foreign=is_foreign,
+        place=_place(group) if is_foreign else "",
+        own_rank=group.rank(),
+        size=group.size(),
     )
 
 
-def _of_this_life(entries: Sequence[RawEntry], counter: int) -> list[RawEntry]:
-    """Entries of this group object: after destroy_process_group and a new start, names and numbers begin anew."""
-    kept: list[RawEntry] = []
-    for entry in entries:
-        if kept and flight_recorder.seq_of(entry) <= flight_recorder.seq_of(kept[-1]):
-            kept.clear()
-        kept.append(entry)
-    return kept if not kept or flight_recorder.seq_of(kept[-1]) <= counter else []
+def _entered(group: Any, backend: str, recent: Sequence[Collective], counter: int, *, knows_all: bool) -> int | None:
+    """Number of the last collective; None where only a counter is left that counts p2p as well.
+
+    nccl's counts collectives alone; gloo's counts everything. How others count is not known, but without p2p there is
+    nothing else to count.
+    """
+    if recent:
+        return recent[-1].seq
+    if knows_all or counter == 0:
+        return 0
+    return counter if backend == "nccl" or not ledger.may_have_transferred(group) else None
 
 
-def _worth_telling(entries: Sequence[RawEntry]) -> list[RawEntry]:
+def timeout_of(backend: Any) -> float | None:
+    """What torch gives a call of a backend of a group, in seconds."""
+    try:
+        return seconds_of(backend.options._timeout)
+    except (RuntimeError, AttributeError):  # a backend without options
+        return None
+
+
+def seconds_of(timeout: Any) -> float | None:
+    """A timedelta or a number of seconds; None for none, which torch also writes as 0 or less."""
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    return float(seconds) if is_number and seconds > 0 else None
+
+
+def store_place(store: Any) -> str:
+    """Where the store beneath all prefixes is: "host:port", or a path; "" for one of this process alone."""
+    bottom = _bottom(store)
+    if hasattr(bottom, "port") and hasattr(bottom, "host"):
+        return f"{bottom.host}:{bottom.port}"
+    return str(getattr(bottom, "path", ""))
+
+
+def _bottom(store: Any) -> Any:
+    while getattr(store, "underlying_store", None) is not None:
+        store = store.underlying_store
+    return store
+
+
+def _store_of(group: Any) -> Any:
+    """The store that a group was made with, None where torch does not say."""
+    found = _world().pg_map.get(group)
+    return found[1] if found else None
+
+
+def _place(group: Any) -> str:
+    store = _store_of(group)
+    return store_place(store) if store is not None else ""
+
+
+def _is_foreign(group: Any, ranks: Mapping[int, int]) -> bool:
+    """Whether the numbers of a group's members are not ranks of this process's world.
+
+    Frameworks join a trainer and its engines by a group over a store of its own, and write down its members as
+    {0: 0, 1: 1, ...}, whatever world each of them comes from.
+    """
+    world = default_group()
+    if group is world:
+        return False
+    if world is None:
+        return True
+    if group.size() > world.size() or ranks.get(world.rank()) != group.rank():
+        return True
+    own, other = _store_of(world), _store_of(group)
+    if own is None or other is None:
+        return False
+    own, other = _bottom(own), _bottom(other)
+    place = store_place(other)
+    return store_place(own) != place if place else own is not other
+
+
+def _backends(group: Any) -> dict[str, Any]:
+    """The backends of a group by name; one may serve several devices."""
+    found: dict[str, Any] = {}
+    for device in group._device_types:
+        try:
+            backend = group._get_backend(device)
+        except RuntimeError:  # made at the first call, or not there at all
+            continue
+        found.setdefault(_backend_name(backend), backend)
+    return found or {"": group}
+
+
+def _backend_name(backend: Any) -> str:
+    """As its entries have it."""
+    try:
+        return str(backend.name())
+    except (RuntimeError, AttributeError):
+        return ""
+
+
+def _worth_telling(collectives: Sequence[Collective]) -> list[Collective]:
     """The newest, and whatever is not over, however old."""
-    cut = max(0, len(entries) - RECENT)
-    pending = [entry for entry in entries[:cut] if not flight_recorder.is_over(entry)]
-    return pending[:RECENT] + list(entries[cut:])
+    cut = max(0, len(collectives) - RECENT)
+    pending = [each for each in collectives[:cut] if not each.done]
+    return pending[:RECENT] + list(collectives[cut:])
 
 
 def _described_axes(group: Any) -> tuple[str, ...]:
@@ -122,9 +242,13 @@ def _described_axes(group: Any) -> tuple[str, ...]:
     return tuple(text.split("×")) if text not in NO_DESCRIPTION else ()
 
 
-def _sequence_number(group: Any) -> int:
-    """The group's own counter, for when the recorder remembers nothing: it counts p2p as well."""
+def _sequence_number(backend: Any) -> int:
+    """A backend's own counter; gloo's counts p2p as well."""
     try:
-        return int(group._get_sequence_number_for_group())
-    except RuntimeError:  # a backend that does not count, or has not begun
+        return int(backend._get_sequence_number_for_group())
+    except (RuntimeError, AttributeError):  # a backend that does not count, or has not begun
         return 0
+
+
+def _world() -> Any:
+    return sys.modules["torch.distributed.distributed_c10d"]._world

@@ -11,10 +11,13 @@ from typing import Any, Final
 
 from offbeat_liveness._process import flight_recorder, process_groups, torch_calls
 from offbeat_liveness._process.errors_seen import exception_in_flight
-from offbeat_liveness._process.head import Collective, GroupHead, Head, ThreadHead, Wait
+from offbeat_liveness._process.head import Collective, GroupHead, Head, OutsideWait, ThreadHead, Wait
 from offbeat_liveness._process.ledger import LEDGER, Entry
 from offbeat_liveness._process.motion import Motion
+from offbeat_liveness._process.nccl_recorder import NCCL
+from offbeat_liveness._process.outside import may_act, outside_wait
 from offbeat_liveness._process.proc import HOST
+from offbeat_liveness._process.process_groups import seconds_of
 from offbeat_liveness._process.sockets import listening_ports
 from offbeat_liveness._process.stacks import main_thread_ident, stack_of, thread_frames
 from offbeat_liveness._process.torch_calls import TorchCall
@@ -35,7 +38,7 @@ def read_head(
         world_size: likewise.
         stall_after_s: an operation pending for twice as long counts, whatever its thread does.
     """
-    groups = process_groups.group_heads(motion.recorder.entries()) if process_groups.default_group() is not None else ()
+    groups = process_groups.group_heads(motion.recorder.entries()) if process_groups.has_groups() else ()
     with contextlib.closing(_Threads(motion, stall_after_s)) as threads:
         return _read_head(motion, threads, groups, name=name, world=world, rank=rank, world_size=world_size)
 
@@ -52,10 +55,15 @@ def _read_head(
 ) -> Head:
     worker = threads.worker(groups)
     groups = tuple(dataclasses.replace(each, worker=threads.issuer(each)) for each in groups)
-    waits = [*_collective_waits(groups, threads), *_stack_waits(groups, threads), *_ledger_waits(threads)]
+    waits = [
+        *_collective_waits(groups, threads),
+        *_transfer_waits(groups, threads),
+        *_stack_waits(groups, threads),
+        *_ledger_waits(groups, threads),
+    ]
     names = {wait.thread for wait in waits}
     heads = threads.heads(worker, names)
-    waits += [_outside(each) for each in heads[:2] if each.outside is not None and each.name not in names]
+    waits += [_outside_wait(each) for each in heads[:2] if each.outside is not None and each.name not in names]
     return Head(
         key=f"{HOST}:{os.getpid()}",
         name=name or (f"rank {rank}" if rank is not None else f"pid {os.getpid()}"),
@@ -81,7 +89,9 @@ class _Threads:
 
     def __init__(self, motion: Motion, stall_after_s: float) -> None:
         self._motion, self._stall_after_s = motion, stall_after_s
-        names = {each.ident: each.name for each in threading.enumerate()}
+        everybody = threading.enumerate()
+        names = {each.ident: each.name for each in everybody}
+        self._native_ids = {each.ident: each.native_id for each in everybody}
         self._frames = thread_frames()
         self._names = {ident: names.get(ident, f"thread {ident}") for ident in self._frames}
         self.calls = {ident: torch_calls.torch_call(frame) for ident, frame in self._frames.items()}
@@ -92,6 +102,10 @@ class _Threads:
 
     def __iter__(self) -> Iterator[tuple[int, TorchCall]]:
         return iter([(ident, call) for ident, call in self.calls.items() if call is not None])
+
+    def has(self, ident: int) -> bool:
+        """Whether a thread is one of the program's own."""
+        return ident in self._frames
 
     def frame(self, ident: int) -> FrameType | None:
         """Of a thread; of the main thread if it has no Python frame (autograd's, for one)."""
@@ -125,7 +139,17 @@ class _Threads:
 
     def free(self, waiting: set[str]) -> tuple[str, ...]:
         """Threads that stand in no wait, and may set somebody else free."""
-        return tuple(name for name in (self.name(ident) for ident in self._frames) if name not in waiting)
+        return tuple(
+            self.name(ident)
+            for ident, frame in self._frames.items()
+            if self.name(ident) not in waiting and may_act(frame)
+        )
+
+    def _outside(self, ident: int) -> OutsideWait | None:
+        """What a thread waits for that stands in no call of torch.distributed."""
+        if self.calls.get(ident) is not None:
+            return None
+        return outside_wait(self._frames.get(ident), self._native_ids.get(ident))
 
     def heads(self, worker: int, names: set[str]) -> tuple[ThreadHead, ...]:
         """The worker first, then the main thread, then the named ones."""
@@ -136,13 +160,14 @@ class _Threads:
                 name=self.name(ident),
                 still_s=self._motion.thread_still_s(ident),
                 stack=stack_of(self.frame(ident)),
+                outside=self._outside(ident),
                 in_flight=exception_in_flight(ident),
             )
             for ident in chosen
         )
 
 
-def _outside(thread: ThreadHead) -> Wait:
+def _outside_wait(thread: ThreadHead) -> Wait:
     """A wait outside torch, of a thread that stands in no other."""
     assert thread.outside is not None
     return Wait(
@@ -155,19 +180,36 @@ def _collective_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterato
     """The oldest collective of each group that was issued and is not over."""
     for group in groups:
         entry = next((each for each in group.recent if not each.done), None)
-        if entry is None:
+        if entry is not None:
+            call = threads.calls.get(entry.thread)
+            yield dataclasses.replace(
+                _recorded_wait(group, entry, threads), kind="collective", seq=entry.seq, root=_root(call, entry)
+            )
+
+
+def _transfer_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wait]:
+    """The oldest point-to-point operations of each group that were launched together and are not over."""
+    for group in groups:
+        if not group.transfers:
             continue
-        since_s = max(0.0, time.time() - entry.created_ns / 1e9)
-        yield Wait(
-            kind="collective",
-            what=entry.op,
-            age_s=threads.still_s(entry.thread, since_s),
-            thread=threads.name(entry.thread),
-            group=group.name,
-            seq=entry.seq,
-            root=_root(threads.calls.get(entry.thread), entry),
-            stack=stack_of(threads.frame(entry.thread)),
-        )
+        first = group.transfers[0]
+        batch = [each for each in group.transfers if each.seq == first.seq]
+        peers = tuple(dict.fromkeys(each.peer for each in batch if each.peer is not None))
+        what = first.op if len(batch) == 1 else "batch_isend_irecv"
+        yield dataclasses.replace(_recorded_wait(group, first, threads), kind="p2p", what=what, peers=peers)
+
+
+def _recorded_wait(group: GroupHead, entry: Collective, threads: _Threads) -> Wait:
+    since_s = max(0.0, time.time() - entry.created_ns / 1e9)
+    return Wait(
+        kind="collective",
+        what=entry.op,
+        age_s=threads.still_s(entry.thread, since_s),
+        thread=threads.name(entry.thread),
+        group=group.name,
+        timeout_s=group.timeout_s,
+        stack=stack_of(threads.frame(entry.thread)),
+    )
 
 
 def _root(call: TorchCall | None, entry: Collective) -> int | None:
@@ -177,53 +219,118 @@ def _root(call: TorchCall | None, entry: Collective) -> int | None:
 def _stack_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wait]:
     """Calls that only the stack tells: rendezvous, monitored_barrier, and collectives while the recorder is off."""
     recorded = {group.name for group in groups if group.recent}
-    written_down = {entry.thread for entry in LEDGER.open_waits() if entry.kind == "p2p"}
+    written_down = {entry.thread: entry for entry in LEDGER.open_waits()}
     for ident, call in threads:
-        group = _group_name(call.group)
-        kind: Any = None
-        peers: tuple[int, ...] = ()
-        if call.function in torch_calls.RENDEZVOUS:
-            kind, group, peers = "rendezvous", "", _invited(call)
+        head = _head_of(groups, call.group)
+        entry = written_down.get(ident)
+        group = head.name if head else _group_name(call.group)
+        found: dict[str, Any] = {}
+        if call.file in OTHER_CALLS:
+            found = OTHER_CALLS[call.file](call)
+        elif call.function in torch_calls.RENDEZVOUS:
+            found = _rendezvous(call, entry)
         elif call.function == "monitored_barrier":
-            kind = "barrier"
+            found = {"kind": "barrier", "group": group}
         elif call.function in torch_calls.COLLECTIVES and group not in recorded:
-            kind = "collective"
-        elif call.function in ("send", "recv") and ident not in written_down and call.peer is not None:
-            kind, peers = "p2p", (call.peer,)
-        if kind is not None:
-            head = next((each for each in groups if each.name == group), None)
+            seq = head.entered or 0 if head else 0
+            found = {"kind": "collective", "group": group, "seq": seq, "root": call.peer}
+        elif call.function in ("send", "recv") and call.peer is not None and not (entry and entry.kind == "p2p"):
+            found = {"kind": "p2p", "group": group, "peers": (call.peer,)}
+        if found:
             yield Wait(
-                kind=kind,
-                what=call.function,
-                age_s=threads.standing_s(ident),
-                thread=threads.name(ident),
-                group=group,
-                seq=head.entered or 0 if head and kind == "collective" else 0,
-                peers=peers,
-                root=call.peer,
-                stack=stack_of(threads.frame(ident)),
+                **{
+                    "what": call.function,
+                    "age_s": threads.standing_s(ident),
+                    "thread": threads.name(ident),
+                    "timeout_s": seconds_of(call.arguments.get("timeout")) or (head.timeout_s if head else None),
+                    "stack": stack_of(threads.frame(ident)),
+                    **found,
+                }
             )
 
 
-def _ledger_waits(threads: _Threads) -> Iterator[Wait]:
-    """What was written down: declared waits, store waits, point-to-point."""
+def _rendezvous(call: TorchCall, entry: Entry | None) -> dict[str, Any]:
+    """Making or ending groups; `on` is where a world meets, or who was asked into a group."""
+    place = entry.on if entry is not None and entry.kind == "rendezvous" else call.place
+    asked = f"ranks {_in_short(call.invited)}" if call.invited and not place else ""
+    ends = call.function == "destroy_process_group"
+    return {
+        "kind": "rendezvous",
+        "what": call.function.lstrip("_"),
+        "peers": process_groups.group_members(call.group) if ends and call.group is not None else call.invited,
+        "on": place or asked,
+    }
+
+
+def _in_short(ranks: Sequence[int]) -> str:
+    """The same text for the same ranks, on whatever rank: "0-3" where they follow each other."""
+    ordered = sorted(set(ranks))
+    if len(ordered) > 1 and ordered[-1] - ordered[0] == len(ordered) - 1:
+        return f"{ordered[0]}-{ordered[-1]}"
+    return ", ".join(map(str, ordered))
+
+
+def _store_rendezvous(call: TorchCall) -> dict[str, Any]:
+    return {"kind": "rendezvous", "what": "rendezvous", "on": call.place}
+
+
+def _remote_call(call: TorchCall) -> dict[str, Any]:
+    """Of torch.distributed.rpc, whose workers are no ranks of a group."""
+    if call.function == "rpc_sync":
+        return {"kind": "declared", "what": f"rpc_sync to {call.arguments.get('to')}"}
+    return {"kind": "rendezvous", "what": f"rpc.{call.function.lstrip('_')}"}
+
+
+def _stateless(call: TorchCall) -> dict[str, Any]:
+    """Of vLLM's StatelessProcessGroup, which torch has no table of; its members count by themselves."""
+    group, other = call.arguments.get("self"), call.peer
+    place = f"rank {getattr(group, 'rank', '?')} of {getattr(group, 'world_size', '?')}"
+    text = f"StatelessProcessGroup.{call.function} as {place}" + (f" with {other}" if other is not None else "")
+    return {"kind": "store", "what": text, "on": torch_calls.stateless_place(call)}
+
+
+def _functional(call: TorchCall) -> dict[str, Any]:
+    """wait_tensor: the recorder has the collective itself."""
+    return {}
+
+
+OTHER_CALLS: Final = {
+    "torch/distributed/rendezvous.py": _store_rendezvous,
+    "torch/distributed/_functional_collectives.py": _functional,
+    "torch/distributed/rpc/__init__.py": _remote_call,
+    "torch/distributed/rpc/api.py": _remote_call,
+    "vllm/distributed/utils.py": _stateless,
+}
+
+
+def _ledger_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wait]:
+    """What was written down: declared waits, store waits, new stores, and handles of p2p that a thread waits for."""
     for entry in LEDGER.open_waits():
         call = threads.calls.get(entry.thread)
-        covered = call is not None and (entry.kind == "store" or call.function not in torch_calls.POINT_TO_POINT)
-        if entry.kind != "declared" and covered:
+        covered = call is not None and (entry.kind != "p2p" or call.function not in torch_calls.POINT_TO_POINT)
+        if entry.kind != "declared" and (covered or not threads.has(entry.thread)):
             continue
         age_s = time.monotonic() - entry.since_s
+        head = _head_of(groups, entry.group) if entry.kind == "p2p" else None
         yield Wait(
             kind=entry.kind,
             what=entry.what,
             age_s=age_s if entry.kind == "declared" else threads.still_s(entry.thread, age_s),
             thread=threads.name(entry.thread),
-            group=_group_name(entry.group) if entry.kind == "p2p" else "",
+            group=head.name if head else "",
             peers=_peer(entry),
             on=entry.on,
             deadline_s=entry.deadline_s,
+            timeout_s=_timeout_s(entry, head),
             stack=stack_of(threads.frame(entry.thread)),
         )
+
+
+def _timeout_s(entry: Entry, head: GroupHead | None) -> float | None:
+    """What torch gives an open wait: as the call says, else as its group or its store does."""
+    if (given := seconds_of(entry.timeout)) is not None:
+        return given
+    return head.timeout_s if head else seconds_of(getattr(entry.source, "timeout", None))
 
 
 def _peer(entry: Entry) -> tuple[int, ...]:
@@ -234,11 +341,11 @@ def _peer(entry: Entry) -> tuple[int, ...]:
     return (members[entry.peer],) if entry.peer < len(members) else ()
 
 
-def _invited(call: TorchCall) -> tuple[int, ...]:
-    """Who must come to a rendezvous, if not the whole world."""
-    if call.arguments.get("use_local_synchronization") and call.arguments.get("ranks"):
-        return tuple(call.arguments["ranks"])
-    return ()
+def _head_of(groups: Sequence[GroupHead], group: Any) -> GroupHead | None:
+    """The head of a group object; the part of its host's backend where it has several."""
+    name = _group_name(group)
+    named = [each for each in groups if each.name == name or each.name.startswith(f"{name} (")]
+    return next((each for each in named if each.backend == "gloo"), named[0] if named else None)
 
 
 def _group_name(group: Any) -> str:
@@ -248,6 +355,11 @@ def _group_name(group: Any) -> str:
 
 
 def _notes(has_groups: bool) -> tuple[str, ...]:
+    found = []
     if has_groups and flight_recorder.is_off():
-        return ("torch's flight recorder is off (TORCH_FR_BUFFER_SIZE=0): only sequence numbers and stacks are known",)
-    return ()
+        found.append(
+            "torch's flight recorder is off (TORCH_FR_BUFFER_SIZE=0): only sequence numbers and stacks are known"
+        )
+    if NCCL.asked_at_s is not None:
+        found.append("torch's recorder of nccl did not answer: of its groups only sequence numbers are known")
+    return tuple(found)

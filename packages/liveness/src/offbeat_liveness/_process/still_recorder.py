@@ -9,6 +9,10 @@ A dump holds the GIL throughout, and whoever records a collective takes it (for 
 the collective and before it writes. So while no count has changed for a moment, nobody is on the way into the tables.
 A group enters `pg_config` without the GIL, at the end of its making: that is to have stood much longer.
 
+torch before 2.13 takes the GIL for the stack while it holds the recorder's lock. A reader with the GIL that waits for
+the lock would then stand still with the whole process, for ever; so there a thread that has counted is given longer to
+come by the GIL.
+
 Source: pytorch 2.13.0, torch/csrc/distributed/c10d/FlightRecorderDetail.hpp (recordWithResetEnabled, record_pg_ranks,
 getPgConfigJson, getPgStatusJson) and ProcessGroupGloo.cpp (the constructor, enqueue).
 """
@@ -23,6 +27,7 @@ from offbeat_liveness._process.flight_recorder import RawEntry
 from offbeat_liveness._process.stacks import thread_frames
 
 SETTLED_S: Final = 0.01
+CONTENDED_S: Final = 0.1  # a thread has the GIL within this, however many want it
 MAKING_S: Final = 0.5  # a group is made in milliseconds, unless a member does not come
 PATIENCE_S: Final = 0.2
 POLL_S: Final = 0.002
@@ -68,7 +73,12 @@ class StillRecorder:
             self.moved_s = now_s  # first: another thread may compare at any moment
             self._seen = scene
         is_making, _ = scene
-        return now_s - self.moved_s >= (MAKING_S if is_making else SETTLED_S)
+        return now_s - self.moved_s >= (MAKING_S if is_making else _settled_s())
+
+
+def _settled_s() -> float:
+    version = str(getattr(sys.modules.get("torch"), "__version__", "")).split(".")[:2]
+    return CONTENDED_S if version in (["2", "11"], ["2", "12"]) else SETTLED_S
 
 
 def _scene() -> Scene:

@@ -1,0 +1,147 @@
+"""Asks torch's recorder of nccl for its entries, and does not stand still with it.
+
+What its entries are, only the device knows: a dump queries the CUDA events of all that are not over. Torch's source
+says of such a query that it "can hang if another thread is holding the CUDA global context lock", as
+`cudaStreamSynchronize` does, which is what a stuck process stands in. The Python functions (`_dump_nccl_trace`) keep
+the GIL meanwhile: the whole process would stand still for its monitor's question, and then be blamed for it.
+
+So it is asked through torch's own server of such questions (`_WorkerServer`), whose threads are C++ and hold no GIL:
+over a socket in a folder that only this user can enter, made at the first question. Who gets no answer for
+`ANSWER_S` goes on without, and does not ask again before the answer has come. While nccl's counters stand still the
+entries do too, so they are asked for every `FRESH_S` at most.
+
+A dump reads two tables without their lock (see `still_recorder`). Without the GIL, a thread that uses a group of nccl
+for the very first time within those microseconds could meet it there; whoever asks has seen nobody move for a while.
+
+Source: pytorch 2.13.0, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (finishedGPUExecutionInternal),
+FlightRecorderDetail.hpp (dump_entries), FlightRecorderCuda.cpp (dump_nccl_trace_pickle), init.cpp (_dump_nccl_trace).
+"""
+
+import atexit
+import ctypes
+import http.client
+import os
+import pickle
+import select
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from offbeat_liveness._process.recorder_entries import RawEntry
+
+HANDLER: Final = "dump_nccl_trace_pickle"
+ANSWER_S: Final = 0.3
+FRESH_S: Final = 5.0
+
+
+class NcclRecorder:
+    """Remembers what was asked, and whether the answer has come.
+
+    Args:
+        answer_s: how long one question may take.
+
+    Attributes:
+        asked_at_s: monotonic time of a question without an answer; None while there is none. Whoever is silent soon
+            after it may be so because it was asked.
+    """
+
+    def __init__(self, answer_s: float = ANSWER_S) -> None:
+        self._answer_s = answer_s
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything: in a forked child the server's threads do not exist."""
+        self._pid = os.getpid()
+        self._asking = threading.Lock()
+        self._path = ""
+        self._open: socket.socket | None = None
+        self._entries: list[RawEntry] | None = None
+        self._status, self._read_s = "", -FRESH_S
+        self.asked_at_s: float | None = None
+
+    def entries(self, status: str, dump: Callable[[], bytes], *, with_frames: bool) -> list[RawEntry] | None:
+        """What nccl's recorder holds, oldest first; None while it does not answer.
+
+        Args:
+            status: of the recorder; while it stays the same, entries do.
+            dump: asks it directly, for a torch without a server.
+            with_frames: with the Python frames of each.
+        """
+        if self._pid != os.getpid():
+            self.clear()
+        with self._asking:
+            is_fresh = time.monotonic() - self._read_s < FRESH_S
+            if self._entries is None or status != self._status or not is_fresh:
+                answer = self._ask(with_frames) if _has_server() else dump()
+                if answer is None:
+                    return None
+                self._entries = list(pickle.loads(answer).get("entries", ()))  # of this process, of a moment ago
+                self._status, self._read_s = status, time.monotonic()
+            return self._entries
+
+    def _ask(self, with_frames: bool) -> bytes | None:
+        if self._open is not None and not _is_answered(self._open):
+            return None
+        if self._open is not None:  # an answer to a question of long ago
+            self._open.close()
+        self.asked_at_s = time.monotonic()
+        self._open = socket.socket(socket.AF_UNIX)
+        self._open.settimeout(self._answer_s)
+        try:
+            answer = self._converse(self._open, with_frames)
+        except TimeoutError:
+            return None  # the connection stays: its answer ends the question
+        except (OSError, http.client.HTTPException):
+            answer = None
+        self._open.close()
+        self._open = self.asked_at_s = None
+        return answer
+
+    def _converse(self, connection: socket.socket, with_frames: bool) -> bytes | None:
+        connection.connect(self._server())
+        question = http.client.HTTPConnection("localhost")
+        question.sock = connection
+        words = f"includecollectives=true&includestacktraces={str(with_frames).lower()}&onlyactive=false"
+        question.request("POST", f"/handler/{HANDLER}?{words}", headers={"Connection": "close"})
+        reply = http.client.HTTPResponse(connection)  # not getresponse(): it closes the connection when it fails
+        reply.begin()
+        content = reply.read()
+        return content if reply.status == http.client.OK else None
+
+    def _server(self) -> str:
+        """Path of the socket of torch's server, which is made when first needed and lives as long as the process."""
+        if not self._path:
+            folder = tempfile.mkdtemp(prefix="offbeat-recorder-")
+            atexit.register(_remove, folder, os.getpid())
+            path = os.path.join(folder, "socket")
+            server = _binding()._WorkerServer(path)
+            # Its destructor waits for its threads, one of which may wait for a device for ever: so nobody destroys it.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
+            self._path = path
+        return self._path
+
+
+def _remove(folder: str, pid: int) -> None:
+    if os.getpid() == pid:  # not a forked child's to remove
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_answered(connection: socket.socket) -> bool:
+    return bool(select.select([connection], [], [], 0)[0])
+
+
+def _has_server() -> bool:
+    binding = _binding()
+    return hasattr(binding, "_WorkerServer") and HANDLER in binding._get_handler_names()
+
+
+def _binding() -> Any:
+    return sys.modules["torch._C._distributed_c10d"]
+
+
+NCCL: Final = NcclRecorder()

@@ -1,0 +1,208 @@
+"""What is read in the dumps of nccl's recorder, beside what torch's own offline analyser reads in them."""
+
+import ast
+from typing import Any
+
+import pytest
+from nccl_dumps import (
+    CREATED_NS,
+    THREAD,
+    Dump,
+    crossed_groups,
+    different_ops,
+    hung_batch,
+    missing_in_coalesced,
+    missing_member,
+    ranks_of,
+    started_and_stuck,
+)
+
+from offbeat_liveness._diagnosis.diagnosis import find_verdict
+from offbeat_liveness._diagnosis.graph import Scene
+from offbeat_liveness._diagnosis.verdict import Verdict
+from offbeat_liveness._process import reading
+from offbeat_liveness._process.head import GroupHead, Head, ThreadHead
+from offbeat_liveness._process.recorder_entries import group_of, of_this_life, parse_entries, parse_transfers
+
+STALL_S = 60.0
+
+
+class StandingThreads:
+    """Stands for the threads of a process, all of which have stood for long."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, None] = {}
+
+    def still_s(self, ident: int, since_s: float) -> float:
+        return 70.0
+
+    def name(self, ident: int) -> str:
+        return "MainThread"
+
+    def frame(self, ident: int) -> None:
+        return None
+
+
+def heads_of(dump: Dump) -> tuple[GroupHead, ...]:
+    """As `group_heads` makes them, of a dump of one process."""
+    found = []
+    for name, config in dump["pg_config"].items():
+        entries = of_this_life(entry for entry in dump["entries"] if group_of(entry) == name)
+        members = tuple(ast.literal_eval(config["ranks"]))
+        recent = parse_entries(entries)
+        pending = [each for each in parse_transfers(entries, members) if not each.done]
+        entered = recent[-1].seq if recent else 0
+        found.append(
+            GroupHead(
+                name=name,
+                ranks=members,
+                backend="nccl",
+                entered=entered,
+                recent=tuple(recent),
+                transfers=tuple(pending),
+            )
+        )
+    return tuple(found)
+
+
+def head_of(rank: int, dump: Dump, size: int) -> Head:
+    groups = heads_of(dump)
+    threads: Any = StandingThreads()
+    waits = (*reading._collective_waits(groups, threads), *reading._transfer_waits(groups, threads))
+    return Head(
+        key=f"vm:{rank}", name=f"rank {rank}", rank=rank, world="w", world_size=size, pid=rank, host="vm",
+        still_s=70.0, groups=groups, waits=waits, threads=(ThreadHead(name="MainThread", still_s=70.0),),
+    )  # fmt: skip
+
+
+def ours(dumps: list[Dump]) -> Verdict:
+    heads = [head_of(rank, dump, len(dumps)) for rank, dump in enumerate(dumps)]
+    verdict = find_verdict(Scene(heads=heads, stall_after_s=STALL_S))
+    assert verdict is not None
+    return verdict
+
+
+def torchs(dumps: list[Dump]) -> list[Any]:
+    """The first thing of each group that torch's analyser finds wrong: group, number, op, ranks that are missing."""
+    builder = pytest.importorskip("torch.distributed.flight_recorder.components.builder")
+    config = pytest.importorskip("torch.distributed.flight_recorder.components.config_manager")
+    details = {f"rank_{rank}": {"host_name": "vm", "rank": rank, **dump} for rank, dump in enumerate(dumps)}
+    database = builder.build_db(details, config.JobConfig().parse_args(["folder"]), dumps[0]["version"])
+    return [each for each in database.collectives if each.missing_ranks or each.mismatch_collectives]
+
+
+@pytest.mark.parametrize(
+    ("dumps", "kind"), [(missing_member(), "missing-member"), (missing_in_coalesced(), "missing-member")]
+)
+def test_a_missing_member_is_named_as_torchs_analyser_names_it(dumps: list[Dump], kind: str) -> None:
+    verdict, found = ours(dumps), torchs(dumps)
+    assert verdict.kind == kind
+    assert (verdict.group, verdict.missing) == ("0", ("rank 2",))
+    assert found, "torch's analyser found nothing"
+    assert verdict.seq == found[0].collective_seq_id
+    assert f"nccl:{verdict.op}" == found[0].collective_name
+    assert {f"rank {rank}" for rank in found[0].missing_ranks} <= set(verdict.missing)
+
+
+def test_calls_of_two_groups_that_cross_are_a_matter_of_order() -> None:
+    verdict, found = ours(crossed_groups()), torchs(crossed_groups())
+    assert verdict.kind == "different-order"
+    names = {each.group_id for each in found}
+    assert names <= {"tp", "dp"}
+    assert all(name in verdict.headline for name in names)
+
+
+def test_different_operations_are_told_as_torchs_analyser_tells_them() -> None:
+    verdict, found = ours(different_ops()), torchs(different_ops())
+    assert (verdict.kind, verdict.group, verdict.seq) == ("different-op", "0", 2)
+    assert found[0].collective_seq_id == 2
+    assert set(found[0].mismatch_collectives) == {1}
+    assert "broadcast Float[4, 8] on rank 1" in verdict.headline
+
+
+def test_a_batch_of_transfers_that_hangs_is_a_wait_for_its_peer() -> None:
+    dumps = hung_batch()
+    (group,) = [each for each in heads_of(dumps[1]) if each.name == "pp"]
+    assert [(each.op, each.peer, each.seq, each.done) for each in group.transfers] == [
+        ("send", 2, 2, False), ("recv", 2, 2, False),
+    ]  # fmt: skip
+    assert [(each.seq, each.done) for each in group.recent] == [(1, True)], "the closing entry bears the number 1 too"
+    assert head_of(0, dumps[0], 3).waits == ()
+    verdict = ours(dumps)
+    assert (verdict.group, verdict.op, verdict.missing) == ("pp", "batch_isend_irecv", ("rank 2",))
+
+
+def test_peers_are_global_ranks() -> None:
+    ranks = ranks_of(8, pp=[3, 5, 7])
+    ranks[5].transfer("recv", 2, group="pp", state="started")
+    (group,) = [each for each in heads_of(ranks[5].dump()) if each.name == "pp"]
+    assert [(each.op, each.peer, each.started) for each in group.transfers] == [("recv", 7, True)]
+
+
+def test_a_coalesced_region_is_one_collective_with_all_its_tensors() -> None:
+    (rank,) = ranks_of(1)
+    rank.collective("all_reduce")
+    rank.coalesced("_all_gather_base", "_all_gather_base")
+    rank.coalesced("all_reduce", "broadcast", state="started")
+    (group,) = heads_of(rank.dump())
+    assert [(each.seq, each.op, each.done, each.started, len(each.inputs)) for each in group.recent] == [
+        (1, "all_reduce", True, True, 1), (2, "all_gather_base", True, True, 2), (3, "coalesced", False, True, 2),
+    ]  # fmt: skip
+
+
+def test_a_stuck_collective_stays_in_sight_behind_coalesced_ones() -> None:
+    (rank,) = ranks_of(1)
+    for state in ("completed", "scheduled"):
+        rank.collective("all_reduce", state=state)
+    rank.coalesced("all_gather", "all_gather", state="scheduled")
+    rank.batch(("send", 0), state="scheduled")
+    (group,) = heads_of(rank.dump())
+    assert [(each.seq, each.done) for each in group.recent] == [(1, True), (2, False), (3, False)]
+    assert [each.op for each in group.transfers] == ["send"]
+
+
+def test_a_slow_batch_is_no_stuck_collective() -> None:
+    """The entry that closes it is no p2p, and bears the number of a collective that has ended."""
+    (rank,) = ranks_of(1)
+    rank.collective("all_reduce")
+    rank.batch(("send", 0), ("recv", 0), state="scheduled")
+    head = head_of(0, rank.dump(), 1)
+    assert [wait.kind for wait in head.waits] == ["p2p"]
+
+
+def test_what_a_graph_has_captured_is_not_pending() -> None:
+    """Calls of a region that nothing closes were never launched."""
+    (rank,) = ranks_of(1)
+    rank.coalesced("all_gather", "all_gather", state="scheduled")
+    dump = rank.dump()
+    dump["entries"].pop()
+    (group,) = heads_of(dump)
+    assert [each.done for each in group.recent] == [True]
+
+
+def test_a_closing_entry_whose_calls_the_ring_has_forgotten_is_left_out() -> None:
+    (rank,) = ranks_of(1)
+    rank.batch(("send", 0), state="completed")
+    rank.collective("all_reduce", state="scheduled")
+    dump = rank.dump()
+    dump["entries"].pop(0)
+    (group,) = heads_of(dump)
+    assert [(each.seq, each.op) for each in group.recent] == [(1, "all_reduce")]
+    assert group.transfers == ()
+
+
+def test_a_group_that_was_made_anew_begins_anew() -> None:
+    (first,), (second,) = ranks_of(1), ranks_of(1)
+    first.collective("all_reduce", state="scheduled")
+    second.collective("broadcast")
+    later = [{**entry, "pg_id": 7} for entry in second.entries]
+    assert [each.op for each in parse_entries(of_this_life([*first.entries, *later]))] == ["broadcast"]
+
+
+def test_what_has_started_is_told() -> None:
+    dumps = started_and_stuck()
+    (group,) = heads_of(dumps[0])
+    last = group.recent[-1]
+    assert (last.started, last.done, last.thread, last.created_ns) == (True, False, THREAD, CREATED_NS + 1)
+    assert torchs(dumps) == []
+    assert heads_of(missing_member()[0])[0].recent[-1].started is False

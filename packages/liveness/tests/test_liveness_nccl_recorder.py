@@ -1,0 +1,147 @@
+"""The recorder of nccl is asked without standing still with it, however long a device takes to answer.
+
+Torch's server of such questions is the real one; what it asks is a stand-in, registered under the name of nccl's.
+"""
+
+import ctypes
+import json
+import os
+import pickle
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from nccl_dumps import missing_member
+
+from offbeat_liveness._process import nccl_recorder, reading
+from offbeat_liveness._process.motion import Motion
+from offbeat_liveness._process.nccl_recorder import HANDLER, NCCL, NcclRecorder
+
+LIMIT_S = 20.0
+ANSWER_S = 0.2
+
+
+class Device:
+    """Answers for nccl's recorder, when it is let."""
+
+    def __init__(self):
+        self.may_answer, self.asked, self.hold_gil_s = threading.Event(), 0, 0.0
+        self.dump = missing_member()[0]
+        self.may_answer.set()
+
+    def answer(self, request, response):
+        self.asked += 1
+        if self.hold_gil_s:
+            ctypes.PyDLL(None).usleep(int(self.hold_gil_s * 1e6))  # as a binding that keeps the GIL
+        self.may_answer.wait(LIMIT_S)
+        response.set_content("", "text/plain")
+        response.set_status(200)
+
+    def registered(self):
+        torch._C._distributed_c10d._register_handler(HANDLER, self.answer)
+        return self
+
+
+def never():
+    raise AssertionError("the binding holds the GIL: it is not for a torch that has the server")
+
+
+def answers(monkeypatch, dump):
+    """A handler can only give text, and a pickle is none; so what comes back is put in its place here."""
+    monkeypatch.setattr(nccl_recorder.pickle, "loads", lambda content: dump)
+
+
+@pytest.mark.ranks(1, liveness=False)
+def test_who_gets_no_answer_goes_on_and_does_not_ask_again(monkeypatch):
+    device, recorder = Device().registered(), NcclRecorder(ANSWER_S)
+    answers(monkeypatch, device.dump)
+    device.may_answer.clear()
+    start_s = time.monotonic()
+    told = [recorder.entries("1", never, with_frames=False) for _ in range(20)]
+    assert told == [None] * 20
+    assert time.monotonic() - start_s < LIMIT_S / 2, "one question's time, not twenty"
+    assert device.asked == 1
+    assert recorder.asked_at_s is not None
+    device.may_answer.set()
+    end_s = time.monotonic() + LIMIT_S
+    while recorder.asked_at_s is not None and time.monotonic() < end_s:
+        told.append(recorder.entries("1", never, with_frames=False))
+        time.sleep(0.01)
+    assert told[-1] == device.dump["entries"]
+    assert device.asked == 2
+
+
+@pytest.mark.ranks(1, liveness=False)
+def test_other_threads_run_while_a_device_does_not_answer(monkeypatch):
+    device, recorder = Device().registered(), NcclRecorder(ANSWER_S)
+    answers(monkeypatch, device.dump)
+    device.may_answer.clear()
+    steps = []
+    asker = threading.Thread(target=recorder.entries, args=("1", never), kwargs={"with_frames": False})
+    asker.start()
+    while asker.is_alive():
+        steps.append(time.monotonic())
+        time.sleep(0.001)
+    device.may_answer.set()
+    assert len(steps) > 10
+
+
+@pytest.mark.ranks(1, liveness=False)
+def test_whoever_was_asked_knows_that_it_was_before_it_falls_silent(monkeypatch):
+    """Even a question that stops the whole process leaves the moment behind, for whoever looks at it afterwards."""
+    device, recorder = Device().registered(), NcclRecorder(answer_s=LIMIT_S)
+    answers(monkeypatch, device.dump)
+    device.hold_gil_s = 0.5
+    seen = []
+    watcher = threading.Thread(target=lambda: [seen.append(recorder.asked_at_s) or time.sleep(0.01) for _ in range(30)])
+    watcher.start()
+    assert recorder.entries("1", never, with_frames=False) == device.dump["entries"]
+    watcher.join(LIMIT_S)
+    assert any(seen)
+    assert recorder.asked_at_s is None
+
+
+@pytest.mark.ranks(1, liveness=False)
+def test_it_is_asked_once_while_its_counters_stand_still(monkeypatch):
+    device, recorder = Device().registered(), NcclRecorder(answer_s=LIMIT_S)
+    answers(monkeypatch, device.dump)
+    for status in ("1", "1", "1", "2"):
+        assert recorder.entries(status, never, with_frames=False) == device.dump["entries"]
+    assert device.asked == 2
+
+
+@pytest.mark.ranks(1, liveness=False)
+def test_a_head_says_that_the_recorder_did_not_answer(monkeypatch):
+    device = Device().registered()
+    answers(monkeypatch, device.dump)
+    device.may_answer.clear()
+    binding = sys.modules["torch._C._distributed_c10d"]
+    status = json.dumps({"pg_status": {"0": {"last_enqueued_collective": "5", "last_completed_collective": "4"}}})
+    monkeypatch.setattr(binding, "_dump_nccl_trace_json", lambda **words: status.encode(), raising=False)
+    monkeypatch.setattr(binding, "_dump_nccl_trace", never, raising=False)
+    monkeypatch.setattr(binding, "_dump_fr_trace", lambda **words: b"", raising=False)
+    monkeypatch.setattr(nccl_recorder.pickle, "loads", lambda content: {"entries": []})
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.05)
+    head = reading.read_head(Motion(60.0), name="", world="", rank=0, world_size=1, stall_after_s=60.0)
+    device.may_answer.set()
+    NCCL.clear()
+    assert "torch's recorder of nccl did not answer: of its groups only sequence numbers are known" in head.notes
+
+
+@pytest.mark.ranks(1, liveness=False)
+def test_only_this_user_can_ask():
+    Device().registered()
+    recorder = NcclRecorder(LIMIT_S)
+    folder = os.path.dirname(recorder._server())
+    assert os.stat(folder).st_mode & 0o077 == 0
+
+
+@pytest.mark.ranks(1, liveness=False)
+def test_a_torch_without_nccl_is_asked_directly():
+    recorder = NcclRecorder(ANSWER_S)
+    dump = missing_member()[0]
+    assert recorder.entries("1", lambda: pickle.dumps(dump), with_frames=False) == dump["entries"]
