@@ -1,5 +1,6 @@
 """Threads that really stand in a call, and what is read off them."""
 
+import contextlib
 import http.server
 import socket
 import threading
@@ -44,10 +45,8 @@ def start(run: Callable[[], Any], name: str = "worker") -> threading.Thread:
     """Run something in a thread; what it raises in the end is no matter."""
 
     def quietly() -> None:
-        try:
+        with contextlib.suppress(BaseException):  # the other side is closed under it
             run()
-        except BaseException:  # noqa: BLE001 - the other side is closed under it
-            pass
 
     thread = threading.Thread(target=quietly, name=name, daemon=True)
     thread.start()

@@ -79,9 +79,9 @@ def due(wait: Wait, group: GroupHead | None) -> tuple[float | None, str]:
         return _left(wait, wait.deadline_s), f"when the deadline of {wait.what} is over"
     if wait.outside is not None:
         return _left(wait, wait.outside.timeout_s), "when its own timeout is over"
-    if wait.timeout_s is not None or group is None:
-        return _left(wait, wait.timeout_s), f"when the timeout of {wait.what} is over"
-    return _left(wait, group.timeout_s), f"when the timeout of {name_of_group(group.name, group.axes)} is over"
+    whose = name_of_group(group.name, group.axes) if group and wait.kind in ("collective", "p2p") else wait.what
+    own_s = wait.timeout_s if wait.timeout_s is not None or group is None else group.timeout_s
+    return _left(wait, own_s), f"when the timeout of {whose} is over"
 
 
 def _left(wait: Wait, timeout_s: float | None) -> float | None:

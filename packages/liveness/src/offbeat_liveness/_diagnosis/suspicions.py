@@ -22,7 +22,7 @@ from offbeat_liveness._diagnosis.wording import (
     same_call,
     waiters,
 )
-from offbeat_liveness._process.head import Head, Wait
+from offbeat_liveness._process.head import Head, OutsideWait, Wait
 
 
 def find_suspicion(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
@@ -186,13 +186,18 @@ def _order_text(shared: Sequence[tuple[object, ...]]) -> str:
     return ", then ".join(f"collective {seq} of {name_of_group(str(name), ())}" for name, _, seq in shared[:4])
 
 
+def _lasts(outside: OutsideWait) -> bool:
+    """Whether a wait does not end by itself, and not by a person who types."""
+    return outside.timeout_s is None and outside.kind not in ("sleep", "terminal", "debugger", "import", "file")
+
+
 def find_standstill(scene: Scene) -> Verdict | None:
     """Nobody is in a call of torch, and every process stands: in queues, futures, locks, sockets."""
     standing = [
         (head, wait)
         for head in scene.heads
         for wait in head.waits
-        if wait.kind == "outside" and wait.age_s >= scene.stall_after_s
+        if wait.age_s >= scene.stall_after_s and wait.outside is not None and _lasts(wait.outside)
     ]
     names = {head.name for head, _ in standing}
     ranks = [head for head in scene.heads if head.rank is not None]

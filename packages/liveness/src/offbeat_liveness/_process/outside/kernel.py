@@ -119,7 +119,7 @@ def _on_sockets(call: str, words: list[int]) -> OutsideWait | None:
         if found is not None and found.kind != "other":
             return told(found, number)
     if call == "select" and not numbers and words[1] == 0:
-        return OutsideWait(kind="sleep", text="a sleep (select)")
+        return OutsideWait(kind="sleep", text="the end of a sleep (select)")
     return None
 
 
@@ -154,7 +154,10 @@ def _sleep(call: str, words: list[int]) -> OutsideWait:
         left_s = whole_s + rest_ns / 1e9
         if call == "clock_nanosleep" and words[2] & TIMER_ABSTIME:
             left_s -= time.clock_gettime(words[1])
-    return OutsideWait(kind="sleep", text="a sleep" if left_s is None else f"a sleep, {max(0.0, left_s):.0f} s more")
+    return OutsideWait(
+        kind="sleep",
+        text="the end of a sleep" if left_s is None else f"the end of a sleep, {max(0.0, left_s):.0f} s more",
+    )
 
 
 def _on_lock(frame: FrameType) -> OutsideWait | None:
