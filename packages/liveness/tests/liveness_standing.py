@@ -1,5 +1,6 @@
 """Threads that really stand in a call, and what is read off them."""
 
+import contextlib
 import http.server
 import socket
 import threading
@@ -44,10 +45,8 @@ def start(run: Callable[[], Any], name: str = "worker") -> threading.Thread:
     """Run something in a thread; what it raises in the end is no matter."""
 
     def quietly() -> None:
-        try:
+        with contextlib.suppress(BaseException):  # such as that the other side is closed under it
             run()
-        except BaseException:  # noqa: BLE001, S110 - the other side is closed under it
-            pass
 
     thread = threading.Thread(target=quietly, name=name, daemon=True)
     thread.start()
@@ -82,6 +81,20 @@ def silent_server() -> Iterator[int]:
             for each in accepted:
                 each.close()
             thread.join(5)
+
+
+@contextmanager
+def full_server() -> Iterator[int]:
+    """A port of this host whose queue is full: who connects waits."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(3):
+            connection = stack.enter_context(socket.socket())
+            connection.setblocking(False)
+            connection.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
 
 
 @contextmanager

@@ -9,9 +9,10 @@ from types import FrameType
 from typing import Any, Final
 
 from offbeat_liveness._process import flight_recorder, process_groups, torch_calls
-from offbeat_liveness._process.head import Collective, GroupHead, Head, ThreadHead, Wait
+from offbeat_liveness._process.head import Collective, GroupHead, Head, OutsideWait, ThreadHead, Wait
 from offbeat_liveness._process.ledger import LEDGER, Entry
 from offbeat_liveness._process.motion import Motion
+from offbeat_liveness._process.outside import outside_wait
 from offbeat_liveness._process.proc import HOST
 from offbeat_liveness._process.stacks import main_thread_ident, stack_of, thread_frames
 from offbeat_liveness._process.torch_calls import TorchCall
@@ -72,7 +73,9 @@ class _Threads:
 
     def __init__(self, motion: Motion, stall_after_s: float) -> None:
         self._motion, self._stall_after_s = motion, stall_after_s
-        names = {each.ident: each.name for each in threading.enumerate()}
+        known = threading.enumerate()
+        names = {each.ident: each.name for each in known}
+        self._native_ids = {each.ident: each.native_id for each in known}
         self._frames = thread_frames()
         self._names = {ident: names.get(ident, f"thread {ident}") for ident in self._frames}
         self.calls = {ident: torch_calls.torch_call(frame) for ident, frame in self._frames.items()}
@@ -115,10 +118,19 @@ class _Threads:
         chosen = dict.fromkeys([worker, main_thread_ident(), *named])
         return tuple(
             ThreadHead(
-                name=self.name(ident), still_s=self._motion.thread_still_s(ident), stack=stack_of(self.frame(ident))
+                name=self.name(ident),
+                still_s=self._motion.thread_still_s(ident),
+                stack=stack_of(self.frame(ident)),
+                outside=self._outside(ident),
             )
             for ident in chosen
         )
+
+    def _outside(self, ident: int) -> OutsideWait | None:
+        """What a thread waits for outside torch; not told of one that stands in a call of torch.distributed."""
+        if self.calls.get(ident) is not None:
+            return None
+        return outside_wait(self._frames.get(ident), self._native_ids.get(ident))
 
 
 def _collective_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wait]:
