@@ -42,8 +42,8 @@ def pending_tasks(loop: object) -> list[Any]:
             found += [task for task in (reference() for reference in data.copy()) if task is not None]
         elif type(known) is set:
             found += known.copy()
-    chosen = (each for each in found if peek.text(peek.attribute(each, "_state")) == "PENDING")
-    return [each for each in chosen if loop is None or peek.attribute(each, "_loop") is loop][:MAX_TASKS]
+    chosen = (each for each in found if loop is None or peek.attribute(each, "_loop") is loop)
+    return [each for each in chosen if peek.text(peek.attribute(each, "_state")) == "PENDING"]
 
 
 def _loop_runs(frame: FrameType, look: Look) -> OutsideWait | None:
@@ -73,14 +73,17 @@ def tasks_wait(loop: object, main: object) -> OutsideWait | None:
         main: the task given to `run_until_complete`, None where the loop runs for ever.
     """
     tasks = pending_tasks(loop)
-    tasks.sort(key=lambda task: (task is not main, _name(task)))
+    number = len(tasks)
+    tasks = sorted(tasks[:MAX_TASKS], key=_name)
+    if main is not None and _is_pending_task(main):
+        tasks = [main, *(each for each in tasks if each is not main)]
     if not tasks:
         return None
     seen: set[int] = set()
     told = [(task, task_wait(task, seen)) for task in tasks if len(seen) < MAX_TOLD and id(task) not in seen]
     first = next((wait for _, wait in told if wait.address or wait.pid), told[0][1])
     lines = "; ".join(f"task {_name(task)!r} awaits {wait.text}" for task, wait in told)
-    left = len(tasks) - len(seen)
+    left = number - len(seen)
     more = f"; and {left} more {'task' if left == 1 else 'tasks'}" if left > 0 else ""
     return OutsideWait(
         kind="asyncio",
@@ -234,13 +237,14 @@ def _http(frame: FrameType, chain: Chain, client: str) -> OutsideWait | None:
     name = frame.f_code.co_qualname
     if name in ("AsyncClient.send", "AsyncClient._send_single_request", "AsyncConnectionPool.handle_async_request"):
         url = peek.attribute(peek.local(frame, "request"), "url")
-        where = peek.attribute(url, "_uri_reference") or url
+        parts = peek.attribute(url, "_uri_reference")  # of httpx; httpcore's address has them itself
+        where = url if parts is None else parts
         scheme = _part(where, "scheme")
         host = host_and_port(_part(where, "host"), _part(where, "port") or {"http": 80, "https": 443}.get(scheme))
     elif name in ("AsyncHTTPConnection.handle_async_request",):
         origin = peek.attribute(peek.local(frame, "self"), "_origin")
         host = host_and_port(peek.attribute(origin, "host"), peek.attribute(origin, "port"))
-    elif name == "ClientResponse.start" or name.startswith("StreamReader.") or name == "ClientSession._request":
+    elif name in ("ClientSession._request", "ClientResponse.start", "ClientResponse.read", "ClientResponse.text"):
         return _aiohttp(frame, chain, client)
     else:
         return None
@@ -262,7 +266,8 @@ def _part(where: Any, name: str) -> Any:
 def _aiohttp(frame: FrameType, chain: Chain, client: str) -> OutsideWait | None:
     """`_request` holds the address as a yarl.URL, which keeps the parts of urllib's SplitResult."""
     owner = peek.local(frame, "self")
-    url = peek.local(frame, "url") or peek.attribute(owner, "_real_url") or peek.attribute(owner, "url")
+    found = (peek.local(frame, "url"), peek.attribute(owner, "_real_url"), peek.attribute(owner, "url"))
+    url = next((each for each in found if each is not None), None)
     place = peek.text(peek.attribute(url, "_netloc"))
     host, _, port = place.rpartition("@")[2].rpartition(":")
     if not host or not port.isdigit():
