@@ -45,7 +45,7 @@ def start(run: Callable[[], Any], name: str = "worker") -> threading.Thread:
     """Run something in a thread; what it raises in the end is no matter."""
 
     def quietly() -> None:
-        with contextlib.suppress(BaseException):  # the other side is closed under it
+        with contextlib.suppress(BaseException):  # such as that the other side is closed under it
             run()
 
     thread = threading.Thread(target=quietly, name=name, daemon=True)
@@ -81,6 +81,20 @@ def silent_server() -> Iterator[int]:
             for each in accepted:
                 each.close()
             thread.join(5)
+
+
+@contextmanager
+def full_server() -> Iterator[int]:
+    """A port of this host whose queue is full: who connects waits."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(3):
+            connection = stack.enter_context(socket.socket())
+            connection.setblocking(False)
+            connection.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
 
 
 @contextmanager

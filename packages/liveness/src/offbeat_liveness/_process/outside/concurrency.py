@@ -1,5 +1,7 @@
 """Waits for other threads of this process: queues, futures, locks, events, the end of a thread."""
 
+import dataclasses
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -8,6 +10,7 @@ from typing import Any, Final
 from offbeat_liveness._process.current_frames import current_frames
 from offbeat_liveness._process.head import OutsideKind, OutsideWait
 from offbeat_liveness._process.outside import peek
+from offbeat_liveness._process.outside.event_loop import task_that_fills, tasks_wait
 from offbeat_liveness._process.outside.kernel import holder_of
 from offbeat_liveness._process.outside.processes import workers
 from offbeat_liveness._process.outside.rule import Look, Rule, seconds
@@ -43,9 +46,10 @@ def _process_queue(frame: FrameType, look: Look) -> OutsideWait | None:
     queue, timeout = peek.local(frame, "self"), peek.local(frame, "timeout")
     name, limit = frame.f_code.co_name, peek.integer(peek.attribute(queue, "_maxsize"))
     lock = peek.path(queue, "_sem._semlock")
-    if limit is None or peek.type_name(lock) != "SemLock" or type(lock).__module__ != "_multiprocessing":
+    kind = getattr(sys.modules.get("_multiprocessing"), "SemLock", None)
+    if limit is None or kind is None or type(lock) is not kind:
         return _wait("queue", f"multiprocessing.SimpleQueue.{name}, which another process serves", timeout)
-    held = limit - type(lock)._get_value(lock)
+    held = limit - kind._get_value(lock)
     filling = _filling(max(0, held), limit)
     return _wait("queue", f"multiprocessing.Queue.{name}: {filling}; other processes serve it", timeout)
 
@@ -91,7 +95,7 @@ def _followed(look: Look, text: str, name: str, ident: int | None, timeout: obje
         return _wait("thread", text, timeout, on=name)
     return OutsideWait(
         kind="thread",
-        text=f"{text}{seconds(timeout)} and waits for {inner.text}",
+        text=f"{text} and waits for {inner.text}{seconds(timeout)}",
         address=inner.address,
         pid=inner.pid,
         on=name,
@@ -115,6 +119,11 @@ def future_wait(future: object, look: Look, timeout: object, what: str) -> Outsi
     if ident is not None:
         name = peek.thread_names().get(ident, "")
         return _followed(look, f"a {what}, which the thread {name!r} works on", name, ident, timeout)
+    task = task_that_fills(future)
+    if task is not None:
+        inner = tasks_wait(peek.attribute(task, "_loop"), task)
+        if inner is not None:
+            return dataclasses.replace(inner, text=f"{inner.text}{seconds(timeout)}", timeout_s=peek.number(timeout))
     state = peek.text(peek.attribute(future, "_state")).lower()
     return _wait("future", f"a {what} ({state or 'state unknown'})", timeout)
 

@@ -13,8 +13,8 @@ CLIENTS: Final = {
     "/urllib/request.py": "urllib",
     "/urllib3/": "urllib3",
     "/requests/": "requests",
-    "/httpcore/": "httpcore",
-    "/httpx/": "httpx",
+    "/httpcore": "httpcore",
+    "/httpx": "httpx",
     "/aiohttp/": "aiohttp",
     "/huggingface_hub/": "huggingface_hub",
     "/openai/": "openai",
@@ -78,7 +78,8 @@ def _http_client(frame: FrameType, look: Look) -> OutsideWait | None:
     connection = peek.attribute(owner, "sock")
     if connection is None:  # an answer, which has taken the socket over
         connection = peek.path(owner, "fp.raw._sock")
-    host = host_and_port(peek.attribute(owner, "host"), peek.attribute(owner, "port")) or peer_of(connection)
+    name = peek.attribute(owner, "host") or peek.attribute(owner, "_dns_host")  # urllib3 has a property in its place
+    host = host_and_port(name, peek.attribute(owner, "port")) or peer_of(connection)
     timeout = _timeout_of(connection)
     inner = {each.f_code.co_name for each in look.frames[: look.depth + 1]}
     if "connect" in inner or "_new_conn" in inner:
@@ -100,7 +101,7 @@ def _httpcore(frame: FrameType, look: Look) -> OutsideWait | None:
         origin = peek.path(peek.local(frame, "request"), "url")
     host = host_and_port(peek.attribute(origin, "host"), peek.attribute(origin, "port"))
     timeout = next(
-        (peek.local(each, "timeout") for each in look.frames[:5] if "/httpcore/" in each.f_code.co_filename), None
+        (peek.local(each, "timeout") for each in look.frames[:5] if "/httpcore" in each.f_code.co_filename), None
     )
     doing = "an HTTP answer from"
     if "wait_for_connection" in inner:
@@ -203,15 +204,15 @@ RULES: Final = (
         read=_http_client,
         reach=10,
     ),
-    Rule(file="/httpcore/_sync/connection.py", functions=("HTTPConnection.handle_request",), read=_httpcore, reach=9),
+    Rule(file="/_sync/connection.py", functions=("HTTPConnection.handle_request",), read=_httpcore, reach=9),
     Rule(
-        file="/httpcore/_sync/connection_pool.py",
+        file="/_sync/connection_pool.py",
         functions=("PoolRequest.wait_for_connection", "ConnectionPool.handle_request"),
         read=lambda frame, look: _httpcore(frame, look) if frame.f_code.co_name == "handle_request" else None,
         reach=4,
     ),
     Rule(
-        file="/httpcore/_sync/connection_pool.py",
+        file="/_sync/connection_pool.py",
         functions=("PoolByteStream.__iter__",),
         read=lambda frame, look: http_answer(
             _pool_host(frame), look.local("/sync.py", "SyncStream.read", "timeout"), _client(look)

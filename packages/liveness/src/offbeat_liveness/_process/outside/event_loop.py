@@ -3,7 +3,6 @@
 import gc
 import sys
 import types
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
@@ -12,7 +11,7 @@ from offbeat_liveness._process.head import OutsideWait
 from offbeat_liveness._process.outside import peek
 from offbeat_liveness._process.outside.connections import client_of, host_and_port, http_answer
 from offbeat_liveness._process.outside.processes import state_of
-from offbeat_liveness._process.outside.rule import Look, Rule, seconds
+from offbeat_liveness._process.outside.rule import Look, Rule
 
 MAX_TASKS: Final = 1000
 MAX_CHAIN: Final = 64
@@ -43,8 +42,8 @@ def pending_tasks(loop: object) -> list[Any]:
             found += [task for task in (reference() for reference in data.copy()) if task is not None]
         elif type(known) is set:
             found += known.copy()
-    chosen = (each for each in found if peek.text(peek.attribute(each, "_state")) == "PENDING")
-    return [each for each in chosen if loop is None or peek.attribute(each, "_loop") is loop][:MAX_TASKS]
+    chosen = (each for each in found if loop is None or peek.attribute(each, "_loop") is loop)
+    return [each for each in chosen if peek.text(peek.attribute(each, "_state")) == "PENDING"]
 
 
 def _loop_runs(frame: FrameType, look: Look) -> OutsideWait | None:
@@ -74,13 +73,18 @@ def tasks_wait(loop: object, main: object) -> OutsideWait | None:
         main: the task given to `run_until_complete`, None where the loop runs for ever.
     """
     tasks = pending_tasks(loop)
-    tasks.sort(key=lambda task: (task is not main, _name(task)))
+    number = len(tasks)
+    tasks = sorted(tasks[:MAX_TASKS], key=_name)
+    if main is not None and _is_pending_task(main):
+        tasks = [main, *(each for each in tasks if each is not main)]
     if not tasks:
         return None
-    told = [(task, task_wait(task)) for task in tasks[:MAX_TOLD]]
+    seen: set[int] = set()
+    told = [(task, task_wait(task, seen)) for task in tasks if len(seen) < MAX_TOLD and id(task) not in seen]
     first = next((wait for _, wait in told if wait.address or wait.pid), told[0][1])
     lines = "; ".join(f"task {_name(task)!r} awaits {wait.text}" for task, wait in told)
-    more = f"; and {len(tasks) - len(told)} more tasks" if len(tasks) > len(told) else ""
+    left = number - len(seen)
+    more = f"; and {left} more {'task' if left == 1 else 'tasks'}" if left > 0 else ""
     return OutsideWait(
         kind="asyncio",
         text=lines + more,
@@ -91,19 +95,26 @@ def tasks_wait(loop: object, main: object) -> OutsideWait | None:
     )
 
 
-def task_wait(task: object, followed: int = 0) -> OutsideWait:
-    """What one task awaits; tasks that it awaits are followed."""
+def task_wait(task: object, seen: set[int]) -> OutsideWait:
+    """What one task awaits; tasks that it awaits are followed.
+
+    Args:
+        task: any task that is not done.
+        seen: ids of the tasks that are told already; this one and those followed are added.
+    """
+    seen.add(id(task))
     chain = _chain(peek.attribute(task, "_coro"))
     try:
         found = _library_wait(chain)
         if found is not None:
             return found
-        end = chain.end if chain.end is not None else peek.attribute(task, "_fut_waiter")
-        inner = next(_awaited_tasks(end), None)
-        if inner is not None and inner is not task and followed < MAX_FOLLOWED:
-            wait = task_wait(inner, followed + 1)
-            return _renamed(wait, f"the task {_name(inner)!r}, which awaits {wait.text}", on=_name(inner))
-        return _wait("a future" + _place(chain))
+        awaited = [each for each in _awaited_tasks(chain, task) if id(each) not in seen]
+        if not awaited or len(seen) > MAX_FOLLOWED:
+            return _wait("a future" + _place(chain))
+        inner = task_wait(awaited[0], seen)
+        more = f" and {len(awaited) - 1} more" if len(awaited) > 1 else ""
+        name = _name(awaited[0])
+        return _renamed(inner, f"the task {name!r}{more}, which awaits {inner.text}", on=name)
     finally:
         chain.frames.clear()
 
@@ -114,6 +125,27 @@ def _renamed(wait: OutsideWait, text: str, *, on: str) -> OutsideWait:
 
 def _wait(text: str, *, on: str = "", pid: int = 0, address: str = "", timeout: object = None) -> OutsideWait:
     return OutsideWait(kind="asyncio", text=text, on=on, pid=pid, address=address, timeout_s=peek.number(timeout))
+
+
+def task_that_fills(future: object) -> Any:
+    """The task whose result goes to a future of another thread (`run_coroutine_threadsafe`), None if there is none.
+
+    asyncio keeps that future in what it calls when the task is done.
+    """
+    for task in pending_tasks(None):
+        for callback in peek.members(peek.attribute(task, "_callbacks")):
+            function = callback[0] if type(callback) is tuple and callback else None
+            cells = function.__closure__ if type(function) is types.FunctionType else None
+            if any(_content(cell) is future for cell in cells or ()):
+                return task
+    return None
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _name(task: object) -> str:
@@ -164,18 +196,31 @@ def _wrapped(awaited: object) -> Any:
     return next((each for each in found if type(each) in kinds), future)
 
 
-def _awaited_tasks(end: object) -> Iterator[Any]:
-    """Tasks that are not done, at the end of a chain: the one awaited, or those of a `gather`."""
-    for each in [end, *peek.members(peek.attribute(end, "_children"))]:
-        if peek.attribute(each, "_coro") is not None and peek.text(peek.attribute(each, "_state")) == "PENDING":
-            yield each
+def _awaited_tasks(chain: Chain, task: object) -> list[Any]:
+    """Tasks that are not done at the end of a chain: the one awaited, those of a gather, a group, or a wait."""
+    end = chain.end if chain.end is not None else peek.attribute(task, "_fut_waiter")
+    found = [end, *peek.members(peek.attribute(end, "_children"))]
+    for frame in chain.frames:
+        name, file = frame.f_code.co_qualname, frame.f_code.co_filename
+        if name.startswith("TaskGroup.") and file.endswith(("/asyncio/taskgroups.py", "/anyio/_backends/_asyncio.py")):
+            found += peek.members(peek.attribute(peek.local(frame, "self"), "_tasks"))
+        elif name in ("wait", "_wait", "wait_for") and file.endswith("/asyncio/tasks.py"):
+            found += [peek.local(frame, "fut"), *peek.members(peek.local(frame, "fs"))]
+    unique = {id(each): each for each in found if _is_pending_task(each)}
+    return list(unique.values())
+
+
+def _is_pending_task(value: object) -> bool:
+    if peek.attribute(value, "_coro") is None:
+        return False
+    return peek.text(peek.attribute(value, "_state")) == "PENDING"
 
 
 def _library_wait(chain: Chain) -> OutsideWait | None:
     """What a call of a library awaits: an HTTP client's is told by its outermost frame, all others by the innermost."""
     names = [frame.f_code.co_filename for frame in chain.frames]
     for frame in reversed(chain.frames):
-        if any(part in frame.f_code.co_filename for part in ("/httpx/", "/httpcore/", "/aiohttp/")):
+        if any(part in frame.f_code.co_filename for part in ("/httpx", "/httpcore", "/aiohttp/")):
             found = _http(frame, chain, client_of(names))
             if found is not None:
                 return found
@@ -192,18 +237,19 @@ def _http(frame: FrameType, chain: Chain, client: str) -> OutsideWait | None:
     name = frame.f_code.co_qualname
     if name in ("AsyncClient.send", "AsyncClient._send_single_request", "AsyncConnectionPool.handle_async_request"):
         url = peek.attribute(peek.local(frame, "request"), "url")
-        where = peek.attribute(url, "_uri_reference") or url
+        parts = peek.attribute(url, "_uri_reference")  # of httpx; httpcore's address has them itself
+        where = url if parts is None else parts
         scheme = _part(where, "scheme")
         host = host_and_port(_part(where, "host"), _part(where, "port") or {"http": 80, "https": 443}.get(scheme))
     elif name in ("AsyncHTTPConnection.handle_async_request",):
         origin = peek.attribute(peek.local(frame, "self"), "_origin")
         host = host_and_port(peek.attribute(origin, "host"), peek.attribute(origin, "port"))
-    elif name == "ClientResponse.start" or name.startswith("StreamReader.") or name == "ClientSession._request":
+    elif name in ("ClientSession._request", "ClientResponse.start", "ClientResponse.read", "ClientResponse.text"):
         return _aiohttp(frame, chain, client)
     else:
         return None
     timeout = next(
-        (peek.local(each, "timeout") for each in chain.frames if "/httpcore/" in each.f_code.co_filename), None
+        (peek.local(each, "timeout") for each in chain.frames if "/httpcore" in each.f_code.co_filename), None
     )
     return http_answer(host, timeout, client)
 
@@ -220,7 +266,8 @@ def _part(where: Any, name: str) -> Any:
 def _aiohttp(frame: FrameType, chain: Chain, client: str) -> OutsideWait | None:
     """`_request` holds the address as a yarl.URL, which keeps the parts of urllib's SplitResult."""
     owner = peek.local(frame, "self")
-    url = peek.local(frame, "url") or peek.attribute(owner, "_real_url") or peek.attribute(owner, "url")
+    found = (peek.local(frame, "url"), peek.attribute(owner, "_real_url"), peek.attribute(owner, "url"))
+    url = next((each for each in found if each is not None), None)
     place = peek.text(peek.attribute(url, "_netloc"))
     host, _, port = place.rpartition("@")[2].rpartition(":")
     if not host or not port.isdigit():
@@ -260,8 +307,6 @@ def _asyncio_call(frame: FrameType, file: str, name: str) -> OutsideWait | None:
         return _wait(f"a connection to {host}", address=host)
     if file == "threads.py" and name == "to_thread":
         return _wait(f"a thread that runs {_function_name(peek.local(frame, 'func'))}")
-    if file == "tasks.py" and name in ("wait", "_wait"):
-        return _several(frame)
     return None
 
 
@@ -273,19 +318,10 @@ def _stream(reader: object) -> OutsideWait:
     return _wait(f"data from {address or 'a stream'} (asyncio.StreamReader)", address=address)
 
 
-def _several(frame: FrameType) -> OutsideWait | None:
-    tasks = [each for each in peek.members(peek.local(frame, "fs")) if peek.text(peek.attribute(each, "_state")) ==
-             "PENDING"]  # fmt: skip
-    names = [_name(each) for each in tasks if _name(each)]
-    if not names:
-        return None
-    inner = task_wait(tasks[0], MAX_FOLLOWED)
-    text = f"{len(tasks)} tasks (asyncio.wait{seconds(peek.local(frame, 'timeout'))}), the first, {names[0]!r}, awaits"
-    return _renamed(inner, f"{text} {inner.text}", on=names[0])
-
-
 def _function_name(function: object) -> str:
-    return peek.text(function.__qualname__) if type(function) is types.FunctionType else peek.type_name(function)
+    if isinstance(function, types.FunctionType | types.BuiltinFunctionType):
+        return peek.text(function.__qualname__)
+    return f"a {peek.type_name(function)}"
 
 
 RULES: Final = (

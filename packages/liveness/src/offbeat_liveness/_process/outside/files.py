@@ -67,6 +67,15 @@ def describe(number: int) -> Descriptor | None:
     return Descriptor(kind="other", name=name)
 
 
+def watched(number: int) -> list[int]:
+    """The first descriptors that an epoll descriptor watches.
+
+    Source: proc_pid_fdinfo(5): one line "tfd: 7 events: ..." for each.
+    """
+    found = re.findall(r"^tfd:\s*(\d+)", _read(f"/proc/self/fdinfo/{number}"), re.MULTILINE)
+    return [int(each) for each in found[:16]]
+
+
 def file_system(path: str) -> str:
     """Type of the file system that a path lies on, by the names of the mounts; "" where that is not told."""
     best, kind = -1, ""
@@ -134,7 +143,7 @@ def _holder(name: str) -> int:
 
 
 def _children() -> list[int]:
-    """Of the main thread and of this one's process leader only; one file for each thread would be many."""
+    """Those that the main thread has made; one file for each thread would be many."""
     return [int(each) for each in _read(f"/proc/self/task/{os.getpid()}/children").split()]
 
 

@@ -10,6 +10,7 @@ from offbeat_liveness._process.outside.rule import Look, Rule
 DEBUGGERS: Final = (
     "/pdb.py", "/bdb.py", "/cmd.py", "/contextlib.py", "/ipdb/", "/IPython/", "/pydevd", "/_pydev", "/debugpy/",
 )  # fmt: skip
+IMPORT_FILES: Final = "<frozen importlib"
 
 
 def _debugger(frame: FrameType, look: Look) -> OutsideWait | None:
@@ -22,16 +23,25 @@ def _debugger(frame: FrameType, look: Look) -> OutsideWait | None:
     return OutsideWait(kind="debugger", text="a person: it is stopped in a debugger")
 
 
-def import_wait(frame: FrameType, look: Look) -> OutsideWait | None:
-    """The innermost module that is being imported."""
-    name = peek.text(peek.local(frame, "name"))
-    return OutsideWait(kind="import", text=f"the import of {name}", on=name) if name else None
+def import_wait(look: Look) -> OutsideWait | None:
+    """The innermost module that is being imported, and the thread that has begun it where that is another."""
+    for frame in look.frames:
+        if frame.f_code.co_name == "_find_and_load" and frame.f_code.co_filename.startswith(IMPORT_FILES):
+            name = peek.text(peek.local(frame, "name"))
+            owner = peek.attribute(look.local(IMPORT_FILES, "_ModuleLock.acquire", "self"), "owner")
+            other = peek.thread_names().get(owner, "") if type(owner) is int else ""
+            begun = f", which the thread {other!r} has begun" if other else ""
+            return OutsideWait(kind="import", text=f"the import of {name}{begun}", on=name)
+    return None
+
+
+def is_importing(look: Look) -> bool:
+    """Whether the innermost frame is one of the import system itself."""
+    return look.frames[0].f_code.co_filename.startswith(IMPORT_FILES)
 
 
 RULES: Final = (
     Rule(file="/bdb.py", functions=("Bdb.trace_dispatch", "Bdb.dispatch_line"), read=_debugger, reach=48),
     Rule(file="/pdb.py", functions=("Pdb.interaction", "Pdb._cmdloop", "Pdb._interaction"), read=_debugger, reach=48),
     Rule(file="/pydevd.py", functions=("PyDB.do_wait_suspend", "PyDB._do_wait_suspend"), read=_debugger, reach=8),
-    Rule(file="<frozen importlib._bootstrap>", functions=("_find_and_load",), read=import_wait, reach=8),
 )
-IMPORT_FILES: Final = ("<frozen importlib",)

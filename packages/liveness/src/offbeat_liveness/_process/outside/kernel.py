@@ -37,6 +37,9 @@ ON_PATHS: Final = {
     "truncate": "a change of the size of", "allocate": "space for", "list": "the list of files in",
     "sendfile": "a write to",
 }  # fmt: skip
+ON_STREAMS: Final = {
+    "read": "data from", "write": "room to send to", "connect": "a connection over", "accept": "somebody who makes",
+}  # fmt: skip
 FUTEX_WAITS: Final = frozenset({0, 9})
 FUTEX_COMMAND: Final = 0x7F
 TIMER_ABSTIME: Final = 1
@@ -85,7 +88,7 @@ def _on_descriptor(call: str, words: list[int]) -> OutsideWait | None:
     found = files.describe(number)
     if found is None or found.kind == "other":
         return None
-    return told(found, number, ON_PATHS[call] if found.kind == "path" else "")
+    return told(found, number, ON_PATHS[call] if found.kind == "path" else ON_STREAMS.get(call, ""))
 
 
 def told(found: files.Descriptor, number: int, doing: str = "") -> OutsideWait:
@@ -117,7 +120,7 @@ def _on_sockets(call: str, words: list[int]) -> OutsideWait | None:
     for number in numbers:
         found = files.describe(number)
         if found is not None and found.kind != "other":
-            return told(found, number)
+            return told(found, number, ON_STREAMS.get(call, ""))
     if call == "select" and not numbers and words[1] == 0:
         return OutsideWait(kind="sleep", text="the end of a sleep (select)")
     return None
@@ -127,6 +130,8 @@ def _waited(call: str, words: list[int]) -> list[int]:
     """Source: poll(2): struct pollfd is int fd, short events, short revents. select(2): sets of 1024 bits."""
     if call in ("connect", "accept"):
         return [words[1]]
+    if call == "epoll":
+        return files.watched(words[1])
     if call == "poll":
         data = _memory(words[1], 8 * min(words[2], 16))
         return [number for number, _, _ in struct.iter_unpack("=ihh", data[: len(data) // 8 * 8]) if number >= 0]

@@ -18,7 +18,6 @@ _ORDER: Final = type.__dict__["__mro__"]
 _NAMES: Final = type.__dict__["__dict__"]
 _STORED: Final = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _PLAIN: Final = frozenset({bool, int, float, str, bytes, type(None)})
-_MISSING: Final = object()
 
 
 def attribute(owner: object, name: str) -> Any:
@@ -28,20 +27,17 @@ def attribute(owner: object, name: str) -> Any:
         owner: any object. Properties, `__getattr__` and `__getattribute__` of its class are not called.
         name: of the attribute.
     """
-    kind = type(owner)
-    spaces = [_NAMES.__get__(base) for base in _ORDER.__get__(kind)]
-    descriptor = next((space["__dict__"] for space in spaces if "__dict__" in space), None)
-    if type(descriptor) is types.GetSetDescriptorType:
-        value = dict.get(descriptor.__get__(owner), name, _MISSING)
-        if value is not _MISSING:
-            return value
+    spaces = [_NAMES.__get__(base) for base in _ORDER.__get__(type(owner))]
     found = next((space[name] for space in spaces if name in space), None)
-    if type(found) in _STORED:
+    if type(found) in _STORED or type(found) in _PLAIN:  # then Python's own look-up calls nothing of the program
         try:
-            return found.__get__(owner, kind)  # type: ignore[union-attr]
+            return object.__getattribute__(owner, name)
         except AttributeError:
             return None
-    return found if type(found) in _PLAIN else None
+    stored = next((space["__dict__"] for space in spaces if "__dict__" in space), None)
+    if type(stored) is not types.GetSetDescriptorType:
+        return None
+    return dict.get(stored.__get__(owner), name)
 
 
 def path(owner: object, names: str) -> Any:

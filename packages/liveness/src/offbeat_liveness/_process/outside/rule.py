@@ -32,7 +32,7 @@ class Look:
     def local(self, file: str, function: str, name: str) -> Any:
         """A local of the frame nearest to the innermost that runs such a function; None if there is none."""
         for frame in self.frames:
-            if frame.f_code.co_qualname == function and frame.f_code.co_filename.endswith(file):
+            if frame.f_code.co_qualname == function and file in frame.f_code.co_filename:
                 return peek.local(frame, name)
         return None
 

@@ -62,8 +62,10 @@ def _read(look: Look) -> OutsideWait | None:
         found = rule.read(look.frames[depth], look)
         if found is not None:
             return found
+    if interpreter.is_importing(look):
+        return interpreter.import_wait(look)
     found = kernel.kernel_wait(look.frames[0], look.native_id) if look.native_id else None
-    return found or _import_around(look)
+    return interpreter.import_wait(look) if found is None else found
 
 
 def _matches(frames: list[FrameType]) -> list[tuple[int, Rule]]:
@@ -84,14 +86,6 @@ def rule_of(frame: FrameType) -> Rule | None:
     """The rule for the function that a frame runs."""
     rules = _BY_FUNCTION.get(frame.f_code.co_qualname, ())
     return next((rule for rule in rules if frame.f_code.co_filename.endswith(rule.file)), None)
-
-
-def _import_around(look: Look) -> OutsideWait | None:
-    """A module that takes long to run its own code has no wait that could be seen further in."""
-    for frame in look.frames:
-        if frame.f_code.co_name == "_find_and_load" and frame.f_code.co_filename.startswith("<frozen"):
-            return interpreter.import_wait(frame, look)
-    return None
 
 
 def _wait_of_thread(ident: int, follows: int) -> OutsideWait | None:
