@@ -280,7 +280,7 @@ class Monitor:
             self._told.hear(message)
         elif kind == "moves":
             self._told.hear_movement()
-        return {"ok": True}
+        return {"ok": True, "world": self._peers.world}
 
     def _tell_head(self) -> dict[str, Any]:
         """Whoever asks has found a stall, so keep it on disk as well."""
