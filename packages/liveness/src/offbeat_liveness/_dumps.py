@@ -8,17 +8,22 @@ import json
 import os
 import re
 import secrets
+import threading
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._process.head import Head, from_data, to_data
+from offbeat_liveness._process.stacks import OWN_THREADS
 
 VERDICT: Final = "verdict.json"
 HEAD_PREFIX: Final = "head-"
 ADDRESS_PREFIX: Final = ".address-"
 SECRET: Final = ".secret"
 FORMAT: Final = 1
+MAX_VERDICTS: Final = 64  # that wait to be written
 
 
 def write(directory: Path, name: str, data: dict[str, Any], *, private: bool = False) -> None:
@@ -48,6 +53,63 @@ def write_verdict(directory: Path, verdict: Verdict) -> None:
     data = verdict.to_data()
     write(directory, f"verdict-{int(verdict.time_s * 1000)}-{verdict.kind}.json", data)
     write(directory, VERDICT, data)
+
+
+class DumpWriter:
+    """Writes dumps from a thread of its own, so that a folder that hangs holds up nobody.
+
+    The thread is there only while there is something to write. What waits is bounded: the newest head of each process,
+    and the newest verdicts, which go first.
+
+    Args:
+        directory: the dump folder; None writes nothing.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._changed = threading.Condition()
+        self._heads: dict[str, Head] = {}
+        self._verdicts: deque[Verdict] = deque(maxlen=MAX_VERDICTS)
+        self._is_writing = False
+
+    def write_head(self, head: Head) -> None:
+        """Have the last known state of a process written; returns at once."""
+        self._have_written(lambda: self._heads.update({head.key: head}))
+
+    def write_verdict(self, verdict: Verdict) -> None:
+        """Have a verdict written; returns at once."""
+        self._have_written(lambda: self._verdicts.append(verdict))
+
+    def flush(self, deadline_s: float) -> bool:
+        """Wait until all is written, but no longer than `deadline_s` seconds; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._is_writing, deadline_s)
+
+    def _have_written(self, add: Callable[[], object]) -> None:
+        if self._directory is None:
+            return
+        with self._changed:
+            add()
+            if not self._is_writing:
+                thread = threading.Thread(target=self._write, name=f"{OWN_THREADS}-dumps", daemon=True)
+                with contextlib.suppress(RuntimeError):  # the interpreter ends, or has no thread to spare
+                    thread.start()
+                    self._is_writing = True
+
+    def _write(self) -> None:
+        assert self._directory is not None
+        while True:
+            with self._changed:
+                verdict = self._verdicts.popleft() if self._verdicts else None
+                head = self._heads.pop(next(iter(self._heads))) if self._heads and verdict is None else None
+                if verdict is None and head is None:
+                    self._is_writing = False
+                    self._changed.notify_all()
+                    return
+            if verdict is not None:
+                write_verdict(self._directory, verdict)
+            if head is not None:
+                write_head(self._directory, head)
 
 
 def read_heads(directory: Path) -> list[Head]:

@@ -17,7 +17,8 @@ from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._ending import Ending, leave, say
 from offbeat_liveness._network.peers import Key, Peers
 from offbeat_liveness._network.side_channel import LOOPBACK, Address, Message, ask, ask_all
-from offbeat_liveness._network.survey import look_around, pid_states
+from offbeat_liveness._network.silence import witness
+from offbeat_liveness._network.survey import Survey, tell_head
 from offbeat_liveness._process import flight_recorder, ledger
 from offbeat_liveness._process.crash import CrashFile
 from offbeat_liveness._process.errors_seen import ThreadErrors
@@ -71,6 +72,7 @@ class Monitor:
         self._motion = Motion(max(SUSPENDED_S, settings.stall_after_s))
         self._left: dict[Key, Head] = {}
         self._peers = Peers(settings.directory, settings.name, self._answer)
+        self._survey = Survey(self._peers, settings.directory)
         self._told = Announcer(settings, self._peers, self.head, self._complain, on_verdict)
         self._left_groups = LeftGroups(self._seat)
         self._thread_errors = ThreadErrors()
@@ -162,8 +164,7 @@ class Monitor:
             self._crash_file.forget()
 
     def _look_around(self, stall_after_s: float) -> Scene:
-        directory = self.settings.directory
-        return look_around(self._peers, self.head(), self._left, stall_after_s=stall_after_s, directory=directory)
+        return self._survey.look(self.head(), self._left, stall_after_s=stall_after_s)
 
     def _run(self) -> None:
         while not self._closed.is_set():
@@ -329,11 +330,11 @@ class Monitor:
         if sender:
             self._peers.learn(sender)
         if kind == "head":
-            return {"head": self._tell_head()}
+            return self._tell_head(in_brief=bool(message.get("brief")))
         if kind == "lead":
             self._alarm.set()
         elif kind == "pids":
-            return {"states": pid_states(message["pids"])}
+            return witness(message["pids"])
         elif kind == "farewell":
             self._hear_farewell(message)
         elif kind == "verdict":
@@ -346,14 +347,14 @@ class Monitor:
             self._ending.hear_leave()
         elif kind == "moves":
             self._told.hear_movement()
-        return {"ok": True}
+        return {"ok": True, "world": self._peers.world}
 
-    def _tell_head(self) -> dict[str, Any]:
+    def _tell_head(self, *, in_brief: bool) -> dict[str, Any]:
         """Whoever asks has found a stall, so keep it on disk as well."""
         head = self.head()
         if self.settings.directory is not None:
             _dumps.write_head(self.settings.directory, head)
-        return to_data(dataclasses.replace(head, left=tuple(self._left.values())[-MAX_LEFT:]))
+        return tell_head(dataclasses.replace(head, left=tuple(self._left.values())[-MAX_LEFT:]), in_brief=in_brief)
 
     def _say_goodbye(self, error: BaseException | None) -> None:
         """Tell the lowest processes that answer how this one ends; a failure is looked at before it is gone."""

@@ -1,6 +1,7 @@
 """Runs a script under watch without touching it, and reaches the processes that it starts."""
 
 import argparse
+import importlib.util
 import os
 import runpy
 import sys
@@ -10,10 +11,14 @@ from typing import Final
 from offbeat_liveness._errors import LivenessError
 from offbeat_liveness._network.job_store import WORKER
 from offbeat_liveness._settings import DIRECTORY, POLICY, STALL_AFTER, read_settings
-from offbeat_liveness._watch import watch
+from offbeat_liveness._watch import watch, watch_when_needed
 
 SITE_FOLDER: Final = str(Path(__file__).parent / "_site")
 DEFAULT_POLICY: Final = "abort"
+NO_TORCH: Final = (
+    "offbeat liveness: torch is not installed in this interpreter ({}): only declared waits are watched, and what "
+    "stands beside them (queues, futures, locks, requests); no collectives"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def start_watch(options: argparse.Namespace) -> None:
-    """Watch this process and those it starts.
+    """Watch this process and those it starts; without a rank in the environment, from when it enters a world.
 
     torch is not imported before the script does so itself, so whatever it sets in its environment first still counts.
 
@@ -46,7 +51,12 @@ def start_watch(options: argparse.Namespace) -> None:
         os.environ[DIRECTORY] = str(settings.directory)
     os.environ[WORKER] = str(os.getpid())
     _reach_children()
-    watch(settings.stall_after_s, settings.policy, settings.directory)
+    if importlib.util.find_spec("torch") is None:
+        print(NO_TORCH.format(sys.executable), file=sys.stderr, flush=True)
+    if os.environ.get("RANK", "").isdecimal():  # a rank, which others may wait for before it has imported anything
+        watch(settings.stall_after_s, settings.policy, settings.directory)
+    else:
+        watch_when_needed(settings)
 
 
 def _reach_children() -> None:

@@ -1,18 +1,22 @@
-"""Turns the monitor on: once per process, and again in forked children."""
+"""Turns the monitor on: once per process; in forked children as soon as they enter a world or declare a wait."""
 
+import dataclasses
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from offbeat_liveness import _policy
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._monitor import Monitor
-from offbeat_liveness._process import ledger, process_groups
-from offbeat_liveness._settings import Policy, read_settings
+from offbeat_liveness._process import ledger, process_groups, world_entry
+from offbeat_liveness._settings import Policy, Settings, read_settings
 
 _LOCK: Final = threading.Lock()
 _MONITORS: Final[list[Monitor]] = []
+_PENDING: Final[list[Settings]] = []
+"""Settings of a watch that begins when there is something to see."""
 
 
 def watch(
@@ -26,8 +30,9 @@ def watch(
     """Watch this process, and together with the others that do so the whole run.
 
     May be called before init_process_group or without torch at all. A second call returns the first call's monitor,
-    unless that was closed. Forked
-    children watch themselves with the same settings, under their own rank.
+    unless that was closed. Forked children watch themselves with the same settings, under their own rank, from when
+    they enter a world or declare a wait: until then there is no thread, file or socket for them, since most are workers
+    of a data loader or a pool.
 
     Args:
         stall_after_s: a wait this long is looked into; default OFFBEAT_STALL_AFTER_S, else 60.
@@ -44,8 +49,37 @@ def watch(
         if _MONITORS and not _MONITORS[-1].is_closed:
             return _MONITORS[-1]
         settings = read_settings(stall_after_s, policy, directory, name)
+        _be_pending(None)
         _MONITORS[:] = [Monitor(settings, on_verdict)]
         return _MONITORS[-1]
+
+
+def watch_when_needed(settings: Settings) -> None:
+    """Watch this process from when it enters a world or declares a wait, unless it is watched already."""
+    with _LOCK:
+        if not _MONITORS or _MONITORS[-1].is_closed:
+            _be_pending(settings)
+
+
+def _be_pending(settings: Settings | None) -> None:
+    _PENDING[:] = [settings] if settings else []
+    ledger.before_wait(_begin if settings else None)
+    if settings:
+        world_entry.before_entering(_begin)
+    else:
+        world_entry.forget()
+
+
+def _begin() -> None:
+    """There is something to see now."""
+    with _LOCK:
+        if _PENDING:
+            settings = _PENDING[0]
+            _be_pending(None)
+            try:
+                _MONITORS[:] = [Monitor(settings)]
+            except (OSError, RuntimeError) as error:  # no thread to be had: the program goes on without us
+                _policy.say(f"offbeat liveness: pid {os.getpid()} is not watched: {error}")
 
 
 def current_monitor() -> Monitor | None:
@@ -60,11 +94,12 @@ def _watch_child() -> None:
     parents = _MONITORS.copy()
     _MONITORS.clear()
     _LOCK._at_fork_reinit()  # type: ignore[attr-defined]
+    pending = _PENDING[0] if _PENDING else None
     for monitor in parents:
         monitor.forget()
         if not monitor.is_closed:
-            settings = monitor.settings
-            _MONITORS.append(Monitor(read_settings(settings.stall_after_s, settings.policy, settings.directory)))
+            pending = dataclasses.replace(monitor.settings, name="")
+    _be_pending(pending)
 
 
 os.register_at_fork(after_in_child=_watch_child)

@@ -43,6 +43,7 @@ class Absent:
             unreachable (another host that cannot be asked), never-came, unwatched (in the world, without a monitor).
         text: what is known, one line: the exception, the pid.
         head: the last it said of itself, if anything.
+        was_heard: its monitor has spoken before, so its silence says something.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Absent:
     fate: Fate
     text: str = ""
     head: Head | None = None
+    was_heard: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

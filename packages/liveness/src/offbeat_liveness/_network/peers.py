@@ -1,11 +1,11 @@
 """Who else is in the run, and where their monitors listen.
 
-Addresses are exchanged once, through a connection of our own to the job's store (`store.clone()`), so nothing that the
-main thread does with the store can hold this up. Processes outside of torch.distributed meet through files in the dump
+Addresses are exchanged once, through a connection of our own to the job's store (`world`), so nothing that the main
+thread does with the store can hold this up. Processes outside of torch.distributed meet through files in the dump
 folder, and at the monitor of the process that started them, on whatever host.
 """
 
-import json
+import dataclasses
 import math
 import os
 import secrets
@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,7 @@ from offbeat_liveness import _dumps
 from offbeat_liveness._network import job_store
 from offbeat_liveness._network.invitation import Invitation, address_toward, is_loopback, read_invitation
 from offbeat_liveness._network.side_channel import LOOPBACK, Address, Answer, Listener, ask, ask_all
+from offbeat_liveness._network.world import World
 from offbeat_liveness._process import flight_recorder, process_groups
 from offbeat_liveness._process.head import from_data
 from offbeat_liveness._process.proc import HOST, birth, pid_state
@@ -28,7 +30,7 @@ from offbeat_liveness._process.proc import HOST, birth, pid_state
 RETRY_S: Final = 3.0
 MEET_S: Final = 0.5
 RIVAL_S: Final = 0.2
-PREFIX: Final = "offbeat-liveness"
+HELLO_S: Final = 0.5
 Key = tuple[str, int]
 
 
@@ -51,40 +53,62 @@ class Peers:
         self._meet_again_s = -math.inf
         self._host_answers = True
         self._secret = self._invitation.secret if self._invitation else ""
-        self._world = ""
+        self._spoke: set[Key] = set()  # of whom a message has come
         self._not_before_s = 0.0
         self._formed_group: Any = None
         self._formed_s = -math.inf
-        self._store: job_store.Keys | None = None
+        self._world: World | None = None
         self._joined_group: Any = None
-        self._missing: set[int] = set()
         self._book: dict[Key, Address] = {}
+        promised = job_store.promised_world()
         self.rank: int | None = None
-        self.world_size = 0
+        self._promised, self.rank, self.world_size = promised or ("", None, 0)
         self.problem = ""
 
     @property
     def world(self) -> str:
         """Token of the world, the same in all of its processes."""
-        return self._world
+        return self._world.name if self._world else self._promised
+
+    @property
+    def _world_names(self) -> frozenset[str]:
+        """All that members of this world may call it."""
+        own = self._world.names if self._world else frozenset()
+        return own | {self._promised} - {""}
+
+    def is_own_world(self, world: str) -> bool:
+        """Whether a process that names its world so is of this one; it may not know the newest name yet."""
+        return world in self._world_names
+
+    def was_heard(self, key: Key) -> bool:
+        """Whether a message of that process has come."""
+        return key in self._spoke
+
+    def note_heard(self, keys: Iterable[Key]) -> None:
+        """Messages of these have come."""
+        self._spoke.update(keys)
 
     def needs_to_join(self, *, waits_long: bool) -> bool:
         """Whether `keep_joined` has something to do: a world to enter, somebody to find, or a reason to look again."""
         group = process_groups.default_group()
         if group is not None and group is not self._joined_group:
             return True
-        if self._missing or (self._directory is not None and self.me() is None):
+        is_time = time.monotonic() >= self._not_before_s
+        if (self._world and self._world.is_due and is_time) or (self._directory is not None and self.me() is None):
             return True
         if self._needs_to_meet(waits_long=waits_long):
             return True
-        early = group is None and self._store is None and flight_recorder.is_loaded()
-        return waits_long and (early or self._directory is not None or bool(self._doubtful()))
+        if group is None and self._world is None and flight_recorder.is_loaded():
+            return is_time and (waits_long or job_store.is_wrapped_rank())
+        return waits_long and (self._world is not None or self._directory is not None)
 
     def is_settled(self) -> bool:
-        """Whether a world, if there may be one, is joined and all of its members are known."""
-        if self.needs_to_join(waits_long=False):
+        """Whether looks at the usual pace do: nothing is to be done at once."""
+        if self._world is not None and self._world.is_in_haste:
             return False
-        return self._joined_group is not None or not flight_recorder.is_loaded()
+        group = process_groups.default_group()
+        is_joined = group is None or group is self._joined_group
+        return is_joined and not (self._directory is not None and self.me() is None)
 
     @property
     def secret(self) -> str:
@@ -100,7 +124,10 @@ class Peers:
         if time.monotonic() >= self._not_before_s:
             try:
                 self._join_world(waits_long=waits_long)
-                self._read_missing(self._missing | (self._doubtful() if waits_long else set()))
+                self._read_world(waits_long=waits_long)
+            except job_store.NobodyThereError as error:
+                self.problem = str(error) if waits_long else ""
+                self._not_before_s = time.monotonic() + RETRY_S
             except (RuntimeError, OSError, ValueError) as error:  # the store is gone or not there yet
                 self.problem = f"the job's store did not answer: {error}"
                 self._not_before_s = time.monotonic() + RETRY_S
@@ -141,10 +168,24 @@ class Peers:
         return {"address": asdict(me)} if me else {}
 
     def learn(self, address: Address) -> None:
-        """Take in somebody, unless more is known of it already."""
-        known = self._book.get((address.machine, address.pid))
+        """Take in somebody who has spoken, unless more is known of it already."""
+        key = (address.machine, address.pid)
+        self._spoke.add(key)
+        known = self._book.get(key)
         if known is None or known.rank is None or address.rank is not None:
             self._add(address)
+            self._note_rank(address)
+
+    def _note_rank(self, address: Address) -> None:
+        """Where a rank of this world has come to be known, or rank 0 speaks of another world."""
+        if self._world is None or address.rank is None:
+            return
+        if self.is_own_world(address.world):
+            self._world.missing.discard(address.rank)
+            if address.rank == 0:
+                self._world.confirm(address.world)
+        elif address.rank == 0 and self._world.is_formed:
+            self._world.doubt()
 
     def hear_news(self) -> None:
         """Ask for those who have come since, before a decision on all of them; not where nobody has answered lately."""
@@ -158,8 +199,12 @@ class Peers:
             if key not in known or known[key].rank is None:
                 known[key] = each
         known.pop((HOST, os.getpid()), None)
-        known = _without_replaced(known)
+        known = _without_replaced({key: self._in_own_words(each) for key, each in known.items()})
         return dict(sorted(known.items(), key=lambda item: item[1].order))
+
+    def _in_own_words(self, address: Address) -> Address:
+        """With the name of this world, where the other process calls it by another."""
+        return dataclasses.replace(address, world=self.world) if self.is_own_world(address.world) else address
 
     def running(self) -> dict[Key, Address]:
         """Those of the others that may answer: not the ones of this machine that are seen to be stopped or gone."""
@@ -181,14 +226,14 @@ class Peers:
 
     def unknown_ranks(self) -> set[int]:
         """Ranks of the world that never gave an address."""
-        return set(self._missing)
+        return set(self._world.missing) if self._world else set()
 
     def is_meeting(self, patience_s: float) -> bool:
         """Whether the world has formed so lately that an address that is missing says nothing yet."""
         group = process_groups.default_group()
         if group is not self._formed_group:
             self._formed_group, self._formed_s = group, time.monotonic()
-        is_partial = group is not None and (group is not self._joined_group or bool(self._missing))
+        is_partial = group is not None and (group is not self._joined_group or bool(self.unknown_ranks()))
         return is_partial and time.monotonic() - self._formed_s < patience_s
 
     def close(self) -> None:
@@ -207,48 +252,80 @@ class Peers:
         group = process_groups.default_group()
         if group is not None and group is not self._joined_group:
             c10d = sys.modules["torch.distributed.distributed_c10d"]
-            self._publish(job_store.bottom(c10d._get_default_store()), int(group.rank()), int(group.size()))
+            store = c10d._get_default_store().clone()
+            self._publish(store, int(group.rank()), int(group.size()), is_formed=True)
             self._joined_group = group
-        elif group is None and waits_long and self._store is None:
-            early = job_store.early_world()
+        elif group is None and self._world is None and (waits_long or job_store.is_wrapped_rank()):
+            early = job_store.early_world() if flight_recorder.is_loaded() else None
             if early is not None:
-                self._publish(*early)
+                self._publish(*early, is_formed=False)
 
-    def _publish(self, store: Any, rank: int, size: int) -> None:
+    def _publish(self, store: Any, rank: int, size: int, *, is_formed: bool) -> None:
         """Write down where this process listens, and agree on a secret with whoever came first."""
-        host = job_store.host_of(store)
-        store = store.clone()
         store.set_timeout(job_store.STORE_TIMEOUT)
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         proposed = self._secret or (_dumps.shared_secret(self._directory) if self._directory else "")
-        proposed = proposed or secrets.token_hex(16)
-        self._secret = job_store.text(store.compare_set(f"{PREFIX}/{attempt}/secret", "", proposed))
-        self._world = job_store.text(store.compare_set(f"{PREFIX}/{attempt}/world", "", secrets.token_hex(4)))
+        world = World(store, rank, size, proposed or secrets.token_hex(16), is_formed=is_formed)
+        world.take_token()
+        self._forget_ranks()
+        self._secret, self._world = world.secret, world
         self.rank, self.world_size = rank, size
-        keys = job_store.Keys(store, f"{PREFIX}/{attempt}/address")
-        for key in [key for key, each in self._book.copy().items() if each.rank is not None]:
-            self._book.pop(key, None)
-        self._tell_ranks(keys, rank, self._listen(address_toward(host)))
-        self._store = keys
-        self._missing = set(range(size)) - {rank}
+        self._tell_ranks(world, self._listen(address_toward(job_store.host_of(job_store.bottom(store)))))
         self.problem = ""
 
-    def _tell_ranks(self, keys: job_store.Keys, rank: int, listener: Listener) -> None:
-        mine = self._describe(listener)
-        keys.write(rank, json.dumps(asdict(mine)))
-        self._add(mine)
+    def _forget_ranks(self) -> None:
+        """Those of an earlier world; whoever is of this one as well is found again."""
+        for key in [key for key, each in self._book.copy().items() if each.rank is not None]:
+            self._book.pop(key, None)
 
-    def _read_missing(self, ranks: set[int]) -> None:
+    def _tell_ranks(self, world: World, listener: Listener) -> None:
+        mine = self._describe(listener)
+        self._add(mine)
+        world.write(mine)
+
+    def _read_world(self, *, waits_long: bool) -> None:
         """Read addresses; where some are of other hosts, which do not reach this process yet, listen for them too."""
-        if self._store is None or not ranks:
+        world = self._world
+        if world is None or not (world.is_due or waits_long):
             return
-        for rank, text in self._store.read(ranks).items():
-            self._add(from_data(Address, json.loads(text)))
-            self._missing.discard(rank)
+        if not world.is_reachable():
+            raise job_store.NobodyThereError("nobody answers any more where the job's store was")
+        if world.take_token():
+            self._forget_ranks()
+            self._tell_ranks(world, self._listeners[-1])
+        found = world.read(world.missing | (self._doubtful() if waits_long else set()), now=waits_long)
+        self._take_in(world, found)
         me = self.me()
         far = next((each.host for each in self._fellows() if not is_loopback(each.host)), "")
-        if me and far and self.rank is not None and is_loopback(me.host):
-            self._tell_ranks(self._store, self.rank, self._listen(address_toward(far)))
+        if me and far and is_loopback(me.host):
+            self._tell_ranks(world, self._listen(address_toward(far)))
+        self._greet_first(world)
+
+    def _take_in(self, world: World, found: Sequence[Address]) -> None:
+        """What was in the store, if it is of now: those that may be of an earlier world are asked."""
+        unsure = {number: each for number, each in enumerate(found) if not world.is_of_now(each)}
+        there = ask_all(unsure, {"ask": "ping"}, self._secret, HELLO_S)
+        for number, each in enumerate(found):
+            if number not in unsure or number in there:
+                self._forget_rank(each)
+                self._add(each)
+                world.missing.discard(each.rank or 0)
+        self.note_heard((unsure[number].machine, unsure[number].pid) for number in there)
+
+    def _forget_rank(self, newer: Address) -> None:
+        """Whoever had the same rank in this world before is replaced."""
+        for key, each in self._book.copy().items():
+            if each.rank == newer.rank and self.is_own_world(each.world) and key != (newer.machine, newer.pid):
+                self._book.pop(key, None)
+
+    def _greet_first(self, world: World) -> None:
+        """Let rank 0 know of this process, and hear whether it is of the same world."""
+        first = next((each for each in self._book.copy().values() if each.rank == 0), None)
+        if world.rank == 0 or first is None or not self.is_own_world(first.world):
+            return
+        reply = ask(first, {"ask": "ping", **self.introduce()}, self._secret, HELLO_S)
+        if reply is not None:
+            self.note_heard([(first.machine, first.pid)])
+            world.confirm(str(reply.get("world", "")))
 
     def _doubtful(self) -> set[int]:
         """Ranks whose address leads nowhere: a host may take its own name for loopback, as Debian does."""
@@ -257,7 +334,9 @@ class Peers:
     def _fellows(self) -> list[Address]:
         """Ranks of this world on other hosts."""
         known = self._book.copy().values()
-        return [each for each in known if each.machine != HOST and each.rank is not None and each.world == self._world]
+        return [
+            each for each in known if each.machine != HOST and each.rank is not None and self.is_own_world(each.world)
+        ]
 
     def _join_directory(self, directory: Path) -> None:
         """Meet processes that are in no common world, such as a rollouter and a trainer."""
@@ -276,6 +355,8 @@ class Peers:
             is_new = each.machine == HOST and (known is None or (known.rank is None and each.rank is not None))
             if is_new and pid_state(each.pid, each.born) != "gone":  # not left over from an earlier run
                 self._add(each)
+                if self._world and each.rank is not None and self.is_own_world(each.world):
+                    self._world.missing.discard(each.rank)
 
     def _needs_to_meet(self, *, waits_long: bool) -> bool:
         """Whether the process that invited this one is to be told something, or asked for somebody."""

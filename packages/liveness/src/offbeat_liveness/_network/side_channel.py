@@ -1,24 +1,32 @@
-"""Messages between monitors: one JSON line each way over TCP, answered by a thread that nothing else uses."""
+"""Messages between monitors: one question and one answer over TCP, each proven to be of the run (`exchange`).
+
+Who connects is served by one thread until it has proven that it belongs to the run; only then is its message read.
+"""
 
 import contextlib
-import hmac
-import json
 import selectors
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
+from offbeat_liveness._network import exchange
+from offbeat_liveness._network.exchange import Message as Message
+from offbeat_liveness._network.exchange import Question, RefusedError
 from offbeat_liveness._process.stacks import OWN_THREADS
 
-Message = dict[str, Any]
 Answer = Callable[[Message], Message]
 
-MAX_MESSAGE_BYTES: Final = 16 << 20
 READ_BYTES: Final = 1 << 16
+MAX_STRANGERS: Final = 64  # connections that have not proven themselves; more wait in the kernel
+CROWDED_S: Final = 0.25  # while so many are there, each is given as long
+MAX_ANSWERING: Final = 64  # threads; each may hold a body
+MAX_OPENED: Final = 4096  # questions of the run that wait for a thread
+STRANGER_S: Final = 2.0  # to prove oneself
+EXCHANGE_S: Final = 10.0  # for the whole exchange, but what the answer itself takes
 LACK_S: Final = 0.1  # between two tries while the process has no descriptor or thread to spare
 LOOPBACK: Final = "127.0.0.1"
 
@@ -63,48 +71,193 @@ class Door(Protocol):
 
 
 class Listener:
-    """Answers the other monitors, from a thread of its own that sleeps in accept().
+    """Answers the other monitors.
+
+    One thread sleeps in a selector and reads the first bytes of all who connect. A message of the run then has a
+    thread of its own, since an answer may take a while (an investigation) and others must not wait for it.
 
     Args:
         host: address to bind; the port is chosen by the system.
-        secret: what a message must hold to be answered; nobody is while it is "".
+        secret: what a message must have been sealed with to be answered; nobody is while it is "".
         answer: makes the reply.
     """
 
     def __init__(self, host: str, secret: Callable[[], str], answer: Answer) -> None:
         self._secret, self._answer, self._is_closed = secret, answer, False
-        self._socket = socket.create_server((host, 0), backlog=256)
+        self._socket = socket.create_server((host, 0), backlog=1024)
+        self._socket.setblocking(False)
         self.host, self.port = self._socket.getsockname()[:2]
+        self._strangers: dict[socket.socket, _Stranger] = {}
+        self._opened: deque[_Opened] = deque(maxlen=MAX_OPENED)
+        self._num_answering, self._counting = 0, threading.Lock()
+        self._takes_in = True
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._waker = socket.socketpair()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._selector.register(self._socket, selectors.EVENT_READ)
         threading.Thread(target=self._serve, name=f"{OWN_THREADS}-listen", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening."""
         self._is_closed = True
         with contextlib.suppress(OSError):
+            self._waker.send(b"x")
+        with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def forget(self) -> None:
-        """In a forked child: close the copy without disturbing the parent."""
-        self._socket.close()
+        """In a forked child: close the copies without disturbing the parent."""
+        self._selector.close()
+        for each in (self._socket, self._wake, self._waker, *self._strangers):
+            each.close()
 
     def _serve(self) -> None:
-        while not self._is_closed:
-            try:
-                connection, _ = self._socket.accept()
-                # A thread each: an answer may take a while (an investigation), and others must not wait for it.
-                threading.Thread(
-                    target=self._reply, args=(connection,), name=f"{OWN_THREADS}-answer", daemon=True
-                ).start()
-            except (OSError, RuntimeError):  # no descriptor or no thread to be had: whoever falls silent may be ended
-                time.sleep(LACK_S)
+        try:
+            while not self._is_closed:
+                try:
+                    self._step()
+                except (OSError, RuntimeError, ValueError):  # no descriptor or no thread to be had
+                    time.sleep(LACK_S)  # whoever falls silent may be ended
+        finally:
+            self._selector.close()
+            for each in (self._wake, self._waker, *self._strangers):
+                each.close()
 
-    def _reply(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, ValueError, RecursionError):  # a stranger's bytes may be anything
-            connection.settimeout(5.0)
-            message = json.loads(_read_line(connection))
-            if isinstance(message, dict) and _is_same(str(message.pop("secret", "")), self._secret()):
-                connection.sendall(_line(self._answer(message)))
+    def _step(self) -> None:
+        """Take in who has come, read on, and send away who is late."""
+        oldest = next(iter(self._strangers.values()), None)
+        wait_s = max(0.0, oldest.begun_s + self._patience_s - time.monotonic()) if oldest else None
+        for chosen, _ in self._selector.select(wait_s):
+            if self._is_closed:
+                return
+            if chosen.fileobj is self._socket:
+                self._take_in()
+            elif chosen.fileobj in self._strangers:
+                self._read_on(self._strangers[chosen.fileobj])
+        begun_s = time.monotonic() - self._patience_s
+        for late in [each for each in self._strangers.values() if each.begun_s <= begun_s]:
+            self._drop(late.connection).close()
+        self._take_in_if(len(self._strangers) < MAX_STRANGERS)
+
+    @property
+    def _patience_s(self) -> float:
+        return STRANGER_S if len(self._strangers) < MAX_STRANGERS else CROWDED_S
+
+    def _take_in_if(self, has_room: bool) -> None:
+        """Where there is no room, whoever comes waits in the kernel."""
+        if has_room and not self._takes_in:
+            self._selector.register(self._socket, selectors.EVENT_READ)
+        elif self._takes_in and not has_room:
+            self._selector.unregister(self._socket)
+        self._takes_in = has_room
+
+    def _take_in(self) -> None:
+        connection, _ = self._socket.accept()
+        greeting, nonce = exchange.hello()
+        connection.setblocking(False)
+        try:
+            connection.send(greeting)  # a new connection has room for so little
+            self._selector.register(connection, selectors.EVENT_READ)
+        except OSError:
+            connection.close()
+            return
+        self._strangers[connection] = _Stranger(connection, nonce, time.monotonic())
+
+    def _drop(self, connection: socket.socket) -> socket.socket:
+        del self._strangers[connection]
+        self._selector.unregister(connection)
+        return connection
+
+    def _read_on(self, stranger: "_Stranger") -> None:
+        """Read no more than the header; what follows is read by the thread that answers, if there is to be one."""
+        connection = stranger.connection
+        try:
+            part = connection.recv(exchange.HEADER_BYTES - len(stranger.header))
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        stranger.header += part
+        if part and len(stranger.header) < exchange.HEADER_BYTES:
+            return
+        self._drop(connection)
+        try:
+            opened = exchange.open_question(bytes(stranger.header), stranger.nonce, self._secret()) if part else None
+        except RefusedError:
+            opened = None
+        if opened is None or len(self._opened) == MAX_OPENED:
+            connection.close()
+        else:
+            self._opened.append(_Opened(connection, *opened))
+            self._answer_in_a_thread()
+
+    def _answer_in_a_thread(self) -> None:
+        with self._counting:
+            if self._num_answering == MAX_ANSWERING:
+                return  # one of these goes on with it
+            self._num_answering += 1
+        try:
+            threading.Thread(target=self._answer_all, name=f"{OWN_THREADS}-answer", daemon=True).start()
+        except RuntimeError:
+            with self._counting:
+                self._num_answering -= 1
+            raise
+
+    def _answer_all(self) -> None:
+        while True:
+            with self._counting:
+                if not self._opened:
+                    self._num_answering -= 1
+                    return
+                opened = self._opened.popleft()
+            try:
+                self._reply(opened)
+            except BaseException:
+                with self._counting:
+                    self._num_answering -= 1
+                raise
+
+    def _reply(self, opened: "_Opened") -> None:
+        connection = opened.connection
+        with connection, contextlib.suppress(OSError, RefusedError):
+            body = _read_exactly(connection, opened.num_bytes, time.monotonic() + EXCHANGE_S)
+            message = exchange.decode(exchange.check_body(body, opened.digest))
+            answer = exchange.encode(self._answer(message))
+            connection.settimeout(EXCHANGE_S)
+            connection.sendall(exchange.seal_answer(answer, opened.nonces, self._secret()))
+
+
+@dataclass(eq=False)
+class _Stranger:
+    """Who has connected and not proven itself yet."""
+
+    connection: socket.socket
+    nonce: bytes
+    begun_s: float
+    header: bytearray = field(default_factory=bytearray)
+
+
+@dataclass(eq=False)
+class _Opened:
+    """A question of the run, of which only the header was read."""
+
+    connection: socket.socket
+    num_bytes: int
+    digest: bytes
+    nonces: bytes
+
+
+def _read_exactly(connection: socket.socket, num_bytes: int, end_s: float) -> bytes:
+    """So many bytes; whoever drips them is cut off at `end_s`."""
+    data = bytearray()
+    while len(data) < num_bytes:
+        connection.settimeout(max(0.001, end_s - time.monotonic()))
+        part = connection.recv(min(READ_BYTES, num_bytes - len(data)))
+        if not part or time.monotonic() >= end_s:
+            raise RefusedError("the message did not come whole in time")
+        data += part
+    return bytes(data)
 
 
 def ask(door: Door, message: Message, secret: str, timeout_s: float) -> Message | None:
@@ -116,15 +269,15 @@ def ask_all(doors: Mapping[Any, Door], message: Message, secret: str, timeout_s:
     """One question to many at once.
 
     Returns:
-        Replies by the keys of `doors`; without those who refused, failed or were late.
+        Replies by the keys of `doors`; without those who refused, failed, were late, or are not of this run.
     """
     end_s = time.monotonic() + timeout_s
-    line = _line({**message, "secret": secret})
+    body = exchange.encode(message)
     replies: dict[Any, Message] = {}
     waiting = deque(doors.items())
     with selectors.DefaultSelector() as selector:
         while (waiting or selector.get_map()) and (left_s := end_s - time.monotonic()) > 0:
-            while waiting and _begin(selector, *waiting[0], line):
+            while waiting and _begin(selector, *waiting[0], Question(body, secret)):
                 waiting.popleft()
             for chosen, _ in selector.select(left_s if selector.get_map() else min(left_s, LACK_S)):
                 _go_on(selector, chosen, replies)
@@ -133,7 +286,7 @@ def ask_all(doors: Mapping[Any, Door], message: Message, secret: str, timeout_s:
     return replies
 
 
-def _begin(selector: selectors.BaseSelector, key: Any, door: Door, line: bytes) -> bool:
+def _begin(selector: selectors.BaseSelector, key: Any, door: Door, question: Question) -> bool:
     """Open an exchange; not while the process has no descriptor to spare: a run may have more ranks than those."""
     try:
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -141,54 +294,59 @@ def _begin(selector: selectors.BaseSelector, key: Any, door: Door, line: bytes) 
         return False
     connection.setblocking(False)
     connection.connect_ex((door.host, door.port))
-    selector.register(connection, selectors.EVENT_WRITE, _Exchange(key, bytearray(line), bytearray()))
+    selector.register(connection, selectors.EVENT_READ, _Exchange(key, question))
     return True
 
 
 @dataclass
 class _Exchange:
+    """How far one exchange has come: a greeting, then all sent, then the answer's header, then its body."""
+
     key: Any
-    to_send: bytearray
-    received: bytearray
+    question: Question
+    awaited_bytes: int = exchange.HELLO_BYTES
+    is_greeted: bool = False
+    digest: bytes = b""
+    to_send: bytearray = field(default_factory=bytearray)
+    received: bytearray = field(default_factory=bytearray)
+
+    def take(self) -> Message | None:
+        """Go on with what has come in full; the answer once it is there."""
+        data, self.received = bytes(self.received), bytearray()
+        if not self.is_greeted:
+            self.is_greeted, self.awaited_bytes = True, exchange.REPLY_BYTES
+            self.to_send += self.question.to_send(exchange.read_hello(data))
+            return None
+        if not self.digest:
+            self.awaited_bytes, self.digest = self.question.open_header(data)
+            return None
+        return exchange.decode(exchange.check_body(data, self.digest))
 
 
 def _go_on(selector: selectors.BaseSelector, chosen: selectors.SelectorKey, replies: dict[Any, Message]) -> None:
     """One step of one exchange: send the rest, or read some."""
-    connection, exchange = chosen.fileobj, chosen.data
+    connection, each = chosen.fileobj, chosen.data
     assert isinstance(connection, socket.socket)
     try:
-        if exchange.to_send:
-            del exchange.to_send[: connection.send(exchange.to_send)]
-            if not exchange.to_send:
-                selector.modify(connection, selectors.EVENT_READ, exchange)
+        if each.to_send:
+            del each.to_send[: connection.send(each.to_send)]
+            if not each.to_send:
+                selector.modify(connection, selectors.EVENT_READ, each)
             return
-        part = connection.recv(READ_BYTES)
-        exchange.received += part
-        if part and not part.endswith(b"\n"):
+        part = connection.recv(min(READ_BYTES, each.awaited_bytes - len(each.received)))
+        each.received += part
+        if part and len(each.received) < each.awaited_bytes:
             return
-        if exchange.received:
-            replies[exchange.key] = json.loads(exchange.received)
+        answer = each.take() if part else None
+        if part and answer is None:
+            if each.to_send:
+                selector.modify(connection, selectors.EVENT_WRITE, each)
+            return
+        if answer is not None:
+            replies[each.key] = answer
     except BlockingIOError:
         return
-    except (OSError, ValueError):
-        pass  # refused, reset or garbled: no answer, which the caller sees by its absence
+    except (OSError, RefusedError):
+        pass  # refused, reset or not of this run: no answer, which the caller sees by its absence
     selector.unregister(connection)
     connection.close()
-
-
-def _is_same(said: str, secret: str) -> bool:
-    return bool(secret) and hmac.compare_digest(said.encode(errors="replace"), secret.encode())
-
-
-def _line(message: Message) -> bytes:
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
-
-
-def _read_line(connection: socket.socket) -> bytes:
-    data = bytearray()
-    while not data.endswith(b"\n") and len(data) < MAX_MESSAGE_BYTES:
-        part = connection.recv(READ_BYTES)
-        if not part:
-            break
-        data += part
-    return bytes(data)

@@ -1,19 +1,30 @@
-"""The leader's look around: asks everybody at once, and finds out about those who do not answer."""
+"""The leader's look around: asks everybody at once, and finds out about those who do not answer.
 
+In a small run all tell everything. In a large one all tell in brief, and then the few tell everything whom a verdict
+will be about.
+"""
+
+import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from offbeat_liveness._diagnosis.graph import BUSY, Absent, Fate, Scene
+from offbeat_liveness._diagnosis.graph import Absent, Fate, Scene
+from offbeat_liveness._network.brief import brief_data, choose_few, read_brief
 from offbeat_liveness._network.peers import Key, Peers
 from offbeat_liveness._network.side_channel import Address, ask_all
+from offbeat_liveness._network.silence import Silences, read_usage, witness
 from offbeat_liveness._process.crash import read_crash
-from offbeat_liveness._process.head import CallSite, Head, from_data
-from offbeat_liveness._process.proc import HOST, cpu_s, pid_state, threads_at_work
+from offbeat_liveness._process.head import CallSite, Head, from_data, to_data
+from offbeat_liveness._process.proc import HOST
+from offbeat_liveness._process.tree_usage import TreeUsage
 
 FIRST_CALL_S: Final = 0.7
 SECOND_CALL_S: Final = 0.5
+CALL_S_PER_PEER: Final = 0.001
+FEW: Final = 64  # in a run of so many all tell everything at once
+MAX_WITH_LEFT: Final = 16
 FATE_BY_PID: Final[dict[str, Fate]] = {
     "runs": "silent",
     "stopped": "stopped",
@@ -22,76 +33,148 @@ FATE_BY_PID: Final[dict[str, Fate]] = {
 }
 
 
-def look_around(
-    peers: Peers, own: Head, left: dict[Key, Head], *, stall_after_s: float, directory: Path | None
-) -> Scene:
-    """One scene of the whole run, in at most 1.7 s.
+def tell_head(head: Head, *, in_brief: bool) -> dict[str, Any]:
+    """What a process answers to a look."""
+    return {"brief": brief_data(head)} if in_brief else {"head": to_data(head)}
+
+
+class Survey:
+    """Looks around, and remembers from look to look who was silent.
 
     Args:
         peers: the address book.
-        own: head of this process.
-        left: processes that said goodbye to this one; filled up with what the others heard.
-        stall_after_s: what counts as too long.
         directory: where the dead may have left their last words.
     """
-    others = peers.others()
-    heads = _call(peers, peers.running(), FIRST_CALL_S)
-    _merge_left(left, heads.values())
-    quiet = {key: each for key, each in others.items() if key not in heads and key not in left}
-    states = _states(peers, quiet, heads)
-    again = {key: each for key, each in quiet.items() if states[key] in ("silent", "unreachable")}
-    if again:
-        before = {key: (cpu_s(key[1]), threads_at_work(key[1])) for key in again if key[0] == HOST}
-        heads |= _call(peers, again, SECOND_CALL_S)
+
+    def __init__(self, peers: Peers, directory: Path | None) -> None:
+        self._peers, self._directory = peers, directory
+        self._silences = Silences()
+
+    def look(self, own: Head, left: dict[Key, Head], *, stall_after_s: float) -> Scene:
+        """One scene of the whole run, in about 1.7 s, and 2 ms more for each process.
+
+        Args:
+            own: head of this process.
+            left: processes that said goodbye to this one; filled up with what the others heard.
+            stall_after_s: what counts as too long.
+        """
+        others = self._peers.others()
+        heads = self._call(self._peers.running(), left, FIRST_CALL_S)
+        quiet = {key: each for key, each in others.items() if key not in heads and key not in left}
+        fates, before = self._ask_witnesses(quiet, heads)
+        again = {key: each for key, each in quiet.items() if fates[key] in ("silent", "unreachable")}
+        if again:
+            heads |= self._call(again, left, SECOND_CALL_S)
+            quiet = {key: each for key, each in again.items() if key not in heads}
+            fates_now, after = self._ask_witnesses(quiet, heads)
+            fates |= fates_now
+            for key in quiet:
+                self._silences.note(key, before.get(key), after.get(key))
+        self._silences.heard(heads)
+        heads |= self._stand_ins(quiet, fates, heads, left)
+        if len(others) > FEW:
+            heads |= self._few_in_full(own, heads, others, stall_after_s)
+        return self._scene(own, heads, left, fates, others, stall_after_s)
+
+    def _scene(
+        self,
+        own: Head,
+        heads: Mapping[Key, Head],
+        left: Mapping[Key, Head],
+        fates: Mapping[Key, Fate],
+        others: Mapping[Key, Address],
+        stall_after_s: float,
+    ) -> Scene:
+        absent = [
+            _absent(key, each, left, fates, self._directory, was_heard=self._peers.was_heard(key))
+            for key, each in others.items()
+            if key not in heads
+        ]
+        everybody = [own, *(head for key, head in heads.items() if key not in left)]
+        absent += [_said_goodbye(left[key], others[key]) for key in heads if key in left]
+        return Scene(
+            heads=everybody,
+            absent=[*absent, *_unknown(self._peers, everybody)],
+            stall_after_s=stall_after_s,
+            time_s=time.time(),
+        )
+
+    def _call(self, addresses: Mapping[Key, Address], left: dict[Key, Head], timeout_s: float) -> dict[Key, Head]:
+        """Heads of those who answer, in brief where they are many; fills up `left`."""
+        in_brief = len(addresses) > FEW
+        message = {"ask": "head", "brief": in_brief, **self._peers.introduce()}
+        replies = ask_all(addresses, message, self._peers.secret, timeout_s + CALL_S_PER_PEER * len(addresses))
+        self._peers.note_heard(replies)
+        heads: dict[Key, Head] = {}
+        with_left: dict[Key, Address] = {}
+        for key, reply in replies.items():
+            if "brief" in reply:
+                heads[key], gone = read_brief(reply["brief"])
+                if any(each not in left for each in gone) and len(with_left) < MAX_WITH_LEFT:
+                    with_left[key] = addresses[key]
+            elif "head" in reply:
+                heads[key] = from_data(Head, reply["head"])
+        if with_left:
+            heads |= self._call(with_left, left, SECOND_CALL_S)
         _merge_left(left, heads.values())
-        heads |= _computing(again, before, heads)
-    absent = [_absent(key, each, left, states, directory) for key, each in others.items() if key not in heads]
-    everybody = [own, *(head for key, head in heads.items() if key not in left)]
-    absent += [_said_goodbye(left[key], others[key]) for key in heads if key in left]
-    return Scene(
-        heads=everybody,
-        absent=[*absent, *_unknown(peers, everybody)],
-        stall_after_s=stall_after_s,
-        time_s=time.time(),
-    )
+        return {key: self._in_own_words(head) for key, head in heads.items()}
 
+    def _in_own_words(self, head: Head) -> Head:
+        """With the name that this process has for their world: the other may not have heard it yet."""
+        is_own = head.world and self._peers.is_own_world(head.world)
+        return dataclasses.replace(head, world=self._peers.world) if is_own else head
 
-def pid_states(pids: Mapping[str, int]) -> dict[str, str]:
-    """States of processes of this machine: pid to birth in, pid to state out; both as they go through JSON."""
-    return {pid: pid_state(int(pid), born) for pid, born in pids.items()}
+    def _few_in_full(
+        self, own: Head, heads: Mapping[Key, Head], others: Mapping[Key, Address], stall_after_s: float
+    ) -> dict[Key, Head]:
+        """Second round of a large run: full heads of those whom a verdict may tell of."""
+        scene = Scene(heads=[own, *heads.values()], stall_after_s=stall_after_s)
+        keys = {told.name: key for key, told in zip(heads, scene.heads[1:], strict=True)}
+        few = {keys[name]: others[keys[name]] for name in choose_few(scene) if name in keys}
+        found: dict[Key, Head] = {}
+        wanted = list(few)
+        for first in range(0, len(wanted), FEW):
+            found |= self._call({key: few[key] for key in wanted[first : first + FEW]}, {}, FIRST_CALL_S)
+        return found
 
+    def _stand_ins(
+        self,
+        quiet: Mapping[Key, Address],
+        fates: Mapping[Key, Fate],
+        heads: Mapping[Key, Head],
+        left: Mapping[Key, Head],
+    ) -> dict[Key, Head]:
+        """Heads for those who have been silent in too few looks."""
+        still_s = max((wait.age_s for head in heads.values() for wait in head.waits), default=0.0)
+        return {
+            key: self._silences.stand_in(address, still_s)
+            for key, address in quiet.items()
+            if key not in left and not self._silences.is_over(key, fates[key])
+        }
 
-def _call(peers: Peers, addresses: Mapping[Key, Address], timeout_s: float) -> dict[Key, Head]:
-    replies = ask_all(addresses, {"ask": "head", **peers.introduce()}, peers.secret, timeout_s)
-    return {key: from_data(Head, reply["head"]) for key, reply in replies.items() if "head" in reply}
+    def _ask_witnesses(
+        self, quiet: Mapping[Key, Address], heads: Mapping[Key, Head]
+    ) -> tuple[dict[Key, Fate], dict[Key, TreeUsage]]:
+        """Fates by pid, and what those that run have used: looked up here, or by who answers on the same machine."""
+        fates: dict[Key, Fate] = {}
+        usage: dict[Key, TreeUsage] = {}
+        for machine in {each.machine for each in quiet.values()}:
+            pids = {str(each.pid): each.born for each in quiet.values() if each.machine == machine}
+            said = self._ask_witness(machine, pids, heads)
+            states = said.get("states", {})
+            fates |= {(machine, int(pid)): FATE_BY_PID[states.get(pid, "unknown")] for pid in pids}
+            usage |= {(machine, int(pid)): used for pid, used in read_usage(said).items()}
+        return fates, usage
 
-
-def _computing(
-    quiet: Mapping[Key, Address], before: Mapping[Key, tuple[dict[int, float], set[int]]], heads: Mapping[Key, Head]
-) -> dict[Key, Head]:
-    """Processes that hold the GIL too long to answer, but use a CPU: slow, not dead."""
-    still_s = max((wait.age_s for head in heads.values() for wait in head.waits), default=0.0)
-    found = {}
-    for key, (cpu_before_s, at_work_before) in before.items():
-        used_s = [now_s - cpu_before_s.get(thread, now_s) for thread, now_s in cpu_s(key[1]).items()]
-        busy = max(used_s, default=0.0) / SECOND_CALL_S
-        if at_work_before & threads_at_work(key[1]):  # waits for a core all the while: nothing is added up yet
-            busy = 1.0
-        if key not in heads and busy >= BUSY:
-            address = quiet[key]
-            found[key] = Head(
-                key=f"{key[0]}:{key[1]}",
-                name=address.name,
-                rank=address.rank,
-                world=address.world,
-                pid=address.pid,
-                host=address.machine,
-                time_s=time.time(),
-                still_s=still_s,
-                busy=busy,
-                notes=(f"{address.name} does not answer, but computes: native code in it holds the GIL",),
-            )
-    return found
+    def _ask_witness(self, machine: str, pids: Mapping[str, int], heads: Mapping[Key, Head]) -> Mapping[str, Any]:
+        if machine == HOST:
+            return witness(pids)
+        others = self._peers.others()
+        someone = next((key for key in heads if key[0] == machine and key in others), None)
+        if someone is None:
+            return {}
+        question = {"ask": "pids", "pids": dict(pids)}
+        return ask_all({0: others[someone]}, question, self._peers.secret, SECOND_CALL_S).get(0, {})
 
 
 def _merge_left(left: dict[Key, Head], heads: Iterable[Head]) -> None:
@@ -100,33 +183,32 @@ def _merge_left(left: dict[Key, Head], heads: Iterable[Head]) -> None:
             left.setdefault((each.host, each.pid), each)
 
 
-def _states(peers: Peers, quiet: Mapping[Key, Address], heads: Mapping[Key, Head]) -> dict[Key, Fate]:
-    """Fates by pid: looked up here, or by a process that answers on the same machine."""
-    states: dict[Key, Fate] = {}
-    for machine in {each.machine for each in quiet.values()}:
-        pids = {str(each.pid): each.born for each in quiet.values() if each.machine == machine}
-        found = pid_states(pids) if machine == HOST else {}
-        witness = next((key for key in heads if key[0] == machine), None)
-        if machine != HOST and witness is not None:
-            question = {"ask": "pids", "pids": pids}
-            replies = ask_all({0: peers.others()[witness]}, question, peers.secret, SECOND_CALL_S)
-            found = replies.get(0, {}).get("states", {})
-        states |= {(machine, int(pid)): FATE_BY_PID[found.get(pid, "unknown")] for pid in pids}
-    return states
-
-
 def _absent(
-    key: Key, address: Address, left: Mapping[Key, Head], states: Mapping[Key, Fate], directory: Path | None
+    key: Key,
+    address: Address,
+    left: Mapping[Key, Head],
+    fates: Mapping[Key, Fate],
+    directory: Path | None,
+    *,
+    was_heard: bool,
 ) -> Absent:
     if key in left:
         return _said_goodbye(left[key], address)
     text = f"pid {address.pid} on {address.machine}"
-    fate, head = states[key], None
+    fate, head = fates[key], None
     reason, stack = read_crash(directory, address.pid) if fate == "killed" else ("", ())
     if reason:
         fate, head = "crashed", _last_words(address, reason, stack)
         text += f", {reason}"
-    return Absent(name=address.name, rank=address.rank, world=address.world, fate=fate, text=text, head=head)
+    return Absent(
+        name=address.name,
+        rank=address.rank,
+        world=address.world,
+        fate=fate,
+        text=text,
+        head=head,
+        was_heard=was_heard,
+    )
 
 
 def _last_words(address: Address, reason: str, stack: tuple[CallSite, ...]) -> Head:
@@ -145,7 +227,15 @@ def _last_words(address: Address, reason: str, stack: tuple[CallSite, ...]) -> H
 
 def _said_goodbye(head: Head, address: Address) -> Absent:
     fate: Fate = "raised" if head.state == "failed" else "exited"
-    return Absent(name=address.name, rank=address.rank, world=address.world, fate=fate, text=head.error, head=head)
+    return Absent(
+        name=address.name,
+        rank=address.rank,
+        world=address.world,
+        fate=fate,
+        text=head.error,
+        head=head,
+        was_heard=True,
+    )
 
 
 def _unknown(peers: Peers, heads: Sequence[Head]) -> list[Absent]:

@@ -107,6 +107,12 @@ class Ledger:
 
 
 LEDGER: Final = Ledger()
+_BEFORE_WAIT: Final[list[Callable[[], None]]] = []
+
+
+def before_wait(call: Callable[[], None] | None) -> None:
+    """Have something called once, before the next declared wait; None takes that back."""
+    _BEFORE_WAIT[:] = [call] if call else []
 
 
 class waiting:  # noqa: N801 - a context manager that reads as a verb, like contextlib's
@@ -132,6 +138,8 @@ class waiting:  # noqa: N801 - a context manager that reads as a verb, like cont
         self._name, self._on, self._deadline_s, self._number = name, on, deadline_s, 0
 
     def __enter__(self) -> None:
+        while _BEFORE_WAIT:
+            _BEFORE_WAIT.pop()()
         entry = Entry(kind="declared", what=self._name, on=self._on, deadline_s=self._deadline_s)
         self._number = LEDGER.enter(entry)
 
