@@ -18,6 +18,7 @@ from liveness_launch import ABORTED, STALL_S, Body, launch, step
 import offbeat_liveness as liveness
 from offbeat_liveness._announcer import Announcer
 from offbeat_liveness._diagnosis.verdict import Verdict
+from offbeat_liveness._dumps import DumpWriter
 from offbeat_liveness._monitor import Monitor
 from offbeat_liveness._settings import Settings
 
@@ -266,7 +267,7 @@ class NoPeers:
 
 @pytest.fixture
 def announcer() -> Announcer:
-    return Announcer(Settings(), NoPeers(), lambda: None, print, None)  # type: ignore[arg-type, return-value]
+    return Announcer(Settings(), NoPeers(), DumpWriter(None), lambda: None, print, None)  # type: ignore[arg-type, return-value]
 
 
 def test_a_pause_is_told_again_when_it_lasts_twice_as_long_as_it_ever_did(

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from offbeat_liveness import _dumps
 from offbeat_liveness._diagnosis.verdict import Verdict, join_names
+from offbeat_liveness._dumps import DumpWriter
 from offbeat_liveness._ending import say
 from offbeat_liveness._network.peers import Peers
 from offbeat_liveness._network.side_channel import Message, ask_all
@@ -27,6 +27,7 @@ class Announcer:
     Args:
         settings: of the monitor.
         peers: whom to tell.
+        dumps: where it is written down.
         read_head: what this process does now.
         complain: says a thing once.
         on_verdict: the program's.
@@ -39,12 +40,13 @@ class Announcer:
         self,
         settings: Settings,
         peers: Peers,
+        dumps: DumpWriter,
         read_head: Callable[[], Head],
         complain: Callable[[str], None],
         on_verdict: Callable[[Verdict], None] | None,
     ) -> None:
         self.verdict: Verdict | None = None
-        self._settings, self._peers = settings, peers
+        self._settings, self._peers, self._dumps = settings, peers, dumps
         self._read_head, self._complain, self._on_verdict = read_head, complain, on_verdict
         self._longest_s: dict[tuple[object, ...], float] = {}
         self._spoken: Verdict | None = None
@@ -64,9 +66,8 @@ class Announcer:
         message = {"ask": "verdict", "verdict": verdict.to_data(), "leader": self._peers.own_name(), "end": ends_run}
         ask_all(self._peers.running(), message, self._peers.secret, TELL_S)
         self._tell_program(verdict)
-        if self._settings.directory is not None:
-            _dumps.write_verdict(self._settings.directory, verdict)
-            _dumps.write_head(self._settings.directory, self._read_head())
+        self._dumps.write_verdict(verdict)
+        self._dumps.write_head(self._read_head())
 
     def announce_movement(self) -> None:
         """As the leader: the run moves again; told where the suspicion was told."""
@@ -89,8 +90,7 @@ class Announcer:
         if verdict.is_proof or message["end"]:
             say(f"offbeat liveness: {self._peers.own_name()}: {verdict.kind}, told in full by {message['leader']}")
         self._tell_program(verdict)
-        if self._settings.directory is not None:
-            _dumps.write_head(self._settings.directory, self._read_head())
+        self._dumps.write_head(self._read_head())
 
     def hear_movement(self) -> None:
         """The run moves again."""

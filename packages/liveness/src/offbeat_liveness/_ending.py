@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from offbeat_liveness._dumps import DumpWriter
 from offbeat_liveness._network.peers import Peers
 from offbeat_liveness._network.side_channel import ask_all
 from offbeat_liveness._process.head import Head
@@ -26,6 +27,7 @@ FLUSH_S: Final = 0.3
 SAY_S: Final = 1.0
 POLL_S: Final = 0.1
 ASK_S: Final = 0.5
+DUMPS_S: Final = 1.0
 STUCK_S: Final = 0.3
 """A process that has stood in a wait of torch's for as long has nothing left to finish."""
 ROUNDS_S: Final = 3.0
@@ -48,6 +50,7 @@ class Ending:
 
     Args:
         peers: the other processes.
+        dumps: what is still to be written.
         grace_s: how long one that stands in no wait may go on.
         read_head: what this process does now.
         is_going: whether a process that has failed is still on its way out: its exit code is to come first.
@@ -57,10 +60,16 @@ class Ending:
     """
 
     def __init__(
-        self, peers: Peers, grace_s: float, read_head: Callable[[], Head], is_going: Callable[[], bool]
+        self,
+        peers: Peers,
+        dumps: DumpWriter,
+        grace_s: float,
+        read_head: Callable[[], Head],
+        is_going: Callable[[], bool],
     ) -> None:
         self.has_begun = False
-        self._peers, self._grace_s, self._read_head, self._is_going = peers, grace_s, read_head, is_going
+        self._peers, self._dumps, self._grace_s = peers, dumps, grace_s
+        self._read_head, self._is_going = read_head, is_going
         self._is_finishing = False
         self._may_leave = threading.Event()
 
@@ -100,6 +109,7 @@ class Ending:
             self.tell_leave()
         else:
             self._may_leave.wait(max(0.0, end_s - time.monotonic()) + ROUNDS_S)
+        self._dumps.flush(DUMPS_S)
         leave()
 
     def _finish(self, end_s: float) -> None:

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from offbeat_liveness import _dumps
 from offbeat_liveness._announcer import Announcer
 from offbeat_liveness._diagnosis.diagnosis import find_verdict
 from offbeat_liveness._diagnosis.failure import find_failure, is_secondary
 from offbeat_liveness._diagnosis.graph import Scene
 from offbeat_liveness._diagnosis.verdict import Verdict
+from offbeat_liveness._dumps import DumpWriter
 from offbeat_liveness._ending import Ending, leave, say
 from offbeat_liveness._network.peers import Key, Peers
 from offbeat_liveness._network.side_channel import LOOPBACK, Address, Message, ask, ask_all
@@ -50,6 +50,7 @@ MAX_FAREWELL_PEERS: Final = 3
 MAX_CANDIDATES: Final = 16
 MAX_LEFT: Final = 64
 DUMP_S: Final = 5.0
+DUMPS_S: Final = 1.0  # for a folder that answers late, on the way out
 
 
 def is_elastic(environment: Mapping[str, str]) -> bool:
@@ -73,10 +74,11 @@ class Monitor:
         self._left: dict[Key, Head] = {}
         self._peers = Peers(settings.directory, settings.name, self._answer)
         self._survey = Survey(self._peers, settings.directory)
-        self._told = Announcer(settings, self._peers, self.head, self._complain, on_verdict)
+        self._dumps = DumpWriter(settings.directory)
+        self._told = Announcer(settings, self._peers, self._dumps, self.head, self._complain, on_verdict)
         self._left_groups = LeftGroups(self._seat)
         self._thread_errors = ThreadErrors()
-        self._ending = Ending(self._peers, settings.grace_s, self.head, self._is_somebody_going)
+        self._ending = Ending(self._peers, self._dumps, settings.grace_s, self.head, self._is_somebody_going)
         self._alarm = threading.Event()
         self._closed = threading.Event()
         self._looking = threading.Lock()
@@ -202,7 +204,7 @@ class Monitor:
     def _examine(self) -> None:
         """Something may be stuck: keep the state on disk fresh, and raise the alarm when it has lasted too long."""
         head = self.head()
-        self._dump(head)
+        self._dumps.write_head(head)
         oldest_s = max((wait.age_s for wait in head.waits), default=0.0)
         left_s = self.settings.stall_after_s - oldest_s
         if left_s <= 0:
@@ -236,10 +238,6 @@ class Monitor:
         if now_s - self._motion.status_since_s >= half_s and self._motion.has_pending():
             return True
         return self._motion.has_thread_in_torch(half_s) or self._motion.still_s() >= half_s
-
-    def _dump(self, head: Head) -> None:
-        if self.settings.directory is not None:
-            _dumps.write_head(self.settings.directory, head)
 
     def _call_leader(self) -> None:
         """Tell the lowest process that answers; that may be this one."""
@@ -294,11 +292,14 @@ class Monitor:
         return verdict.is_proof or is_due or self.settings.policy == "strict"
 
     def _find(self) -> Verdict | None:
-        """A verdict; one that would end the run is looked for again, since a run that moves may look stuck."""
+        """A verdict on which several looks agree: heads are read one by one, so a run that moves may look stuck.
+
+        What a process and its descendants do is known from the second look on.
+        """
         first = self._look()
-        if first is None or not self._ends_run(first) or (self.verdict is not None and first.key == self.verdict.key):
+        if first is None or (self.verdict is not None and first.key == self.verdict.key):
             return first
-        for _ in range(NUM_LOOKS - 1):
+        for _ in range(NUM_LOOKS - 1 if self._ends_run(first) else 1):
             time.sleep(CONFIRM_S)
             again = self._look()
             if again is None or again.key != first.key:
@@ -352,8 +353,7 @@ class Monitor:
     def _tell_head(self, *, in_brief: bool) -> dict[str, Any]:
         """Whoever asks has found a stall, so keep it on disk as well."""
         head = self.head()
-        if self.settings.directory is not None:
-            _dumps.write_head(self.settings.directory, head)
+        self._dumps.write_head(head)
         return tell_head(dataclasses.replace(head, left=tuple(self._left.values())[-MAX_LEFT:]), in_brief=in_brief)
 
     def _say_goodbye(self, error: BaseException | None) -> None:
@@ -366,8 +366,7 @@ class Monitor:
                 self._join(waits_long=False)
             self._error = error
         head = self.head() if error else dataclasses.replace(self.head(), state="finished", waits=())
-        if self.settings.directory is not None:
-            _dumps.write_head(self.settings.directory, head)
+        self._dumps.write_head(head)
         if error is not None:
             self._have_failure_looked_at(head)
         self._tell_farewell(head)
@@ -392,6 +391,7 @@ class Monitor:
         """End the watch before Python ends: a thread of it that was in torch's code then would abort the process."""
         self._closed.set()
         self._alarm.set()
+        self._dumps.flush(DUMPS_S)
         self._peers.close()
         if self._crash_file:
             self._crash_file.close()

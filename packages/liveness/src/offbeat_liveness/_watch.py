@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from offbeat_liveness import _policy
 from offbeat_liveness._diagnosis.verdict import Verdict
+from offbeat_liveness._ending import say
 from offbeat_liveness._monitor import Monitor
 from offbeat_liveness._process import ledger, process_groups, world_entry
 from offbeat_liveness._settings import Policy, Settings, read_settings
@@ -79,7 +79,7 @@ def _begin() -> None:
             try:
                 _MONITORS[:] = [Monitor(settings)]
             except (OSError, RuntimeError) as error:  # no thread to be had: the program goes on without us
-                _policy.say(f"offbeat liveness: pid {os.getpid()} is not watched: {error}")
+                say(f"offbeat liveness: pid {os.getpid()} is not watched: {error}")
 
 
 def current_monitor() -> Monitor | None:

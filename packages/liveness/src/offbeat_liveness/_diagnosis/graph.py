@@ -18,6 +18,7 @@ Reason = Literal[
 
 SETTLED: Final = 0.25  # share of stall_after_s after which a wait, or a quiet process, counts as standing
 BUSY: Final = 0.25  # share of a core from which a process without new lines counts as computing
+TREE_BUSY: Final = 0.1  # cores that a process and its descendants use together, from which they count as computing
 COMPUTE_PATIENCE: Final = 10  # × stall_after_s for a process that computes
 MAX_STARTS: Final = 16
 MAX_TARGETS: Final = 64  # edges of one wait; with thousands of ranks the graph would be their square
@@ -210,7 +211,8 @@ class Scene:
         if wait.kind == "declared":
             return True
         still_s = next((each.still_s for each in head.threads if each.name == wait.thread), wait.age_s)
-        return still_s >= SETTLED * self.stall_after_s and not (wait.kind == "p2p" and self.is_moving(head))
+        computes = wait.kind == "p2p" and head.busy >= BUSY and head.still_s < COMPUTE_PATIENCE * self.stall_after_s
+        return still_s >= SETTLED * self.stall_after_s and not computes
 
     def edges_from(self, name: str) -> list[Edge]:
         """What one process waits for."""
@@ -232,6 +234,8 @@ class Scene:
     def is_moving(self, head: Head) -> bool:
         """New lines or new entries lately, or computing, with ten times the patience."""
         if head.still_s < SETTLED * self.stall_after_s:
+            return True
+        if head.tree_busy >= TREE_BUSY:
             return True
         return head.busy >= BUSY and head.still_s < COMPUTE_PATIENCE * self.stall_after_s
 

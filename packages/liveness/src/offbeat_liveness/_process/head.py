@@ -217,8 +217,9 @@ class Head:
         error_stack: where it was raised, innermost first.
         still_s: how long its ledger has not moved and no new line was seen in its main thread or its worker (the thread
             that issued its newest collective).
-        busy: share of that time in which one of these had work, on a core or for a disk; or how many cores the process
-            and its descendants have used since they were looked at before, at least 1 if they moved data.
+        busy: share of that time in which one of these had work, on a core or for a disk.
+        tree_busy: how many cores the whole process and its descendants have used since they were last looked at; at
+            least 1 if they moved data.
         waits: what it stands in, oldest first.
         groups: its process groups.
         threads: its worker, its main thread, and the threads that wait.
@@ -242,6 +243,7 @@ class Head:
     error_stack: tuple[CallSite, ...] = ()
     still_s: float = 0.0
     busy: float = 0.0
+    tree_busy: float = 0.0
     waits: tuple[Wait, ...] = ()
     groups: tuple[GroupHead, ...] = ()
     threads: tuple[ThreadHead, ...] = ()

@@ -12,8 +12,12 @@ from offbeat_liveness._process.proc import is_at_work, thread_cpu_s
 from offbeat_liveness._process.stacks import main_thread_ident, thread_frames
 from offbeat_liveness._process.still_recorder import StillRecorder
 from offbeat_liveness._process.torch_calls import torch_call
+from offbeat_liveness._process.tree_usage import TreeUsage, UsageRates, rates, tree_usage
 
 DEPTH: Final = 4
+LEAST_GAP_S: Final = 0.2
+"""Two looks that are closer than this say little: the kernel counts in hundredths of a second."""
+MOVING_BYTES_PER_S: Final = 64 << 10
 Position = tuple[tuple[int, int], ...]
 
 
@@ -26,7 +30,8 @@ class ThreadMotion:
 
     last: Position = ()
     since_s: float = 0.0
-    cpu_s: float = 0.0
+    cpu_s: float | None = None
+    counted_from_s: float = 0.0
     at_work_s: float = 0.0
     seen: set[Position] = field(default_factory=set)
 
@@ -50,6 +55,10 @@ class Motion:
         self.status_since_s = self.watched_since_s = self._looked_s = time.monotonic()
         self._longest_gap_s = longest_gap_s
         self._threads: dict[int, ThreadMotion] = {}
+        self._native_ids: dict[int, int] = {}
+        self._sampled = {main_thread_ident()}  # whose work is counted: with a thousand threads it cannot be all
+        self._usage = TreeUsage()
+        self._rates: UsageRates | None = None
 
     def look(self) -> None:
         """Take one sample of the recorder's status and of all threads."""
@@ -59,9 +68,10 @@ class Motion:
         gap_s, self._looked_s = now_s - self._looked_s, now_s
         advanced = self._has_advanced()
         frames = thread_frames()
+        self._native_ids = {each.ident or 0: each.native_id or 0 for each in threading.enumerate()}
         for ident, frame in frames.items():
-            if not self._look_at(ident, frame, now_s, forget=advanced):
-                self._threads[ident].at_work_s += gap_s * is_at_work(os.getpid(), _native_id(ident))
+            if not self._look_at(ident, frame, now_s, forget=advanced) and ident in self._sampled:
+                self._threads[ident].at_work_s += gap_s * is_at_work(os.getpid(), self._native_ids.get(ident, 0))
         for ident in self._threads.keys() - frames.keys():
             del self._threads[ident]
 
@@ -113,14 +123,36 @@ class Motion:
         That is time on a core, or ready for one, or in the kernel for a disk: who writes a large file stands on one
         line, uses no core, and is not stuck. What the looks have seen counts beside what the kernel has added up.
         """
-        return max(self._thread_busy(ident) for ident in (main_thread_ident(), worker))
+        self._sampled = {main_thread_ident(), worker}
+        return max(self._thread_busy(ident) for ident in self._sampled)
+
+    def tree_busy(self) -> float:
+        """How many cores the process and its descendants have used since the last call but one; 1 if they moved data.
+
+        A process that stands may have a pool, a compiler or a download at work.
+        """
+        now = tree_usage(os.getpid())
+        if now.time_s - self._usage.time_s >= LEAST_GAP_S:
+            self._rates = rates(self._usage, now) if self._usage.num_processes else None
+            self._usage = now
+        if self._rates is None:
+            return 0.0
+        is_moving_data = self._rates.io_bytes_per_s >= MOVING_BYTES_PER_S
+        return max(self._rates.cores, float(self._rates.at_work or is_moving_data))
 
     def _thread_busy(self, ident: int) -> float:
         motion = self._threads.get(ident)
         if motion is None:
             return 0.0
-        passed_s = time.monotonic() - motion.since_s
-        return max(_thread_cpu_s(ident) - motion.cpu_s, motion.at_work_s) / passed_s if passed_s > 0 else 0.0
+        if motion.cpu_s is None:  # counted from now on
+            motion.cpu_s, motion.counted_from_s = self._thread_cpu_s(ident), time.monotonic()
+        passed_s = time.monotonic() - motion.counted_from_s
+        return max(self._thread_cpu_s(ident) - motion.cpu_s, motion.at_work_s) / passed_s if passed_s > 0 else 0.0
+
+    def _thread_cpu_s(self, ident: int) -> float:
+        """CPU that a thread has used or waited for; of the whole process where the platform cannot tell."""
+        native_id = self._native_ids.get(ident)
+        return (thread_cpu_s(os.getpid(), native_id) or time.process_time()) if native_id else 0.0
 
     def _look_at(self, ident: int, frame: FrameType, now_s: float, *, forget: bool) -> bool:
         """Note where a thread stands; whether that is another place than last time."""
@@ -138,7 +170,8 @@ class Motion:
         if position not in motion.seen:
             motion.seen.add(position)
             motion.since_s = now_s
-            motion.cpu_s, motion.at_work_s = _thread_cpu_s(ident), 0.0
+            motion.at_work_s, motion.counted_from_s = 0.0, now_s
+            motion.cpu_s = self._thread_cpu_s(ident) if ident in self._sampled else None
         return True
 
 
@@ -148,16 +181,3 @@ def _position(frame: FrameType | None) -> Position:
         places.append((id(frame.f_code), frame.f_lasti))
         frame = frame.f_back
     return tuple(places)
-
-
-def _thread_cpu_s(ident: int) -> float:
-    """CPU that a thread has used or waited for; of the whole process where the platform cannot tell."""
-    native_id = _native_id(ident)
-    if not native_id:
-        return 0.0
-    return thread_cpu_s(os.getpid(), native_id) or time.process_time()
-
-
-def _native_id(ident: int) -> int:
-    """The kernel's number of a thread; 0 for one that Python did not make."""
-    return next((each.native_id or 0 for each in threading.enumerate() if each.ident == ident), 0)

@@ -75,6 +75,7 @@ def _read_head(
         time_s=time.time(),
         still_s=motion.still_s(worker),
         busy=motion.busy(worker),
+        tree_busy=motion.tree_busy(),
         waits=tuple(sorted(waits, key=lambda wait: -wait.age_s)),
         groups=groups,
         threads=heads,

@@ -33,6 +33,12 @@ def thread_frames() -> dict[int, FrameType]:
     return frames
 
 
+def own_native_ids() -> frozenset[int]:
+    """The kernel's numbers of the watch's own threads, and of the one that asks."""
+    own = {each.native_id or 0 for each in threading.enumerate() if each.name.startswith(OWN_THREADS)}
+    return frozenset(own | {threading.get_native_id()})
+
+
 def join_own_threads(within_s: float) -> None:
     """Wait for the watch's threads to end: one that comes back from torch's own code after Python is gone aborts."""
     end_s = time.monotonic() + within_s

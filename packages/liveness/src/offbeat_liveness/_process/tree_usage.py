@@ -5,11 +5,13 @@ A rank whose own threads stand still may have a pool of processes, a compiler or
 
 import contextlib
 import os
-import threading
 import time
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
+
+from offbeat_liveness._process.stacks import own_native_ids
 
 TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 READ_BYTES: Final = 1 << 16
@@ -18,6 +20,7 @@ MAX_PROCESSES: Final = 4096
 AT_WORK: Final = frozenset((b"R", b"D"))
 # Fields of /proc/pid/stat, counted from the state, which is the first after the name.
 STATE, PARENT, USED_TICKS, NUM_THREADS = 0, 1, slice(11, 15), 17
+OWN_TICKS, CHILDREN_TICKS = slice(11, 13), slice(13, 15)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +73,11 @@ def tree_usage(pid: int) -> TreeUsage:
         if not fields:
             continue
         found += 1
-        ticks += sum(map(int, fields[USED_TICKS]))
         io_bytes += _io_bytes(each)
         threads = _threads(each, int(fields[NUM_THREADS]))
-        at_work = at_work or _is_at_work(each, fields[STATE], threads)
+        own = own_native_ids() if each == os.getpid() else frozenset()
+        ticks += _ticks(each, fields, [thread for thread in threads if thread not in own] if own else [])
+        at_work = at_work or _is_at_work(each, fields[STATE], threads, own)
         children = scan.children(each, threads)
         waiting += [child for child in children if child not in seen]
         seen.update(children)
@@ -146,15 +150,22 @@ def _threads(pid: int, num_threads: int) -> list[int]:
     return []
 
 
-def _is_at_work(pid: int, state: bytes, threads: list[int]) -> bool:
-    """Whether any thread is; the one that looks is at work only because it looks."""
-    looks = threading.get_native_id() if pid == os.getpid() else 0
+def _ticks(pid: int, fields: list[bytes], threads: list[int]) -> int:
+    """What a process has used, with children it has waited for; of the given threads alone where there are any."""
+    if not threads:
+        return sum(map(int, fields[USED_TICKS]))
+    each_used = (_fields(f"/proc/{pid}/task/{thread}/stat")[OWN_TICKS] for thread in threads)
+    return sum(sum(map(int, used)) for used in each_used) + sum(map(int, fields[CHILDREN_TICKS]))
+
+
+def _is_at_work(pid: int, state: bytes, threads: list[int], own: Collection[int]) -> bool:
+    """Whether any thread is; those of the watch are at work only because they look."""
     if len(threads) == 1:
-        return state in AT_WORK and threads[0] != looks
+        return state in AT_WORK and threads[0] not in own
     return any(
         fields[STATE] in AT_WORK
         for thread in threads
-        if thread != looks and (fields := _fields(f"/proc/{pid}/task/{thread}/stat"))
+        if thread not in own and (fields := _fields(f"/proc/{pid}/task/{thread}/stat"))
     )
 
 
