@@ -363,9 +363,13 @@ def test_a_loop_with_a_task_or_a_timer_may_act() -> None:
     timer.cancel()
     future = asyncio.run_coroutine_threadsafe(asyncio.Event().wait(), loop)
     until(lambda: acts(thread))
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(10)  # the task has begun
     future.cancel()
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(10)  # and has ended
+    until(lambda: not acts(thread))
     loop.call_soon_threadsafe(loop.stop)
     thread.join(10)
+    loop.close()
 
 
 def test_an_executor_of_processes_may_act_while_it_has_work() -> None:

@@ -11,6 +11,7 @@ DEBUGGERS: Final = (
     "/pdb.py", "/bdb.py", "/cmd.py", "/contextlib.py", "/ipdb/", "/IPython/", "/pydevd", "/_pydev", "/debugpy/",
 )  # fmt: skip
 IMPORT_FILES: Final = "<frozen importlib"
+IMPORTS: Final = ("_find_and_load", "_lock_unlock_module")
 
 
 def _debugger(frame: FrameType, look: Look) -> OutsideWait | None:
@@ -26,7 +27,7 @@ def _debugger(frame: FrameType, look: Look) -> OutsideWait | None:
 def import_wait(look: Look) -> OutsideWait | None:
     """The innermost module that is being imported, and the thread that has begun it where that is another."""
     for frame in look.frames:
-        if frame.f_code.co_name == "_find_and_load" and frame.f_code.co_filename.startswith(IMPORT_FILES):
+        if frame.f_code.co_name in IMPORTS and frame.f_code.co_filename.startswith(IMPORT_FILES):
             name = peek.text(peek.local(frame, "name"))
             owner = peek.attribute(look.local(IMPORT_FILES, "_ModuleLock.acquire", "self"), "owner")
             other = peek.thread_names().get(owner, "") if type(owner) is int else ""
