@@ -145,3 +145,12 @@ def test_a_torch_without_nccl_is_asked_directly():
     recorder = NcclRecorder(ANSWER_S)
     dump = missing_member()[0]
     assert recorder.entries("1", lambda: pickle.dumps(dump), with_frames=False) == dump["entries"]
+
+
+@pytest.mark.ranks(1, liveness=False)
+def test_the_recorder_of_a_real_build_with_nccl_answers():
+    if HANDLER not in torch._C._distributed_c10d._get_handler_names():
+        pytest.skip("this build of torch has no nccl")
+    recorder = NcclRecorder(LIMIT_S)
+    assert recorder.entries("1", never, with_frames=True) == []
+    assert recorder.asked_at_s is None

@@ -77,12 +77,19 @@ class NcclRecorder:
         with self._asking:
             is_fresh = time.monotonic() - self._read_s < FRESH_S
             if self._entries is None or status != self._status or not is_fresh:
-                answer = self._ask(with_frames) if _has_server() else dump()
+                answer = self._ask(with_frames) if _has_server() else self._ask_directly(dump)
                 if answer is None:
                     return None
                 self._entries = list(pickle.loads(answer).get("entries", ()))  # of this process, of a moment ago
                 self._status, self._read_s = status, time.monotonic()
             return self._entries
+
+    def _ask_directly(self, dump: Callable[[], bytes]) -> bytes:
+        """Of a torch whose recorder has no server (other makers' builds): this may stand still with the GIL."""
+        self.asked_at_s = time.monotonic()
+        answer = dump()
+        self.asked_at_s = None
+        return answer
 
     def _ask(self, with_frames: bool) -> bytes | None:
         if self._open is not None and not _is_answered(self._open):
