@@ -59,13 +59,22 @@ def rank_main(body: Body, rank: int, size: int, port: Connection, directory: Pat
     body(rank)
 
 
-def launch(body: Body, size: int, directory: Path, *, ends: Collection[int] | None = None, **settings: Any) -> Outcome:
+def launch(
+    body: Body,
+    size: int,
+    directory: Path,
+    *,
+    ends: Collection[int] | None = None,
+    main: Callable[..., None] = rank_main,
+    context: Any = None,
+    **settings: Any,
+) -> Outcome:
     """Run a body on forked ranks until `ends` (all) have ended or the limit is over, then kill what is left."""
     settings = {"stall_after_s": STALL_S, "policy": "strict", **settings}
-    context = multiprocessing.get_context("fork")
+    context = context or multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [
-        context.Process(target=rank_main, args=(body, rank, size, pipes[rank][0], directory, settings), daemon=True)
+        context.Process(target=main, args=(body, rank, size, pipes[rank][0], directory, settings), daemon=True)
         for rank in range(size)
     ]
     for process in processes:

@@ -72,6 +72,28 @@ def test_a_group_over_another_store_has_members_of_unknown_worlds() -> None:
     assert [(each.own_rank, each.size) for each in own] == [(0, 2), (1, 2), (0, 2), (1, 2)]
 
 
+def waits_across(group) -> list[tuple[str, tuple[int, ...], int | None]]:
+    """Rank 0 of each world waits for number 1 across, which is rank 1 of the first world alone."""
+    watch_torch_calls()
+    found = []
+    if group.rank() == 0:
+        receiver = in_thread(dist.recv, torch.ones(1), src=1, group=group)
+        found = [(wait.kind, wait.peers, wait.root) for wait in waits_when(lambda wait: wait.kind == "p2p")]
+        dist.barrier()
+        receiver.join(LIMIT_S)
+    elif group.rank() == 1:
+        dist.barrier()
+        dist.send(torch.ones(1), dst=0, group=group)
+    else:
+        dist.barrier()
+    return found
+
+
+def test_nobody_of_this_world_is_blamed_for_a_member_of_another() -> None:
+    told = run_two_worlds(waits_across)
+    assert told[0] == [("p2p", (), None)]
+
+
 @pytest.mark.ranks(2, liveness=False)
 def test_groups_of_the_own_store_are_the_worlds_own(rank):
     part = dist.new_group([rank], use_local_synchronization=True)
@@ -240,6 +262,30 @@ def test_a_group_that_torch_has_no_table_of_is_named_by_its_store():
     (wait,) = waits_when(lambda wait: wait.kind == "store")
     assert wait.what == "StatelessProcessGroup.broadcast_obj as rank 1 of 2 with 0"
     assert wait.on == f"127.0.0.1:{store.port}"
+
+
+@pytest.mark.ranks(1, liveness=False)
+@pytest.mark.parametrize(
+    ("file", "head", "kind", "what"),
+    [
+        ("distributed_c10d.py", "destroy_process_group(group=None)", "rendezvous", "destroy_process_group"),
+        ("distributed_c10d.py", "_store_based_barrier(timeout=None)", "rendezvous", "store_based_barrier"),
+        ("distributed_c10d.py", "split_group(split_ranks=None)", "rendezvous", "split_group"),
+        ("rpc/api.py", "rpc_sync(to='ps')", "declared", "rpc_sync to ps"),
+        ("rpc/api.py", "shutdown(graceful=True)", "rendezvous", "rpc.shutdown"),
+        ("rpc/__init__.py", "init_rpc(name='ps')", "rendezvous", "rpc.init_rpc"),
+    ],
+)
+def test_calls_that_nothing_writes_down_are_read_off_the_stack(file, head, kind, what):
+    """By the names of torch's functions and files: a stand-in has both."""
+    end = threading.Event()
+    names = {"end": end}
+    source = f"def {head}:\n    end.wait({LIMIT_S})\n"
+    exec(compile(source, f"/venv/site-packages/torch/distributed/{file}", "exec"), names)
+    in_thread(names[head.partition("(")[0]])
+    (wait,) = waits_when(lambda wait: wait.what == what)
+    end.set()
+    assert (wait.kind, wait.thread.startswith("Thread")) == (kind, True)
 
 
 @pytest.mark.ranks(2, liveness=False)

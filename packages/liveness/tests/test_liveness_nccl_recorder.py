@@ -1,6 +1,6 @@
 """The recorder of nccl is asked without standing still with it, however long a device takes to answer.
 
-Torch's server of such questions is the real one; what it asks is a stand-in, registered under the name of nccl's.
+Torch's server of such questions is the real one; what it asks is a stand-in, under a name of its own.
 """
 
 import ctypes
@@ -18,10 +18,11 @@ from nccl_dumps import missing_member
 
 from offbeat_liveness._process import nccl_recorder, reading
 from offbeat_liveness._process.motion import Motion
-from offbeat_liveness._process.nccl_recorder import HANDLER, NCCL, NcclRecorder
+from offbeat_liveness._process.nccl_recorder import NCCL, NcclRecorder
 
 LIMIT_S = 20.0
 ANSWER_S = 0.2
+STAND_IN = "stand_in_for_nccl"
 
 
 class Device:
@@ -40,8 +41,9 @@ class Device:
         response.set_content("", "text/plain")
         response.set_status(200)
 
-    def registered(self):
-        torch._C._distributed_c10d._register_handler(HANDLER, self.answer)
+    def registered(self, monkeypatch):
+        torch._C._distributed_c10d._register_handler(STAND_IN, self.answer)
+        monkeypatch.setattr(nccl_recorder, "HANDLER", STAND_IN)
         return self
 
 
@@ -56,7 +58,7 @@ def answers(monkeypatch, dump):
 
 @pytest.mark.ranks(1, liveness=False)
 def test_who_gets_no_answer_goes_on_and_does_not_ask_again(monkeypatch):
-    device, recorder = Device().registered(), NcclRecorder(ANSWER_S)
+    device, recorder = Device().registered(monkeypatch), NcclRecorder(ANSWER_S)
     answers(monkeypatch, device.dump)
     device.may_answer.clear()
     start_s = time.monotonic()
@@ -76,7 +78,7 @@ def test_who_gets_no_answer_goes_on_and_does_not_ask_again(monkeypatch):
 
 @pytest.mark.ranks(1, liveness=False)
 def test_other_threads_run_while_a_device_does_not_answer(monkeypatch):
-    device, recorder = Device().registered(), NcclRecorder(ANSWER_S)
+    device, recorder = Device().registered(monkeypatch), NcclRecorder(ANSWER_S)
     answers(monkeypatch, device.dump)
     device.may_answer.clear()
     steps = []
@@ -92,7 +94,7 @@ def test_other_threads_run_while_a_device_does_not_answer(monkeypatch):
 @pytest.mark.ranks(1, liveness=False)
 def test_whoever_was_asked_knows_that_it_was_before_it_falls_silent(monkeypatch):
     """Even a question that stops the whole process leaves the moment behind, for whoever looks at it afterwards."""
-    device, recorder = Device().registered(), NcclRecorder(answer_s=LIMIT_S)
+    device, recorder = Device().registered(monkeypatch), NcclRecorder(answer_s=LIMIT_S)
     answers(monkeypatch, device.dump)
     device.hold_gil_s = 0.5
     seen = []
@@ -106,7 +108,7 @@ def test_whoever_was_asked_knows_that_it_was_before_it_falls_silent(monkeypatch)
 
 @pytest.mark.ranks(1, liveness=False)
 def test_it_is_asked_once_while_its_counters_stand_still(monkeypatch):
-    device, recorder = Device().registered(), NcclRecorder(answer_s=LIMIT_S)
+    device, recorder = Device().registered(monkeypatch), NcclRecorder(answer_s=LIMIT_S)
     answers(monkeypatch, device.dump)
     for status in ("1", "1", "1", "2"):
         assert recorder.entries(status, never, with_frames=False) == device.dump["entries"]
@@ -115,7 +117,7 @@ def test_it_is_asked_once_while_its_counters_stand_still(monkeypatch):
 
 @pytest.mark.ranks(1, liveness=False)
 def test_a_head_says_that_the_recorder_did_not_answer(monkeypatch):
-    device = Device().registered()
+    device = Device().registered(monkeypatch)
     answers(monkeypatch, device.dump)
     device.may_answer.clear()
     binding = sys.modules["torch._C._distributed_c10d"]
@@ -133,15 +135,25 @@ def test_a_head_says_that_the_recorder_did_not_answer(monkeypatch):
 
 
 @pytest.mark.ranks(1, liveness=False)
-def test_only_this_user_can_ask():
-    Device().registered()
+def test_only_this_user_can_ask(monkeypatch):
+    Device().registered(monkeypatch)
     recorder = NcclRecorder(LIMIT_S)
     folder = os.path.dirname(recorder._server())
     assert os.stat(folder).st_mode & 0o077 == 0
 
 
 @pytest.mark.ranks(1, liveness=False)
-def test_a_torch_without_nccl_is_asked_directly():
+def test_a_torch_without_the_server_is_asked_directly(monkeypatch):
+    monkeypatch.setattr(nccl_recorder, "HANDLER", "nobody's")
     recorder = NcclRecorder(ANSWER_S)
     dump = missing_member()[0]
     assert recorder.entries("1", lambda: pickle.dumps(dump), with_frames=False) == dump["entries"]
+
+
+@pytest.mark.ranks(1, liveness=False)
+def test_the_recorder_of_a_real_build_with_nccl_answers():
+    if nccl_recorder.HANDLER not in torch._C._distributed_c10d._get_handler_names():
+        pytest.skip("this build of torch has no nccl")
+    recorder = NcclRecorder(LIMIT_S)
+    assert recorder.entries("1", never, with_frames=True) == []
+    assert recorder.asked_at_s is None

@@ -25,7 +25,7 @@ import offbeat_liveness as liveness
 from offbeat_liveness import LivenessError, _dumps
 from offbeat_liveness._cli import main
 from offbeat_liveness._network.side_channel import Address, Listener, Message, ask, ask_all
-from offbeat_liveness._process import flight_recorder
+from offbeat_liveness._process import flight_recorder, nccl_recorder
 from offbeat_liveness._process.crash import path_of, read_crash
 from offbeat_liveness._process.goodbye import describe
 from offbeat_liveness._process.head import Head, ThreadHead, Wait
@@ -448,6 +448,8 @@ def a_recorder(entries: list[dict[str, Any]], last: int) -> dict[str, Callable[.
 
 def test_the_recorder_of_nccl_is_read_beside_that_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     binding = sys.modules["torch._C._distributed_c10d"]
+    monkeypatch.setattr(nccl_recorder, "HANDLER", "nobody's")  # a build of torch may have the real one
+    monkeypatch.setattr(flight_recorder, "NCCL", nccl_recorder.NcclRecorder())
     both = entry_of(profiling_name="nccl:all_reduce", record_id=0, time_created_ns=900, collective_seq_id=1)
     late = entry_of(profiling_name="nccl:all_reduce", record_id=1, time_created_ns=1100)
     sent = entry_of(profiling_name="nccl:send 0->1", record_id=2, is_p2p=True)

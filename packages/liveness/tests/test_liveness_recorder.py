@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from offbeat_liveness._process import reading
 from offbeat_liveness._process.motion import Motion
-from offbeat_liveness._process.still_recorder import SETTLED_S, StillRecorder, _scene
+from offbeat_liveness._process.still_recorder import StillRecorder, _scene, settled_s
 
 LIMIT_S = 30.0
 
@@ -67,7 +67,7 @@ def test_a_collective_is_movement_though_it_was_not_read():
     dist.all_reduce(torch.ones(1))
     motion.look()
     moved_s = motion.status_since_s
-    time.sleep(2 * SETTLED_S)
+    time.sleep(2 * settled_s())
     motion.look()
     assert before_s < moved_s
     assert motion.status != ""

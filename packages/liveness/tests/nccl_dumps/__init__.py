@@ -1,6 +1,6 @@
 """Dumps as nccl's recorder writes them, made without a device.
 
-The format is 2.10 in torch 2.11, 2.12 and 2.13 alike: the fields and their order of `getCollectiveTrace` and `dump` in
+The format is "2.10" in torch 2.11 as in 2.13: the fields and their order of `getCollectiveTrace` and `dump` in
 torch/csrc/distributed/c10d/FlightRecorderDetail.hpp, the entries as `collective`, `pointToPoint`, `endCoalescing` and
 `initWork` of torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp record them: calls within a coalesced region without
 events (so "scheduled" for ever), then one entry that closes it, which has the events, no tensors, the `op_id` of the

@@ -64,7 +64,7 @@ def status_text() -> str:
 
 def _status(recorder: str) -> str:
     dump = _dump(recorder, "_trace_json")
-    return dump(includeCollectives=False).decode() if dump else ""
+    return dump(includeCollectives=False).decode() if dump else "{}"
 
 
 def has_pending(status: str) -> bool:
@@ -97,9 +97,10 @@ def read_entries(*, call_sites: bool = False) -> list[RawEntry]:
         dump = _dump("fr", "_trace")
         common = pickle.loads(_call(dump, with_frames))["entries"] if dump else []
         nccl_dump = _dump("nccl", "_trace")
-        if nccl_dump is None:
+        status = _status("nccl")
+        if nccl_dump is None or not json.loads(status).get("pg_status"):  # no nccl, or it was never used
             return list(common)
-        nccl = NCCL.entries(_status("nccl"), lambda: _call(nccl_dump, with_frames), with_frames=with_frames)
+        nccl = NCCL.entries(status, lambda: _call(nccl_dump, with_frames), with_frames=with_frames)
     return _merge([*common, *(nccl or [])])
 
 

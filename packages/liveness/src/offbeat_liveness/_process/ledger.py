@@ -198,15 +198,13 @@ def _posting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 def _awaiting(call: Callable[..., Any]) -> Callable[..., Any]:
     posted = LEDGER.posted
 
-    def wait(work: Any, *args: Any, **named: Any) -> Any:
+    def wait(work: Any, timeout: Any = None) -> Any:
         entry = posted.get(id(work))
         if entry is None or entry.work() is not work:
-            return call(work, *args, **named)
-        timeout = args[0] if args else named.get("timeout")
-        began = Entry(kind="p2p", what=entry.what, group=entry.group, peer=entry.peer, timeout=timeout)
-        number = LEDGER.enter(began)
+            return call(work) if timeout is None else call(work, timeout)
+        number = LEDGER.enter(Entry(kind="p2p", what=entry.what, group=entry.group, peer=entry.peer, timeout=timeout))
         try:
-            return call(work, *args, **named)
+            return call(work) if timeout is None else call(work, timeout)
         finally:
             LEDGER.leave(number)
 

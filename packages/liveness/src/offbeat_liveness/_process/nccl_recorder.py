@@ -6,15 +6,15 @@ says of such a query that it "can hang if another thread is holding the CUDA glo
 the GIL meanwhile: the whole process would stand still for its monitor's question, and then be blamed for it.
 
 So it is asked through torch's own server of such questions (`_WorkerServer`), whose threads are C++ and hold no GIL:
-over a socket in a folder that only this user can enter, made at the first question. Who gets no answer for
-`ANSWER_S` goes on without, and does not ask again before the answer has come. While nccl's counters stand still the
-entries do too, so they are asked for every `FRESH_S` at most.
+over a socket in a folder that only this user can enter, made at the first question (torch then says "Server
+listening" on stderr, once). Who gets no answer for `ANSWER_S` goes on without, and does not ask again before the answer
+has come. While nccl's counters stand still the entries do too, so they are asked for every `FRESH_S` at most.
 
 A dump reads two tables without their lock (see `still_recorder`). Without the GIL, a thread that uses a group of nccl
 for the very first time within those microseconds could meet it there; whoever asks has seen nobody move for a while.
 
-Source: pytorch 2.13.0, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (finishedGPUExecutionInternal),
-FlightRecorderDetail.hpp (dump_entries), FlightRecorderCuda.cpp (dump_nccl_trace_pickle), init.cpp (_dump_nccl_trace).
+Source: pytorch, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (finishedGPUExecutionInternal), FlightRecorderCuda.cpp
+(dump_nccl_trace_pickle), init.cpp (_dump_nccl_trace), and FlightRecorderDetail.hpp of 2.13 (dump_entries).
 """
 
 import atexit
@@ -77,12 +77,19 @@ class NcclRecorder:
         with self._asking:
             is_fresh = time.monotonic() - self._read_s < FRESH_S
             if self._entries is None or status != self._status or not is_fresh:
-                answer = self._ask(with_frames) if _has_server() else dump()
+                answer = self._ask(with_frames) if _has_server() else self._ask_directly(dump)
                 if answer is None:
                     return None
                 self._entries = list(pickle.loads(answer).get("entries", ()))  # of this process, of a moment ago
                 self._status, self._read_s = status, time.monotonic()
             return self._entries
+
+    def _ask_directly(self, dump: Callable[[], bytes]) -> bytes:
+        """Of a torch whose recorder has no server (other makers' builds): this may stand still with the GIL."""
+        self.asked_at_s = time.monotonic()
+        answer = dump()
+        self.asked_at_s = None
+        return answer
 
     def _ask(self, with_frames: bool) -> bytes | None:
         if self._open is not None and not _is_answered(self._open):

@@ -183,9 +183,8 @@ def _collective_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterato
         entry = next((each for each in group.recent if not each.done), None)
         if entry is not None:
             call = threads.calls.get(entry.thread)
-            yield dataclasses.replace(
-                _recorded_wait(group, entry, threads), kind="collective", seq=entry.seq, root=_root(call, entry)
-            )
+            root = None if group.is_foreign else _root(call, entry)
+            yield dataclasses.replace(_recorded_wait(group, entry, threads), seq=entry.seq, root=root)
 
 
 def _transfer_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wait]:
@@ -224,6 +223,7 @@ def _stack_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wai
     for ident, call in threads:
         head = _head_of(groups, call.group)
         entry = written_down.get(ident)
+        peer = None if head and head.is_foreign else call.peer  # there it is no rank of this world
         group = head.name if head else _group_name(call.group)
         found: dict[str, Any] = {}
         if call.file in OTHER_CALLS:
@@ -234,9 +234,9 @@ def _stack_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wai
             found = {"kind": "barrier", "group": group}
         elif call.function in torch_calls.COLLECTIVES and group not in recorded:
             seq = head.entered or 0 if head else 0
-            found = {"kind": "collective", "group": group, "seq": seq, "root": call.peer}
-        elif call.function in ("send", "recv") and call.peer is not None and not (entry and entry.kind == "p2p"):
-            found = {"kind": "p2p", "group": group, "peers": (call.peer,)}
+            found = {"kind": "collective", "group": group, "seq": seq, "root": peer}
+        elif call.function in ("send", "recv") and peer is not None and not (entry and entry.kind == "p2p"):
+            found = {"kind": "p2p", "group": group, "peers": (peer,)}
         if found:
             yield Wait(
                 **{

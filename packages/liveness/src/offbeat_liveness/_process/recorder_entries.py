@@ -6,8 +6,9 @@ entry is "scheduled" for ever, and then one entry that closes the region ("nccl:
 collective even where it closes a batch of p2p, and then bears the number of the last collective. So a region is read
 as a whole: its state is that of its closing entry, and its calls are what there is to tell.
 
-Source: pytorch 2.13.0, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (collective, pointToPoint, startCoalescing,
-endCoalescing, initWork) and FlightRecorderDetail.hpp; the same in 2.11 and 2.12.
+Source: pytorch, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (collective, pointToPoint, startCoalescing,
+endCoalescing, initWork; its main branch after 2.13), and FlightRecorderDetail.hpp, whose dumps are the same in 2.11
+and 2.13.
 """
 
 import re

@@ -73,10 +73,11 @@ class StillRecorder:
             self.moved_s = now_s  # first: another thread may compare at any moment
             self._seen = scene
         is_making, _ = scene
-        return now_s - self.moved_s >= (MAKING_S if is_making else _settled_s())
+        return now_s - self.moved_s >= (MAKING_S if is_making else settled_s())
 
 
-def _settled_s() -> float:
+def settled_s() -> float:
+    """How long nobody is to have counted before a recorder of this torch may be read."""
     version = str(getattr(sys.modules.get("torch"), "__version__", "")).split(".")[:2]
     return CONTENDED_S if version in (["2", "11"], ["2", "12"]) else SETTLED_S
 
