@@ -30,6 +30,8 @@ PR_SET_PDEATHSIG: Final = 1
 NO_NAME: Final = "[c10d] The hostname of the client socket cannot be retrieved"
 # How long the last rank may stay behind the others.
 LAST_RANK_S: Final = 3.0
+# How long what a rank has started may take to be gone after it was killed.
+CHILDREN_S: Final = 5.0
 # What the monitor's own lines begin with, and what its lines on the processes that do not tell in full hold.
 HEADLINE: Final = "offbeat liveness: "
 SUSPICION: Final = f"{HEADLINE}suspicion: "
@@ -126,7 +128,7 @@ class Observation:
     def told(self) -> tuple[Told, ...]:
         """What the monitors have said, each thing once: the lines that point to another rank's are left out."""
         lines = [(rank, line) for rank, output in self.outputs.items() for line in output.splitlines()]
-        return tuple(_told(rank, line) for rank, line in lines if line.startswith(HEADLINE) and POINTER not in line)
+        return tuple(_told(rank, line) for rank, line in lines if HEADLINE in line and POINTER not in line)
 
     def first(self, *, proof: bool) -> tuple[float, dict[str, Any]] | None:
         """The first verdict that is a proof, or the first that is a suspicion."""
@@ -135,14 +137,15 @@ class Observation:
 
 def is_proof(verdict: dict[str, Any]) -> bool:
     """Whether a verdict, as plain data, is more than a suspicion."""
-    return verdict["kind"] != "straggler" and not verdict["text"].startswith(SUSPICION)
+    return verdict["kind"] != "straggler" and not verdict.get("text", "").startswith(SUSPICION)
 
 
 def _told(rank: int, line: str) -> Told:
-    if CLEARING in line:
-        return Told(rank=rank, what="clearing", text=line.removeprefix(HEADLINE))
-    is_suspicion = line.startswith((SUSPICION, f"{HEADLINE}straggler: "))
-    return Told(rank=rank, what="suspicion" if is_suspicion else "proof", text=line.removeprefix(HEADLINE))
+    text = line[line.index(HEADLINE) :]  # a prompt of the program may stand before it
+    if CLEARING in text:
+        return Told(rank=rank, what="clearing", text=text.removeprefix(HEADLINE))
+    is_suspicion = text.startswith((SUSPICION, f"{HEADLINE}straggler: "))
+    return Told(rank=rank, what="suspicion" if is_suspicion else "proof", text=text.removeprefix(HEADLINE))
 
 
 def run_faults(runs: Iterable[FaultRun], *, num_ranks_at_once: int = 8) -> Iterator[tuple[FaultRun, Observation]]:
@@ -156,7 +159,7 @@ def run_faults(runs: Iterable[FaultRun], *, num_ranks_at_once: int = 8) -> Itera
             load = sum(run.size for run, _, _ in running.values())
             while waiting and (load == 0 or load + waiting[-1].size <= num_ranks_at_once):
                 run = waiting.pop()
-                folder = tempfile.TemporaryDirectory(prefix="fault-")
+                folder = tempfile.TemporaryDirectory(prefix="fault-", ignore_cleanup_errors=True)
                 running[_fork_agent(run, Path(folder.name))] = (run, folder, time.time())
                 load += run.size
             ended = [process for process in running if os.waitpid(process, os.WNOHANG)[0]]
@@ -250,9 +253,17 @@ def _agent(run: FaultRun, folder: Path) -> None:
                 os.kill(process, signal.SIGKILL)
                 os.waitpid(process, 0)
                 ends[rank] = {"code": None, "at_s": time.time()}
-            with contextlib.suppress(ProcessLookupError):  # what the rank has started
-                os.killpg(process, signal.SIGKILL)
+            _kill_children_of(process)
     (folder / "ends.json").write_text(json.dumps(ends))
+
+
+def _kill_children_of(process: int) -> None:
+    """What a rank has started and left behind; back when it is gone, so that nobody writes any more."""
+    until_s = time.monotonic() + CHILDREN_S
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < until_s:
+            os.killpg(process, signal.SIGKILL)
+            time.sleep(0.01)
 
 
 def _act(act: Act, running: dict[int, int], terminals: dict[int, tuple[int, int]]) -> None:

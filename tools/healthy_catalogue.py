@@ -141,7 +141,7 @@ HEALTHY: Final = (
     Healthy(name="isend_nobody_waits_for", like="`isend` and forget"),
     Healthy(name="slow_pipeline_stage", like="a slow stage", pauses=2),
     # Long collectives, and unequal data.
-    Healthy(name="transfers_slowly", like="a slow network"),
+    Healthy(name="transfers_slowly", like="a slow network", sizes=(2,)),
     Healthy(name="gathers_large_objects", like="`all_gather_object` of very much", pauses=2),
     Healthy(name="uneven_join", like="`Join`"),
     Healthy(name="ddp_unused_parameters", like="DDP, experts, unequal epochs"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from fault_catalogue import CATALOGUE, Fault
-from fault_runs import FaultRun, Observation, run_faults
+from fault_runs import FaultRun, Observation, is_proof, run_faults
 from workspace import ROOT
 
 DOCUMENT: Final = ROOT / "docs" / "liveness.md"
@@ -35,7 +35,7 @@ NOISE: Final = (
 
 def table(watched: dict[Fault, Observation], plain: dict[Fault, Observation]) -> str:
     """The table in Markdown, in the catalogue's order."""
-    head = ["fault", "like", "verdict", "after", "plain torch says", "after"]
+    head = ["fault", "like", "verdict", "", "after", "plain torch says", "after"]
     rows = [_row(fault, watched[fault], plain[fault]) for fault in CATALOGUE if fault in watched]
     return "\n".join(_line(cells) for cells in [head, ["---"] * len(head), *rows])
 
@@ -46,10 +46,12 @@ def _line(cells: Sequence[str]) -> str:
 
 def _row(fault: Fault, watched: Observation, plain: Observation) -> list[str]:
     link = f"[{fault.name}](../{fault.script.relative_to(ROOT)})"
-    verdict = f"`{watched.verdict['kind']}`" if watched.verdict else "none"
-    after = f"{watched.verdict_s:.1f} s" if watched.verdict_s is not None else ""
+    found_s, found = watched.first(proof=fault.certainty == "proof") or (watched.verdict_s, watched.verdict)
+    verdict = f"`{found['kind']}`" if found else "none"
+    sure = ("proof" if is_proof(found) else "suspicion") if found else ""
+    after = f"{found_s:.1f} s" if found_s is not None else ""
     said, said_s = plain_words(plain)
-    return [f"{fault.title} {link}", fault.example_of, verdict, after, said, said_s]
+    return [f"{fault.title} {link}", fault.example_of, verdict, sure, after, said, said_s]
 
 
 def plain_words(plain: Observation) -> tuple[str, str]:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-NUM_WORKERS = int(os.environ.get("NUM_WORKERS", "200"))
+NUM_WORKERS = int(os.environ.get("NUM_WORKERS", "48"))
 
 
 class Pictures(Dataset[torch.Tensor]):
