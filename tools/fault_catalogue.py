@@ -58,6 +58,17 @@ def _next_rank(size: int) -> set[int]:
     return {size}
 
 
+@dataclass(frozen=True)
+class Reason:
+    """Why a verdict is a "proof", on which a job may be ended at once, or a "suspicion".
+
+    A suspicion is only said, and acted upon at the timeout of what is waited in.
+    """
+
+    certainty: Literal["proof", "suspicion"]
+    text: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """One program that hangs or fails.
@@ -66,9 +77,7 @@ class Fault:
         name: of its file.
         example_of: class of the known hangs (A to F), or what else it stands for.
         kinds: verdicts that are right.
-        certainty: "proof" where the job may be ended at once, "suspicion" where it is only said, and acted upon at the
-            timeout of what is waited in.
-        because: why it is that.
+        because: why it is a proof or a suspicion.
         guilty: ranks that the verdict may name as those to look at, by number of ranks.
         sizes: numbers of ranks it makes sense with.
         axes: mesh axes that the verdict must name, where the group is not the whole world.
@@ -79,13 +88,17 @@ class Fault:
     name: str
     example_of: str
     kinds: tuple[str, ...]
-    certainty: Literal["proof", "suspicion"]
-    because: str
+    because: Reason
     guilty: Ranks = _first
     sizes: tuple[int, ...] = SIZES
     axes: tuple[str, ...] = ()
     says: tuple[str, ...] = ()
     ends: Literal["timeout", "well", "never"] = "timeout"
+
+    @property
+    def certainty(self) -> Literal["proof", "suspicion"]:
+        """Whether it can be proven."""
+        return self.because.certainty
 
     @property
     def script(self) -> Path:
@@ -103,232 +116,112 @@ class Fault:
         return {number for number, line in numbered if f"# {tag}" in line}
 
 
+# Each reason is one of the four proofs: dead, unlike calls, a cycle, left for good; or says what may happen yet.
+DEAD = Reason("proof", "a member is dead")
+OTHER_ROOT = Reason("proof", "members have named different roots for one collective")
+OTHER_CALL = Reason("proof", "members have issued different operations as the same collective of one group")
+OTHER_TENSORS = Reason(
+    "proof", "members have issued different tensors for one collective; gloo ends those that received too much"
+)
+CYCLE_OF_COLLECTIVES = Reason("proof", "a cycle of collectives, each of which has been issued")
+CYCLE = Reason("proof", "a cycle of waits, in which everybody was heard and stands")
+LEFT = Reason("proof", "a member has left the world for good")
+SLEEPS = Reason("suspicion", "the missing rank sleeps, and may come yet")
+MAY_START = Reason("suspicion", "who is waited for was never heard of, and may start yet")
+MOVES = Reason("suspicion", "the missing rank moves")
+MAY_BE_CONTINUED = Reason("suspicion", "a stopped process can be continued")
+HAS_DEADLINE = Reason("suspicion", "it leads into a declared wait whose deadline is not over")
+NAMES_NOBODY = Reason("suspicion", "nobody is in a call that names whom it waits for")
+ANOTHER_THREAD = Reason("suspicion", "another thread could still fill the queue")
+MAY_ANSWER = Reason("suspicion", "a server may answer yet, also one whose main thread waits")
+
 CATALOGUE: Final = (
-    Fault(
-        name="literal_source",
-        example_of="A",
-        kinds=("dead-peer",),
-        certainty="proof",
-        because="a member is dead",
-        guilty=_upper_half,
-    ),
-    Fault(
-        name="computed_source",
-        example_of="A",
-        kinds=("different-op",),
-        certainty="proof",
-        because="members have named different roots for one collective",
-        guilty=_everybody,
-    ),
+    Fault(name="literal_source", example_of="A", kinds=("dead-peer",), because=DEAD, guilty=_upper_half),
+    Fault(name="computed_source", example_of="A", kinds=("different-op",), because=OTHER_ROOT, guilty=_everybody),
     Fault(
         name="reduce_under_condition",
         example_of="B",
         kinds=("different-op",),
-        certainty="proof",
-        because="members have issued different operations as the same collective of one group",
+        because=OTHER_CALL,
         guilty=_all_but_first,
     ),
-    Fault(
-        name="early_return",
-        example_of="B",
-        kinds=("missing-member",),
-        certainty="suspicion",
-        because="the missing rank sleeps, and may come yet",
-        says=(r"\bsleep",),
-    ),
+    Fault(name="early_return", example_of="B", kinds=("missing-member",), because=SLEEPS, says=(r"\bsleep",)),
     Fault(
         name="skipped_submodule",
         example_of="B",
         kinds=("shape-mismatch", "dead-peer"),
-        certainty="proof",
-        because="members have issued different tensors for one collective; gloo ends those that received too much",
+        because=OTHER_TENSORS,
         guilty=_everybody,
     ),
-    Fault(
-        name="detached_loss",
-        example_of="B",
-        kinds=("missing-member",),
-        certainty="suspicion",
-        because="the missing rank sleeps, and may come yet",
-        says=(r"\bsleep",),
-    ),
-    Fault(
-        name="local_dict",
-        example_of="B, C",
-        kinds=("different-op",),
-        certainty="proof",
-        because="members have issued different operations as the same collective of one group",
-        guilty=_all_but_first,
-    ),
-    Fault(
-        name="uneven_loops",
-        example_of="C",
-        kinds=("different-op",),
-        certainty="proof",
-        because="members have issued different operations as the same collective of one group",
-    ),
-    Fault(
-        name="swallowed_exception",
-        example_of="C",
-        kinds=("missing-member",),
-        certainty="suspicion",
-        because="the missing rank sleeps, and may come yet",
-        says=(r"\bsleep",),
-    ),
-    Fault(
-        name="teardown_collective",
-        example_of="C",
-        kinds=("different-op",),
-        certainty="proof",
-        because="members have issued different operations as the same collective of one group",
-    ),
-    Fault(
-        name="swapped_groups",
-        example_of="D",
-        kinds=("different-order",),
-        certainty="proof",
-        because="a cycle of collectives, each of which has been issued",
-    ),
+    Fault(name="detached_loss", example_of="B", kinds=("missing-member",), because=SLEEPS, says=(r"\bsleep",)),
+    Fault(name="local_dict", example_of="B, C", kinds=("different-op",), because=OTHER_CALL, guilty=_all_but_first),
+    Fault(name="uneven_loops", example_of="C", kinds=("different-op",), because=OTHER_CALL),
+    Fault(name="swallowed_exception", example_of="C", kinds=("missing-member",), because=SLEEPS, says=(r"\bsleep",)),
+    Fault(name="teardown_collective", example_of="C", kinds=("different-op",), because=OTHER_CALL),
+    Fault(name="swapped_groups", example_of="D", kinds=("different-order",), because=CYCLE_OF_COLLECTIVES),
     Fault(
         name="unordered_buffers",
         example_of="D",
         kinds=("shape-mismatch", "dead-peer"),
-        certainty="proof",
-        because="members have issued different tensors for one collective; gloo ends those that received too much",
+        because=OTHER_TENSORS,
         guilty=_everybody,
     ),
-    Fault(
-        name="two_threads",
-        example_of="D",
-        kinds=("different-op",),
-        certainty="proof",
-        because="members have issued different operations as the same collective of one group",
-    ),
+    Fault(name="two_threads", example_of="D", kinds=("different-op",), because=OTHER_CALL),
     Fault(
         name="new_group_in_branch",
         example_of="D",
         kinds=("wait-cycle", "missing-member"),
-        certainty="proof",
-        because="a cycle of waits: new_group and barrier",
+        because=CYCLE,
         guilty=_everybody,
     ),
-    Fault(
-        name="ring_of_receives",
-        example_of="D",
-        kinds=("wait-cycle",),
-        certainty="proof",
-        because="a cycle of waits: receives",
-        guilty=_everybody,
-    ),
+    Fault(name="ring_of_receives", example_of="D", kinds=("wait-cycle",), because=CYCLE, guilty=_everybody),
     Fault(
         name="different_shapes",
         example_of="E",
         kinds=("shape-mismatch", "dead-peer"),
-        certainty="proof",
-        because="members have issued different tensors for one collective; gloo ends those that received too much",
+        because=OTHER_TENSORS,
         guilty=_everybody,
     ),
     Fault(
         name="different_dtypes",
         example_of="E",
         kinds=("shape-mismatch", "dead-peer"),
-        certainty="proof",
-        because="members have issued different tensors for one collective; gloo ends those that received too much",
+        because=OTHER_TENSORS,
         guilty=_everybody,
     ),
     Fault(
-        name="default_group",
-        example_of="E",
-        kinds=("missing-member", "wait-cycle"),
-        certainty="proof",
-        because="a cycle of waits: a receive and a collective",
-        guilty=_everybody,
+        name="default_group", example_of="E", kinds=("missing-member", "wait-cycle"), because=CYCLE, guilty=_everybody
     ),
     Fault(
-        name="rank_that_never_starts",
-        example_of="E",
-        kinds=("missing-member",),
-        certainty="suspicion",
-        because="nobody was heard of the missing rank, which may start yet",
-        guilty=_next_rank,
+        name="rank_that_never_starts", example_of="E", kinds=("missing-member",), because=MAY_START, guilty=_next_rank
     ),
-    Fault(
-        name="checkpoint_exists",
-        example_of="F",
-        kinds=("dead-peer",),
-        certainty="proof",
-        because="a member is dead",
-    ),
-    Fault(
-        name="rank0_evaluates",
-        example_of="F",
-        kinds=("different-op",),
-        certainty="proof",
-        because="members have issued different operations as the same collective of one group",
-        guilty=_all_but_first,
-    ),
-    Fault(
-        name="rank0_generates",
-        example_of="F",
-        kinds=("straggler",),
-        certainty="suspicion",
-        because="the missing rank moves",
-        ends="well",
-    ),
-    Fault(
-        name="killed",
-        example_of="dead rank",
-        kinds=("dead-peer",),
-        certainty="proof",
-        because="a member is dead",
-        guilty=_second,
-    ),
+    Fault(name="checkpoint_exists", example_of="F", kinds=("dead-peer",), because=DEAD),
+    Fault(name="rank0_evaluates", example_of="F", kinds=("different-op",), because=OTHER_CALL, guilty=_all_but_first),
+    Fault(name="rank0_generates", example_of="F", kinds=("straggler",), because=MOVES, ends="well"),
+    Fault(name="killed", example_of="dead rank", kinds=("dead-peer",), because=DEAD, guilty=_second),
     Fault(
         name="stopped",
         example_of="dead rank",
         kinds=("dead-peer", "missing-member"),
-        certainty="suspicion",
-        because="a stopped process can be continued",
+        because=MAY_BE_CONTINUED,
         guilty=_second,
         says=(r"\bstopped\b",),
     ),
-    Fault(
-        name="raises",
-        example_of="dead rank",
-        kinds=("dead-peer",),
-        certainty="proof",
-        because="a member is dead",
-        guilty=_second,
-    ),
-    Fault(
-        name="leaves",
-        example_of="dead rank",
-        kinds=("dead-peer",),
-        certainty="proof",
-        because="a member is dead",
-        guilty=_second,
-    ),
-    Fault(
-        name="left_for_good",
-        example_of="dead rank",
-        kinds=("dead-peer", "missing-member"),
-        certainty="proof",
-        because="a member has left the world for good",
-    ),
+    Fault(name="raises", example_of="dead rank", kinds=("dead-peer",), because=DEAD, guilty=_second),
+    Fault(name="leaves", example_of="dead rank", kinds=("dead-peer",), because=DEAD, guilty=_second),
+    Fault(name="left_for_good", example_of="dead rank", kinds=("dead-peer", "missing-member"), because=LEFT),
     Fault(
         name="left_before_new_group",
         example_of="dead rank",
         kinds=("dead-peer", "missing-member"),
-        certainty="proof",
-        because="a member has left the world for good",
+        because=LEFT,
         sizes=(2, 4),
     ),
     Fault(
         name="destroy_hides_exception",
         example_of="dead rank",
         kinds=("dead-peer", "missing-member"),
-        certainty="proof",
-        because="a member has left the world for good",
+        because=LEFT,
         sizes=(2, 4),
         says=(r"ValueError: loss is nan",),
     ),
@@ -336,16 +229,14 @@ CATALOGUE: Final = (
         name="queue_never_filled",
         example_of="queue",
         kinds=("starved", "missing-member"),
-        certainty="suspicion",
-        because="the missing rank sleeps, and the wait for it has a deadline",
+        because=HAS_DEADLINE,
         says=(r"\bsleep",),
     ),
     Fault(
         name="queue_and_collective",
         example_of="queue",
         kinds=("wait-cycle",),
-        certainty="suspicion",
-        because="one wait of the cycle has a deadline that is not over",
+        because=HAS_DEADLINE,
         guilty=_everybody,
         says=(r"sample_queue\.get",),
     ),
@@ -353,8 +244,7 @@ CATALOGUE: Final = (
         name="queues_only",
         example_of="queue",
         kinds=("starved", "wait-cycle", "missing-member"),
-        certainty="suspicion",
-        because="nobody is in a call that names whom it waits for",
+        because=NAMES_NOBODY,
         guilty=_everybody,
         sizes=(2, 4),
         says=(r"\bqueue", r"\b[Ff]uture"),
@@ -364,8 +254,7 @@ CATALOGUE: Final = (
         name="thread_raises",
         example_of="thread",
         kinds=("starved", "missing-member"),
-        certainty="suspicion",
-        because="another thread could still fill the queue",
+        because=ANOTHER_THREAD,
         guilty=_everybody,
         sizes=(2, 4),
         says=(r"\bqueue", r"ValueError"),
@@ -375,8 +264,7 @@ CATALOGUE: Final = (
         name="thread_raises_on_one_rank",
         example_of="thread",
         kinds=("starved", "missing-member"),
-        certainty="suspicion",
-        because="another thread could still fill the queue",
+        because=ANOTHER_THREAD,
         sizes=(2, 4),
         says=(r"\bqueue", r"ValueError"),
     ),
@@ -384,8 +272,7 @@ CATALOGUE: Final = (
         name="background_thread_order",
         example_of="thread",
         kinds=("different-order",),
-        certainty="proof",
-        because="a cycle of collectives, each of which has been issued",
+        because=CYCLE_OF_COLLECTIVES,
         guilty=_everybody,
         sizes=(2, 4),
     ),
@@ -393,8 +280,7 @@ CATALOGUE: Final = (
         name="side_thread_hides_hang",
         example_of="thread",
         kinds=("missing-member",),
-        certainty="suspicion",
-        because="the missing rank sleeps, and may come yet",
+        because=SLEEPS,
         sizes=(2, 4),
         says=(r"\bsleep",),
     ),
@@ -402,8 +288,7 @@ CATALOGUE: Final = (
         name="pair_of_receives",
         example_of="point to point",
         kinds=("wait-cycle",),
-        certainty="proof",
-        because="a cycle of waits: receives",
+        because=CYCLE,
         guilty=_everybody,
         sizes=(2, 4),
     ),
@@ -411,8 +296,7 @@ CATALOGUE: Final = (
         name="hung_pipeline",
         example_of="point to point",
         kinds=("missing-member",),
-        certainty="suspicion",
-        because="the missing rank sleeps, and may come yet",
+        because=SLEEPS,
         sizes=(2, 4),
         says=(r"\bsleep",),
     ),
@@ -420,8 +304,7 @@ CATALOGUE: Final = (
         name="mismatched_new_group",
         example_of="rendezvous",
         kinds=("different-op", "wait-cycle"),
-        certainty="proof",
-        because="a cycle of waits; members have given different ranks for one group",
+        because=CYCLE,
         guilty=_everybody,
         sizes=(2, 4),
     ),
@@ -429,8 +312,7 @@ CATALOGUE: Final = (
         name="store_host_absent",
         example_of="rendezvous",
         kinds=("missing-member", "starved", "stuck-call"),
-        certainty="suspicion",
-        because="the host of the store may start yet",
+        because=MAY_START,
         guilty=_everybody,
         sizes=(2, 4),
         says=(r"127\.0\.0\.1:\d+",),
@@ -439,8 +321,7 @@ CATALOGUE: Final = (
         name="store_too_few_workers",
         example_of="rendezvous",
         kinds=("missing-member", "starved"),
-        certainty="suspicion",
-        because="a worker may come yet",
+        because=MAY_START,
         guilty=_everybody,
         sizes=(2, 4),
         says=(r"TCPStore",),
@@ -449,8 +330,7 @@ CATALOGUE: Final = (
         name="half_a_stateless_world",
         example_of="rendezvous",
         kinds=("starved", "missing-member"),
-        certainty="suspicion",
-        because="the key may be set yet",
+        because=MAY_START,
         sizes=(2, 4),
         says=(r"here/0",),
     ),
@@ -458,8 +338,7 @@ CATALOGUE: Final = (
         name="engine_never_answers",
         example_of="HTTP",
         kinds=("missing-member", "starved"),
-        certainty="suspicion",
-        because="an answer may come yet",
+        because=MAY_ANSWER,
         sizes=(2, 4),
         says=(r"HTTP\D*127\.0\.0\.1:\d+",),
     ),
@@ -467,8 +346,7 @@ CATALOGUE: Final = (
         name="http_cycle",
         example_of="HTTP",
         kinds=("wait-cycle", "missing-member", "starved"),
-        certainty="suspicion",
-        because="a server has threads that may answer without the one that waits",
+        because=MAY_ANSWER,
         guilty=_everybody,
         sizes=(2, 4),
         says=(r"127\.0\.0\.1:\d+",),
@@ -477,25 +355,16 @@ CATALOGUE: Final = (
         name="incident_a_flushes",
         example_of="incident A",
         kinds=("different-op",),
-        certainty="proof",
-        because="members have issued different operations as the same collective of one group",
+        because=OTHER_CALL,
         guilty=_replica_others,
         axes=("tp",),
     ),
-    Fault(
-        name="incident_a_source",
-        example_of="incident A",
-        kinds=("dead-peer",),
-        certainty="proof",
-        because="a member is dead",
-        guilty=_upper_half,
-    ),
+    Fault(name="incident_a_source", example_of="incident A", kinds=("dead-peer",), because=DEAD, guilty=_upper_half),
     Fault(
         name="incident_b",
         example_of="incident B",
         kinds=("different-order", "different-op", "missing-member"),
-        certainty="proof",
-        because="a cycle of collectives, each of which has been issued",
+        because=CYCLE_OF_COLLECTIVES,
         guilty=_later_context,
         axes=("cp",),
     ),

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -148,7 +148,7 @@ def _told(rank: int, line: str) -> Told:
     return Told(rank=rank, what="suspicion" if is_suspicion else "proof", text=text.removeprefix(HEADLINE))
 
 
-def run_faults(runs: Iterable[FaultRun], *, num_ranks_at_once: int = 8) -> Iterator[tuple[FaultRun, Observation]]:
+def run_faults(runs: Iterable[FaultRun], *, num_ranks_at_once: int = 8) -> Generator[tuple[FaultRun, Observation]]:
     """Run them all, as many at once as keeps the number of ranks in bounds; yields each when it has ended."""
     waiting = sorted(runs, key=lambda run: run.size)
     for module in (*PRELOADED, *(["offbeat_liveness"] if any(run.stall_after_s for run in waiting) else [])):
@@ -173,6 +173,30 @@ def run_faults(runs: Iterable[FaultRun], *, num_ranks_at_once: int = 8) -> Itera
         for process in running:
             os.kill(process, signal.SIGTERM)
             os.waitpid(process, 0)
+
+
+class Results:
+    """Runs many at a time, and hands out each result when it is asked for.
+
+    Args:
+        wanted: all that will be asked for.
+        num_ranks_at_once: as in `run_faults`.
+    """
+
+    def __init__(self, wanted: Iterable[FaultRun], *, num_ranks_at_once: int) -> None:
+        self._ended: dict[FaultRun, Observation] = {}
+        self._runs = run_faults(wanted, num_ranks_at_once=num_ranks_at_once)
+
+    def of(self, run: FaultRun) -> Observation:
+        """What became of a run; back when it has ended."""
+        while run not in self._ended:
+            ended, observation = next(self._runs)
+            self._ended[ended] = observation
+        return self._ended[run]
+
+    def close(self) -> None:
+        """End what still runs."""
+        self._runs.close()
 
 
 def _observation(run: FaultRun, folder: Path, start_s: float) -> Observation:

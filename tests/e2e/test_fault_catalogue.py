@@ -7,7 +7,7 @@ import re
 
 import pytest
 from fault_catalogue import CATALOGUE, CYCLES, Fault, named_axes, named_ranks, ranks_at
-from fault_runs import FaultRun, Observation, is_proof, run_faults
+from fault_runs import FaultRun, Observation, Results, is_proof
 
 STALL_AFTER_S = 1.5
 # What a verdict may take on a machine that does many other things; docs/liveness.md has what it takes.
@@ -42,27 +42,11 @@ def run_of(fault: Fault, size: int) -> FaultRun:
     )
 
 
-class Results:
-    """Runs what was collected, many at a time, and hands out each result when a test asks for it."""
-
-    def __init__(self, wanted: list[FaultRun]) -> None:
-        self._ended: dict[FaultRun, Observation] = {}
-        self._runs = run_faults(wanted, num_ranks_at_once=16)
-
-    def of(self, run: FaultRun) -> Observation:
-        while run not in self._ended:
-            ended, observation = next(self._runs)
-            self._ended[ended] = observation
-        return self._ended[run]
-
-    def close(self) -> None:
-        self._runs.close()
-
-
 @pytest.fixture(scope="module")
 def results(request):
     params = [item.callspec.params for item in request.session.items if item.path == request.node.path]
-    started = Results([run_of(given["fault"], given["size"]) for given in params])
+    wanted = dict.fromkeys(run_of(given["fault"], given["size"]) for given in params)
+    started = Results(wanted, num_ranks_at_once=20)
     yield started
     started.close()
 
@@ -109,12 +93,12 @@ def test_what_is_proven_is_ended_and_what_is_suspected_goes_on(results, fault, s
             assert codes == {ABORTED}, f"exit codes {seen.exit_codes}\n{told}"
         return
     early = [each for each in seen.verdicts if is_proof(each[1]) and each[0] < TIMEOUT_S]
-    assert not early, f"{early[0][1]['text']}\nis no proof: {fault.because}"
+    assert not early, f"{early[0][1]['text']}\nis no proof: {fault.because.text}"
     if fault.ends == "well":
         assert codes == {0}, f"a rank that moves was ended\n{told}"
         return
     left_s = [seen.left_s[rank] for rank, code in seen.exit_codes.items() if code is not None]
-    assert all(each >= TIMEOUT_S for each in left_s), f"ended after {left_s} s: {fault.because}\n{told}"
+    assert all(each >= TIMEOUT_S for each in left_s), f"ended after {left_s} s: {fault.because.text}\n{told}"
     if fault.ends == "never":
         assert codes == {None}, f"exit codes {seen.exit_codes}\n{told}"
 

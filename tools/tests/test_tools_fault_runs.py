@@ -106,7 +106,7 @@ def test_the_catalogue_and_the_folder_agree():
 def test_each_fault_says_what_it_is_and_where(fault):
     assert fault.title.endswith(".")
     assert "\n" not in fault.title
-    assert fault.because
+    assert fault.because.text
     assert fault.lines("waits")
     assert not fault.lines("waits") & fault.lines("missing")
     assert all(fault.guilty(size) for size in fault.sizes)

@@ -14,7 +14,7 @@ answers: queue.Queue[bytes] = queue.Queue()
 class Server(BaseHTTPRequestHandler):
     """Answers with what the main thread has made."""
 
-    def do_GET(self) -> None:  # noqa: N802 - the standard library's name
+    def do_GET(self) -> None:
         """Give the metrics."""
         text = answers.get()
         self.send_response(200)

@@ -7,6 +7,6 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 if rank == 0:
-    pdb.set_trace()  # noqa: T100 - what the user of a debugger does
+    pdb.set_trace()
 dist.barrier()
 print(f"rank {rank}: done")

@@ -14,7 +14,7 @@ NUM_PIECES = 3
 class SlowHub(BaseHTTPRequestHandler):
     """Sends a piece and rests longer than a stall."""
 
-    def do_GET(self) -> None:  # noqa: N802 - the standard library's name
+    def do_GET(self) -> None:
         """Give a file."""
         self.send_response(200)
         self.end_headers()
@@ -22,7 +22,7 @@ class SlowHub(BaseHTTPRequestHandler):
             time.sleep(float(os.environ["PAUSE_S"]) / NUM_PIECES)
             self.wfile.write(b"x" * 1000)
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the standard library's name
+    def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
 
 

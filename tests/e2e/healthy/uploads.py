@@ -15,7 +15,7 @@ PIECE = bytes(1 << 20)
 class SlowBucket(BaseHTTPRequestHandler):
     """Reads a piece, rests, reads the next."""
 
-    def do_PUT(self) -> None:  # noqa: N802 - the standard library's name
+    def do_PUT(self) -> None:
         """Take an object."""
         for _ in range(NUM_PIECES):
             self.rfile.read(len(PIECE))
@@ -23,7 +23,7 @@ class SlowBucket(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the standard library's name
+    def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
 
 
