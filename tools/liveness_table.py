@@ -37,10 +37,11 @@ def table(watched: dict[Fault, Observation], plain: dict[Fault, Observation]) ->
     """The table in Markdown, in the catalogue's order."""
     head = ["fault", "like", "verdict", "", "after", "plain torch says", "after"]
     rows = [_row(fault, watched[fault], plain[fault]) for fault in CATALOGUE if fault in watched]
-    return "\n".join(_line(cells) for cells in [head, ["---"] * len(head), *rows])
+    return "\n".join(line(cells) for cells in [head, ["---"] * len(head), *rows])
 
 
-def _line(cells: Sequence[str]) -> str:
+def line(cells: Sequence[str]) -> str:
+    """One row of a table in Markdown."""
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
@@ -62,10 +63,10 @@ def plain_words(plain: Observation) -> tuple[str, str]:
             return "nothing: it goes on and ends well", ""
         return "nothing", f"> {max(plain.left_s.values()):.0f} s"
     after_s, rank = failed[0]
-    lines = [line for line in plain.outputs[rank].splitlines() if line.strip()]
+    lines = [each for each in plain.outputs[rank].splitlines() if each.strip()]
     if not lines:
         return "nothing; the launcher sees the exit status", f"{after_s:.1f} s"
-    telling = next((line for line in lines if "what():" in line), lines[-1])
+    telling = next((each for each in lines if "what():" in each), lines[-1])
     for noise in NOISE:
         telling = re.sub(noise, "", telling)
     words = telling.split()
@@ -87,11 +88,17 @@ def observe(
     )
 
 
-def with_table(text: str, new: str) -> str:
-    """The document with the table between its marks replaced."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{new}\n{END}{after}"
+def with_table(text: str, new: str, begin: str = BEGIN) -> str:
+    """The document with the table between its marks replaced.
+
+    Raises:
+        ValueError: the document lacks the marks.
+    """
+    before, found, rest = text.partition(begin)
+    _, ended, after = rest.partition(END)
+    if not (found and ended):
+        raise ValueError(f"the document must hold {begin} and, after it, {END}: add them where the table is to go")
+    return f"{before}{begin}\n{new}\n{END}{after}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
