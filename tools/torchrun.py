@@ -1,4 +1,4 @@
-"""Starts programs as their users do: torchrun, the wrapper of liveness, the script, each in an interpreter of its own."""
+"""Starts programs as users do: torchrun, the wrapper of liveness and the script, in interpreters of their own."""
 
 import contextlib
 import os

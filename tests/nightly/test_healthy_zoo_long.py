@@ -1,7 +1,7 @@
 """The healthy programs on 4 ranks with pauses of minutes, and hours of random healthy runs.
 
-From the environment: OFFBEAT_HEALTHY_PAUSE_S is the length of a pause; OFFBEAT_HEALTHY_HOURS how long random programs run
-(less than a minute if it is not set).
+From the environment: OFFBEAT_HEALTHY_PAUSE_S is the length of a pause, OFFBEAT_HEALTHY_HOURS how long random programs
+run (less than a minute if it is not set).
 """
 
 import os
