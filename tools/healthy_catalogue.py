@@ -127,6 +127,7 @@ HEALTHY: Final = (
     # What one rank cannot say.
     Healthy(name="holds_the_gil", like="a C extension that keeps the GIL"),
     Healthy(name="unwatched_rank", like="a rank without the wrapper", unwatched=(-1,)),
+    Healthy(name="slow_rank_beside_unwatched", like="half a job under the wrapper", unwatched=(-1,)),
     Healthy(name="stopped_and_continued", like="Ctrl-Z, a snapshot of the machine", acts=_stop_for_a_while),
     # Several groups, worlds and threads.
     Healthy(name="side_thread_reduces", like="metrics in a thread", pauses=2),
@@ -136,7 +137,7 @@ HEALTHY: Final = (
     Healthy(name="stateless_world", like="vLLM's stateless group"),
     Healthy(name="waits_for_a_key", like="a store of one's own"),
     # Point to point.
-    Healthy(name="ping_pong", like="a pipeline at work beside a barrier", sizes=(4,)),
+    Healthy(name="ping_pong", like="a pipeline at work beside a barrier", sizes=(3, 4)),
     Healthy(name="delivered_isend", like="`isend` waited for later"),
     Healthy(name="isend_nobody_waits_for", like="`isend` and forget"),
     Healthy(name="slow_pipeline_stage", like="a slow stage", pauses=2),

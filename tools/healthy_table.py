@@ -34,8 +34,8 @@ def _row(healthy: Healthy, seen: Observation) -> list[str]:
     cleared = [each for each in seen.told if each.what == "clearing"]
     after = f"{seen.verdicts[0][0]:.1f} s" if said and seen.verdicts else ""
     words = "; ".join(map(_shortened, said)) or "nothing"
-    found = complaints(healthy, seen)
-    ended = "well" if not found else f"wrongly: {found[-1]}"
+    codes = ", ".join(sorted({str(code) for code in seen.exit_codes.values()}))
+    ended = "well" if not complaints(healthy, seen) else f"wrongly: exit codes {codes}"
     return [f"{healthy.title} {link}", healthy.like, words, after, "; ".join(map(_shortened, cleared)), ended]
 
 

@@ -79,13 +79,21 @@ def observe(
 ) -> tuple[dict[Fault, Observation], dict[Fault, Observation]]:
     """Run each fault watched, then plain."""
     chosen = {fault.script: fault for fault in faults if size in fault.sizes}
-    watched = [FaultRun(script=script, size=size, stall_after_s=STALL_AFTER_S) for script in chosen]
+    watched = [
+        FaultRun(script=script, size=size, stall_after_s=STALL_AFTER_S, limit_s=_limit_s(fault))
+        for script, fault in chosen.items()
+    ]
     limit_s = GLOO_TIMEOUT_S + PATIENCE_S
     plain = [FaultRun(script=script, size=size, gloo_timeout_s=GLOO_TIMEOUT_S, limit_s=limit_s) for script in chosen]
     return (
         {chosen[run.script]: seen for run, seen in run_faults(watched, num_ranks_at_once=size)},
         {chosen[run.script]: seen for run, seen in run_faults(plain, num_ranks_at_once=8 * size)},
     )
+
+
+def _limit_s(fault: Fault) -> float:
+    """What is only suspected is not ended by the monitor; nothing more is said of it after a while."""
+    return GLOO_TIMEOUT_S if fault.certainty == "proof" else STALL_AFTER_S + PATIENCE_S
 
 
 def with_table(text: str, new: str, begin: str = BEGIN) -> str:

@@ -12,7 +12,7 @@ PAUSE_S = 4.0
 # They mostly sleep.
 NUM_RANKS_AT_ONCE = 24
 pytestmark = pytest.mark.timeout(400)
-EVERY = [(healthy, size) for size in (4, 2) for healthy in reversed(HEALTHY) if size in healthy.sizes]
+EVERY = [(healthy, size) for size in (4, 3, 2) for healthy in reversed(HEALTHY) if size in healthy.sizes]
 
 
 def run_of(healthy: Healthy, size: int) -> FaultRun:

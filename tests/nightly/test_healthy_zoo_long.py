@@ -33,9 +33,9 @@ def run_of(healthy: Healthy) -> FaultRun:
 @pytest.fixture(scope="module")
 def results(request):
     os.environ["NUM_WORKERS"] = str(NUM_LOADER_WORKERS)
-    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    items = [item for item in request.session.items if item.path == request.node.path and hasattr(item, "callspec")]
     # The longest one first: what is wanted last is started first.
-    wanted = sorted((run_of(given["healthy"]) for given in params if "healthy" in given), key=lambda run: run.limit_s)
+    wanted = sorted((run_of(item.callspec.params["healthy"]) for item in items), key=lambda run: run.limit_s)
     started = Results(wanted, num_ranks_at_once=64)
     yield started
     started.close()
