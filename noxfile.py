@@ -36,6 +36,8 @@ TWO_WORKERS: Final = {
     "engine-megatron-engine": "loadfile",
 }
 PER_TEST_TIMEOUT_S: Final = 120
+# Training frameworks that liveness lets be; nothing of ours needs them, so the lock does not have them.
+FRAMEWORKS: Final = ("accelerate>=1.10,<2", "lightning>=2.5,<3", "trl>=1,<2")
 # Environments and folders made by this run of nox.
 MADE: Final[set[Path]] = set()
 
@@ -250,6 +252,28 @@ def sight(session: nox.Session) -> None:
 def simulation(session: nox.Session) -> None:
     """The simulator beside real runs."""
     pytest(session, "simulation", "tests/nightly/test_simulation_meets_runs.py")
+
+
+@nox.session(tags=["nightly"], default=False)
+def healthy(session: nox.Session) -> None:
+    """Healthy programs with pauses of minutes, and random ones for as long as OFFBEAT_HEALTHY_HOURS says."""
+    pytest(session, "healthy", "tests/nightly/test_healthy_zoo_long.py")
+    pytest(session, "healthy-agents", "tests/e2e/test_healthy_agents.py", OFFBEAT_HEALTHY_EXITS="50")
+
+
+@nox.session(tags=["nightly"], default=False)
+def zoo(session: nox.Session) -> None:
+    """accelerate, Lightning and TRL under the monitor, in an environment of their own."""
+    venv = NOX / "zoo"
+    liveness = next(package for package in PACKAGES if package.key == "liveness")
+    install(session, venv, f"--editable={liveness.folder}", *FRAMEWORKS, "--group=test")
+    pytest(session, "zoo", "tests/nightly/test_healthy_frameworks.py", bin_folder=venv / "bin")
+
+
+@nox.session(default=False)
+def nightly(session: nox.Session) -> None:
+    """All that is tagged nightly."""
+    run(session, sys.executable, "-m", "nox", f"--noxfile={__file__}", "--tags", "nightly")
 
 
 for _folder in ("numerics", "e2e"):

@@ -11,6 +11,7 @@ import faulthandler
 import importlib
 import json
 import os
+import pty
 import runpy
 import signal
 import sys
@@ -18,7 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -29,8 +30,32 @@ PR_SET_PDEATHSIG: Final = 1
 NO_NAME: Final = "[c10d] The hostname of the client socket cannot be retrieved"
 # How long the last rank may stay behind the others.
 LAST_RANK_S: Final = 3.0
+# How long what a rank has started may take to be gone after it was killed.
+CHILDREN_S: Final = 5.0
+# What the monitor's own lines begin with, and what its lines on the processes that do not tell in full hold.
+HEADLINE: Final = "offbeat liveness: "
+SUSPICION: Final = f"{HEADLINE}suspicion: "
+POINTER: Final = ", told in full by "
+CLEARING: Final = "moves again"
 # What the programs use; imported once, not by each rank.
 PRELOADED: Final = ("torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Act:
+    """What somebody outside does to a rank while it runs.
+
+    Args:
+        at_s: when, in seconds from the start of the run.
+        rank: to whom.
+        signal: sent to it; None sends none.
+        text: typed at its terminal; a rank that is typed at has one.
+    """
+
+    at_s: float
+    rank: int
+    signal: int | None = None
+    text: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +70,9 @@ class FaultRun:
         gloo_timeout_s: default timeout of torch's groups, instead of torch's 30 minutes; None leaves it.
         limit_s: when every rank is killed.
         environment: variables set for the program.
+        acts: what is done to the ranks from outside, in the order of time.
+        unwatched: ranks that run without the monitor.
+        last_rank_s: how long the last rank may stay behind the others.
     """
 
     script: Path
@@ -54,6 +82,24 @@ class FaultRun:
     gloo_timeout_s: float | None = None
     limit_s: float = 20.0
     environment: tuple[tuple[str, str], ...] = ()
+    acts: tuple[Act, ...] = ()
+    unwatched: tuple[int, ...] = ()
+    last_rank_s: float = LAST_RANK_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """One thing that the monitor has said on a rank's stderr, its first line.
+
+    Args:
+        rank: on whose.
+        what: "proof", "suspicion", or "clearing": that it moves again.
+        text: without the common beginning.
+    """
+
+    rank: int
+    what: Literal["proof", "suspicion", "clearing"]
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +113,7 @@ class Observation:
         verdict: the first that liveness wrote, as plain data; a straggler (which never ends a run) only if it is alone.
         verdict_s: when it was found, in seconds from the start.
         seconds: how long the run took.
+        verdicts: all that liveness wrote, in the order of time, with the seconds from the start.
     """
 
     exit_codes: dict[int, int | None] = field(default_factory=dict)
@@ -75,9 +122,33 @@ class Observation:
     verdict: dict[str, Any] | None = None
     verdict_s: float | None = None
     seconds: float = 0.0
+    verdicts: tuple[tuple[float, dict[str, Any]], ...] = ()
+
+    @property
+    def told(self) -> tuple[Told, ...]:
+        """What the monitors have said, each thing once: the lines that point to another rank's are left out."""
+        lines = [(rank, line) for rank, output in self.outputs.items() for line in output.splitlines()]
+        return tuple(_told(rank, line) for rank, line in lines if HEADLINE in line and POINTER not in line)
+
+    def first(self, *, proof: bool) -> tuple[float, dict[str, Any]] | None:
+        """The first verdict that is a proof, or the first that is a suspicion."""
+        return next((each for each in self.verdicts if is_proof(each[1]) == proof), None)
 
 
-def run_faults(runs: Iterable[FaultRun], *, num_ranks_at_once: int = 8) -> Iterator[tuple[FaultRun, Observation]]:
+def is_proof(verdict: dict[str, Any]) -> bool:
+    """Whether a verdict, as plain data, is more than a suspicion."""
+    return verdict["kind"] != "straggler" and not verdict.get("text", "").startswith(SUSPICION)
+
+
+def _told(rank: int, line: str) -> Told:
+    text = line[line.index(HEADLINE) :]  # a prompt of the program may stand before it
+    if CLEARING in text:
+        return Told(rank=rank, what="clearing", text=text.removeprefix(HEADLINE))
+    is_suspicion = text.startswith((SUSPICION, f"{HEADLINE}straggler: "))
+    return Told(rank=rank, what="suspicion" if is_suspicion else "proof", text=text.removeprefix(HEADLINE))
+
+
+def run_faults(runs: Iterable[FaultRun], *, num_ranks_at_once: int = 8) -> Generator[tuple[FaultRun, Observation]]:
     """Run them all, as many at once as keeps the number of ranks in bounds; yields each when it has ended."""
     waiting = sorted(runs, key=lambda run: run.size)
     for module in (*PRELOADED, *(["offbeat_liveness"] if any(run.stall_after_s for run in waiting) else [])):
@@ -88,7 +159,7 @@ def run_faults(runs: Iterable[FaultRun], *, num_ranks_at_once: int = 8) -> Itera
             load = sum(run.size for run, _, _ in running.values())
             while waiting and (load == 0 or load + waiting[-1].size <= num_ranks_at_once):
                 run = waiting.pop()
-                folder = tempfile.TemporaryDirectory(prefix="fault-")
+                folder = tempfile.TemporaryDirectory(prefix="fault-", ignore_cleanup_errors=True)
                 running[_fork_agent(run, Path(folder.name))] = (run, folder, time.time())
                 load += run.size
             ended = [process for process in running if os.waitpid(process, os.WNOHANG)[0]]
@@ -102,6 +173,30 @@ def run_faults(runs: Iterable[FaultRun], *, num_ranks_at_once: int = 8) -> Itera
         for process in running:
             os.kill(process, signal.SIGTERM)
             os.waitpid(process, 0)
+
+
+class Results:
+    """Runs many at a time, and hands out each result when it is asked for.
+
+    Args:
+        wanted: all that will be asked for.
+        num_ranks_at_once: as in `run_faults`.
+    """
+
+    def __init__(self, wanted: Iterable[FaultRun], *, num_ranks_at_once: int) -> None:
+        self._ended: dict[FaultRun, Observation] = {}
+        self._runs = run_faults(wanted, num_ranks_at_once=num_ranks_at_once)
+
+    def of(self, run: FaultRun) -> Observation:
+        """What became of a run; back when it has ended."""
+        while run not in self._ended:
+            ended, observation = next(self._runs)
+            self._ended[ended] = observation
+        return self._ended[run]
+
+    def close(self) -> None:
+        """End what still runs."""
+        self._runs.close()
 
 
 def _observation(run: FaultRun, folder: Path, start_s: float) -> Observation:
@@ -121,6 +216,7 @@ def _observation(run: FaultRun, folder: Path, start_s: float) -> Observation:
         verdict=verdict,
         verdict_s=verdict["time_s"] - start_s if verdict else None,
         seconds=time.time() - start_s,
+        verdicts=tuple((float(each["time_s"]) - start_s, each) for each in verdicts),
     )
 
 
@@ -157,18 +253,22 @@ def _agent(run: FaultRun, folder: Path) -> None:
     from torch._C._distributed_c10d import TCPStore
 
     read_end, write_end = os.pipe()
-    ranks = {_fork_rank(run, rank, folder, read_end, write_end): rank for rank in range(run.size)}
+    terminals = {act.rank: pty.openpty() for act in run.acts if act.text}
+    ranks = {_fork_rank(run, rank, folder, (read_end, write_end), terminals): rank for rank in range(run.size)}
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=run.limit_s))
     os.write(write_end, f"{store.port:5d}".encode() * run.size)
     ends: dict[int, dict[str, Any]] = {}
-    until_s = time.monotonic() + run.limit_s
+    start_s = time.monotonic()
+    until_s, to_do = start_s + run.limit_s, list(run.acts)
     try:
         while len(ends) < run.size and time.monotonic() < until_s:
             process, status = os.waitpid(-1, os.WNOHANG)
             if process in ranks:
                 ends[ranks[process]] = {"code": os.waitstatus_to_exitcode(status), "at_s": time.time()}
                 if len(ends) == run.size - 1:  # a rank alone cannot go on
-                    until_s = min(until_s, time.monotonic() + LAST_RANK_S)
+                    until_s = min(until_s, time.monotonic() + run.last_rank_s)
+            elif to_do and time.monotonic() >= start_s + to_do[0].at_s:
+                _act(to_do.pop(0), {rank: process for process, rank in ranks.items() if rank not in ends}, terminals)
             else:
                 time.sleep(0.01)
     finally:
@@ -177,19 +277,42 @@ def _agent(run: FaultRun, folder: Path) -> None:
                 os.kill(process, signal.SIGKILL)
                 os.waitpid(process, 0)
                 ends[rank] = {"code": None, "at_s": time.time()}
+            _kill_children_of(process)
     (folder / "ends.json").write_text(json.dumps(ends))
 
 
-def _fork_rank(run: FaultRun, rank: int, folder: Path, read_end: int, write_end: int) -> int:
+def _kill_children_of(process: int) -> None:
+    """What a rank has started and left behind; back when it is gone, so that nobody writes any more."""
+    until_s = time.monotonic() + CHILDREN_S
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < until_s:
+            os.killpg(process, signal.SIGKILL)
+            time.sleep(0.01)
+
+
+def _act(act: Act, running: dict[int, int], terminals: dict[int, tuple[int, int]]) -> None:
+    if act.rank in running and act.signal is not None:
+        os.kill(running[act.rank], act.signal)
+    if act.text:
+        os.write(terminals[act.rank][0], act.text.encode())
+
+
+def _fork_rank(
+    run: FaultRun, rank: int, folder: Path, pipe: tuple[int, int], terminals: dict[int, tuple[int, int]]
+) -> int:
     process = os.fork()
     if process == 0:
         try:
+            os.setpgid(0, 0)
             _follow_parent()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.close(write_end)
+            os.close(pipe[1])
             _redirect(folder / f"{rank}.log")
-            _take_seat(run, rank, int(os.read(read_end, 5)))
-            code = _run_as_main(run, folder)
+            if rank in terminals:
+                os.dup2(terminals[rank][1], 0)
+                sys.stdin = os.fdopen(0, "r", closefd=False)
+            _take_seat(run, rank, int(os.read(pipe[0], 5)))
+            code = _run_as_main(run, rank, folder)
         except BaseException as error:  # noqa: BLE001 - the last frame of this process
             print(repr(error), file=sys.stderr)
             code = 1
@@ -215,11 +338,11 @@ def _take_seat(run: FaultRun, rank: int, port: int) -> None:
         distributed_c10d.default_pg_timeout = timedelta(seconds=run.gloo_timeout_s)
 
 
-def _run_as_main(run: FaultRun, folder: Path) -> int:
+def _run_as_main(run: FaultRun, rank: int, folder: Path) -> int:
     """Run the program as the interpreter would: hooks for an uncaught exception, then exit handlers of this process."""
     atexit._clear()
     faulthandler.disable()  # pytest's, which writes where pytest does
-    if run.stall_after_s is not None:
+    if run.stall_after_s is not None and rank not in run.unwatched:
         import offbeat_liveness as liveness
 
         liveness.watch(stall_after_s=run.stall_after_s, policy=run.policy, directory=folder / "liveness")

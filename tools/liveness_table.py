@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from fault_catalogue import CATALOGUE, Fault
-from fault_runs import FaultRun, Observation, run_faults
+from fault_runs import FaultRun, Observation, is_proof, run_faults
 from workspace import ROOT
 
 DOCUMENT: Final = ROOT / "docs" / "liveness.md"
@@ -35,21 +35,24 @@ NOISE: Final = (
 
 def table(watched: dict[Fault, Observation], plain: dict[Fault, Observation]) -> str:
     """The table in Markdown, in the catalogue's order."""
-    head = ["fault", "like", "verdict", "after", "plain torch says", "after"]
+    head = ["fault", "like", "verdict", "", "after", "plain torch says", "after"]
     rows = [_row(fault, watched[fault], plain[fault]) for fault in CATALOGUE if fault in watched]
-    return "\n".join(_line(cells) for cells in [head, ["---"] * len(head), *rows])
+    return "\n".join(line(cells) for cells in [head, ["---"] * len(head), *rows])
 
 
-def _line(cells: Sequence[str]) -> str:
+def line(cells: Sequence[str]) -> str:
+    """One row of a table in Markdown."""
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
 def _row(fault: Fault, watched: Observation, plain: Observation) -> list[str]:
     link = f"[{fault.name}](../{fault.script.relative_to(ROOT)})"
-    verdict = f"`{watched.verdict['kind']}`" if watched.verdict else "none"
-    after = f"{watched.verdict_s:.1f} s" if watched.verdict_s is not None else ""
+    found_s, found = watched.first(proof=fault.certainty == "proof") or (watched.verdict_s, watched.verdict)
+    verdict = f"`{found['kind']}`" if found else "none"
+    sure = ("proof" if is_proof(found) else "suspicion") if found else ""
+    after = f"{found_s:.1f} s" if found_s is not None else ""
     said, said_s = plain_words(plain)
-    return [f"{fault.title} {link}", fault.example_of, verdict, after, said, said_s]
+    return [f"{fault.title} {link}", fault.example_of, verdict, sure, after, said, said_s]
 
 
 def plain_words(plain: Observation) -> tuple[str, str]:
@@ -60,10 +63,10 @@ def plain_words(plain: Observation) -> tuple[str, str]:
             return "nothing: it goes on and ends well", ""
         return "nothing", f"> {max(plain.left_s.values()):.0f} s"
     after_s, rank = failed[0]
-    lines = [line for line in plain.outputs[rank].splitlines() if line.strip()]
+    lines = [each for each in plain.outputs[rank].splitlines() if each.strip()]
     if not lines:
         return "nothing; the launcher sees the exit status", f"{after_s:.1f} s"
-    telling = next((line for line in lines if "what():" in line), lines[-1])
+    telling = next((each for each in lines if "what():" in each), lines[-1])
     for noise in NOISE:
         telling = re.sub(noise, "", telling)
     words = telling.split()
@@ -76,7 +79,10 @@ def observe(
 ) -> tuple[dict[Fault, Observation], dict[Fault, Observation]]:
     """Run each fault watched, then plain."""
     chosen = {fault.script: fault for fault in faults if size in fault.sizes}
-    watched = [FaultRun(script=script, size=size, stall_after_s=STALL_AFTER_S) for script in chosen]
+    watched = [
+        FaultRun(script=script, size=size, stall_after_s=STALL_AFTER_S, limit_s=_limit_s(fault))
+        for script, fault in chosen.items()
+    ]
     limit_s = GLOO_TIMEOUT_S + PATIENCE_S
     plain = [FaultRun(script=script, size=size, gloo_timeout_s=GLOO_TIMEOUT_S, limit_s=limit_s) for script in chosen]
     return (
@@ -85,11 +91,22 @@ def observe(
     )
 
 
-def with_table(text: str, new: str) -> str:
-    """The document with the table between its marks replaced."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{new}\n{END}{after}"
+def _limit_s(fault: Fault) -> float:
+    """What is only suspected is not ended by the monitor; nothing more is said of it after a while."""
+    return GLOO_TIMEOUT_S if fault.certainty == "proof" else STALL_AFTER_S + PATIENCE_S
+
+
+def with_table(text: str, new: str, begin: str = BEGIN) -> str:
+    """The document with the table between its marks replaced.
+
+    Raises:
+        ValueError: the document lacks the marks.
+    """
+    before, found, rest = text.partition(begin)
+    _, ended, after = rest.partition(END)
+    if not (found and ended):
+        raise ValueError(f"the document must hold {begin} and, after it, {END}: add them where the table is to go")
+    return f"{before}{begin}\n{new}\n{END}{after}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,27 +1,41 @@
-"""A stranger's script that deadlocks under torchrun is named rightly by the wrapper, without a change to the script."""
+"""A stranger's script under torchrun is watched by the wrapper, without a change to the script."""
 
 import json
-import os
-import subprocess
-import sys
 
-from fault_catalogue import CATALOGUE, named_ranks, ranks_at
+import pytest
+from fault_catalogue import CATALOGUE, ranks_at
+from healthy_catalogue import MAX_TOLD, PROGRAMS
+from torchrun import ALONE, Torchrun, ended_at_last, headlines, wait_until
 
 NUM_RANKS = 2
+LIMIT_S = 110.0
+pytestmark = pytest.mark.timeout(150)
 
 
-def test_a_script_under_torchrun_is_watched_by_the_wrapper_alone(tmp_path):
-    fault = next(fault for fault in CATALOGUE if fault.name == "swallowed_exception")
-    settings = {"OFFBEAT_STALL_AFTER_S": "2", "OFFBEAT_LIVENESS_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    settings |= {"OFFBEAT_LIVENESS_POLICY": "strict", "OFFBEAT_LIVENESS_GRACE_S": "0.5"}
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
-    command = [sys.executable, *launcher, "-m", "offbeat_liveness", "run", str(fault.script)]
-    done = subprocess.run(
-        command, env=os.environ | settings, capture_output=True, text=True, timeout=110, check=False, cwd=tmp_path
-    )
-    assert done.returncode != 0, "a strict policy: torchrun must see that ranks have failed"
-    assert "exitcode  : 4" in done.stderr, done.stderr
-    assert "offbeat liveness: suspicion: missing-member: rank 0 has not come to all_reduce" in done.stderr, done.stderr
-    verdict = json.loads((tmp_path / "verdict.json").read_text())
-    assert named_ranks(verdict) == ranks_at(verdict, fault, "missing") == {0}
+def run(folder, script, **environment):
+    settings = {"OFFBEAT_STALL_AFTER_S": "2", "OFFBEAT_LIVENESS_DIR": str(folder / "dumps"), **environment}
+    agent = Torchrun(folder, "job", script, *ALONE, f"--nproc-per-node={NUM_RANKS}", environment=settings)
+    with ended_at_last([agent]):
+        wait_until(lambda: agent.process.poll() is not None, "the end", [agent], LIMIT_S)
+    return agent
+
+
+def test_a_script_that_deadlocks_is_ended_with_its_fault_named(tmp_path):
+    fault = next(fault for fault in CATALOGUE if fault.name == "uneven_loops")
+    done = run(tmp_path, fault.script)
+    assert done.process.returncode != 0, "abort is the wrapper's policy: torchrun must see that ranks have failed"
+    assert "exitcode  : 4" in done.output, done.output
+    assert "offbeat liveness: different-op: collective 4 of the default group is barrier" in done.output, done.output
+    verdict = json.loads((tmp_path / "dumps" / "verdict.json").read_text())
+    assert verdict["kind"] == "different-op"
+    assert ranks_at(verdict, fault, "missing") == {0}
     assert ranks_at(verdict, fault, "waits") == {1}
+
+
+def test_a_script_whose_rank_0_prepares_the_data_first_ends_well(tmp_path):
+    done = run(tmp_path, PROGRAMS / "main_process_first.py", PAUSE_S="8")
+    assert done.process.returncode == 0, done.output
+    assert all(f"rank {rank}: done" in done.output for rank in range(NUM_RANKS)), done.output
+    told = headlines(done.output)
+    assert len(told) <= MAX_TOLD, done.output
+    assert all("suspicion: " in line or "moves again" in line for line in told), done.output

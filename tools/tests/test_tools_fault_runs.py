@@ -1,10 +1,11 @@
 """The runner of small distributed programs, the catalogue of faults, and the table made of both."""
 
 import signal
+from pathlib import Path
 
 import pytest
 from fault_catalogue import CATALOGUE, FAULTS
-from fault_runs import FaultRun, Observation, run_faults
+from fault_runs import Act, FaultRun, Observation, is_proof, run_faults
 from liveness_table import BEGIN, END, plain_words, table, with_table
 
 ENDS = """
@@ -50,6 +51,53 @@ def test_the_last_rank_does_not_wait_for_the_limit(ended):
     assert ended.seconds < 60
 
 
+ACTED_UPON = """
+import os, subprocess, time
+began_s = time.monotonic()
+if os.environ["RANK"] == "0":
+    print("asked", input("name? "))
+else:
+    print("before")
+    while time.monotonic() < began_s + 1:
+        before_s = time.monotonic()
+        time.sleep(0.01)
+        if time.monotonic() - before_s > 0.3:
+            print("was stopped")
+    subprocess.Popen(["sleep", "1234.5"])
+"""
+
+
+def test_a_rank_is_typed_at_stopped_and_continued_and_leaves_nothing_behind(tmp_path):
+    script = tmp_path / "acted_upon.py"
+    script.write_text(ACTED_UPON)
+    stops = (Act(at_s=0.3, rank=1, signal=signal.SIGSTOP), Act(at_s=0.9, rank=1, signal=signal.SIGCONT))
+    run = FaultRun(script=script, size=2, acts=(*stops, Act(at_s=1.0, rank=0, text="zoo\n")))
+    [(_, seen)] = run_faults([run])
+    assert seen.exit_codes == {0: 0, 1: 0}
+    assert "asked zoo" in seen.outputs[0]
+    assert "was stopped" in seen.outputs[1]
+    arguments = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert b"sleep\0001234.5\0" not in arguments
+
+
+TOLD = """offbeat liveness: suspicion: missing-member: rank 0 never came to barrier
+  since: now
+offbeat liveness: it moves again: after 4 s
+overwrite? offbeat liveness: wait-cycle: rank 0 waits for rank 1
+"""
+
+
+def test_what_a_monitor_says_is_counted_once_and_pointers_are_not():
+    seen = Observation(outputs={0: TOLD, 1: "offbeat liveness: rank 1: wait-cycle, told in full by rank 0\n"})
+    assert [(each.rank, each.what) for each in seen.told] == [(0, "suspicion"), (0, "clearing"), (0, "proof")]
+
+
+def test_a_suspicion_is_no_proof():
+    assert is_proof({"kind": "missing-member", "text": "offbeat liveness: missing-member: rank 0"})
+    assert not is_proof({"kind": "missing-member", "text": "offbeat liveness: suspicion: missing-member: rank 0"})
+    assert not is_proof({"kind": "straggler", "text": "offbeat liveness: straggler: rank 0"})
+
+
 def test_the_catalogue_and_the_folder_agree():
     assert sorted(fault.script.name for fault in CATALOGUE) == sorted(path.name for path in FAULTS.glob("*.py"))
 
@@ -58,6 +106,7 @@ def test_the_catalogue_and_the_folder_agree():
 def test_each_fault_says_what_it_is_and_where(fault):
     assert fault.title.endswith(".")
     assert "\n" not in fault.title
+    assert fault.because.text
     assert fault.lines("waits")
     assert not fault.lines("waits") & fault.lines("missing")
     assert all(fault.guilty(size) for size in fault.sizes)
@@ -91,4 +140,4 @@ def test_the_table_goes_between_its_marks_and_can_be_renewed():
     assert once == with_table(once, rows)
     assert once.startswith("before\n")
     assert once.endswith("\nafter\n")
-    assert "| `dead-peer` | 1.8 s | nothing | > 26 s |" in once
+    assert "| `dead-peer` | proof | 1.8 s | nothing | > 26 s |" in once

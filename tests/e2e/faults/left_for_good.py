@@ -1,0 +1,13 @@
+"""A rank thinks that it is done, leaves the world and goes on alone; the others have one more step."""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 0:
+    dist.destroy_process_group()
+    time.sleep(3600)  # missing
+dist.all_reduce(torch.ones(1))  # waits
