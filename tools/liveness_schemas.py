@@ -13,9 +13,9 @@ import typing
 from pathlib import Path
 from typing import Any, Final
 
-from offbeat_liveness import Head, Verdict
-
 from workspace import ROOT
+
+from offbeat_liveness import Head, Verdict
 
 FOLDER: Final = ROOT / "packages" / "liveness" / "src" / "offbeat_liveness"
 SCHEMAS: Final = {
