@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from offbeat_liveness._network import side_channel
-from offbeat_liveness._network.exchange import HEADER_BYTES, HELLO_BYTES, MAX_BODY_BYTES, encode, hello, open_question
+from offbeat_liveness._network.exchange import (
+    HEADER_BYTES,
+    HELLO_BYTES,
+    MAX_BODY_BYTES,
+    RefusedError,
+    encode,
+    hello,
+    open_question,
+)
 from offbeat_liveness._network.side_channel import MAX_STRANGERS, Address, Listener, Message, ask, ask_all
 
 LIMIT_S = 20.0
@@ -65,7 +73,7 @@ def test_many_strangers_who_drip_bytes_cost_no_thread_and_no_memory(counted: Cou
                 each.sendall(b"x" * (HEADER_BYTES - 1))  # never the whole header
         assert counted.ping() == {"heard": "ping"}, "those of the run are answered meanwhile"
         assert len(counted.listener._strangers) <= MAX_STRANGERS
-        assert num_own_threads() == 0
+        assert num_own_threads() <= 1, "that of the answer may be about to end"
         assert resident_bytes() - before < 32 << 20
     assert counted.num_answers == 1
 
@@ -179,7 +187,7 @@ def test_a_stranger_that_listens_feeds_nobody() -> None:
                 greeting, nonce = hello()
                 connection.sendall(greeting)
                 header = connection.recv(HEADER_BYTES)
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(RefusedError):
                     open_question(header, nonce, "a guess")
                 connection.sendall(len(body).to_bytes(4, "big") + bytes(64) + body)
 

@@ -195,7 +195,8 @@ def test_while_somebody_is_still_to_come_a_look_is_one_request_whatever_the_numb
     assert store.num_requests - before <= 2 + size
 
 
-def test_looks_become_rarer_while_somebody_does_not_come() -> None:
+def test_looks_become_rarer_while_somebody_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat_liveness._network.world.HASTE_S", 0.0)
     world = World(dist.HashStore(), 0, 2, "s", is_formed=True)
     pauses = []
     for _ in range(8):

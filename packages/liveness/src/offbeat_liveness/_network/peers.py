@@ -50,7 +50,7 @@ class Peers:
         self._invitation = read_invitation()
         self._told: Address | None = None
         self._heard: dict[Key, Address] = {}
-        self._meet_again_s = -math.inf
+        self._meet_again_s = self._read_again_s = -math.inf
         self._host_answers = True
         self._secret = self._invitation.secret if self._invitation else ""
         self._spoke: set[Key] = set()  # of whom a message has come
@@ -100,15 +100,19 @@ class Peers:
             return True
         if group is None and self._world is None and flight_recorder.is_loaded():
             return is_time and (waits_long or job_store.is_wrapped_rank())
-        return waits_long and (self._world is not None or self._directory is not None)
+        is_again = self._world is not None and time.monotonic() >= self._read_again_s
+        return waits_long and (is_again or self._directory is not None)
 
     def is_settled(self) -> bool:
         """Whether looks at the usual pace do: nothing is to be done at once."""
         if self._world is not None and self._world.is_in_haste:
             return False
+        if self._directory is not None and self.me() is None:
+            return False
+        if not flight_recorder.is_loaded():
+            return True
         group = process_groups.default_group()
-        is_joined = group is None or group is self._joined_group
-        return is_joined and not (self._directory is not None and self.me() is None)
+        return group is not None and group is self._joined_group
 
     @property
     def secret(self) -> str:
@@ -285,8 +289,11 @@ class Peers:
     def _read_world(self, *, waits_long: bool) -> None:
         """Read addresses; where some are of other hosts, which do not reach this process yet, listen for them too."""
         world = self._world
+        waits_long = waits_long and time.monotonic() >= self._read_again_s
         if world is None or not (world.is_due or waits_long):
             return
+        if waits_long:
+            self._read_again_s = time.monotonic() + RETRY_S
         if not world.is_reachable():
             raise job_store.NobodyThereError("nobody answers any more where the job's store was")
         if world.take_token():

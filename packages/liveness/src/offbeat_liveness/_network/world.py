@@ -20,7 +20,9 @@ from offbeat_liveness._process.head import from_data
 PREFIX: Final = "offbeat-liveness"
 FIRST_PAUSE_S: Final = 0.05
 LAST_PAUSE_S: Final = 2.0
+HASTE_S: Final = 1.0  # in which most have come; pauses grow from then on
 RANKS_PER_S: Final = 256  # that may ask the store on and on
+RANKS_IN_HASTE_PER_S: Final = 4096
 
 
 class World:
@@ -46,8 +48,8 @@ class World:
         self._is_confirmed = False
         self._counted: set[str] = set()
         self.missing = set(range(size)) - {rank}
-        self._pause_s = FIRST_PAUSE_S
-        self._next_s = self._read_all_s = 0.0
+        self._read_all_s = 0.0
+        self.begin_anew()
         if is_formed and rank == 0:
             self._token, self._is_confirmed = secrets.token_hex(4), True
             self._keys.set("token", self._token)
@@ -79,7 +81,8 @@ class World:
 
     def begin_anew(self) -> None:
         """Look at once, and at short intervals: there is a reason to think that something has changed."""
-        self._pause_s, self._next_s = FIRST_PAUSE_S, 0.0
+        self._pause_s, self._next_s = max(FIRST_PAUSE_S, self.size / RANKS_IN_HASTE_PER_S), 0.0
+        self._hurries_until_s = time.monotonic() + HASTE_S
 
     def doubt(self) -> None:
         """Rank 0 speaks of another world: its token may have been that of an earlier one."""
@@ -114,7 +117,8 @@ class World:
         time_s = time.monotonic()
         self._next_s = time_s + self._pause_s
         slowest_s = max(LAST_PAUSE_S, self.size / RANKS_PER_S)
-        self._pause_s = min(2 * self._pause_s, slowest_s)
+        if time_s >= self._hurries_until_s:
+            self._pause_s = min(2 * self._pause_s, slowest_s)
         has_waited = time_s - self._read_all_s >= slowest_s
         if not ranks or not (now or has_waited or self._keys.count(f"{self.name}/count", 0) >= self.size):
             return []

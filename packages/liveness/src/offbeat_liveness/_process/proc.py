@@ -48,21 +48,14 @@ def pid_state(pid: int, born: int = 0) -> PidState:
     return "stopped" if fields[0] in STOPPED else "runs"
 
 
-def cpu_s(pid: int) -> dict[int, float]:
-    """Seconds that each thread of a process has run or been ready to run; empty where the platform does not tell.
+def thread_cpu_s(pid: int, thread: int) -> float:
+    """Seconds that a thread has run or been ready to run; 0 where the platform does not tell.
 
     Waiting for a core counts: on a crowded machine a thread that computes may get little of one.
 
     Source: kernel documentation, scheduler/sched-stats.rst: /proc/pid/task/tid/schedstat holds nanoseconds run,
     nanoseconds waited on a run queue, and time slices.
     """
-    with contextlib.suppress(OSError):
-        return {int(name): thread_cpu_s(pid, int(name)) for name in os.listdir(f"/proc/{pid}/task")}
-    return {}
-
-
-def thread_cpu_s(pid: int, thread: int) -> float:
-    """The same of one thread; 0 where the platform does not tell."""
     with contextlib.suppress(OSError, ValueError):
         ran_ns, waited_ns, _ = Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()
         return (int(ran_ns) + int(waited_ns)) / 1e9
@@ -78,13 +71,6 @@ def is_at_work(pid: int, thread: int) -> bool:
     with contextlib.suppress(OSError):
         return _stat_fields(f"{pid}/task/{thread}")[0] in AT_WORK
     return False
-
-
-def threads_at_work(pid: int) -> set[int]:
-    """Threads of a process for which `is_at_work` holds."""
-    with contextlib.suppress(OSError):
-        return {int(name) for name in os.listdir(f"/proc/{pid}/task") if is_at_work(pid, int(name))}
-    return set()
 
 
 def birth(pid: int) -> int:
