@@ -243,6 +243,13 @@ class Sleeper:
             await asyncio.sleep(1)
 
 
+class Blocking:
+    """Stands still in its event loop, so that it answers nothing."""
+
+    async def generate(self) -> None:
+        threading.Event().wait()
+
+
 class Watched:
     """Waits for another process, and says so to the liveness monitor."""
 

@@ -41,7 +41,7 @@ def own_environment(spec: RoleSpec, run_name: str, driver_address: str) -> Mappi
     """
     threads = dict.fromkeys(_THREAD_VARIABLES, str(spec.num_threads)) if spec.num_threads else {}
     run = {"PYTHONUNBUFFERED": "1", "OFFBEAT_RUN": run_name, "OFFBEAT_ROLE": spec.name}
-    return {**run, **invite(driver_address), **threads, **spec.env}
+    return {**run, **invite(driver_address, spec.liveness_policy), **threads, **spec.env}
 
 
 def write_start(spec: RoleSpec) -> Bytes:
