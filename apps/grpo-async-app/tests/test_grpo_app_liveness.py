@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from role_faults import accounting_complaints, last_value, listening_addresses, role_pids, updates
 
+from grpo_async_app._roles.trainer import TrainerRole
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_testing import RunningCommand
 
@@ -53,6 +55,35 @@ def test_an_engine_that_stands_still_is_named_with_the_line_it_stands_in_and_sta
     assert "stand_still" in told, told
     assert accounting_complaints(run, 20, 8, per_update=4) == []
     assert last_value(run, "engines/restarts") >= 1.0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.xfail(reason="the leader's policy holds for all processes it tells, whatever their own", strict=True)
+def test_ranks_that_cannot_go_on_end_themselves_and_neither_driver_nor_engines(
+    forked_main: Main, config: Path, tmp_path: Path
+) -> None:
+    run, marker = tmp_path / "run", tmp_path / "strayed"
+    update = TrainerRole._update
+
+    def update_or_stray(role: TrainerRole, groups: Any, num_batches: int) -> Any:
+        if os.environ.get("OFFBEAT_ROLE") == "trainer-1" and updates(run) and not marker.exists():
+            marker.touch()
+            torch.distributed.barrier()  # the other rank is never in it
+        return update(role, groups, num_batches)
+
+    def main() -> None:
+        TrainerRole._update = update_or_stray  # type: ignore[method-assign]
+        forked_main()
+
+    words = ["--engine.num_ranks=2", "--data.epochs=8", "--liveness.stall_after_s=3"]
+    with RunningCommand(main, "train", config, "--out", run, *words) as process:
+        process.wait_until(marker.exists, "a rank that strays")
+        engine = role_pids(process)["rollout-0"]
+        process.wait_until(lambda: "trainer: trainer-" in process.output, "the end of the ranks")
+        assert role_pids(process)["rollout-0"] == engine
+        assert process.wait() == 0, process.output
+    assert "different-" in (run / "logs" / "liveness.log").read_text()
+    assert accounting_complaints(run, 20, 8, per_update=4) == []
 
 
 @pytest.mark.timeout(300)
