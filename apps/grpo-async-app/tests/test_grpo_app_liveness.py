@@ -96,5 +96,5 @@ def test_of_a_run_that_goes_well_nothing_is_said(forked_main: Main, config: Path
         watched = {role for role, pid in role_pids(process).items() if listening_addresses(pid)}
         assert process.wait() == 0, process.output
         assert "liveness" not in process.output
-    assert {"trainer-0", "rollout-0"} <= watched, "a monitor listens"
+    assert {"trainer-0", "rollout-0", "scorer"} <= watched, "a monitor listens"
     assert [path.name for path in run.rglob("*liveness*")] == []

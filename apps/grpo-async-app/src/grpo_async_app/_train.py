@@ -40,16 +40,16 @@ def resume(preflight: Preflight, run: RunFolder) -> LoopSummary:
 
 def evaluate(preflight: Preflight, log_folder: Path) -> Validation:
     """Validate the model of the configuration once."""
-    fleet = Fleet(preflight.config, str(preflight.model.path), log_folder)
 
-    async def once() -> Validation:
+    async def once(fleet: Fleet) -> Validation:
         async with fleet:
             await fleet.start(preflight.placement)
             rollouts = Rollouts(preflight.config, fleet, preflight.template)
             return await validate(rollouts, fleet.engines, preflight.config, preflight.held_out, 0)
 
     with watched_driver(preflight.config.liveness, log_folder):
-        return run_interruptible(once(), fleet.kill)
+        fleet = Fleet(preflight.config, str(preflight.model.path), log_folder)
+        return run_interruptible(once(fleet), fleet.kill)
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class _Session:
 
 def _run(session: _Session) -> LoopSummary:
     preflight, logs = session.preflight, session.run.logs
-    fleet = Fleet(preflight.config, str(preflight.model.path), logs, has_images=preflight.has_images)
     with watched_driver(preflight.config.liveness, logs):
+        fleet = Fleet(preflight.config, str(preflight.model.path), logs, has_images=preflight.has_images)
         return run_interruptible(_train(session, fleet), fleet.kill)
 
 
