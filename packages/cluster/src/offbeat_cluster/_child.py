@@ -191,6 +191,6 @@ def main(fd: int) -> None:
 
 
 if __name__ == "__main__":
-    guardian = Guardian(int(sys.argv[2]), sys.argv[3])
+    guardian = Guardian(int(sys.argv[2]))
     main(int(sys.argv[1]))
     guardian.dismiss()

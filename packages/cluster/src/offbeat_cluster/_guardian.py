@@ -72,12 +72,11 @@ class Guardian:
 
     Args:
         fd: the role's end of its pipe, inherited; closed here.
-        name: of the role, for `ps`.
     """
 
-    def __init__(self, fd: int, name: str) -> None:
+    def __init__(self, fd: int) -> None:
         self._process = subprocess.Popen(
-            ["/bin/sh", "-c", _SCRIPT, f"guardian of {name}"],
+            ["/bin/sh", "-c", _SCRIPT, "offbeat-guardian"],
             stdin=fd,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
