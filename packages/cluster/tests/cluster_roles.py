@@ -154,8 +154,13 @@ class Patient:
     async def open_files(self) -> list[str]:
         return sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd))
 
-    def start_subprocess(self) -> int:
-        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]).pid
+    def start_subprocess(self, first: str = "") -> int:
+        """Start a process that does `first`, and then sleeps; its id, when it has done it."""
+        code = f"import signal, time; {first or 'pass'}; print(flush=True); time.sleep(100)"
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        return process.pid
 
     def close(self) -> None:
         self._write("closed")
@@ -236,6 +241,13 @@ class Sleeper:
     async def sleep(self, level: int) -> None:
         while self.stuck:
             await asyncio.sleep(1)
+
+
+class Blocking:
+    """Stands still in its event loop, so that it answers nothing."""
+
+    async def generate(self) -> None:
+        threading.Event().wait()
 
 
 class Watched:

@@ -1,5 +1,6 @@
 """What the cluster tests share. A test that asks for `launchers` or `start_role` runs on every launcher."""
 
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -66,7 +67,8 @@ def launchers(request: pytest.FixtureRequest) -> Launchers:
 @pytest.fixture
 def role_env(tmp_path: Path) -> dict[str, str]:
     """Environment of every role of a test: it finds cluster_roles.py, and is found by `role_processes`."""
-    return {"PYTHONPATH": str(Path(__file__).parent), MARK: str(tmp_path)}
+    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path), MARK: str(tmp_path)}
 
 
 @pytest.fixture

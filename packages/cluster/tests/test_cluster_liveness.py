@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from conftest import Launchers
 
+import offbeat_liveness as liveness
 from offbeat_cluster import RoleSpec
 
 
@@ -16,7 +17,6 @@ from offbeat_cluster import RoleSpec
 def test_a_circle_of_waits_through_calls_is_named(
     launchers: Launchers, role_env: dict[str, str], tmp_path: Path
 ) -> None:
-    liveness = pytest.importorskip("offbeat_liveness", reason="offbeat-mesh is not installed")
     folder = tmp_path / "liveness"
     spec = RoleSpec("trainer-0", "cluster_roles:Watched", {"name": "trainer-0", "folder": folder}, env=role_env)
 
@@ -51,7 +51,6 @@ def test_roles_that_share_no_folder_meet_at_the_monitor_of_the_driver(
     launchers: Launchers, role_env: dict[str, str], tmp_path: Path
 ) -> None:
     """On the way one of them dies and is started again: nobody may wait for the dead one."""
-    liveness = pytest.importorskip("offbeat_liveness", reason="offbeat-mesh is not installed")
 
     def spec(name: str) -> RoleSpec:
         kwargs = {"name": name, "folder": tmp_path / name}
@@ -88,6 +87,66 @@ def test_roles_that_share_no_folder_meet_at_the_monitor_of_the_driver(
     assert verdict.kind == "wait-cycle"
     assert "trainer-0 waits for rollout-0 in weights.confirm" in verdict.headline
     assert "rollout-0 waits for trainer-0 in weights.get" in verdict.headline
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads through /proc")
+def test_a_role_of_a_watched_driver_is_watched_under_its_name_and_one_of_another_is_not(
+    launchers: Launchers, role_env: dict[str, str], tmp_path: Path
+) -> None:
+    async def num_threads(name: str) -> int:
+        async with launchers.make() as launcher:
+            spec = RoleSpec(name, "cluster_roles:Patient", env=role_env, log_path=tmp_path / f"{name}.log")
+            role = await launcher.start(spec, deadline_s=launchers.start_s)
+            if (monitor := liveness.current_monitor()) is not None:
+                async with asyncio.timeout(30):
+                    await _known(monitor, {name})
+            assert await role.call("environment", "OFFBEAT_ROLE", returns=str) == name
+            return len(list(Path(f"/proc/{role.pid}/task").iterdir()))
+
+    alone = asyncio.run(num_threads("rollout-0"))
+    monitor = liveness.watch(stall_after_s=30, name="driver")
+    try:
+        watched = asyncio.run(num_threads("rollout-1"))
+    finally:
+        monitor.close()
+    assert watched <= alone + 2
+    assert "liveness" not in (tmp_path / "rollout-1.log").read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes meet through /proc")
+def test_a_role_that_stands_still_in_a_method_is_named_with_the_line_it_stands_in(
+    launchers: Launchers, role_env: dict[str, str], tmp_path: Path
+) -> None:
+    async def scenario() -> Any:
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[Any] = loop.create_future()
+
+        def tell(verdict: Any) -> None:
+            if not found.done():
+                found.set_result(verdict)
+
+        monitor = liveness.watch(
+            stall_after_s=2, name="driver", on_verdict=lambda verdict: loop.call_soon_threadsafe(tell, verdict)
+        )
+        try:
+            async with launchers.make() as launcher, asyncio.timeout(90):
+                spec = RoleSpec("rollout-0", "cluster_roles:Blocking", env=role_env)
+                role = await launcher.start(spec, deadline_s=launchers.start_s)
+                call = asyncio.create_task(role.call("generate", deadline_s=1000))
+                verdict = await found
+                assert role.alive, "a role that is stuck is its supervisor's to end"
+                role.kill()
+                await asyncio.gather(call, return_exceptions=True)
+                return verdict
+        finally:
+            monitor.close()
+
+    verdict = asyncio.run(scenario())
+    assert "rollout-0" in verdict.headline
+    assert "rollout-0.generate" in verdict.headline
+    [stuck] = [party for party in verdict.parties if party.name == "rollout-0"]
+    assert "cluster_roles.py" in str(stuck.stack[0])
+    assert "generate" in str(stuck.stack[0])
 
 
 async def _known(monitor: Any, names: set[str]) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat_cluster.placement import (
+    Allocation,
     Node,
     PlacedDriver,
     PlacedRank,
@@ -81,7 +83,8 @@ def can_be_placed(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> bool:
             for pool in {pools[i] for i in range(len(groups)) if groups[i].accelerator}
         )
         cpus = sum(each * group.cpus_per_rank for each, group in zip(ranks, groups, strict=True))
-        return devices <= node.num_free("GPU") and cpus <= node.num_cpus
+        memory = sum(each * group.memory_bytes_per_rank for each, group in zip(ranks, groups, strict=True))
+        return devices <= node.num_free("GPU") and cpus <= node.num_cpus and memory <= node.memory_bytes
 
     def place(index: int, first: int) -> bool:
         if index == len(stages):
@@ -110,17 +113,16 @@ def test_a_plan_is_found_whenever_there_is_one(nodes: list[Node], groups: list[R
 
 
 def wide_can_be_placed(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> bool:
-    """Try every set of whole nodes of one size for stages wider than any node, and every node for the others."""
-    largest = max(node.num_total("GPU") for node in nodes)
+    """Try every node for every stage, and every set of whole nodes of one size for those wider than such a node."""
     stages = [group for group in groups for _ in range(group.num_replicas)]
     stages.sort(key=lambda group: -group.tensor_parallel)
 
     def choices(group: RankGroup, free: Sequence[int]) -> Iterator[dict[int, int]]:
         width = group.tensor_parallel
-        if width <= largest:
-            yield from ({place: left - width} for place, left in enumerate(free) if left >= width)
-        elif group.spans_nodes:
-            for size in {node.num_total("GPU") for node in nodes if width % node.num_total("GPU") == 0}:
+        yield from ({place: left - width} for place, left in enumerate(free) if left >= width)
+        if group.spans_nodes:
+            sizes = {node.num_total("GPU") for node in nodes}
+            for size in (size for size in sizes if size < width and width % size == 0):
                 whole = [n for n, node in enumerate(nodes) if free[n] == node.num_total("GPU") == size]
                 for chosen in combinations(whole, width // size):
                     yield dict.fromkeys(chosen, 0)
@@ -136,7 +138,7 @@ def wide_can_be_placed(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> bo
 
 @MANY
 @given(
-    st.lists(st.tuples(st.sampled_from([2, 3, 4]), st.integers(0, 6)), min_size=1, max_size=5),
+    st.lists(st.tuples(st.sampled_from([2, 3, 4, 8]), st.sampled_from([0, 0, 0, 1, 8])), min_size=1, max_size=6),
     st.tuples(st.integers(1, 2), st.sampled_from([4, 6, 8, 12]), st.booleans()),
     st.tuples(st.integers(1, 3), st.integers(1, 4)),
 )
@@ -144,7 +146,7 @@ def test_groups_over_whole_nodes_are_placed_whenever_they_can_be(
     sizes: list[tuple[int, int]], wide: tuple[int, int, bool], narrow: tuple[int, int]
 ) -> None:
     nodes = [
-        Node(name=f"n{n}", free={"GPU": tuple(range(size - (taken > 4)))}, total={"GPU": size})
+        Node(name=f"n{n}", free={"GPU": tuple(range(max(0, size - taken)))}, total={"GPU": size})
         for n, (size, taken) in enumerate(sizes)
     ]
     groups = [
@@ -153,8 +155,73 @@ def test_groups_over_whole_nodes_are_placed_whenever_they_can_be(
     ]
     outcome = find_plan(nodes, groups)
     assert (outcome.plan is not None) == wide_can_be_placed(nodes, groups)
+    assert outcome.proven
     if outcome.plan is not None:
         check_plan(outcome.plan, nodes, groups)
+
+
+def test_a_large_node_that_is_taken_does_not_forbid_two_free_ones_of_half_its_size() -> None:
+    nodes = [Node(name="large", total={"GPU": 16}), *grid_nodes(2, 8)]
+    wide = RankGroup(role="wide", tensor_parallel=16, spans_nodes=True)
+    plan = plan_placement(nodes, [wide])
+    assert {rank.node for rank in plan.ranks} == {"node-0", "node-1"}
+    both = replace(wide, num_replicas=2)
+    free = Node(name="large", free={"GPU": tuple(range(16))})
+    assert {rank.node for rank in plan_placement([free, *nodes[1:]], [both]).ranks} == {"large", "node-0", "node-1"}
+
+
+@st.composite
+def clusters_with_lacks(draw: st.DrawFn) -> list[Node]:
+    """Nodes of which some lack CPUs or memory, or both."""
+    return [
+        Node(
+            name=f"n{number}",
+            free={"GPU": tuple(range(draw(st.sampled_from([4, 4, 3, 1]))))},
+            total={"GPU": 4},
+            num_cpus=draw(st.sampled_from([float("inf"), 0, 1, 2, 4])),
+            memory_bytes=draw(st.sampled_from([3.0, 0, 1, 2])),
+        )
+        for number in range(draw(st.integers(2, 4)))
+    ]
+
+
+@MANY
+@given(clusters_with_lacks(), st.integers(1, 2), st.integers(1, 3), wanted(), st.integers(0, 1))
+def test_a_part_of_the_cluster_is_found_whenever_there_is_one(
+    nodes: list[Node], num_nodes: int, per_node: int, groups: list[RankGroup], memory: int
+) -> None:
+    groups = [replace(group, memory_bytes_per_rank=memory) for group in groups]
+    cut = [
+        replace(node, free={"GPU": node.free["GPU"][:per_node]}, total={"GPU": per_node})
+        for node in nodes
+        if node.num_free("GPU") >= per_node
+    ]
+    allocation = Allocation(num_nodes=num_nodes, accelerators_per_node=per_node)
+    if any(can_be_placed(part, groups) for part in combinations(cut, num_nodes)):
+        plan = plan_placement(nodes, groups, allocation)
+        assert len({rank.node for rank in plan.ranks}) <= num_nodes
+        assert all(rank.device is None or rank.device < per_node for rank in plan.ranks)
+    else:
+        with pytest.raises(PlacementError) as caught:
+            plan_placement(nodes, groups, allocation)
+        assert "one may exist" not in str(caught.value)
+
+
+def test_a_node_without_cpus_does_not_block_the_part_of_others() -> None:
+    nodes = [replace(node, num_cpus=0 if node.name == "node-0" else 8) for node in grid_nodes(3, 8)]
+    groups = [RankGroup(role="trainer", num_replicas=16, cpus_per_rank=1)]
+    plan = plan_placement(nodes, groups, Allocation(num_nodes=2, accelerators_per_node=8))
+    assert {rank.node for rank in plan.ranks} == {"node-1", "node-2"}
+
+
+def test_nodes_of_which_each_differs_a_little_are_chosen_among_at_once() -> None:
+    nodes = [
+        replace(node, num_cpus=7 + n % 97 / 10, memory_bytes=2**30 + n * 4096)
+        for n, node in enumerate(grid_nodes(512, 8))
+    ]
+    groups = [RankGroup(role="trainer", num_replicas=128 * 8, cpus_per_rank=1, memory_bytes_per_rank=1000)]
+    plan = plan_placement(nodes, groups, Allocation(num_nodes=128, accelerators_per_node=8))
+    assert min(int(rank.node.partition("-")[2]) % 97 for rank in plan.ranks) >= 10
 
 
 @MANY

@@ -1,6 +1,7 @@
 """Scoring in a child process that is ended when it takes too long."""
 
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import offbeat_liveness as liveness
 from offbeat_data import GuardedReward, Prompt, RewardConfig, RewardError, RewardScore, build_reward
 from offbeat_types import ConfigError, DeadlineError
 
@@ -202,3 +204,24 @@ def test_a_guard_whose_child_did_not_start_again_goes_on_with_the_next(
         with pytest.raises(RewardError, match="ended with code 7 before it was ready"):
             guarded.score(prompt, "die")
         assert guarded.score(prompt, "fine").value == 1.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes meet through /proc")
+def test_a_function_that_stands_still_is_named_where_the_asking_process_is_watched(
+    config: RewardConfig, prompt: Prompt
+) -> None:
+    found: queue.Queue[liveness.Verdict] = queue.Queue()
+    monitor = liveness.watch(stall_after_s=2, name="driver", on_verdict=found.put)
+    try:
+        with GuardedReward(config) as guarded:
+            thread = threading.Thread(target=guarded.score, args=(prompt, "hang"))
+            thread.start()
+            verdict = found.get(timeout=60)
+            guarded._config = replace(config, timeout_s=1.0)
+            guarded._child.kill()
+            thread.join()
+    finally:
+        monitor.close()
+    assert "scorer" in verdict.headline
+    assert "reward.score" in verdict.headline
+    assert "rewards_guarded.py" in verdict.text

@@ -1,8 +1,12 @@
 """The plugin as a user has it: whole test files, run by a pytest of their own."""
 
+import builtins
 import os
+import sys
+import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +14,8 @@ import torch.distributed as dist
 
 # Imported here: the sessions inside this one would do it anew each time, as pytester restores sys.modules.
 from offbeat_testing._ranks import _child, _launch
-from offbeat_testing._ranks._collectives import recorded_collectives
+from offbeat_testing._ranks._collectives import first_difference, recorded_collectives, waiting_for_the_finished
+from offbeat_testing._ranks._report import Collective, RankState
 
 pytest_plugins = ["pytester"]
 
@@ -41,8 +46,64 @@ def test_collectives_of_the_process_a_rank_was_forked_from_are_not_its_own(rank)
         dist.all_reduce(torch.tensor([rank]))
     now_ns = time.time_ns()
     dist.all_reduce(torch.tensor([1.0]))
-    assert [each.inputs for each in recorded_collectives(now_ns)] == [["float32[1]"]]
-    assert len(recorded_collectives()) >= 4
+    own, all_of_them = recorded_collectives(now_ns), recorded_collectives()
+    assert own is not None
+    assert all_of_them is not None
+    assert [each.inputs for each in own] == [["float32[1]"]]
+    assert len(all_of_them) >= 4
+
+
+@pytest.mark.ranks(1)
+def test_the_recorder_is_left_alone_while_another_thread_makes_a_group():
+    """torch writes its tables of groups without a lock that a reader could take: one that meets it dies of SIGSEGV."""
+    is_making, may_go_on = threading.Event(), threading.Event()
+
+    def _new_process_group_helper() -> None:
+        is_making.set()
+        may_go_on.wait()
+
+    dist.all_reduce(torch.tensor([1.0]))
+    thread = threading.Thread(target=_new_process_group_helper)
+    thread.start()
+    is_making.wait()
+    unread = recorded_collectives(patience_s=0.1)
+    may_go_on.set()
+    thread.join()
+    assert unread is None
+    read = recorded_collectives()
+    assert read is not None
+    assert [each.op for each in read] == ["all_reduce"]
+
+
+@pytest.mark.ranks(1)
+def test_no_module_is_replaced_while_another_thread_imports(tmp_path, monkeypatch):
+    """The stand-in for torch's compiler, which the reader needs for call sites, would be found by that import."""
+    (tmp_path / "slow_to_import.py").write_text("import time\nimport builtins\nbuiltins.may_go_on.wait()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    builtins.may_go_on = threading.Event()
+    dist.all_reduce(torch.tensor([1.0]))
+    thread = threading.Thread(target=lambda: __import__("slow_to_import"))
+    thread.start()
+    while "slow_to_import" not in sys.modules:
+        time.sleep(0.001)
+    meanwhile = recorded_collectives()
+    builtins.may_go_on.set()
+    thread.join()
+    afterwards = recorded_collectives()
+    assert meanwhile is not None
+    assert afterwards is not None
+    assert meanwhile[-1].site == "an unknown place"
+    assert f"{Path(__file__).name}:" in afterwards[-1].site
+
+
+def test_a_rank_whose_collectives_could_not_be_read_is_not_compared():
+    one = Collective(group="0", sequence=1, op="all_reduce", inputs=[], outputs=[], site="a.py:1 in f", finished=False)
+    states = {0: RankState(collectives=[one], members={"0": [0, 1]}), 1: RankState(collectives=None)}
+    assert first_difference(states) is None
+    assert waiting_for_the_finished(states, {1}) == ""
+    states[1] = RankState(members={"0": [0, 1]})
+    assert first_difference(states) is not None
+    assert waiting_for_the_finished(states, {1}) != ""
 
 
 @pytest.mark.ranks(2, 4)

@@ -13,6 +13,7 @@ from grpo_async_app._fleet import Fleet
 from grpo_async_app._groups import SampledGroup, load_groups
 from grpo_async_app._interrupt import run_interruptible
 from grpo_async_app._journal import Journal
+from grpo_async_app._liveness import watched_driver
 from grpo_async_app._preflight import Preflight
 from grpo_async_app._rollouts import Rollouts
 from grpo_async_app._scaling import scale_as_asked, take_asked_engines
@@ -39,15 +40,16 @@ def resume(preflight: Preflight, run: RunFolder) -> LoopSummary:
 
 def evaluate(preflight: Preflight, log_folder: Path) -> Validation:
     """Validate the model of the configuration once."""
-    fleet = Fleet(preflight.config, str(preflight.model.path), log_folder)
 
-    async def once() -> Validation:
+    async def once(fleet: Fleet) -> Validation:
         async with fleet:
             await fleet.start(preflight.placement)
             rollouts = Rollouts(preflight.config, fleet, preflight.template)
             return await validate(rollouts, fleet.engines, preflight.config, preflight.held_out, 0)
 
-    return run_interruptible(once(), fleet.kill)
+    with watched_driver(preflight.config.liveness, log_folder):
+        fleet = Fleet(preflight.config, str(preflight.model.path), log_folder)
+        return run_interruptible(once(fleet), fleet.kill)
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,9 @@ class _Session:
 
 def _run(session: _Session) -> LoopSummary:
     preflight, logs = session.preflight, session.run.logs
-    fleet = Fleet(preflight.config, str(preflight.model.path), logs, has_images=preflight.has_images)
-    return run_interruptible(_train(session, fleet), fleet.kill)
+    with watched_driver(preflight.config.liveness, logs):
+        fleet = Fleet(preflight.config, str(preflight.model.path), logs, has_images=preflight.has_images)
+        return run_interruptible(_train(session, fleet), fleet.kill)
 
 
 async def _train(session: _Session, fleet: Fleet) -> LoopSummary:

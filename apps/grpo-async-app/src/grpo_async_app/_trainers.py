@@ -151,5 +151,6 @@ def _rank_spec(spec: RoleSpec, place: TeamPlace) -> RoleSpec:
         spec,
         name=name,
         kwargs={**spec.kwargs, "team": place},
+        liveness_policy="abort",
         log_path=spec.log_path and spec.log_path.with_name(f"{name}.log"),
     )

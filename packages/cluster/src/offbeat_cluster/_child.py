@@ -1,4 +1,4 @@
-"""The process of one role: `python -m offbeat_cluster._child FD NAME`, started by LocalLauncher.
+"""The process of one role: `python -m offbeat_cluster._child FD GUARDIAN_FD NAME`, started by a launcher.
 
 The event loop reads calls and answers them. Methods that are not async, and the constructor, run in one worker
 thread, one at a time; so the loop, and with it every async method, answers while a long method computes.
@@ -34,9 +34,10 @@ from offbeat_cluster._frames import (
     Stop,
     write_frame,
 )
+from offbeat_cluster._guardian import PR_SET_PDEATHSIG, Guardian
+from offbeat_cluster._liveness import watch_role
 from offbeat_types import defer_device_backends
 
-_PR_SET_PDEATHSIG: Final = 1
 EXIT_PARENT_GONE: Final = 70
 
 
@@ -163,7 +164,7 @@ def _prepare_process() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         # The end of the socket says the same, but not to a thread that computes without the interpreter lock.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.enable(all_threads=False)  # of the crash only: the end of the log comes along in errors
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -185,8 +186,11 @@ def main(fd: int) -> None:
     _prepare_process()
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
+    watch_role(os.environ.get("OFFBEAT_ROLE", ""))
     asyncio.run(_serve(sock))
 
 
 if __name__ == "__main__":
+    guardian = Guardian(int(sys.argv[2]))
     main(int(sys.argv[1]))
+    guardian.dismiss()

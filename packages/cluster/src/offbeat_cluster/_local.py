@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from offbeat_cluster._channel import Channel, SocketStream
+from offbeat_cluster._guardian import GuardianPipe
 from offbeat_cluster._launching import ProcessLauncher
 from offbeat_cluster._local_process import LocalProcess
 from offbeat_cluster._role_actor import RoleActor
@@ -21,7 +22,7 @@ from offbeat_types import PlacementError, load_backend
 class LocalLauncher(ProcessLauncher):
     """Starts roles as child processes, and talks to them over socket pairs: no ports, no files, no pickle.
 
-    Children die with this process, however it dies.
+    Children die with this process, however it dies, and what they have started with them.
 
     Args:
         run_name: told to every role as the environment variable OFFBEAT_RUN.
@@ -67,16 +68,17 @@ class LocalLauncher(ProcessLauncher):
 
     async def _spawn(self, spec: RoleSpec) -> RoleActor:
         ours, theirs = socket.socketpair()
+        guardian = GuardianPipe()
         try:
             log = open_log(spec.log_path, spec.name) if spec.log_path else None
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *child_command(theirs.fileno(), spec.name),
+                    *child_command(theirs.fileno(), guardian.theirs, spec.name),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     env={**os.environ, **own_environment(spec, self._run_name, self.address)},
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(theirs.fileno(), guardian.theirs),
                     # A session of its own: Ctrl-C in the terminal reaches the driver only, and one signal to the
                     # group ends whatever processes the role has started.
                     start_new_session=True,
@@ -86,10 +88,12 @@ class LocalLauncher(ProcessLauncher):
                     os.close(log)
         except BaseException:
             ours.close()
+            guardian.abandon()
             raise
         finally:
             theirs.close()
-        return RoleActor(spec, LocalProcess(process), Channel(SocketStream(ours)), self._config)
+            guardian.hand_over()
+        return RoleActor(spec, LocalProcess(process, guardian), Channel(SocketStream(ours)), self._config)
 
 
 def _shown_devices(plan: Plan, groups: Sequence[RankGroup]) -> dict[str, dict[str, str]]:

@@ -6,6 +6,7 @@ import os
 import signal
 from typing import Final
 
+from offbeat_cluster._guardian import GuardianPipe
 from offbeat_cluster._process_state import describe_process
 
 _KILL_S: Final = 20.0
@@ -13,13 +14,18 @@ _KILL_S: Final = 20.0
 
 
 class LocalProcess:
-    """Implements `RoleProcess` for a child process that leads a process group of its own."""
+    """Implements `RoleProcess` for a child process that leads a process group of its own.
+
+    Args:
+        process: the child.
+        guardian: of its group, where it has one.
+    """
 
     address = "127.0.0.1"
     place = ""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, guardian: GuardianPipe | None = None) -> None:
+        self._process, self._guardian = process, guardian
         self._killed = asyncio.Event()
 
     @property
@@ -44,8 +50,15 @@ class LocalProcess:
         finally:
             ended.cancel()
             killed.cancel()
+            await self._end_group()
         doing = describe_process(self.pid) or "it holds its devices and memory until it does"
         return f"its process {self.pid} has not ended {_KILL_S:g} s after SIGKILL: {doing}"
+
+    async def _end_group(self) -> None:
+        """What it has started must not outlive it."""
+        if self._guardian is not None:
+            self.send_signal(signal.SIGKILL)
+            await self._guardian.close()
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to its process group."""

@@ -20,9 +20,15 @@ _THREAD_VARIABLES: Final = (
 )
 
 
-def child_command(fd: int, name: str) -> list[str]:
-    """Command line of the process of a role, which talks over the inherited socket `fd`."""
-    return [sys.executable, "-P", "-m", "offbeat_cluster._child", str(fd), name]
+def child_command(fd: int, guardian_fd: int, name: str) -> list[str]:
+    """Command line of the process of a role.
+
+    Args:
+        fd: socket that it inherits and talks over.
+        guardian_fd: its end of the pipe of its guardian, inherited.
+        name: of the role.
+    """
+    return [sys.executable, "-P", "-m", "offbeat_cluster._child", str(fd), str(guardian_fd), name]
 
 
 def own_environment(spec: RoleSpec, run_name: str, driver_address: str) -> Mapping[str, str]:
@@ -35,7 +41,7 @@ def own_environment(spec: RoleSpec, run_name: str, driver_address: str) -> Mappi
     """
     threads = dict.fromkeys(_THREAD_VARIABLES, str(spec.num_threads)) if spec.num_threads else {}
     run = {"PYTHONUNBUFFERED": "1", "OFFBEAT_RUN": run_name, "OFFBEAT_ROLE": spec.name}
-    return {**run, **invite(driver_address), **threads, **spec.env}
+    return {**run, **invite(driver_address, spec.liveness_policy), **threads, **spec.env}
 
 
 def write_start(spec: RoleSpec) -> Bytes:

@@ -22,6 +22,8 @@ class RoleSpec:
         env: environment variables added to those of the driver, or of the node where the role runs.
         num_threads: CPU threads of numpy, torch and OpenMP in the process; 0 leaves them as they are.
         log_path: file that takes stdout and stderr, appended to; None: those of the parent.
+        liveness_policy: of its monitor, where the driver is watched: "report" says who waits for whom; "abort" also
+            ends the process, with exit code 4, when it stands in a wait that will never end.
     """
 
     name: str
@@ -30,6 +32,7 @@ class RoleSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     num_threads: int = 0
     log_path: Path | None = None
+    liveness_policy: str = "report"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import threading
 from dataclasses import asdict
 from typing import Any
 
+from offbeat_data._liveness import declare_scoring, scorer_environment
 from offbeat_data._plain import to_plain
 from offbeat_data._prompts import Prompt
 from offbeat_data._reward import RewardError, RewardScore
@@ -123,7 +124,11 @@ class _ScoringChild:
             command = [sys.executable, "-m", "offbeat_data._scoring_child", str(theirs.fileno())]
             # A session of its own: Ctrl-C in the terminal is for the one who started it.
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=scorer_environment(),
             )
         self._socket, self._lines, self._is_ready = ours, ours.makefile("rb"), False
         self._start_timeout_s = start_timeout_s
@@ -151,8 +156,9 @@ class _ScoringChild:
 
     def ask(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
         """Send one request and wait for its reply. TimeoutError and other OSErrors leave the child unusable."""
-        self._send(request, deadline_s)
-        return self._receive()
+        with declare_scoring(deadline_s):
+            self._send(request, deadline_s)
+            return self._receive()
 
     def _send(self, request: dict[str, Any], deadline_s: float) -> None:
         self._socket.settimeout(deadline_s)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from offbeat_data._liveness import watch_scorer
 from offbeat_data._prompts import Prompt
 from offbeat_data._reward import build_reward
 from offbeat_data._reward_config import RewardConfig
@@ -51,6 +52,7 @@ def _as_reply(error: OffbeatError) -> dict[str, Any]:
 
 def main() -> None:
     """Serve the socket whose number is the first argument until the other side closes it."""
+    watch_scorer()
     with socket.socket(fileno=int(sys.argv[1])) as channel, channel.makefile("rb") as requests:
         for reply in serve(iter(requests)):
             channel.sendall(json.dumps(reply).encode() + b"\n")

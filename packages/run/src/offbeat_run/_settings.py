@@ -41,6 +41,6 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LivenessConfig:
-    """Section `liveness`: the monitor that names who waits for whom when ranks that train together stand still."""
+    """Section `liveness`: the monitor that names who waits for whom when the processes of a run stand still."""
 
-    stall_after_s: float = setting(60.0, "A wait this long is looked into; a run that is stuck ends.", "s", gt=0)
+    stall_after_s: float = setting(60.0, "A wait this long is looked into; ranks that are stuck end.", "s", gt=0)

@@ -7,9 +7,10 @@ from itertools import islice
 from math import ceil
 from typing import Any, Final
 
+from offbeat_cluster.placement._allocate import allocate
 from offbeat_cluster.placement._groups import Allocation, RankGroup
 from offbeat_cluster.placement._nodes import Node, sort_nodes
-from offbeat_cluster.placement._planner import allocate, fits
+from offbeat_cluster.placement._planner import fits
 
 MAX_SUGGESTIONS: Final = 5
 _MAX_MORE_NODES: Final = 4096
@@ -72,10 +73,10 @@ def suggest_changes(
     """
     nodes = sort_nodes(nodes)
     if allocation is not None:
-        part = allocate(nodes, allocation)
+        part = allocate(nodes, allocation, groups)
         if part is None:
             return tuple(_other_shapes(nodes, groups, allocation))
-        nodes = part
+        nodes = part.nodes
     found = _that_can_be_set(_single_changes(nodes, groups), groups)
     if not found:
         found = _that_can_be_set(_fewer_of_all(nodes, groups), groups)
@@ -210,8 +211,8 @@ def _other_shapes(nodes: Sequence[Node], groups: Sequence[RankGroup], allocation
     wanted = allocation.num_nodes * allocation.accelerators_per_node
     for per_node in range(most, 0, -1):
         shape = replace(allocation, num_nodes=-(-wanted // per_node), accelerators_per_node=per_node)
-        part = allocate(nodes, shape)
-        if part is not None and fits(part, groups):
+        part = allocate(nodes, shape, groups)
+        if part is not None and fits(part.nodes, groups):
             yield _reshape(allocation, shape)
             return
     shapes = [(sum(node.num_free(kind) >= size for node in nodes), size) for size in range(most, 0, -1)]
@@ -219,11 +220,12 @@ def _other_shapes(nodes: Sequence[Node], groups: Sequence[RankGroup], allocation
         return
     num_nodes, per_node = max(shapes, key=lambda shape: shape[0] * shape[1])
     shape = replace(allocation, num_nodes=num_nodes, accelerators_per_node=per_node)
-    part = allocate(nodes, shape) or []
-    if fits(part, groups):
+    part = allocate(nodes, shape, groups)
+    held = part.nodes if part is not None else []
+    if fits(held, groups):
         yield _reshape(allocation, shape)
         return
-    for changes in suggest_changes(part, groups):
+    for changes in suggest_changes(held, groups):
         if all(change.field != "nodes" for change in changes):
             yield (*_reshape(allocation, shape), *changes)
 

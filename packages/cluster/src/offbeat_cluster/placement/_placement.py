@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
+from offbeat_cluster.placement._allocate import Part, allocate
 from offbeat_cluster.placement._check import check_plan
 from offbeat_cluster.placement._groups import Allocation, RankGroup
 from offbeat_cluster.placement._nodes import Node, sort_nodes
 from offbeat_cluster.placement._plan import Plan
-from offbeat_cluster.placement._planner import allocate, find_plan
+from offbeat_cluster.placement._planner import find_plan
 from offbeat_cluster.placement._shortfall import allocation_error, misfit_error
 
 
@@ -26,12 +27,12 @@ def plan_placement(nodes: Sequence[Node], groups: Sequence[RankGroup], allocatio
         ConfigError: nodes or groups that contradict themselves.
     """
     nodes = sort_nodes(nodes)
-    part = allocate(nodes, allocation) if allocation is not None else list(nodes)
+    part = allocate(nodes, allocation, groups) if allocation is not None else Part(list(nodes))
     if part is None:
         assert allocation is not None  # only an allocation can fail
         raise allocation_error(nodes, groups, allocation)
-    outcome = find_plan(part, groups)
+    outcome = find_plan(part.nodes, groups)
     if outcome.plan is None:
-        raise misfit_error(part, groups, proven=outcome.proven)
-    check_plan(outcome.plan, part, groups)
+        raise misfit_error(part.nodes, groups, proven=outcome.proven and part.proven)
+    check_plan(outcome.plan, part.nodes, groups)
     return outcome.plan

@@ -1,12 +1,12 @@
 """The planner: nodes and groups in, a plan out, if there is one. The same answer everywhere, in any order of nodes."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice, product
 from typing import Final, NamedTuple
 
 from offbeat_cluster.placement._assign import assign
-from offbeat_cluster.placement._groups import Allocation, RankGroup, kinds_of, pools_of
+from offbeat_cluster.placement._groups import RankGroup, kinds_of, pools_of
 from offbeat_cluster.placement._nodes import Node, sort_nodes
 from offbeat_cluster.placement._packing import Packing, pack
 from offbeat_cluster.placement._plan import Plan
@@ -110,20 +110,39 @@ def _units(
             whole=whole,
         )
 
-    largest = max((room.total[kind] for room in rooms), default=0) if kind is not None else group.tensor_parallel
-    if group.tensor_parallel <= largest or not group.spans_nodes:
-        per_replica = group.pipeline_parallel if by_stages else 1
-        yield [units(group.ranks_per_replica // per_replica, group.num_replicas * per_replica)]
+    per_replica = group.pipeline_parallel if by_stages else 1
+    yield [units(group.ranks_per_replica // per_replica, group.num_replicas * per_replica)]
+    if not group.spans_nodes:
         return
     assert kind is not None  # RankGroup refuses the other
-    num_stages = group.num_replicas * group.pipeline_parallel
-    whole_nodes = [room.total[kind] for room in rooms if 0 < room.free[kind] == room.total[kind]]
-    sizes = [size for size in sorted(set(whole_nodes), reverse=True) if group.tensor_parallel % size == 0]
-    for numbers in _splits(num_stages, [whole_nodes.count(s) // (group.tensor_parallel // s) for s in sizes]):
+    yield from _spanning_units(group, [(room.free[kind], room.total[kind]) for room in rooms], units)
+
+
+def _spanning_units(
+    group: RankGroup, rooms: Sequence[tuple[int, int]], units: Callable[..., UnitType]
+) -> Iterator[list[UnitType]]:
+    """Ways of cutting a group whose stages may lie on several nodes: as many stages as can on one node each, the others
+    on whole nodes of one size, which are narrower than a stage.
+
+    Args:
+        group: to be cut.
+        rooms: free accelerators of each node, and how many it has in all.
+        units: makes units of a width.
+    """
+    width, num_stages = group.tensor_parallel, group.num_replicas * group.pipeline_parallel
+    whole = [total for free, total in rooms if 0 < free == total < width and width % total == 0]
+    sizes = sorted(set(whole), reverse=True)
+    most = [sum(free // width for free, _ in rooms), *(whole.count(size) // (width // size) for size in sizes)]
+    for single, *numbers in _splits(num_stages, most):
+        if single == num_stages:
+            continue  # that is the way of a group that spans no nodes
         yield [
-            units(size, number * (group.tensor_parallel // size), whole=True)
-            for size, number in zip(sizes, numbers, strict=True)
-            if number
+            *([units(width, single)] if single else []),
+            *(
+                units(size, number * (width // size), whole=True)
+                for size, number in zip(sizes, numbers, strict=True)
+                if number
+            ),
         ]
 
 
@@ -136,18 +155,3 @@ def _splits(total: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
     for first in range(min(total, most[0]), -1, -1):
         for rest in _splits(total - first, most[1:]):
             yield first, *rest
-
-
-def allocate(nodes: Sequence[Node], allocation: Allocation) -> list[Node] | None:
-    """The part of the cluster that an allocation names: its first nodes with room, cut down to what was asked for.
-
-    None when there are not so many such nodes.
-    """
-    kind, per_node = allocation.kind, allocation.accelerators_per_node
-    roomy = [node for node in sort_nodes(nodes) if node.num_free(kind) >= per_node][: allocation.num_nodes]
-    if len(roomy) < allocation.num_nodes:
-        return None
-    return [
-        replace(node, free={**node.free, kind: node.free[kind][:per_node]}, total={**node.total, kind: per_node})
-        for node in roomy
-    ]

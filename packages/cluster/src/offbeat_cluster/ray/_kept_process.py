@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from offbeat_cluster._guardian import GuardianPipe
 from offbeat_cluster._process_state import describe_process
 from offbeat_cluster._spawn import child_command
 from offbeat_cluster.ray._log_mirror import LogMirror
@@ -40,19 +41,24 @@ class KeptProcess:
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         output = self._log.fd if self._log else None
+        self._guardian = GuardianPipe()
         try:
             self._child = subprocess.Popen(
-                child_command(theirs.fileno(), order.role),
+                child_command(theirs.fileno(), self._guardian.theirs, order.role),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env=dict(env),
                 cwd=order.folder if Path(order.folder).is_dir() else None,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), self._guardian.theirs),
                 start_new_session=True,
             )
+        except BaseException:
+            self._guardian.abandon()
+            raise
         finally:
             theirs.close()
+            self._guardian.hand_over()
         self._held = bytearray()
         self._heard_s = time.monotonic()
         self._code: int | None = None
@@ -134,6 +140,7 @@ class KeptProcess:
         await self._exited.wait()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)  # what it has started must not outlive it
+        await self._guardian.close()
         await asyncio.wait({self._reading}, timeout=_LAST_WORDS_S)
         self._reading.cancel()
         self._leasing.cancel()

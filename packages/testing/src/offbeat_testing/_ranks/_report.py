@@ -35,9 +35,15 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """Where a rank stands: its collectives, the members of its groups and the stacks of its threads."""
+    """Where a rank stands: its collectives, the members of its groups and the stacks of its threads.
 
-    collectives: list[Collective] = field(default_factory=list)
+    Args:
+        collectives: None while a thread of the rank used its groups, so that they could not be read.
+        members: global ranks, by group.
+        stacks: of its threads.
+    """
+
+    collectives: list[Collective] | None = field(default_factory=list)
     members: dict[str, list[int]] = field(default_factory=dict)
     stacks: str = ""
 
@@ -86,4 +92,5 @@ def from_line(line: bytes) -> Message:
 
 
 def _state(fields: dict[str, Any]) -> RankState:
-    return RankState(**{**fields, "collectives": [Collective(**one) for one in fields["collectives"]]})
+    read = fields["collectives"]
+    return RankState(**{**fields, "collectives": None if read is None else [Collective(**one) for one in read]})
