@@ -58,7 +58,6 @@ def test_an_engine_that_stands_still_is_named_with_the_line_it_stands_in_and_sta
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.xfail(reason="the leader's policy holds for all processes it tells, whatever their own", strict=True)
 def test_ranks_that_cannot_go_on_end_themselves_and_neither_driver_nor_engines(
     forked_main: Main, config: Path, tmp_path: Path
 ) -> None:

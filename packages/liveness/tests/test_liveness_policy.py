@@ -19,7 +19,7 @@ import offbeat_liveness as liveness
 from offbeat_liveness._announcer import Announcer
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._dumps import DumpWriter
-from offbeat_liveness._monitor import Monitor
+from offbeat_liveness._monitor import must_end
 from offbeat_liveness._settings import Settings
 
 PAUSE_S = 4 * STALL_S
@@ -250,9 +250,7 @@ def verdict(**more: object) -> Verdict:
     ],
 )
 def test_what_a_policy_ends(policy: str, found: Verdict, ends: bool) -> None:
-    monitor = Monitor.__new__(Monitor)
-    monitor.settings = Settings(policy=policy)  # type: ignore[arg-type]
-    assert monitor._ends_run(found) is ends
+    assert must_end(found, policy) is ends  # type: ignore[arg-type]
 
 
 class NoPeers:

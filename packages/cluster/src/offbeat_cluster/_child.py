@@ -35,7 +35,7 @@ from offbeat_cluster._frames import (
     write_frame,
 )
 from offbeat_cluster._guardian import PR_SET_PDEATHSIG, Guardian
-from offbeat_cluster._liveness import watch_role
+from offbeat_liveness import watch_if_invited
 from offbeat_types import defer_device_backends
 
 EXIT_PARENT_GONE: Final = 70
@@ -186,7 +186,7 @@ def main(fd: int) -> None:
     _prepare_process()
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
-    watch_role(os.environ.get("OFFBEAT_ROLE", ""))
+    watch_if_invited(os.environ.get("OFFBEAT_ROLE", ""))
     asyncio.run(_serve(sock))
 
 

@@ -1,15 +1,9 @@
 """Liveness of a run: whoever is watched has the roles that it starts watched too, under their own names."""
 
-import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Final
 
 import offbeat_liveness as liveness
-
-_MEETING: Final = "OFFBEAT_LIVENESS_MEETING"
-_STALL_AFTER: Final = "OFFBEAT_STALL_AFTER_S"
-_POLICY: Final = "OFFBEAT_LIVENESS_POLICY"
 
 
 def declare_wait(name: str, on: str, deadline_s: float) -> AbstractContextManager[None]:
@@ -23,7 +17,7 @@ def declare_wait(name: str, on: str, deadline_s: float) -> AbstractContextManage
     return liveness.waiting(name, on=on, deadline_s=deadline_s)
 
 
-def invite(host: str, policy: str) -> Mapping[str, str]:
+def invite(host: str, policy: liveness.Policy) -> Mapping[str, str]:
     """Environment variables by which a role is watched, and meets this process and through it the other roles.
 
     Args:
@@ -36,15 +30,4 @@ def invite(host: str, policy: str) -> Mapping[str, str]:
     monitor = liveness.current_monitor()
     if monitor is None:
         return {}
-    stall_after_s = str(monitor.settings.stall_after_s)
-    return {**monitor.invite(host), _STALL_AFTER: stall_after_s, _POLICY: policy}
-
-
-def watch_role(name: str) -> None:
-    """Watch this process as the role of this name, if it was invited."""
-    if not os.environ.get(_MEETING):
-        return
-    known = liveness.current_monitor()
-    if known is not None and known.settings.name != name:  # of the driver that this is a fork of
-        known.close()
-    liveness.watch(name=name)
+    return monitor.invite(host, policy=policy)

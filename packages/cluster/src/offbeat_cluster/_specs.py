@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, overload
 
 from offbeat_cluster.placement import Node, Plan, RankGroup
+from offbeat_liveness import Policy
 from offbeat_types import setting
 
 T = TypeVar("T")
@@ -32,7 +33,7 @@ class RoleSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     num_threads: int = 0
     log_path: Path | None = None
-    liveness_policy: str = "report"
+    liveness_policy: Policy = "report"
 
 
 @dataclass(frozen=True)

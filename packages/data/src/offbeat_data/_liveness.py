@@ -13,8 +13,7 @@ def scorer_environment() -> dict[str, str]:
     monitor = liveness.current_monitor()
     if monitor is None:
         return dict(os.environ)
-    own = {"OFFBEAT_STALL_AFTER_S": str(monitor.settings.stall_after_s), "OFFBEAT_LIVENESS_POLICY": "report"}
-    return {**os.environ, **monitor.invite(), **own}
+    return {**os.environ, **monitor.invite(policy="report")}
 
 
 def declare_scoring(deadline_s: float) -> AbstractContextManager[None]:
@@ -24,5 +23,4 @@ def declare_scoring(deadline_s: float) -> AbstractContextManager[None]:
 
 def watch_scorer() -> None:
     """In the child: watch it, if it was invited."""
-    if os.environ.get("OFFBEAT_LIVENESS_MEETING"):
-        liveness.watch(name=SCORER)
+    liveness.watch_if_invited(SCORER)

@@ -6,8 +6,9 @@ from offbeat_liveness._monitor import Monitor
 from offbeat_liveness._process.current_frames import current_frames
 from offbeat_liveness._process.head import CallSite, Collective, Head
 from offbeat_liveness._process.ledger import waiting
-from offbeat_liveness._process.process_groups import name_group, recent_collectives
-from offbeat_liveness._watch import current_monitor, watch
+from offbeat_liveness._process.process_groups import name_group, recent_collectives, settled_collectives
+from offbeat_liveness._settings import Policy
+from offbeat_liveness._watch import current_monitor, watch, watch_if_invited
 
 __all__ = [
     "CallSite",
@@ -17,11 +18,14 @@ __all__ = [
     "LivenessError",
     "Monitor",
     "Party",
+    "Policy",
     "Verdict",
     "current_frames",
     "current_monitor",
     "name_group",
     "recent_collectives",
+    "settled_collectives",
     "waiting",
     "watch",
+    "watch_if_invited",
 ]

@@ -9,9 +9,9 @@ from offbeat_liveness._diagnosis.verdict import Verdict, join_names
 from offbeat_liveness._dumps import DumpWriter
 from offbeat_liveness._ending import say
 from offbeat_liveness._network.peers import Peers
-from offbeat_liveness._network.side_channel import Message, ask_all
+from offbeat_liveness._network.side_channel import ask_all
 from offbeat_liveness._process.goodbye import describe
-from offbeat_liveness._process.head import Head, from_data
+from offbeat_liveness._process.head import Head
 from offbeat_liveness._settings import Settings
 
 TELL_S: Final = 0.5
@@ -63,7 +63,7 @@ class Announcer:
             self._spoken, self._spoke_s = verdict, time.monotonic()
         if is_known and not ends_run:
             return
-        message = {"ask": "verdict", "verdict": verdict.to_data(), "leader": self._peers.own_name(), "end": ends_run}
+        message = {"ask": "verdict", "verdict": verdict.to_data(), "leader": self._peers.own_name()}
         ask_all(self._peers.running(), message, self._peers.secret, TELL_S)
         self._tell_program(verdict)
         self._dumps.write_verdict(verdict)
@@ -83,12 +83,11 @@ class Announcer:
             self._quiet_s = QUIET_STALLS * self._settings.stall_after_s
         ask_all(self._peers.running(), {"ask": "moves"}, self._peers.secret, TELL_S)
 
-    def hear(self, message: Message) -> None:
+    def hear(self, verdict: Verdict, leader: str, *, ends_run: bool) -> None:
         """The leader's announcement."""
-        verdict = from_data(Verdict, message["verdict"])
         self.verdict = verdict
-        if verdict.is_proof or message["end"]:
-            say(f"offbeat liveness: {self._peers.own_name()}: {verdict.kind}, told in full by {message['leader']}")
+        if verdict.is_proof or ends_run:
+            say(f"offbeat liveness: {self._peers.own_name()}: {verdict.kind}, told in full by {leader}")
         self._tell_program(verdict)
         self._dumps.write_head(self._read_head())
 

@@ -70,22 +70,25 @@ class Ending:
         self.has_begun = False
         self._peers, self._dumps, self._grace_s = peers, dumps, grace_s
         self._read_head, self._is_going = read_head, is_going
-        self._is_finishing = False
+        self._is_finishing = self._is_leading = False
         self._may_leave = threading.Event()
 
-    def begin(self, *, leads: bool) -> None:
-        """End this process in a thread of its own.
+    def begin(self, *, leads: bool, ends: bool) -> None:
+        """Do what is to be done, in a thread of its own.
 
         Args:
             leads: tell the others when to leave.
+            ends: this process ends too; with a policy that only reports it does not.
         """
-        if self.has_begun:
+        if self.has_begun or self._is_leading:
             return
-        self.has_begun = self._is_finishing = True
+        self.has_begun = self._is_finishing = ends
+        self._is_leading = leads
         try:
-            threading.Thread(target=self._run, args=(leads,), name=f"{OWN_THREADS}-end", daemon=True).start()
+            threading.Thread(target=self._run, args=(leads, ends), name=f"{OWN_THREADS}-end", daemon=True).start()
         except RuntimeError:  # the interpreter is on its way out already and starts no threads
-            leave()
+            if ends:
+                leave()
 
     def is_finishing(self) -> bool:
         """Whether this process still does something that it may finish."""
@@ -99,15 +102,19 @@ class Ending:
         """As the process that leads: let everybody go."""
         ask_all(self._peers.running(), {"ask": "leave"}, self._peers.secret, ASK_S)
 
-    def _run(self, leads: bool) -> None:
+    def _run(self, leads: bool, ends: bool) -> None:
         end_s = time.monotonic() + self._grace_s
-        self._finish(end_s)
+        if ends:
+            self._finish(end_s)
         self._is_finishing = False
         if leads:
             while time.monotonic() < end_s and (self._is_going() or self._somebody_finishes()):
                 time.sleep(POLL_S)
             self.tell_leave()
-        else:
+            self._is_leading = False
+        if not ends:
+            return
+        if not leads:
             self._may_leave.wait(max(0.0, end_s - time.monotonic()) + ROUNDS_S)
         self._dumps.flush(DUMPS_S)
         leave()

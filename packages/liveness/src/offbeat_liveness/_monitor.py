@@ -29,7 +29,7 @@ from offbeat_liveness._process.motion import Motion
 from offbeat_liveness._process.proc import HOST, pid_state
 from offbeat_liveness._process.reading import read_head
 from offbeat_liveness._process.stacks import OWN_THREADS, join_own_threads
-from offbeat_liveness._settings import Settings
+from offbeat_liveness._settings import POLICY, STALL_AFTER, Policy, Settings
 
 PING_S: Final = 0.4
 SUSPENDED_S: Final = 3.0  # a monitor may be late by as much on a machine under load
@@ -59,6 +59,16 @@ def is_elastic(environment: Mapping[str, str]) -> bool:
     A rank that ends by itself meanwhile would count as a failure, which may be one too many (max_restarts).
     """
     return "TORCHELASTIC_RUN_ID" in environment and int(environment.get("GROUP_WORLD_SIZE") or 1) > 1
+
+
+def must_end(verdict: Verdict, policy: Policy) -> bool:
+    """Whether a policy ends a process now: on a proof, and on a suspicion once its timeout is over."""
+    if policy == "report" or not verdict.may_end:
+        return False
+    is_due = verdict.due_in_s is not None and verdict.due_in_s <= -ACT_AFTER_S
+    if is_elastic(os.environ) and verdict.fate in REPLACED_BY_AGENTS:
+        return is_due
+    return verdict.is_proof or is_due or policy == "strict"
 
 
 class Monitor:
@@ -131,18 +141,20 @@ class Monitor:
         """
         return find_verdict(self._look_around(max(0.1, self.settings.stall_after_s / 10)))
 
-    def invite(self, host: str = LOOPBACK) -> dict[str, str]:
+    def invite(self, host: str = LOOPBACK, *, policy: Policy | None = None) -> dict[str, str]:
         """Let a process that is started from here know this one and all that it knows, on whatever host.
 
         Args:
             host: an IP address of this machine that leads here from there; the monitor listens at it from now on.
+            policy: of that process's monitor; its own business without it.
 
         Returns:
-            Environment variables for that process, which calls `watch`; they hold a secret. None where nobody can
-            listen at `host`, which is said once.
+            Environment variables for that process, which calls `watch_if_invited`; they hold a secret. None where
+            nobody can listen at `host`, which is said once.
         """
+        own = {STALL_AFTER: str(self.settings.stall_after_s), **({POLICY: policy} if policy else {})}
         try:
-            return self._peers.invite(host).variables()
+            return self._peers.invite(host).variables() | own
         except OSError as error:
             self._complain(f"{self._peers.own_name()}: nobody can be invited to {host}: {error.strerror}")
             return {}
@@ -276,20 +288,11 @@ class Monitor:
                 self._is_leading = False
 
     def _tell(self, verdict: Verdict) -> None:
-        """Tell a verdict, and end the run where the policy says so."""
-        ends_run = self._ends_run(verdict) and not self._ending.has_begun
-        self._told.announce(verdict, ends_run=ends_run)
-        if ends_run:
-            self._ending.begin(leads=True)
-
-    def _ends_run(self, verdict: Verdict) -> bool:
-        """Whether the policy ends the run now: on a proof, and on a suspicion once its timeout is over."""
-        if self.settings.policy == "report" or not verdict.may_end:
-            return False
-        is_due = verdict.due_in_s is not None and verdict.due_in_s <= -ACT_AFTER_S
-        if is_elastic(os.environ) and verdict.fate in REPLACED_BY_AGENTS:
-            return is_due
-        return verdict.is_proof or is_due or self.settings.policy == "strict"
+        """Tell a verdict to all; each process whose policy says so ends itself, and this one says when."""
+        ends = must_end(verdict, self.settings.policy)
+        self._told.announce(verdict, ends_run=ends)
+        if must_end(verdict, "strict"):
+            self._ending.begin(leads=True, ends=ends)
 
     def _find(self) -> Verdict | None:
         """A verdict on which several looks agree: heads are read one by one, so a run that moves may look stuck.
@@ -299,7 +302,7 @@ class Monitor:
         first = self._look()
         if first is None or (self.verdict is not None and first.key == self.verdict.key):
             return first
-        for _ in range(NUM_LOOKS - 1 if self._ends_run(first) else 1):
+        for _ in range(NUM_LOOKS - 1 if must_end(first, "abort") else 1):
             time.sleep(CONFIRM_S)
             again = self._look()
             if again is None or again.key != first.key:
@@ -339,9 +342,11 @@ class Monitor:
         elif kind == "farewell":
             self._hear_farewell(message)
         elif kind == "verdict":
-            self._told.hear(message)
-            if message["end"]:
-                self._ending.begin(leads=False)
+            verdict = from_data(Verdict, message["verdict"])
+            ends = must_end(verdict, self.settings.policy)
+            self._told.hear(verdict, str(message["leader"]), ends_run=ends)
+            if ends:
+                self._ending.begin(leads=False, ends=True)
         elif kind == "finishing":
             return {"finishing": self._ending.is_finishing()}
         elif kind == "leave":

@@ -10,6 +10,7 @@ from typing import Final
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._ending import say
 from offbeat_liveness._monitor import Monitor
+from offbeat_liveness._network.invitation import read_invitation
 from offbeat_liveness._process import ledger, process_groups, world_entry
 from offbeat_liveness._settings import Policy, Settings, read_settings
 
@@ -52,6 +53,25 @@ def watch(
         _be_pending(None)
         _MONITORS[:] = [Monitor(settings, on_verdict)]
         return _MONITORS[-1]
+
+
+def watch_if_invited(name: str) -> Monitor | None:
+    """Watch this process if a watched one has started it with an invitation; the way of roles and engines.
+
+    A monitor that came with a fork from another process is closed.
+
+    Args:
+        name: of this process, such as "rollout-0".
+
+    Returns:
+        None where nobody has invited this process.
+    """
+    if read_invitation() is None:
+        return None
+    known = current_monitor()
+    if known is not None and known.settings.name != name:
+        known.close()
+    return watch(name=name)
 
 
 def watch_when_needed(settings: Settings) -> None:

@@ -19,6 +19,7 @@ from offbeat_liveness._process.recorder_entries import (
     parse_transfers,
     seq_of,
 )
+from offbeat_liveness._process.still_recorder import PATIENCE_S, StillRecorder
 
 RECENT: Final = 32
 DEVICE_MESH: Final = "mesh_"
@@ -52,6 +53,21 @@ def recent_collectives(num_last: int | None = None, *, call_sites: bool = False)
     entries = flight_recorder.read_entries(call_sites=call_sites)
     collectives = parse_entries(entries)
     return collectives if num_last is None else collectives[max(0, len(collectives) - num_last) :]
+
+
+def settled_collectives(*, call_sites: bool = False, patience_s: float = PATIENCE_S) -> list[Collective] | None:
+    """`recent_collectives` for any thread at any time.
+
+    Args:
+        call_sites: with the line of each call.
+        patience_s: how long to wait for a moment in which no thread makes or uses a group.
+
+    Returns:
+        None when there was no such moment: torch lets nobody read while another thread writes.
+    """
+    if StillRecorder(patience_s).entries() is None:
+        return None
+    return recent_collectives(call_sites=call_sites)
 
 
 def default_group() -> Any:

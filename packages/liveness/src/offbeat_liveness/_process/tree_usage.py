@@ -29,8 +29,8 @@ class TreeUsage:
 
     Args:
         cpu_s: seconds on a core.
-        io_bytes: read and written by read() and write() and their like; what goes through send() and recv() is not
-            counted by the kernel. What this module itself reads is left out.
+        io_bytes: written by write() and its like, and read from a disk or a network file system; what goes through
+            send() and recv() is not counted by the kernel, and what is read from memory does not count.
         at_work: a thread is on a core or ready for one (R), or in the kernel for a disk or a network file system (D).
         time_s: monotonic seconds of this look.
         num_processes: that were found; 0 where the platform does not tell.
@@ -61,8 +61,8 @@ class UsageRates:
 def tree_usage(pid: int) -> TreeUsage:
     """What a process of this machine and its descendants have used until now.
 
-    Source: proc(5): /proc/pid/stat fields 14 to 17 (own and waited-for children's ticks), /proc/pid/io (rchar, wchar),
-    /proc/pid/task/tid/children.
+    Source: proc(5): /proc/pid/stat fields 14 to 17 (own and waited-for children's ticks), /proc/pid/io (wchar,
+    read_bytes), /proc/pid/task/tid/children.
     """
     scan = _Scan()
     ticks, io_bytes, at_work, found = 0, 0, False, 0
@@ -171,26 +171,9 @@ def _is_at_work(pid: int, state: bytes, threads: list[int], own: Collection[int]
 
 def _io_bytes(pid: int) -> int:
     with contextlib.suppress(OSError, ValueError):
-        read, written = _read(f"/proc/{pid}/io").split(b"\n", 2)[:2]
-        counted = int(read.rpartition(b" ")[2]) + int(written.rpartition(b" ")[2])
-        return counted - _OWN.num_bytes if pid == os.getpid() else counted
+        values = dict(line.split(b": ") for line in _read(f"/proc/{pid}/io").splitlines())
+        return int(values[b"wchar"]) + int(values[b"read_bytes"])
     return 0
-
-
-class _OwnReads:
-    """How much this module has read in this process; the kernel counts it as the process's."""
-
-    num_bytes = 0
-
-
-_OWN: Final = _OwnReads()
-
-
-def _forget_own_reads() -> None:
-    _OWN.num_bytes = 0
-
-
-os.register_at_fork(after_in_child=_forget_own_reads)
 
 
 def _read(path: str) -> bytes:
@@ -199,7 +182,6 @@ def _read(path: str) -> bytes:
         data = os.read(file, READ_BYTES)
     finally:
         os.close(file)
-    _OWN.num_bytes += len(data)
     return data
 
 

@@ -101,13 +101,12 @@ def recorded_collectives(since_ns: int = 0, *, patience_s: float = PATIENCE_S) -
     Returns:
         None when there was no such moment: torch lets nobody read while another thread writes.
     """
-    from offbeat_liveness import recent_collectives
-    from offbeat_liveness._process.still_recorder import StillRecorder
+    from offbeat_liveness import settled_collectives
 
-    if StillRecorder(patience_s).entries() is None:
+    entries = settled_collectives(call_sites=True, patience_s=patience_s)
+    if entries is None:
         return None
-    entries = (entry for entry in recent_collectives(call_sites=True) if entry.created_ns >= since_ns)
-    return [_collective(entry) for entry in entries if entry.peer is None]
+    return [_collective(entry) for entry in entries if entry.created_ns >= since_ns and entry.peer is None]
 
 
 def group_members() -> dict[str, list[int]]:
