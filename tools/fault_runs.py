@@ -11,6 +11,7 @@ import faulthandler
 import importlib
 import json
 import os
+import pdb
 import pty
 import runpy
 import signal
@@ -342,6 +343,7 @@ def _run_as_main(run: FaultRun, rank: int, folder: Path) -> int:
     """Run the program as the interpreter would: hooks for an uncaught exception, then exit handlers of this process."""
     atexit._clear()
     faulthandler.disable()  # pytest's, which writes where pytest does
+    importlib.reload(pdb)  # pytest puts its own set_trace in place, which wants a terminal of pytest's
     if run.stall_after_s is not None and rank not in run.unwatched:
         import offbeat_liveness as liveness
 

@@ -71,29 +71,37 @@ class Announcer:
 
     def announce_movement(self) -> None:
         """As the leader: the run moves again; told where the suspicion was told."""
-        stuck, self.verdict = self.verdict, None
+        was_told = self._spoken is not None
+        stuck, passed_s = self._note_end()
         if stuck is None:
             return
-        passed_s = time.time() - stuck.time_s + stuck.stalled_s
-        self._longest_s[stuck.topic] = max(self._longest_s.get(stuck.topic, 0.0), passed_s)
-        if self._spoken is not None:
+        if was_told:
             who = f"{join_names(stuck.missing)} came" if stuck.missing else "the call ended"
             say(f"offbeat liveness: it moves again: {who} after {passed_s:.0f} s ({stuck.kind})")
-            self._spoken = None
-            self._quiet_s = QUIET_STALLS * self._settings.stall_after_s
         ask_all(self._peers.running(), {"ask": "moves"}, self._peers.secret, TELL_S)
 
     def hear(self, verdict: Verdict, leader: str, *, ends_run: bool) -> None:
-        """The leader's announcement."""
-        self.verdict = verdict
+        """The leader's announcement; should this process lead next, what was told is told."""
+        self.verdict = self._spoken = verdict
+        self._spoke_s = time.monotonic()
         if verdict.is_proof or ends_run:
             say(f"offbeat liveness: {self._peers.own_name()}: {verdict.kind}, told in full by {leader}")
         self._tell_program(verdict)
         self._dumps.write_head(self._read_head())
 
     def hear_movement(self) -> None:
-        """The run moves again."""
-        self.verdict = None
+        """The leader says that the run moves again."""
+        self._note_end()
+
+    def _note_end(self) -> tuple[Verdict | None, float]:
+        """The stall is over: what it was, and how long it lasted."""
+        stuck, self.verdict, self._spoken = self.verdict, None, None
+        self._quiet_s = QUIET_STALLS * self._settings.stall_after_s
+        if stuck is None:
+            return None, 0.0
+        passed_s = time.time() - stuck.time_s + stuck.stalled_s
+        self._longest_s[stuck.topic] = max(self._longest_s.get(stuck.topic, 0.0), passed_s)
+        return stuck, passed_s
 
     def _is_news(self, verdict: Verdict, *, is_known: bool) -> bool:
         """Whether a verdict is worth a reader's time."""

@@ -31,7 +31,7 @@ from offbeat_liveness._process.reading import read_head
 from offbeat_liveness._process.stacks import OWN_THREADS, join_own_threads
 from offbeat_liveness._settings import POLICY, STALL_AFTER, Policy, Settings
 
-PING_S: Final = 0.4
+PING_S: Final = 0.8  # on a machine under load: who gets no answer leads, and two that lead speak twice
 SUSPENDED_S: Final = 3.0  # a monitor may be late by as much on a machine under load
 MEETING_S: Final = 3.0  # for addresses to come, on a machine under load
 CONFIRM_S: Final = 0.25
@@ -289,6 +289,10 @@ class Monitor:
 
     def _tell(self, verdict: Verdict) -> None:
         """Tell a verdict to all; each process whose policy says so ends itself, and this one says when."""
+        is_news = self.verdict is None or self.verdict.key != verdict.key
+        if is_news and not verdict.is_proof and self._find_leader() is not None:
+            self._call_leader()  # it was too slow to answer before, and is not now
+            return
         ends = must_end(verdict, self.settings.policy)
         self._told.announce(verdict, ends_run=ends)
         if must_end(verdict, "strict"):

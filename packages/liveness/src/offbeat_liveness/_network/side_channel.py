@@ -45,9 +45,9 @@ class Address:
     world: str = ""
 
     @property
-    def order(self) -> tuple[bool, int, str]:
-        """The lowest leads: ranks before other roles."""
-        return self.rank is None, self.rank or 0, self.name
+    def order(self) -> tuple[bool, int, str, str, int]:
+        """The lowest leads: ranks before other roles; no two have the same, though two worlds may have a rank 0."""
+        return self.rank is None, self.rank or 0, self.name, self.machine, self.pid
 
     @property
     def seat(self) -> tuple[str, int | None] | None:
