@@ -51,6 +51,7 @@ class Announcer:
         self._longest_s: dict[tuple[object, ...], float] = {}
         self._spoken: Verdict | None = None
         self._spoke_s = -1e9
+        self._is_speaker = False  # whoever told a stall tells its end
         self._quiet_s = QUIET_STALLS * settings.stall_after_s
 
     def announce(self, verdict: Verdict, *, ends_run: bool) -> None:
@@ -60,7 +61,7 @@ class Announcer:
         self.verdict = verdict
         if ends_run or self._is_news(verdict, is_known=is_known):
             say(verdict.text)
-            self._spoken, self._spoke_s = verdict, time.monotonic()
+            self._spoken, self._spoke_s, self._is_speaker = verdict, time.monotonic(), True
         if is_known and not ends_run:
             return
         message = {"ask": "verdict", "verdict": verdict.to_data(), "leader": self._peers.own_name()}
@@ -71,11 +72,11 @@ class Announcer:
 
     def announce_movement(self) -> None:
         """As the leader: the run moves again; told where the suspicion was told."""
-        was_told = self._spoken is not None
+        is_speaker = self._is_speaker
         stuck, passed_s = self._note_end()
         if stuck is None:
             return
-        if was_told:
+        if is_speaker:
             who = f"{join_names(stuck.missing)} came" if stuck.missing else "the call ended"
             say(f"offbeat liveness: it moves again: {who} after {passed_s:.0f} s ({stuck.kind})")
         ask_all(self._peers.running(), {"ask": "moves"}, self._peers.secret, TELL_S)
@@ -83,7 +84,7 @@ class Announcer:
     def hear(self, verdict: Verdict, leader: str, *, ends_run: bool) -> None:
         """The leader's announcement; should this process lead next, what was told is told."""
         self.verdict = self._spoken = verdict
-        self._spoke_s = time.monotonic()
+        self._spoke_s, self._is_speaker = time.monotonic(), False
         if verdict.is_proof or ends_run:
             say(f"offbeat liveness: {self._peers.own_name()}: {verdict.kind}, told in full by {leader}")
         self._tell_program(verdict)
@@ -95,7 +96,7 @@ class Announcer:
 
     def _note_end(self) -> tuple[Verdict | None, float]:
         """The stall is over: what it was, and how long it lasted."""
-        stuck, self.verdict, self._spoken = self.verdict, None, None
+        stuck, self.verdict, self._spoken, self._is_speaker = self.verdict, None, None, False
         self._quiet_s = QUIET_STALLS * self._settings.stall_after_s
         if stuck is None:
             return None, 0.0
