@@ -243,7 +243,7 @@ CATALOGUE: Final = (
     Fault(
         name="queues_only",
         example_of="queue",
-        kinds=("starved", "wait-cycle", "missing-member"),
+        kinds=("standstill", "wait-cycle"),
         because=NAMES_NOBODY,
         guilty=_everybody,
         sizes=(2, 4),
@@ -253,7 +253,7 @@ CATALOGUE: Final = (
     Fault(
         name="thread_raises",
         example_of="thread",
-        kinds=("starved", "missing-member"),
+        kinds=("standstill",),
         because=ANOTHER_THREAD,
         guilty=_everybody,
         sizes=(2, 4),

@@ -9,12 +9,13 @@ from offbeat_liveness._diagnosis.verdict import Verdict, join_names
 from offbeat_liveness._dumps import DumpWriter
 from offbeat_liveness._ending import say
 from offbeat_liveness._network.peers import Peers
-from offbeat_liveness._network.side_channel import ask_all
+from offbeat_liveness._network.side_channel import Message, ask_all
 from offbeat_liveness._process.goodbye import describe
 from offbeat_liveness._process.head import Head
 from offbeat_liveness._settings import Settings
 
 TELL_S: Final = 0.5
+NUM_TRIES: Final = 3
 LONGER: Final = 2.0
 """A pause that has come before is told again when it lasts so many times as long as it ever did."""
 QUIET_STALLS: Final = 10.0
@@ -65,10 +66,19 @@ class Announcer:
         if is_known and not ends_run:
             return
         message = {"ask": "verdict", "verdict": verdict.to_data(), "leader": self._peers.own_name()}
-        ask_all(self._peers.running(), message, self._peers.secret, TELL_S)
+        self._tell_others(message, num_tries=NUM_TRIES if verdict.is_proof or ends_run else 1)
         self._tell_program(verdict)
         self._dumps.write_verdict(verdict)
         self._dumps.write_head(self._read_head())
+
+    def _tell_others(self, message: Message, *, num_tries: int) -> None:
+        """Whoever does not hear that a run is ended would stay behind: those that were busy are told again."""
+        left = self._peers.running()
+        for _ in range(num_tries):
+            heard = ask_all(left, message, self._peers.secret, TELL_S)
+            left = {key: each for key, each in left.items() if key not in heard}
+            if not left:
+                return
 
     def announce_movement(self) -> None:
         """As the leader: the run moves again; told where the suspicion was told."""

@@ -71,6 +71,7 @@ class Ending:
         self._peers, self._dumps, self._grace_s = peers, dumps, grace_s
         self._read_head, self._is_going = read_head, is_going
         self._is_finishing = self._is_leading = False
+        self._is_given_up = False
         self._may_leave = threading.Event()
 
     def begin(self, *, leads: bool, ends: bool) -> None:
@@ -98,6 +99,14 @@ class Ending:
         """The process that leads says that nobody has anything left to finish."""
         self._may_leave.set()
 
+    def give_up(self) -> None:
+        """Leave this process alone, which ends by itself, its own way; let the others go."""
+        self._is_given_up = True
+        self._is_finishing = False
+        self._may_leave.set()
+        if self.has_begun or self._is_leading:
+            self.tell_leave()
+
     def tell_leave(self) -> None:
         """As the process that leads: let everybody go."""
         ask_all(self._peers.running(), {"ask": "leave"}, self._peers.secret, ASK_S)
@@ -108,16 +117,17 @@ class Ending:
             self._finish(end_s)
         self._is_finishing = False
         if leads:
-            while time.monotonic() < end_s and (self._is_going() or self._somebody_finishes()):
+            while time.monotonic() < end_s and not self._is_given_up and self._is_somebody_busy():
                 time.sleep(POLL_S)
             self.tell_leave()
             self._is_leading = False
-        if not ends:
+        if not ends or self._is_given_up:
             return
         if not leads:
             self._may_leave.wait(max(0.0, end_s - time.monotonic()) + ROUNDS_S)
-        self._dumps.flush(DUMPS_S)
-        leave()
+        if not self._is_given_up:
+            self._dumps.flush(DUMPS_S)
+            leave()
 
     def _finish(self, end_s: float) -> None:
         """Wait until this process stands in a wait of torch's, or its time is over."""
@@ -125,7 +135,7 @@ class Ending:
             return
         if callable(signal.getsignal(signal.SIGTERM)):
             os.kill(os.getpid(), signal.SIGTERM)
-        while time.monotonic() < end_s and not self._is_stuck():
+        while time.monotonic() < end_s and not self._is_given_up and not self._is_stuck():
             time.sleep(POLL_S)
 
     def _is_stuck(self) -> bool:
@@ -133,7 +143,10 @@ class Ending:
         waits = self._read_head().waits
         return any(wait.age_s >= STUCK_S and wait.kind != "outside" for wait in waits)
 
-    def _somebody_finishes(self) -> bool:
+    def _is_somebody_busy(self) -> bool:
+        """Whether a process may still finish something, or one that has failed is on its way out."""
+        if self._is_going():
+            return True
         replies = ask_all(self._peers.running(), {"ask": "finishing"}, self._peers.secret, ASK_S)
         return any(reply.get("finishing") for reply in replies.values())
 

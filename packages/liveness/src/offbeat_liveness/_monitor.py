@@ -86,7 +86,7 @@ class Monitor:
         self._survey = Survey(self._peers, settings.directory)
         self._dumps = DumpWriter(settings.directory)
         self._told = Announcer(settings, self._peers, self._dumps, self.head, self._complain, on_verdict)
-        self._left_groups = LeftGroups(self._seat)
+        self._left_groups = LeftGroups(self._seat, self._join_at_once)
         self._thread_errors = ThreadErrors()
         self._ending = Ending(self._peers, self._dumps, settings.grace_s, self.head, self._is_somebody_going)
         self._alarm = threading.Event()
@@ -236,6 +236,11 @@ class Monitor:
             finally:
                 self._joining.release()
 
+    def _join_at_once(self) -> None:
+        """Be known in the world before it is left: a moment later there is nobody to tell where this process is."""
+        if not self._closed.is_set() and self._peers.needs_to_join(waits_long=False):
+            self._join(waits_long=False)
+
     def _hook_torch(self) -> None:
         if not self._is_hooked and flight_recorder.is_loaded():
             ledger.watch_torch_calls()
@@ -379,6 +384,7 @@ class Monitor:
         if error is not None:
             self._have_failure_looked_at(head)
         self._tell_farewell(head)
+        self._ending.give_up()
         self._stop()
 
     def _tell_farewell(self, head: Head) -> None:
@@ -393,7 +399,7 @@ class Monitor:
         """The run is being ended: who ends by itself does so its own way, who was set free by others' end does not."""
         if error is not None and is_secondary(describe(error)[0]):
             leave()
-        self._ending.tell_leave()
+        self._ending.give_up()
         self._stop()
 
     def _stop(self) -> None:

@@ -5,11 +5,19 @@ from typing import Final
 
 from offbeat_liveness._diagnosis.graph import Absent, Scene
 from offbeat_liveness._diagnosis.verdict import Verdict, join_names, name_of_group
-from offbeat_liveness._diagnosis.wording import absent_party, advice_for, fate_text, in_order, notes_of, party_of
+from offbeat_liveness._diagnosis.wording import (
+    absent_party,
+    advice_for,
+    fate_text,
+    in_order,
+    notes_of,
+    party_of,
+    why_in_flight,
+)
 from offbeat_liveness._process.head import Collective, GroupHead, Head
 
 # The fate that explains the others: an exception comes before the exits it leads to.
-FATE_ORDER: Final = ("raised", "crashed", "killed", "stopped", "silent", "exited", "unreachable")
+FATE_ORDER: Final = ("raised", "crashed", "killed", "stopped", "silent", "left", "exited", "unreachable")
 NEVER_CAME: Final = ("never-came", "unwatched")
 # What gloo, nccl's watchdog, torch's store and offbeat's own groups say on a process whose peer went away.
 SIGNS_OF_A_LOST_PEER: Final = (
@@ -71,10 +79,23 @@ def _failed(scene: Scene) -> list[Absent]:
         for head in scene.heads
         if head.state == "failed" and not is_secondary(head.error)
     ]
+    raised += _left(scene)
     gone = [each for each in scene.absent if not (each.fate == "raised" and is_secondary(each.text))]
     errors = [*(head.error for head in scene.heads), *(each.text for each in scene.absent)]
     cut_off = any(is_secondary(error) for error in errors)
     return [*raised, *(each for each in gone if each.fate not in NEVER_CAME and (cut_off or each.fate != "exited"))]
+
+
+def _left(scene: Scene) -> list[Absent]:
+    """Processes that run and have destroyed the group of a world in which another was cut off."""
+    cut_off = {head.world for head in scene.heads if is_secondary(head.error)}
+    cut_off |= {each.world for each in scene.absent if each.fate == "raised" and is_secondary(each.text)}
+    return [
+        Absent(name=head.name, rank=left.rank, world=left.world, fate="left", text=why_in_flight(head), head=head)
+        for head in scene.heads
+        for left in head.left_groups[-1:]
+        if head.state == "running" and left.world in cut_off - {""}
+    ]
 
 
 def _is_hurt(head: Head) -> bool:

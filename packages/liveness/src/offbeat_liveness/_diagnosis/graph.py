@@ -10,7 +10,9 @@ from typing import Any, Final, Literal
 
 from offbeat_liveness._process.head import Collective, GroupHead, Head, OutsideWait, Wait
 
-Fate = Literal["killed", "crashed", "exited", "raised", "stopped", "silent", "unreachable", "never-came", "unwatched"]
+Fate = Literal[
+    "killed", "crashed", "exited", "left", "raised", "stopped", "silent", "unreachable", "never-came", "unwatched"
+]
 Obstacle = tuple[str, Collective | None, "Reason"]
 Reason = Literal[
     "absent", "left", "not-entered", "unknown", "other-op", "other-shape", "peer", "producer", "outside", "nobody"
@@ -29,6 +31,18 @@ LIKE_INPUTS: Final = frozenset(
      "all_gather_into_tensor", "all_gather_single", "allgather_base", "reduce_scatter_base", "reduce_scatter_single",
      "reduce_scatter_tensor"}
 )  # fmt: skip
+# Rendezvous at which the members of a world, or of the group to be made, meet each other.
+MEETINGS: Final = frozenset(
+    {
+        "init_process_group",
+        "new_group",
+        "new_subgroups",
+        "new_subgroups_by_enumeration",
+        "split_group",
+        "_store_based_barrier",
+        "_new_process_group_helper",
+    }
+)
 LIKE_INPUTS_ON_GLOO: Final = frozenset({"all_gather", "allgather", "gather", "reduce_scatter"})
 LIKE_OUTPUTS: Final = frozenset({"scatter"})
 
@@ -40,8 +54,9 @@ class Absent:
     Args:
         name, rank, world: who it is.
         fate: killed (gone without a word), crashed (ended by native code, as its last words say), exited (left without
-            an error), raised, stopped (SIGSTOP or a debugger), silent (its pid is there, its monitor does not answer),
-            unreachable (another host that cannot be asked), never-came, unwatched (in the world, without a monitor).
+            an error), left (runs, and has destroyed the group), raised, stopped (SIGSTOP or a debugger), silent (its
+            pid is there, its monitor does not answer), unreachable (another host that cannot be asked), never-came,
+            unwatched (in the world, without a monitor).
         text: what is known, one line: the exception, the pid.
         head: the last it said of itself, if anything.
         was_heard: its monitor has spoken before, so its silence says something.
@@ -246,7 +261,7 @@ class Scene:
     def _edges_of(self, head: Head, wait: Wait) -> Iterator[Edge]:
         if wait.kind == "collective":
             yield from self._collective_edges(head, wait)
-        elif wait.kind in ("barrier", "rendezvous"):
+        elif wait.kind == "barrier" or (wait.kind == "rendezvous" and wait.what in MEETINGS):
             yield from self._meeting_edges(head, wait)
         elif wait.kind == "p2p":
             group = _group_named(head, wait.group)
@@ -329,6 +344,8 @@ class Scene:
             )
             if name != head.name and not there:
                 reason: Reason = "absent" if other is None else "not-entered"
+                if other is not None and _has_left_world(other, head):
+                    reason = "left"
                 actor = self._actor(name, group)
                 yield Edge(waiter=head.name, target=name, wait=wait, reason=reason, actor=actor, group=group)
 
@@ -337,6 +354,11 @@ class Scene:
         names = [*self.head_by_name, *self.absent_by_name]
         exact = [name for name in names if name == on]
         return exact or [name for name in names if name.startswith((f"{on}-", f"{on} ", f"{on}/", f"{on}["))]
+
+
+def _has_left_world(other: Head, head: Head) -> bool:
+    """Whether a process has destroyed the group of all ranks of another's world."""
+    return any(left.world == head.world and len(left.group.ranks) == head.world_size for left in other.left_groups)
 
 
 def _full_name(each: Head | Absent, places: set[tuple[str, int | None]]) -> str:

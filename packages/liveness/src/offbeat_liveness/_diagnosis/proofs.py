@@ -73,7 +73,7 @@ def _left_the_group(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
     headline = f"{join_names(names)} {has} left the group (destroy_process_group); {waiters(scene, edge)} in "
     headline += call_text(edge.wait, edge.group)
     return build_verdict(
-        scene, "dead-peer", headline, edges, edge, certainty="proof", missing=names, advice=ADVICE["exited"]
+        scene, "dead-peer", headline, edges, edge, certainty="proof", missing=names, advice=ADVICE["left"]
     )
 
 

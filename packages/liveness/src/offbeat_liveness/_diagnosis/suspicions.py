@@ -153,9 +153,10 @@ def _unending(scene: Scene, head: Head, edge: Edge) -> Verdict | None:
         return build_verdict(
             scene, "different-order", headline, [], edge, advice=ADVICE["different-order"], everybody=True
         )
-    headline = f"{call_text(edge.wait, edge.group)} does not finish, though every member is in it"
     if edge.wait.kind == "rendezvous":
-        headline = f"{head.name} waits in {edge.wait.what}" + (f" at {edge.wait.on}" if edge.wait.on else "")
+        headline = f"{waiters(scene, edge)} in {call_text(edge.wait, None)}, and not everybody who is expected has come"
+        return build_verdict(scene, "missing-member", headline, [], edge, advice=ADVICE["never-came"], everybody=True)
+    headline = f"{call_text(edge.wait, edge.group)} does not finish, though every member is in it"
     return build_verdict(scene, "stuck-call", headline, [], edge, advice=ADVICE["stuck-call"], everybody=True)
 
 

@@ -15,6 +15,7 @@ FATES: Final = {
     "crashed": "dead: native code ended it",
     "stopped": "stopped (SIGSTOP, or a debugger): its pid exists and does not run",
     "exited": "gone: it left without an error",
+    "left": "out of the group: it called destroy_process_group",
     "silent": "silent though its pid exists: something in it holds the GIL",
     "unreachable": "out of reach: no answer from it, nor from any process of its host",
     "never-came": "not there: never reached init_process_group",
@@ -27,6 +28,7 @@ ADVICE: Final[dict[str, str]] = {
     "crashed": "see the last lines of its stderr for what native code said",
     "stopped": "let it go on (kill -CONT PID), or restart the run without it",
     "silent": "see what its native code does (py-spy dump --native --pid PID), then restart",
+    "left": "let every member make the same calls before any of them destroys the group",
     "exited": "make every member run the same number of collectives: it left its loop earlier (uneven data?)",
     "unreachable": "look at that host and at the network between the hosts",
     "unwatched": "call liveness.watch() on every rank, or start them all through python -m offbeat_liveness run",
@@ -95,6 +97,11 @@ def party_of(scene: Scene, head: Head, wait: Wait | None) -> Party:
     return Party(name=head.name, rank=head.rank, part="missing", doing=doing, for_s=head.still_s, stack=stack)
 
 
+def why_in_flight(head: Head) -> str:
+    """The exception after which any thread of a process cleans up."""
+    return next((f"after {each.in_flight}" for each in head.threads if each.in_flight), "")
+
+
 def _in_flight(head: Head, thread: str) -> str:
     """The exception after which a thread cleans up: it explains the wait, and is printed only after it."""
     text = next((each.in_flight for each in head.threads if each.name == thread), "")
@@ -104,6 +111,8 @@ def _in_flight(head: Head, thread: str) -> str:
 def absent_party(absent: Absent) -> Party:
     doing = FATES[absent.fate] + (f": {absent.text}" if absent.text else "")
     stack = absent.head.error_stack if absent.head else ()
+    if absent.fate == "left" and absent.head and absent.head.threads:
+        stack = absent.head.threads[0].stack
     if absent.head:
         doing += _last_entered(absent.head)
     return Party(name=absent.name, rank=absent.rank, part="dead", doing=doing, stack=stack)

@@ -17,10 +17,11 @@ class LeftGroups:
 
     Args:
         seat: token of the world and rank of this process in it, None before they are known.
+        before: called before a group is destroyed, for what cannot be done after it.
     """
 
-    def __init__(self, seat: Callable[[], tuple[str, int] | None]) -> None:
-        self._seat = seat
+    def __init__(self, seat: Callable[[], tuple[str, int] | None], before: Callable[[], None]) -> None:
+        self._seat, self._before = seat, before
         self._left: list[LeftGroup] = []
 
     def all(self) -> tuple[LeftGroup, ...]:
@@ -38,6 +39,7 @@ class LeftGroups:
 
         @functools.wraps(destroy)
         def destroy_process_group(*args: Any, **named: Any) -> Any:
+            self._before()
             before = self._groups()
             try:
                 return destroy(*args, **named)

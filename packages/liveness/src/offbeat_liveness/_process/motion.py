@@ -1,7 +1,6 @@
 """Whether this process moves: new collectives, new lines of Python, or work on a CPU."""
 
 import os
-import threading
 import time
 from dataclasses import dataclass, field
 from types import FrameType
@@ -9,7 +8,7 @@ from typing import Final
 
 from offbeat_liveness._process import flight_recorder
 from offbeat_liveness._process.proc import is_at_work, thread_cpu_s
-from offbeat_liveness._process.stacks import main_thread_ident, thread_frames
+from offbeat_liveness._process.stacks import main_thread_ident, native_ids, thread_frames
 from offbeat_liveness._process.still_recorder import StillRecorder
 from offbeat_liveness._process.torch_calls import torch_call
 from offbeat_liveness._process.tree_usage import TreeUsage, UsageRates, rates, tree_usage
@@ -68,7 +67,7 @@ class Motion:
         gap_s, self._looked_s = now_s - self._looked_s, now_s
         advanced = self._has_advanced()
         frames = thread_frames()
-        self._native_ids = {each.ident or 0: each.native_id or 0 for each in threading.enumerate()}
+        self._native_ids = native_ids()
         for ident, frame in frames.items():
             if not self._look_at(ident, frame, now_s, forget=advanced) and ident in self._sampled:
                 self._threads[ident].at_work_s += gap_s * is_at_work(os.getpid(), self._native_ids.get(ident, 0))

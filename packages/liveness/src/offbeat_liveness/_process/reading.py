@@ -19,7 +19,7 @@ from offbeat_liveness._process.outside import may_act, outside_wait
 from offbeat_liveness._process.proc import HOST
 from offbeat_liveness._process.process_groups import seconds_of
 from offbeat_liveness._process.sockets import listening_ports
-from offbeat_liveness._process.stacks import main_thread_ident, stack_of, thread_frames
+from offbeat_liveness._process.stacks import main_thread_ident, native_ids, stack_of, thread_frames
 from offbeat_liveness._process.torch_calls import TorchCall
 
 ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
@@ -92,7 +92,7 @@ class _Threads:
         self._motion, self._stall_after_s = motion, stall_after_s
         everybody = threading.enumerate()
         names = {each.ident: each.name for each in everybody}
-        self._native_ids = {each.ident: each.native_id for each in everybody}
+        self._native_ids = native_ids()
         self._frames = thread_frames()
         self._names = {ident: names.get(ident, f"thread {ident}") for ident in self._frames}
         self.calls = {ident: torch_calls.torch_call(frame) for ident, frame in self._frames.items()}
@@ -143,8 +143,13 @@ class _Threads:
         return tuple(
             self.name(ident)
             for ident, frame in self._frames.items()
-            if self.name(ident) not in waiting and may_act(frame)
+            if self.name(ident) not in waiting and may_act(frame) and not self._joins(ident, waiting)
         )
+
+    def _joins(self, ident: int, waiting: set[str]) -> bool:
+        """Whether a thread stands until another ends that waits itself."""
+        outside = self._outside(ident) if waiting else None
+        return outside is not None and outside.kind == "thread" and not outside.timeout_s and outside.on in waiting
 
     def _outside(self, ident: int) -> OutsideWait | None:
         """What a thread waits for that stands in no call of torch.distributed."""

@@ -1,5 +1,7 @@
 """Where threads stand, told in the user's frames."""
 
+import os
+import sys
 import sysconfig
 import threading
 import time
@@ -31,6 +33,15 @@ def thread_frames() -> dict[int, FrameType]:
     for ident in own & frames.keys():
         del frames[ident]
     return frames
+
+
+def native_ids() -> dict[int, int]:
+    """The kernel's number of each of Python's threads, by ident.
+
+    The main thread's is the process's: after os.fork() Python goes on telling that of the parent (up to 3.12).
+    """
+    known = {each.ident or 0: each.native_id or 0 for each in threading.enumerate()}
+    return known | ({main_thread_ident(): os.getpid()} if sys.platform == "linux" else {})
 
 
 def own_native_ids() -> frozenset[int]:
