@@ -5,7 +5,7 @@ A package declares a device in its pyproject.toml, with a command that succeeds 
     [tool.offbeat.hardware]
     cuda = "nvidia-smi -L"
 
-and keeps the tests in `tests/cuda/`. The nox session `hardware(dist-cuda)` is then listed everywhere, skipped with
+and keeps the tests in `tests/cuda/`. The nox session `hardware(mesh-cuda)` is then listed everywhere, skipped with
 the reason where the command fails, and failed where the device is present but no test passed.
 """
 

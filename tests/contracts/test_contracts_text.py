@@ -27,7 +27,8 @@ OWN_MEMORY = (
 ENGINES_FORM = "TensorRT-LLM 1.2 takes handles over HTTP as a pickle only; it is written, never read"
 UNSAFE_LOADING_ALLOWED: dict[str, str] = {
     "packages/liveness/src/offbeat_liveness/_process/flight_recorder.py": OWN_MEMORY,
-    "packages/testing/src/offbeat_testing/_ranks/_collectives.py": OWN_MEMORY,
+    "packages/liveness/src/offbeat_liveness/_process/nccl_recorder.py": OWN_MEMORY
+    + ", over a socket in a folder that only this user can enter",
     "packages/rollout-trtllm/src/offbeat_rollout_trtllm/_handles.py": ENGINES_FORM,
 }
 # Files that name a kind of device, each with its reason. Everything else asks the seam, `offbeat_mesh.open_device`.

@@ -94,7 +94,7 @@ def package_for(device: str, probe: str) -> Package:
 
 def test_a_device_that_is_not_here_is_skipped_with_the_reason(tmp_path: Path) -> None:
     (absent,) = hardware_tests([package_for("cuda", "offbeat-no-such-program -L")])
-    assert (absent.key, absent.folder) == ("dist-cuda", Path("packages/mesh/tests/cuda"))
+    assert (absent.key, absent.folder) == ("mesh-cuda", Path("packages/mesh/tests/cuda"))
     assert why_absent(absent) == "no cuda here: `offbeat-no-such-program -L` is not installed"
     probe = executable(tmp_path / "probe", "#!/bin/sh\necho no device found >&2\nexit 9\n")
     (failing,) = hardware_tests([package_for("cuda", str(probe))])

@@ -41,12 +41,17 @@ def until(found: Callable[[], Any], what: str = "") -> Any:
     return answer
 
 
+how_they_ended: list[BaseException] = []
+
+
 def start(run: Callable[[], Any], name: str = "worker") -> threading.Thread:
     """Run something in a thread; what it raises in the end is no matter."""
 
     def quietly() -> None:
-        with contextlib.suppress(BaseException):  # such as that the other side is closed under it
+        try:
             run()
+        except BaseException as error:  # noqa: BLE001 - such as that the other side is closed under it
+            how_they_ended.append(error)
 
     thread = threading.Thread(target=quietly, name=name, daemon=True)
     thread.start()
