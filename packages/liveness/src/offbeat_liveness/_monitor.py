@@ -43,6 +43,7 @@ JOIN_THREADS_S: Final = 3.0
 REPLACED_BY_AGENTS: Final = ("killed", "crashed", "raised")
 """Ends of a process after which torchrun's agents on several hosts form the group anew, by themselves."""
 JOIN_S: Final = 0.05
+JOIN_AT_ONCE_S: Final = 2.0
 FELLOWS_S: Final = 0.3  # for those who fail for the same reason
 FAREWELL_S: Final = 0.2
 FAILURE_S: Final = 2.0
@@ -238,8 +239,12 @@ class Monitor:
 
     def _join_at_once(self) -> None:
         """Be known in the world before it is left: a moment later there is nobody to tell where this process is."""
-        if not self._closed.is_set() and self._peers.needs_to_join(waits_long=False):
-            self._join(waits_long=False)
+        if not self._closed.is_set() and self._joining.acquire(timeout=JOIN_AT_ONCE_S):
+            try:
+                if self._peers.needs_to_join(waits_long=False):
+                    self._peers.keep_joined(waits_long=False)
+            finally:
+                self._joining.release()
 
     def _hook_torch(self) -> None:
         if not self._is_hooked and flight_recorder.is_loaded():
@@ -314,7 +319,7 @@ class Monitor:
         for _ in range(NUM_LOOKS - 1 if must_end(first, "abort") else 1):
             time.sleep(CONFIRM_S)
             again = self._look()
-            if again is None or again.key != first.key:
+            if again is None or (again.certainty, again.kind) != (first.certainty, first.kind):
                 return None if again is None else dataclasses.replace(again, certainty="suspicion")
             first = again
         return first

@@ -24,6 +24,7 @@ from offbeat_liveness._diagnosis.wording import (
     fate_text,
     group_of,
     in_order,
+    name_order,
     votes,
     waiters,
 )
@@ -129,15 +130,16 @@ def _is_held(scene: Scene, edge: Edge, following: Edge) -> bool:
 
 
 def cycle_verdict(scene: Scene, cycle: Sequence[Edge], *, is_proof: bool) -> Verdict:
-    """What a cycle of waits is called, and who is in it."""
+    """What a cycle of waits is called, and who is in it; told from its lowest member on."""
+    start = min(range(len(cycle)), key=lambda place: name_order(cycle[place].waiter))
+    cycle = [*cycle[start:], *cycle[:start]]
     kinds, calls = {edge.wait.kind for edge in cycle}, {edge.wait.what for edge in cycle}
     kind: VerdictKind = "different-order" if kinds == {"collective"} else "wait-cycle"
     if kinds == {"rendezvous"} and len(calls) == 1:
         kind = "different-op"  # such as new_group with other ranks
-    first = max(cycle, key=lambda edge: edge.wait.age_s)
     return build_verdict(
-        scene, kind, cycle_text(cycle), cycle, first, certainty="proof" if is_proof else "suspicion",
-        missing=in_order(scene.awaited(first)), advice=ADVICE[kind], involved={edge.waiter for edge in cycle},
+        scene, kind, cycle_text(cycle), cycle, cycle[0], certainty="proof" if is_proof else "suspicion",
+        missing=in_order(scene.awaited(cycle[0])), advice=ADVICE[kind], involved={edge.waiter for edge in cycle},
     )  # fmt: skip
 
 

@@ -121,8 +121,11 @@ class Survey:
 
     def _in_own_words(self, head: Head) -> Head:
         """With the name that this process has for their world: the other may not have heard it yet."""
-        is_own = head.world and self._peers.is_own_world(head.world)
-        return dataclasses.replace(head, world=self._peers.world) if is_own else head
+        left = tuple(dataclasses.replace(each, world=self._own_name_of(each.world)) for each in head.left_groups)
+        return dataclasses.replace(head, world=self._own_name_of(head.world), left_groups=left)
+
+    def _own_name_of(self, world: str) -> str:
+        return self._peers.world if world and self._peers.is_own_world(world) else world
 
     def _few_in_full(
         self, own: Head, heads: Mapping[Key, Head], others: Mapping[Key, Address], stall_after_s: float
