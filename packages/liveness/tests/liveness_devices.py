@@ -14,10 +14,11 @@ import torch.distributed as dist
 from liveness_launch import LIMIT_S, Body, Outcome, launch
 
 import offbeat_liveness as liveness
-from offbeat_liveness._process import flight_recorder, reading
+from offbeat_liveness._process import reading
 from offbeat_liveness._process.motion import Motion
-from offbeat_liveness._process.nccl_recorder import NCCL
 from offbeat_liveness._process.process_groups import group_heads
+from offbeat_liveness._process.recorder import flight_recorder
+from offbeat_liveness._process.recorder.nccl_recorder import NCCL
 
 SPIN_CYCLES = 20_000_000_000  # about 10 s on a device of 2 GHz
 

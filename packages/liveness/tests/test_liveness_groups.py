@@ -16,7 +16,7 @@ from offbeat_liveness._process.head import GroupHead
 from offbeat_liveness._process.ledger import LEDGER, watch_torch_calls
 from offbeat_liveness._process.motion import Motion
 from offbeat_liveness._process.process_groups import group_heads, seconds_of
-from offbeat_liveness._process.still_recorder import StillRecorder
+from offbeat_liveness._process.recorder.still_recorder import StillRecorder
 
 LIMIT_S = 20.0
 

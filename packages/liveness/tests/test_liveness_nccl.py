@@ -22,7 +22,7 @@ from offbeat_liveness._diagnosis.graph import Scene
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._process import reading
 from offbeat_liveness._process.head import GroupHead, Head, ThreadHead
-from offbeat_liveness._process.recorder_entries import group_of, of_this_life, parse_entries, parse_transfers
+from offbeat_liveness._process.recorder.entries import group_of, of_this_life, parse_entries, parse_transfers
 
 STALL_S = 60.0
 

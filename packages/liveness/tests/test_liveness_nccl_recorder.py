@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from nccl_dumps import missing_member
 
-from offbeat_liveness._process import nccl_recorder, reading
+from offbeat_liveness._process import reading
 from offbeat_liveness._process.motion import Motion
-from offbeat_liveness._process.nccl_recorder import NCCL, NcclRecorder
+from offbeat_liveness._process.recorder import nccl_recorder
+from offbeat_liveness._process.recorder.nccl_recorder import NCCL, NcclRecorder
 
 LIMIT_S = 20.0
 ANSWER_S = 0.2

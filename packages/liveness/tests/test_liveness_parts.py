@@ -25,14 +25,14 @@ import offbeat_liveness as liveness
 from offbeat_liveness import LivenessError, _dumps
 from offbeat_liveness._cli import main
 from offbeat_liveness._network.side_channel import Address, Listener, Message, ask, ask_all
-from offbeat_liveness._process import flight_recorder, nccl_recorder
 from offbeat_liveness._process.crash import path_of, read_crash
 from offbeat_liveness._process.goodbye import describe
 from offbeat_liveness._process.head import Head, ThreadHead, Wait
+from offbeat_liveness._process.kernel.proc import birth, pid_state
 from offbeat_liveness._process.ledger import LEDGER, Entry, Ledger
 from offbeat_liveness._process.motion import Motion
-from offbeat_liveness._process.proc import birth, pid_state
 from offbeat_liveness._process.reading import read_head
+from offbeat_liveness._process.recorder import flight_recorder, nccl_recorder
 from offbeat_liveness._process.stacks import is_importing, is_machinery, stack_of, thread_frames
 from offbeat_liveness._process.torch_calls import is_in_torch_call
 from offbeat_liveness._settings import read_settings
@@ -213,6 +213,7 @@ def test_a_thread_that_waits_for_a_core_has_work_before_the_kernel_adds_it_up() 
             each.stdout.readline()
         thread.start()
         begun.wait()
+        motion.busy(worker=thread.ident or 0)  # from now on its work is counted
         for _ in range(20):
             motion.look()
             time.sleep(0.05)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from offbeat_liveness._process import reading
 from offbeat_liveness._process.motion import Motion
-from offbeat_liveness._process.still_recorder import StillRecorder, _scene, settled_s
+from offbeat_liveness._process.recorder.still_recorder import StillRecorder, _scene, settled_s
 
 LIMIT_S = 30.0
 

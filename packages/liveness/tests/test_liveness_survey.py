@@ -19,8 +19,8 @@ from offbeat_liveness._network.side_channel import Address, Listener, Message
 from offbeat_liveness._network.silence import PATIENT_LOOKS, Silences, witness
 from offbeat_liveness._network.survey import FEW, Survey, tell_head
 from offbeat_liveness._process.head import CallSite, Collective, GroupHead, Head, ThreadHead, Wait, to_data
-from offbeat_liveness._process.proc import HOST
-from offbeat_liveness._process.tree_usage import TreeUsage
+from offbeat_liveness._process.kernel.proc import HOST
+from offbeat_liveness._process.kernel.tree_usage import TreeUsage
 
 STALL_S = 60.0
 OWN = Head(key="own", name="rank 0", rank=0, world="", world_size=2, waits=())

@@ -19,15 +19,16 @@ from offbeat_liveness._network.peers import Key, Peers
 from offbeat_liveness._network.side_channel import LOOPBACK, Address, Message, ask, ask_all
 from offbeat_liveness._network.silence import witness
 from offbeat_liveness._network.survey import Survey, tell_head
-from offbeat_liveness._process import flight_recorder, ledger
+from offbeat_liveness._process import ledger
 from offbeat_liveness._process.crash import CrashFile
 from offbeat_liveness._process.errors_seen import ThreadErrors
 from offbeat_liveness._process.goodbye import Goodbye, describe
 from offbeat_liveness._process.head import Head, from_data, to_data
+from offbeat_liveness._process.kernel.proc import HOST, pid_state
 from offbeat_liveness._process.left_groups import LeftGroups
 from offbeat_liveness._process.motion import Motion
-from offbeat_liveness._process.proc import HOST, pid_state
 from offbeat_liveness._process.reading import read_head
+from offbeat_liveness._process.recorder import flight_recorder
 from offbeat_liveness._process.stacks import OWN_THREADS, join_own_threads
 from offbeat_liveness._settings import POLICY, STALL_AFTER, Policy, Settings
 

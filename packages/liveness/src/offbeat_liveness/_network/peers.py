@@ -23,9 +23,10 @@ from offbeat_liveness._network import job_store
 from offbeat_liveness._network.invitation import Invitation, address_toward, is_loopback, read_invitation
 from offbeat_liveness._network.side_channel import LOOPBACK, Address, Answer, Listener, ask, ask_all
 from offbeat_liveness._network.world import World
-from offbeat_liveness._process import flight_recorder, process_groups
+from offbeat_liveness._process import process_groups
 from offbeat_liveness._process.head import from_data
-from offbeat_liveness._process.proc import HOST, birth, pid_state
+from offbeat_liveness._process.kernel.proc import HOST, birth, pid_state
+from offbeat_liveness._process.recorder import flight_recorder
 
 RETRY_S: Final = 3.0
 MEET_S: Final = 0.5

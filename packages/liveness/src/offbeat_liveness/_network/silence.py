@@ -13,8 +13,8 @@ from typing import Any, Final
 from offbeat_liveness._diagnosis.graph import BUSY, Fate
 from offbeat_liveness._network.side_channel import Address
 from offbeat_liveness._process.head import Head, from_data
-from offbeat_liveness._process.proc import pid_state
-from offbeat_liveness._process.tree_usage import TreeUsage, rates, tree_usage
+from offbeat_liveness._process.kernel.proc import pid_state
+from offbeat_liveness._process.kernel.tree_usage import TreeUsage, rates, tree_usage
 
 Key = tuple[str, int]
 PATIENT_LOOKS: Final = 3

@@ -17,8 +17,8 @@ from offbeat_liveness._network.side_channel import Address, ask_all
 from offbeat_liveness._network.silence import Silences, read_usage, witness
 from offbeat_liveness._process.crash import read_crash
 from offbeat_liveness._process.head import CallSite, Head, from_data, to_data
-from offbeat_liveness._process.proc import HOST
-from offbeat_liveness._process.tree_usage import TreeUsage
+from offbeat_liveness._process.kernel.proc import HOST
+from offbeat_liveness._process.kernel.tree_usage import TreeUsage
 
 FIRST_CALL_S: Final = 0.7
 SECOND_CALL_S: Final = 0.5

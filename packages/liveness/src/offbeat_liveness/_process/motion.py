@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Final
 
-from offbeat_liveness._process import flight_recorder
-from offbeat_liveness._process.proc import is_at_work, thread_cpu_s
+from offbeat_liveness._process.kernel.proc import is_at_work, thread_cpu_s
+from offbeat_liveness._process.kernel.tree_usage import TreeUsage, UsageRates, rates, tree_usage
+from offbeat_liveness._process.recorder import flight_recorder
+from offbeat_liveness._process.recorder.still_recorder import StillRecorder
 from offbeat_liveness._process.stacks import main_thread_ident, native_ids, thread_frames
-from offbeat_liveness._process.still_recorder import StillRecorder
 from offbeat_liveness._process.torch_calls import torch_call
-from offbeat_liveness._process.tree_usage import TreeUsage, UsageRates, rates, tree_usage
 
 DEPTH: Final = 4
 LEAST_GAP_S: Final = 0.2

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
-from offbeat_liveness._process import flight_recorder, ledger
+from offbeat_liveness._process import ledger
 from offbeat_liveness._process.head import Collective, GroupHead
-from offbeat_liveness._process.nccl_recorder import NCCL
-from offbeat_liveness._process.recorder_entries import (
+from offbeat_liveness._process.recorder import flight_recorder
+from offbeat_liveness._process.recorder.entries import (
     RawEntry,
     backend_of,
     group_of,
@@ -19,7 +19,8 @@ from offbeat_liveness._process.recorder_entries import (
     parse_transfers,
     seq_of,
 )
-from offbeat_liveness._process.still_recorder import PATIENCE_S, StillRecorder
+from offbeat_liveness._process.recorder.nccl_recorder import NCCL
+from offbeat_liveness._process.recorder.still_recorder import PATIENCE_S, StillRecorder
 
 RECENT: Final = 32
 DEVICE_MESH: Final = "mesh_"

@@ -9,16 +9,17 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, Final
 
-from offbeat_liveness._process import flight_recorder, process_groups, torch_calls
+from offbeat_liveness._process import process_groups, torch_calls
 from offbeat_liveness._process.errors_seen import exception_in_flight
 from offbeat_liveness._process.head import Collective, GroupHead, Head, OutsideWait, ThreadHead, Wait
+from offbeat_liveness._process.kernel.proc import HOST
+from offbeat_liveness._process.kernel.sockets import listening_ports
 from offbeat_liveness._process.ledger import LEDGER, Entry
 from offbeat_liveness._process.motion import Motion
-from offbeat_liveness._process.nccl_recorder import NCCL
 from offbeat_liveness._process.outside import may_act, outside_wait
-from offbeat_liveness._process.proc import HOST
 from offbeat_liveness._process.process_groups import seconds_of
-from offbeat_liveness._process.sockets import listening_ports
+from offbeat_liveness._process.recorder import flight_recorder
+from offbeat_liveness._process.recorder.nccl_recorder import NCCL
 from offbeat_liveness._process.stacks import main_thread_ident, native_ids, stack_of, thread_frames
 from offbeat_liveness._process.torch_calls import TorchCall
 

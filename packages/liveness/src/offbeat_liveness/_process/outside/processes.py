@@ -6,9 +6,9 @@ from types import FrameType
 from typing import Any, Final
 
 from offbeat_liveness._process.head import OutsideWait
+from offbeat_liveness._process.kernel.proc import pid_state
 from offbeat_liveness._process.outside import peek
 from offbeat_liveness._process.outside.rule import Look, Rule, seconds
-from offbeat_liveness._process.proc import pid_state
 
 MAX_PIDS: Final = 16
 MAX_COMMAND: Final = 80

@@ -37,8 +37,8 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-from offbeat_liveness._process.nccl_recorder import NCCL
-from offbeat_liveness._process.recorder_entries import RawEntry, backend_of, group_of, parse_entries
+from offbeat_liveness._process.recorder.entries import RawEntry, backend_of, group_of, parse_entries
+from offbeat_liveness._process.recorder.nccl_recorder import NCCL
 from offbeat_liveness._process.stacks import is_importing
 
 __all__ = [

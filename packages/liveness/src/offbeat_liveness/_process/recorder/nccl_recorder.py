@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from offbeat_liveness._process.recorder_entries import RawEntry
+from offbeat_liveness._process.recorder.entries import RawEntry
 
 HANDLER: Final = "dump_nccl_trace_pickle"
 ANSWER_S: Final = 0.3

@@ -1,0 +1,1 @@
+"""What the kernel tells of this process and of others (/proc): states, usage, ports."""
