@@ -36,6 +36,13 @@ TWO_WORKERS: Final = {
     "engine-megatron-engine": "loadfile",
 }
 PER_TEST_TIMEOUT_S: Final = 120
+OLDEST_TORCH: Final = "2.11.0"
+# What the tests of offbeat-liveness use; offbeat-mesh itself wants a newer torch, and only lends its names here.
+BESIDE_LIVENESS: Final = {"liveness", "mesh", "testing", "types"}
+TEST_TOOLS: Final = (
+    *("aiohttp", "httpx", "requests", "hypothesis", "openai>=3.50", "pillow"),
+    *("pytest>=9", "pytest-asyncio>=1.4", "pytest-timeout>=2.4", "pytest-xdist>=3.8"),
+)
 # Training frameworks that liveness lets be; nothing of ours needs them, so the lock does not have them.
 FRAMEWORKS: Final = ("accelerate>=1.10,<2", "lightning>=2.5,<3", "trl>=1,<2")
 # Environments and folders made by this run of nox.
@@ -268,6 +275,18 @@ def zoo(session: nox.Session) -> None:
     liveness = next(package for package in PACKAGES if package.key == "liveness")
     install(session, venv, f"--editable={liveness.folder}", *FRAMEWORKS, "--group=test")
     pytest(session, "zoo", "tests/nightly/test_healthy_frameworks.py", bin_folder=venv / "bin")
+
+
+@nox.session(tags=["nightly"], default=False)
+def oldest_torch(session: nox.Session) -> None:
+    """offbeat-liveness with the oldest torch that it supports, which machines with a GPU often hold."""
+    venv = NOX / "oldest-torch"
+    run(session, "uv", "venv", "--quiet", "--allow-existing", "--python", python_version(), venv)
+    command = ("uv", "pip", "install", "--quiet", "--no-config", f"--python={venv}")
+    run(session, *command, f"torch=={OLDEST_TORCH}", "numpy", "msgspec", *TEST_TOOLS)
+    own = [f"--editable={package.folder}" for package in PACKAGES if package.key in BESIDE_LIVENESS]
+    run(session, *command, "--no-deps", *own)
+    pytest(session, "oldest-torch", "packages/liveness/tests", bin_folder=venv / "bin")
 
 
 @nox.session(default=False)

@@ -28,6 +28,7 @@ class ThreadMotion:
     """
 
     last: Position = ()
+    innermost: tuple[int, ...] = ()
     since_s: float = 0.0
     cpu_s: float | None = None
     counted_from_s: float = 0.0
@@ -65,18 +66,19 @@ class Motion:
         if now_s - self._looked_s > self._longest_gap_s:
             self._begin_anew(now_s)
         gap_s, self._looked_s = now_s - self._looked_s, now_s
-        advanced = self._has_advanced()
         frames = thread_frames()
-        self._native_ids = native_ids()
+        advanced = self._has_advanced(frames)
+        if not frames.keys() <= self._native_ids.keys():  # threads have come
+            self._native_ids = native_ids()
         for ident, frame in frames.items():
             if not self._look_at(ident, frame, now_s, forget=advanced) and ident in self._sampled:
                 self._threads[ident].at_work_s += gap_s * is_at_work(os.getpid(), self._native_ids.get(ident, 0))
         for ident in self._threads.keys() - frames.keys():
             del self._threads[ident]
 
-    def _has_advanced(self) -> bool:
+    def _has_advanced(self, frames: dict[int, FrameType]) -> bool:
         """Whether collectives were issued or have ended; the first status after a movement is no news of its own."""
-        text = self.recorder.status_text()
+        text = self.recorder.status_text(frames)
         ended = bool(text) and self.status not in ("", text)
         advanced = ended or self.recorder.moved_s > self.status_since_s
         if advanced:
@@ -156,16 +158,22 @@ class Motion:
     def _look_at(self, ident: int, frame: FrameType, now_s: float, *, forget: bool) -> bool:
         """Note where a thread stands; whether that is another place than last time."""
         motion = self._threads.get(ident)
+        innermost = (id(frame), id(frame.f_code), frame.f_lasti)
+        if motion is not None and motion.innermost == innermost:
+            if forget:
+                motion.seen = {motion.last}
+            return False
         position = _position(frame)
         if motion is None:
             motion = self._threads[ident] = ThreadMotion(since_s=now_s)
         elif position == motion.last:
+            motion.innermost = innermost
             if forget:
                 motion.seen = {position}
             return False
         elif forget:
             motion.seen.clear()
-        motion.last = position
+        motion.last, motion.innermost = position, innermost
         if position not in motion.seen:
             motion.seen.add(position)
             motion.since_s = now_s

@@ -19,6 +19,7 @@ getPgConfigJson, getPgStatusJson) and ProcessGroupGloo.cpp (the constructor, enq
 
 import sys
 import time
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any, Final
 
@@ -51,11 +52,15 @@ class StillRecorder:
         self._seen: Scene = ((), ())
         self.moved_s = time.monotonic()
 
-    def status_text(self) -> str | None:
-        """The status of all groups, "" without torch.distributed; None while they move."""
+    def status_text(self, frames: Mapping[int, FrameType] | None = None) -> str | None:
+        """The status of all groups, "" without torch.distributed; None while they move.
+
+        Args:
+            frames: of all threads, where the caller has them.
+        """
         if not flight_recorder.is_loaded():
             return ""
-        return flight_recorder.status_text() if self._is_still() else None
+        return flight_recorder.status_text() if self._is_still(frames) else None
 
     def entries(self) -> list[RawEntry] | None:
         """What the recorder holds, with call sites; None if this process did not stand still for a moment."""
@@ -66,9 +71,9 @@ class StillRecorder:
             time.sleep(POLL_S)
         return flight_recorder.read_entries(call_sites=True)
 
-    def _is_still(self) -> bool:
+    def _is_still(self, frames: Mapping[int, FrameType] | None = None) -> bool:
         """Whether nobody makes a group, and none has counted, for a moment; about 1 µs for each group."""
-        scene, now_s = _scene(), time.monotonic()
+        scene, now_s = _scene(frames), time.monotonic()
         if scene != self._seen:
             self.moved_s = now_s  # first: another thread may compare at any moment
             self._seen = scene
@@ -82,10 +87,17 @@ def settled_s() -> float:
     return CONTENDED_S if version in (["2", "11"], ["2", "12"]) else SETTLED_S
 
 
-def _scene() -> Scene:
+def _scene(frames: Mapping[int, FrameType] | None = None) -> Scene:
     module = sys.modules["torch.distributed.distributed_c10d"]
-    makers = tuple(ident for ident, frame in thread_frames().items() if _is_making(frame))
+    found = thread_frames() if frames is None else frames
+    makers = tuple(ident for ident, frame in found.items() if _may_be_torch(frame) and _is_making(frame))
     return makers, tuple((id(group), _count(group)) for group in list(module._world.pg_map))
+
+
+def _may_be_torch(frame: FrameType) -> bool:
+    """Whether a thread stands in torch, or in a call of torch that the monitor has wrapped: most do not."""
+    file = frame.f_code.co_filename
+    return "torch" in file or "offbeat_liveness" in file
 
 
 def _is_making(frame: FrameType | None) -> bool:
