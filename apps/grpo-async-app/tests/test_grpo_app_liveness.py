@@ -11,6 +11,7 @@ import pytest
 import torch
 from role_faults import accounting_complaints, last_value, listening_addresses, role_pids, updates
 
+import offbeat_liveness as liveness
 from grpo_async_app._roles.trainer import TrainerRole
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_testing import RunningCommand
@@ -67,7 +68,10 @@ def test_ranks_that_cannot_go_on_end_themselves_and_neither_driver_nor_engines(
     def update_or_stray(role: TrainerRole, groups: Any, num_batches: int) -> Any:
         if os.environ.get("OFFBEAT_ROLE") == "trainer-1" and updates(run) and not marker.exists():
             marker.touch()
-            torch.distributed.barrier()  # the other rank is never in it
+            last = liveness.recent_collectives()[-1].group
+            names = torch.distributed.distributed_c10d._world.pg_names
+            group = next(each for each, name in names.items() if name == last)
+            torch.distributed.barrier(group=group)  # where the other rank calls something else
         return update(role, groups, num_batches)
 
     def main() -> None:

@@ -211,7 +211,7 @@ def rank_1_holds_the_gil(rank: int) -> None:
 
 def test_a_process_that_holds_the_gil_is_silent(tmp_path: Path) -> None:
     outcome = launch(rank_1_holds_the_gil, 2, tmp_path, ends=(0,))
-    verdict = outcome.only
+    verdict = outcome.verdicts[-1]  # it counts as slow before it has been silent in three looks
     assert (verdict.kind, verdict.missing) == ("dead-peer", ("rank 1",))
     assert "GIL" in verdict.text
     assert outcome.exit_codes[0] == ABORTED

@@ -36,6 +36,7 @@ PING_S: Final = 0.8  # on a machine under load: who gets no answer leads, and tw
 SUSPENDED_S: Final = 3.0  # a monitor may be late by as much on a machine under load
 MEETING_S: Final = 3.0  # for addresses to come, on a machine under load
 CONFIRM_S: Final = 0.25
+FRESH_S: Final = 0.05  # a head this young need not be read again
 NUM_LOOKS: Final = 3
 """So many looks in a row must find the same proof: heads are not read at one instant."""
 ACT_AFTER_S: Final = 5.0
@@ -94,6 +95,9 @@ class Monitor:
         self._alarm = threading.Event()
         self._closed = threading.Event()
         self._looking = threading.Lock()
+        self._reading = threading.Lock()
+        self._last_head: Head | None = None
+        self._last_read_s = -1e9
         self._looked_s = self._next_head_s = -1e9
         self._is_leading = self._is_hooked = False
         self._joining = threading.Lock()
@@ -115,7 +119,18 @@ class Monitor:
         return self._closed.is_set()
 
     def head(self) -> Head:
-        """What this process does now."""
+        """What this process does now; one thread reads, and whoever asks meanwhile gets the same."""
+        asked_s = time.monotonic()
+        with self._reading:
+            if self._last_head is None or self._last_read_s < asked_s - FRESH_S:
+                self._last_head, self._last_read_s = self._read_head(), time.monotonic()
+            head = self._last_head
+        if self._error is None:
+            return head
+        text, stack = describe(self._error)
+        return dataclasses.replace(head, state="failed", error=text, error_stack=stack, waits=())
+
+    def _read_head(self) -> Head:
         head = read_head(
             self._motion,
             name=self.settings.name,
@@ -126,11 +141,7 @@ class Monitor:
         )
         problem = (self._peers.problem,) if self._peers.problem else ()
         notes = (*head.notes, *problem, *self._thread_errors.notes(head.name))
-        head = dataclasses.replace(head, notes=notes, left_groups=self._left_groups.all())
-        if self._error is None:
-            return head
-        text, stack = describe(self._error)
-        return dataclasses.replace(head, state="failed", error=text, error_stack=stack, waits=())
+        return dataclasses.replace(head, notes=notes, left_groups=self._left_groups.all())
 
     def ask(self) -> Verdict | None:
         """Look around now, without waiting for `stall_after_s`: any wait that has stood for a tenth of it counts.
