@@ -15,6 +15,7 @@ import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +32,35 @@ SIZES_BYTES: Final = {4: 200, 64 * 1024: 100, 16 * 2**20: 4}
 SETTLE_S: Final = 0.3
 SLEEP_S: Final = 1.0
 LIMIT_S: Final = 900.0
+MANY_THREADS: Final = 1000
+
+
+class Patches:
+    """Methods of torch that the monitor has wrapped: they stay so, and "without" is to be without them."""
+
+    NAMES: Final = {"Work": ("wait",), "Store": ("get", "wait", "multi_get"), "ProcessGroup": ("send", "recv")}
+
+    def __init__(self) -> None:
+        from torch.distributed import distributed_c10d
+
+        self._places = [
+            (getattr(distributed_c10d, owner), name) for owner, names in self.NAMES.items() for name in names
+        ]
+        self._own = [getattr(owner, name) for owner, name in self._places]
+        self._made = list(self._own)
+
+    def take_out(self) -> None:
+        """As torch has it."""
+        self._made = [getattr(owner, name) for owner, name in self._places]
+        self._put(self._own)
+
+    def put_back(self) -> None:
+        """As the monitor has it."""
+        self._put(self._made)
+
+    def _put(self, methods: Sequence[Any]) -> None:
+        for (owner, name), method in zip(self._places, methods, strict=True):
+            setattr(owner, name, method)
 
 
 def alternate(block: Callable[[], float], rounds: int) -> dict[str, float]:
@@ -48,15 +78,19 @@ def alternate(block: Callable[[], float], rounds: int) -> dict[str, float]:
     import offbeat_liveness as liveness
 
     block()
+    patches = Patches()
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for number in range(rounds):
         for watched in (False, True) if number % 2 == 0 else (True, False):
+            if watched:
+                patches.put_back()
             monitor = liveness.watch(stall_after_s=60) if watched else None
             time.sleep(SETTLE_S)  # addresses are exchanged once, in the first moments
             dist.barrier()
             seconds[watched].append(block())
             if monitor:
                 monitor.close()
+                patches.take_out()
     ratios = [there / absent for absent, there in zip(seconds[False], seconds[True], strict=True)]
     return {
         "without_us": statistics.median(seconds[False]) * 1e6,
@@ -128,7 +162,10 @@ def time_monitor(rounds: int) -> list[dict[str, float]]:
 
     dist.init_process_group("gloo")
     rows = []
-    for stall_after_s in (60.0, 2.0):
+    over = threading.Event()
+    for stall_after_s, num_threads in ((60.0, 1), (2.0, 1), (60.0, MANY_THREADS)):
+        while threading.active_count() < num_threads:
+            threading.Thread(target=over.wait, daemon=True).start()
         shares = {}
         for watched in (False, True):
             monitor = liveness.watch(stall_after_s=stall_after_s) if watched else None
@@ -140,7 +177,7 @@ def time_monitor(rounds: int) -> list[dict[str, float]]:
             shares[watched] = (time.process_time() - start) / (rounds * SLEEP_S)
             if monitor:
                 monitor.close()
-        rows.append({"stall_after_s": stall_after_s, "share": shares[True] - shares[False]})
+        rows.append({"stall_after_s": stall_after_s, "threads": num_threads, "share": shares[True] - shares[False]})
     return rows
 
 
@@ -179,7 +216,8 @@ def report(results: dict[str, Any]) -> None:
         print(f"training step, {row['ranks']} ranks: {row['without_us'] / 1000:.1f} ms without, "
               f"{row['with_us'] / 1000:.1f} ms with, ratio {row['ratio']:.3f}")  # fmt: skip
     for row in results["monitor"]:
-        print(f"monitor at stall_after_s = {row['stall_after_s']:g}: {row['share']:.2%} of a core per process")
+        where = f"monitor at stall_after_s = {row['stall_after_s']:g}, {row['threads']:g} threads"
+        print(f"{where}: {row['share']:.2%} of a core per process")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

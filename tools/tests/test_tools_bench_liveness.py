@@ -20,10 +20,10 @@ def test_the_report_has_a_line_for_each_figure(capsys):
     results = {
         "all_reduce": [{"bytes": 4, **timed}],
         "step": [timed],
-        "monitor": [{"stall_after_s": 60.0, "share": 0.0012}],
+        "monitor": [{"stall_after_s": 60.0, "threads": 1, "share": 0.0012}],
     }
     liveness.report(results)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["4", "B", "2", "100.0", "103.0", "3.0", "1.030"]
     assert lines[2] == "training step, 2 ranks: 0.1 ms without, 0.1 ms with, ratio 1.030"
-    assert lines[3] == "monitor at stall_after_s = 60: 0.12% of a core per process"
+    assert lines[3] == "monitor at stall_after_s = 60, 1 threads: 0.12% of a core per process"
