@@ -83,7 +83,8 @@ def _failed(scene: Scene) -> list[Absent]:
     gone = [each for each in scene.absent if not (each.fate == "raised" and is_secondary(each.text))]
     errors = [*(head.error for head in scene.heads), *(each.text for each in scene.absent)]
     cut_off = any(is_secondary(error) for error in errors)
-    return [*raised, *(each for each in gone if each.fate not in NEVER_CAME and (cut_off or each.fate != "exited"))]
+    certain = ("killed", "crashed", "raised")  # a silence may end, and tells something only where somebody was cut off
+    return [*raised, *(each for each in gone if each.fate not in NEVER_CAME and (cut_off or each.fate in certain))]
 
 
 def _left(scene: Scene) -> list[Absent]:

@@ -1,13 +1,13 @@
 """The wait-for graph: from what each process says of itself, who waits for whom. Pure: no clock, no torch."""
 
 import dataclasses
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, Final, Literal
 
+from offbeat_liveness._diagnosis.difference import difference
 from offbeat_liveness._process.head import Collective, GroupHead, Head, OutsideWait, Wait
 
 Fate = Literal[
@@ -22,15 +22,10 @@ SETTLED: Final = 0.25  # share of stall_after_s after which a wait, or a quiet p
 BUSY: Final = 0.25  # share of a core from which a process without new lines counts as computing
 TREE_BUSY: Final = 0.1  # cores that a process and its descendants use together, from which they count as computing
 COMPUTE_PATIENCE: Final = 10  # × stall_after_s for a process that computes
+ENDED: Final = ("killed", "crashed", "raised", "exited")
+"""Fates that are certain: its host has said that the process is gone, or it has said so itself."""
 MAX_STARTS: Final = 16
 MAX_TARGETS: Final = 64  # edges of one wait; with thousands of ranks the graph would be their square
-# Operations whose inputs must be alike on all members, and those whose outputs must be; the rest may differ by rank.
-# nccl gathers and scatters lists unevenly too; gloo does not.
-LIKE_INPUTS: Final = frozenset(
-    {"all_reduce", "allreduce", "all_reduce_coalesced", "broadcast", "reduce", "all_gather_base",
-     "all_gather_into_tensor", "all_gather_single", "allgather_base", "reduce_scatter_base", "reduce_scatter_single",
-     "reduce_scatter_tensor"}
-)  # fmt: skip
 # Rendezvous at which the members of a world, or of the group to be made, meet each other.
 MEETINGS: Final = frozenset(
     {
@@ -43,8 +38,7 @@ MEETINGS: Final = frozenset(
         "_new_process_group_helper",
     }
 )
-LIKE_INPUTS_ON_GLOO: Final = frozenset({"all_gather", "allgather", "gather", "reduce_scatter"})
-LIKE_OUTPUTS: Final = frozenset({"scatter"})
+ENTRY: Final = "init_process_group"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +76,7 @@ class Edge:
         actor: name of the thread of the target that has to act; "" where any of its threads may.
         group: of the wait, if it has one.
         mine, theirs: the two collectives that differ.
+        is_certain: no other process could do instead what is waited for, and the target has not done it already.
     """
 
     waiter: str
@@ -92,13 +87,16 @@ class Edge:
     group: GroupHead | None = None
     mine: Collective | None = None
     theirs: Collective | None = None
+    is_certain: bool = True
 
     @property
     def is_binding(self) -> bool:
-        """Whether the waiter cannot go on by itself: it has no deadline of its own that is left to expire.
+        """Whether the waiter cannot go on without the target: it has no deadline of its own that is left to expire.
 
         The timeouts of torch's groups do not count: a program that meets one has failed.
         """
+        if not self.is_certain or self.reason == "unknown":
+            return False
         if self.wait.kind == "declared":
             return self.wait.deadline_s is None or self.wait.age_s >= self.wait.deadline_s
         if self.wait.kind == "outside":
@@ -268,12 +266,24 @@ class Scene:
             for name in self._members(head.world, wait.peers):
                 reason: Reason = "left" if self._has_left(name, head.world, group) else "peer"
                 actor = self._actor(name, group)
-                yield Edge(waiter=head.name, target=name, wait=wait, reason=reason, actor=actor, group=group)
+                yield Edge(
+                    waiter=head.name, target=name, wait=wait, reason=reason, actor=actor, group=group,
+                    is_certain=len(wait.peers) == 1,
+                )  # fmt: skip
         elif wait.kind == "declared" and wait.on:
-            targets = self._named(wait.on) or [wait.on]
-            for name in targets:
-                if name != head.name:
-                    yield Edge(waiter=head.name, target=name, wait=wait, reason="producer")
+            yield from self._producer_edges(head, wait)
+
+    def _producer_edges(self, head: Head, wait: Wait) -> Iterator[Edge]:
+        """Any of a role may act; who has ended in order is of no interest while another may."""
+        targets = [name for name in self._named(wait.on) or [wait.on] if name != head.name]
+        fates = {name: self.absent_by_name[name].fate for name in targets if name in self.absent_by_name}
+        may_act = [name for name in targets if fates.get(name) not in ENDED]
+        for name in targets:
+            if not may_act or fates.get(name) != "exited":
+                yield Edge(
+                    waiter=head.name, target=name, wait=wait, reason="producer",
+                    is_certain=not may_act or may_act == [name],
+                )  # fmt: skip
 
     def _collective_edges(self, head: Head, wait: Wait) -> Iterator[Edge]:
         group = _group_named(head, wait.group)
@@ -342,9 +352,12 @@ class Scene:
             there = other is not None and any(
                 (each.kind, each.what, each.group, each.on) == same for each in other.waits
             )
+            if other is not None and wait.kind == "rendezvous" and _has_made(other, head, ranks):
+                continue
             if name != head.name and not there:
                 reason: Reason = "absent" if other is None else "not-entered"
-                if other is not None and _has_left_world(other, head):
+                # Who has left a world may be on its way into the next, which its store may know by the same name.
+                if other is not None and wait.what != ENTRY and _has_left_world(other, head):
                     reason = "left"
                 actor = self._actor(name, group)
                 yield Edge(waiter=head.name, target=name, wait=wait, reason=reason, actor=actor, group=group)
@@ -357,8 +370,23 @@ class Scene:
 
 
 def _has_left_world(other: Head, head: Head) -> bool:
-    """Whether a process has destroyed the group of all ranks of another's world."""
-    return any(left.world == head.world and len(left.group.ranks) == head.world_size for left in other.left_groups)
+    """Whether a process has destroyed the group of all ranks of another's world.
+
+    A side group of all ranks is not the world: whoever has left that has no group any more.
+    """
+    is_in_it = other.world == head.world and any(not group.is_foreign for group in other.groups)
+    has_left = any(left.world == head.world and len(left.group.ranks) == head.world_size for left in other.left_groups)
+    return has_left and not is_in_it
+
+
+def _has_made(other: Head, head: Head, ranks: Iterable[int]) -> bool:
+    """Whether a process has a group of some ranks already, which another of its world is still about to make.
+
+    Torch lets each of them go as soon as it is ready itself.
+    """
+    known = {group.key for group in head.groups}
+    made = (group for group in other.groups if group.key not in known and not group.is_foreign)
+    return other.world == head.world and any(set(group.ranks) == set(ranks) for group in made)
 
 
 def _full_name(each: Head | Absent, places: set[tuple[str, int | None]]) -> str:
@@ -385,10 +413,10 @@ def _compare(
         gone: how the member went, None for one that is there.
     """
     theirs = theirs_group.at(seq) if theirs_group else None
-    if theirs is None and theirs_group is not None and gone != "absent":
+    if theirs is None and theirs_group is not None:
         if theirs_group.entered is None:
             return None, "unknown"
-        if gone == "left" and theirs_group.entered >= seq:
+        if gone and theirs_group.entered >= seq:
             return None, None  # it was in it, and nobody remembers whether that was over
     if theirs_group is None or (theirs is None and (theirs_group.entered or 0) < seq):
         return None, gone or "not-entered"
@@ -396,27 +424,6 @@ def _compare(
         return theirs, differs
     # Whoever left after its own part was over is not to blame; whoever died in the middle is.
     return theirs, gone if gone and not (theirs and theirs.done) else None
-
-
-def difference(mine: Collective, theirs: Collective) -> Literal["other-op", "other-shape"] | None:
-    """How two members differ at one place of their group's sequence."""
-    if mine.op != theirs.op:
-        return "other-op"
-    alike = LIKE_INPUTS | LIKE_INPUTS_ON_GLOO if mine.backend == "gloo" else LIKE_INPUTS
-    if mine.op in alike and _amounts(mine.inputs) != _amounts(theirs.inputs):
-        return "other-shape"
-    return "other-shape" if mine.op in LIKE_OUTPUTS and _amounts(mine.outputs) != _amounts(theirs.outputs) else None
-
-
-def _amounts(tensors: Sequence[str]) -> list[tuple[str, int]]:
-    """Type and number of elements of each tensor: a backend compares no more, so [6] and [2, 3] get on."""
-    return [_amount(each) for each in tensors]
-
-
-@cache
-def _amount(tensor: str) -> tuple[str, int]:
-    kind, _, shape = tensor.partition("[")
-    return kind, math.prod(int(size) for size in shape.rstrip("]").split(",") if size.strip())
 
 
 Node = tuple[str, str]

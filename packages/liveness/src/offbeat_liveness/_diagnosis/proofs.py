@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from offbeat_liveness._diagnosis.build import build_verdict
 from offbeat_liveness._diagnosis.failure import find_failure, first_fate
-from offbeat_liveness._diagnosis.graph import Edge, Scene, find_cycle
+from offbeat_liveness._diagnosis.graph import ENDED, Edge, Scene, find_cycle
 from offbeat_liveness._diagnosis.verdict import Verdict, VerdictKind, join_names, name_of_group
 from offbeat_liveness._diagnosis.wording import (
     ADVICE,
@@ -29,9 +29,6 @@ from offbeat_liveness._diagnosis.wording import (
     waiters,
 )
 from offbeat_liveness._process.head import Head
-
-ENDED = ("killed", "crashed", "raised", "exited")
-"""Fates that are certain: its host has said that the process is gone, or it has said so itself."""
 
 
 def find_proof(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
@@ -65,7 +62,7 @@ def _ended(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
 
 def _left_the_group(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
     """A process that others wait for runs, but has destroyed the group."""
-    left = [edge for edge in edges if edge.reason == "left" and edge.target in scene.head_by_name]
+    left = [edge for edge in edges if edge.reason == "left" and edge.is_binding and edge.target in scene.head_by_name]
     if not left:
         return None
     edge = max(left, key=lambda each: each.wait.age_s)
@@ -147,7 +144,7 @@ def _swapped_on_devices(scene: Scene) -> Verdict | None:
     """Two members whose devices have begun a collective that the other's has only queued (nccl streams)."""
     for one in scene.heads:
         for other in scene.heads:
-            if one.name < other.name and (found := _crossed(one, other)) is not None:
+            if one.name < other.name and one.world == other.world and (found := _crossed(one, other)) is not None:
                 begun, behind = found
                 wait = next((each for head, each in scene.stalled if head is one), None)
                 if wait is not None:

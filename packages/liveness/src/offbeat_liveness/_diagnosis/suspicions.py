@@ -6,8 +6,8 @@ A suspicion is said once, with names and lines, and acted upon only at the timeo
 from collections.abc import Sequence
 
 from offbeat_liveness._diagnosis.build import build_verdict
-from offbeat_liveness._diagnosis.graph import COMPUTE_PATIENCE, Absent, Edge, Scene, find_cycle
-from offbeat_liveness._diagnosis.proofs import ENDED, cycle_verdict
+from offbeat_liveness._diagnosis.graph import COMPUTE_PATIENCE, ENDED, Absent, Edge, Scene, find_cycle
+from offbeat_liveness._diagnosis.proofs import cycle_verdict
 from offbeat_liveness._diagnosis.verdict import Verdict, VerdictKind, join_names, name_of_group
 from offbeat_liveness._diagnosis.wording import (
     ADVICE,
@@ -167,7 +167,7 @@ def _swapped_queue(scene: Scene) -> tuple[str, Edge] | None:
         for other, theirs in orders.items():
             shared = [each for each in mine if each in theirs]
             swapped = shared != [each for each in theirs if each in mine]
-            if one < other and swapped:
+            if one < other and swapped and scene.head_by_name[one].world == scene.head_by_name[other].world:
                 head = scene.head_by_name[one]
                 wait = next((each for each in head.waits if each.kind == "collective"), None)
                 if wait is not None:

@@ -1,0 +1,129 @@
+"""What looks like a proof and is none: a run that would have gone on by itself is never ended."""
+
+import dataclasses
+
+import pytest
+from test_liveness_diagnosis import decide, declared, entry, found, head, in_collective, member
+
+from offbeat_liveness._diagnosis.difference import difference
+from offbeat_liveness._diagnosis.failure import find_failure
+from offbeat_liveness._diagnosis.graph import Absent, Scene
+from offbeat_liveness._process.head import GroupHead, LeftGroup, Wait
+
+WORLD = (0, 1, 2)
+
+
+def test_who_ended_in_order_long_after_a_collective_was_in_it() -> None:
+    """Its recorder remembers the last 32 only; the one that is waited in was before those."""
+    last = tuple(entry(seq, "broadcast", done=True) for seq in range(10, 42))
+    done = head(0, member("0", WORLD, *last), state="finished")
+    waits = head(2, member("0", WORLD, entry(5, "broadcast")), waits=(in_collective("0", 5, "broadcast"),))
+    late = head(1, member("0", WORLD, entry(4, "broadcast", done=True)), still_s=0.0)
+    verdict = found(waits, late, absent=(Absent(name="rank 0", rank=0, world="w", fate="exited", head=done),))
+    assert (verdict.kind, verdict.missing) == ("straggler", ("rank 1",))
+
+
+def test_who_ended_in_order_and_cannot_say_how_far_it_came_is_no_proof() -> None:
+    done = head(0, dataclasses.replace(member("0", WORLD), entered=None), state="finished")
+    waits = head(2, member("0", WORLD, entry(5, "broadcast")), waits=(in_collective("0", 5, "broadcast"),))
+    gone = Absent(name="rank 0", rank=0, world="w", fate="exited", head=done)
+    verdict = decide(waits, head(1, member("0", WORLD), still_s=0.0), absent=(gone,))
+    assert verdict is None or not verdict.is_proof
+
+
+def test_who_has_destroyed_a_group_of_all_ranks_has_not_left_the_world() -> None:
+    world = member("0", WORLD)
+    left = LeftGroup(world="w", rank=1, group=member("side", WORLD))
+    waits = Wait(kind="rendezvous", what="new_group", age_s=70.0, peers=WORLD, on="ranks 0-2")
+    for call in (waits, Wait(kind="barrier", what="monitored_barrier", age_s=70.0, group="0")):
+        zero, late = (head(rank, world, world_size=3) for rank in (0, 1))
+        others = head(2, world, world_size=3, waits=(call,))
+        late = dataclasses.replace(late, left_groups=(left,), still_s=0.0)
+        verdict = found(dataclasses.replace(zero, waits=(call,)), late, others)
+        assert (verdict.kind, verdict.is_proof, verdict.missing) == ("straggler", False, ("rank 1",))
+
+
+def test_who_has_left_a_world_and_is_on_its_way_into_the_next_has_not_left_that() -> None:
+    """Before a world has formed, its store knows it by one name for all worlds that meet there."""
+    call = Wait(kind="rendezvous", what="init_process_group", age_s=70.0, on="127.0.0.1:1")
+    left = LeftGroup(world="w", rank=1, group=member("0", (0, 1)))
+    verdict = found(
+        head(0, world_size=2, waits=(call,), left_groups=(dataclasses.replace(left, rank=0),)),
+        head(1, world_size=2, left_groups=(left,), still_s=0.0),
+    )
+    assert (verdict.kind, verdict.is_proof) == ("straggler", False)
+
+
+def test_one_of_a_role_that_has_ended_leaves_the_others_to_act() -> None:
+    gone = Absent(name="rollouter-0", fate="exited", head=head(7, name="rollouter-0", state="finished"))
+    other = head(6, name="rollouter-1", world="", still_s=1.0)
+    assert decide(head(0, waits=(declared("get", "rollouter", deadline_s=None),)), other, absent=(gone,)) is None
+    killed = dataclasses.replace(gone, fate="killed", head=None)
+    told = found(head(0, waits=(declared("get", "rollouter", deadline_s=None),)), other, absent=(killed,))
+    assert (told.kind, told.is_proof) == ("dead-peer", False)
+    alone = found(head(0, waits=(declared("get", "rollouter", deadline_s=None),)), absent=(gone,))
+    assert (alone.kind, alone.is_proof) == ("dead-peer", True)
+
+
+def test_one_of_a_role_that_waits_closes_no_circle_while_another_may_act() -> None:
+    asks = head(0, waits=(declared("samples.get", "rollouter"),))
+    stands = head(5, name="rollouter-0", world="", waits=(declared("weights.get", "rank 0"),))
+    moves = head(6, name="rollouter-1", world="", still_s=1.0)
+    verdict = decide(asks, stands, moves)
+    assert verdict is None or not verdict.is_proof
+    assert found(asks, stands).is_proof
+
+
+@pytest.mark.parametrize("fate", ["silent", "stopped", "unreachable"])
+def test_a_failure_elsewhere_makes_no_proof_of_a_silence(fate) -> None:
+    """A helper that is no member has failed while rank 1 gives no answer for a while."""
+    failed = head(9, name="helper", world="", state="failed", error="ValueError: no such file")
+    waits = head(0, member("0", (0, 1), entry(1)), waits=(in_collective("0", 1),))
+    quiet = Absent(name="rank 1", rank=1, world="w", fate=fate, was_heard=True)
+    scene = Scene(heads=(waits, failed), absent=(quiet,), stall_after_s=60.0)
+    assert find_failure(scene) is None
+    assert not found(waits, failed, absent=(quiet,)).is_proof
+
+
+def test_queues_of_devices_in_two_worlds_are_not_compared() -> None:
+    def begun(group: str, seq: int, *, started: bool) -> GroupHead:
+        call = dataclasses.replace(entry(seq, group=group), backend="nccl", started=started)
+        return dataclasses.replace(member(group, (0, 1), call), backend="nccl")
+
+    stands = head(0, begun("a", 1, started=True), begun("b", 1, started=False), waits=(in_collective("a", 1),))
+    other = head(
+        0, begun("a", 1, started=False), begun("b", 1, started=True), world="engines", name="engine", still_s=0.0
+    )
+    late = head(1, member("a", (0, 1)), member("b", (0, 1)), still_s=0.0)
+    assert found(stands, late, other).kind == "straggler"
+    assert found(stands, dataclasses.replace(other, world="w", name="rank 1", rank=1)).is_proof
+
+
+@pytest.mark.parametrize("op", ["broadcast", "all_gather_into_tensor", "all_gather_single", "all_gather"])
+def test_bytes_that_are_only_copied_may_be_called_by_two_types(op) -> None:
+    """A member may give a view of other type: what goes over the wire is the same."""
+    mine, theirs = (dataclasses.replace(entry(1, op, shape=shape), backend="gloo") for shape in ("Long[2]", "Byte[16]"))
+    assert difference(mine, theirs) is None
+    assert difference(mine, dataclasses.replace(theirs, inputs=("Byte[17]",))) == "other-shape"
+    assert difference(mine, dataclasses.replace(theirs, inputs=("SomethingNew[2]",))) is None
+
+
+def test_a_batch_of_transfers_waits_for_more_than_the_one_that_has_left() -> None:
+    call = Wait(kind="p2p", what="batch_isend_irecv", age_s=70.0, group="0", peers=(1, 2))
+    left = LeftGroup(world="w", rank=1, group=member("0", WORLD))
+    waits = head(0, member("0", WORLD), waits=(call,))
+    verdict = found(waits, head(1, left_groups=(left,)), head(2, member("0", WORLD), still_s=0.0))
+    assert not verdict.is_proof
+    gone = Absent(name="rank 1", rank=1, world="w", fate="exited", head=head(1, state="finished"))
+    assert not found(waits, head(2, member("0", WORLD), still_s=0.0), absent=(gone,)).is_proof
+
+
+def test_who_is_past_a_rendezvous_is_not_waited_for_in_it() -> None:
+    """Torch lets each member go as soon as it is ready: rank 1 still connects, and rank 0 trains already."""
+    zero = head(0, member("0", (0, 1), entry(1)), world_size=2, waits=(in_collective("0", 1),))
+    call = Wait(kind="rendezvous", what="init_process_group", age_s=70.0, on="127.0.0.1:1")
+    assert not found(zero, head(1, world_size=2, waits=(call,))).is_proof
+    side = member("1", (0, 1), entry(1, group="1"))
+    zero = head(0, member("0", (0, 1)), side, world_size=2, waits=(in_collective("1", 1),))
+    call = Wait(kind="rendezvous", what="new_group", age_s=70.0, peers=(0, 1), on="ranks 0-1")
+    assert not found(zero, head(1, member("0", (0, 1)), world_size=2, waits=(call,))).is_proof
