@@ -34,13 +34,12 @@ def _row(healthy: Healthy, seen: Observation) -> list[str]:
     cleared = [each for each in seen.told if each.what == "clearing"]
     after = f"{seen.verdicts[0][0]:.1f} s" if said and seen.verdicts else ""
     words = "; ".join(map(_shortened, said)) or "nothing"
-    codes = ", ".join(sorted({str(code) for code in seen.exit_codes.values()}))
-    ended = "well" if not complaints(healthy, seen) else f"wrongly: exit codes {codes}"
+    ended = "; ".join(complaints(healthy, seen)) or "well"
     return [f"{healthy.title} {link}", healthy.like, words, after, "; ".join(map(_shortened, cleared)), ended]
 
 
 def _shortened(told: Told) -> str:
-    words = told.text.split()
+    words = told.text.replace(sys.executable, "python").replace(f"{ROOT}/", "").split()
     return " ".join(words[:MAX_WORDS]) + (" …" if len(words) > MAX_WORDS else "")
 
 

@@ -12,9 +12,9 @@ LIMIT_S = 110.0
 pytestmark = pytest.mark.timeout(150)
 
 
-def run(folder, script, **environment):
+def run(folder, script, num_ranks=NUM_RANKS, **environment):
     settings = {"OFFBEAT_STALL_AFTER_S": "2", "OFFBEAT_LIVENESS_DIR": str(folder / "dumps"), **environment}
-    agent = Torchrun(folder, "job", script, *ALONE, f"--nproc-per-node={NUM_RANKS}", environment=settings)
+    agent = Torchrun(folder, "job", script, *ALONE, f"--nproc-per-node={num_ranks}", environment=settings)
     with ended_at_last([agent]):
         wait_until(lambda: agent.process.poll() is not None, "the end", [agent], LIMIT_S)
     return agent
@@ -39,3 +39,27 @@ def test_a_script_whose_rank_0_prepares_the_data_first_ends_well(tmp_path):
     told = headlines(done.output)
     assert len(told) <= MAX_TOLD, done.output
     assert all("suspicion: " in line or "moves again" in line for line in told), done.output
+
+
+RAISES = """
+import time
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+time.sleep(1)
+if dist.get_rank() == 1:
+    raise ValueError("loss is nan")
+if dist.get_rank() == 0:
+    time.sleep(3)  # busy, and in no wait
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_the_rank_that_raised_is_the_cause_that_torchrun_names(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(RAISES)
+    done = run(tmp_path, script, num_ranks=3)
+    cause = done.output.rpartition("Root Cause")[2]
+    assert "rank      : 1" in cause, done.output
+    assert "exitcode  : 1 " in cause, done.output

@@ -28,6 +28,8 @@ SAY_S: Final = 1.0
 POLL_S: Final = 0.1
 ASK_S: Final = 0.5
 DUMPS_S: Final = 1.0
+FAILED_S: Final = 2.0
+HEIR_S: Final = 0.5
 STUCK_S: Final = 0.3
 """A process that has stood in a wait of torch's for as long has nothing left to finish."""
 ROUNDS_S: Final = 3.0
@@ -100,16 +102,16 @@ class Ending:
         self._may_leave.set()
 
     def give_up(self) -> None:
-        """Leave this process alone, which ends by itself, its own way; let the others go."""
+        """Leave this process alone, which ends by itself, its own way; if it led, the next one does."""
         self._is_given_up = True
         self._is_finishing = False
         self._may_leave.set()
-        if self.has_begun or self._is_leading:
-            self.tell_leave()
 
-    def tell_leave(self) -> None:
-        """As the process that leads: let everybody go."""
-        ask_all(self._peers.running(), {"ask": "leave"}, self._peers.secret, ASK_S)
+    def wait_for_the_failed(self) -> None:
+        """Let a process that has failed be gone first: a launcher names the first that ends as the cause."""
+        end_s = time.monotonic() + FAILED_S
+        while time.monotonic() < end_s and self._is_going():
+            time.sleep(POLL_S)
 
     def _run(self, leads: bool, ends: bool) -> None:
         end_s = time.monotonic() + self._grace_s
@@ -117,17 +119,31 @@ class Ending:
             self._finish(end_s)
         self._is_finishing = False
         if leads:
-            while time.monotonic() < end_s and not self._is_given_up and self._is_somebody_busy():
-                time.sleep(POLL_S)
-            self.tell_leave()
-            self._is_leading = False
-        if not ends or self._is_given_up:
-            return
-        if not leads:
-            self._may_leave.wait(max(0.0, end_s - time.monotonic()) + ROUNDS_S)
-        if not self._is_given_up:
+            self._let_go(end_s)
+        elif ends:
+            self._wait_for_word(end_s)
+        self._is_leading = False
+        if ends and not self._is_given_up:
             self._dumps.flush(DUMPS_S)
             leave()
+
+    def _let_go(self, end_s: float) -> None:
+        """As the process that leads: tell everybody to leave, once nobody has anything left to finish."""
+        while time.monotonic() < end_s and not self._is_given_up and self._is_somebody_busy():
+            time.sleep(POLL_S)
+        if not self._is_given_up:
+            ask_all(self._peers.running(), {"ask": "leave"}, self._peers.secret, ASK_S)
+
+    def _wait_for_word(self, end_s: float) -> None:
+        """Wait until the process that leads says so; in its place, if it is gone."""
+        while not self._may_leave.wait(HEIR_S) and time.monotonic() < end_s + ROUNDS_S:
+            if self._is_first_of_those_left():
+                self._let_go(end_s)
+                return
+
+    def _is_first_of_those_left(self) -> bool:
+        me = self._peers.me()
+        return me is not None and all(me.order < each.order for each in self._peers.running().values())
 
     def _finish(self, end_s: float) -> None:
         """Wait until this process stands in a wait of torch's, or its time is over."""

@@ -318,7 +318,7 @@ class Monitor:
         ends = must_end(verdict, self.settings.policy)
         self._told.announce(verdict, ends_run=ends)
         if must_end(verdict, "strict"):
-            self._ending.begin(leads=True, ends=ends)
+            self._ending.begin(leads=True, ends=ends and self._error is None)
 
     def _find(self) -> Verdict | None:
         """A verdict on which several looks agree: heads are read one by one, so a run that moves may look stuck.
@@ -371,7 +371,7 @@ class Monitor:
             verdict = from_data(Verdict, message["verdict"])
             ends = must_end(verdict, self.settings.policy)
             self._told.hear(verdict, str(message["leader"]), ends_run=ends)
-            if ends:
+            if ends and self._error is None:  # who has failed ends by itself
                 self._ending.begin(leads=False, ends=True)
         elif kind == "finishing":
             return {"finishing": self._ending.is_finishing()}
@@ -415,6 +415,7 @@ class Monitor:
     def _end_with_the_others(self, error: BaseException | None) -> None:
         """The run is being ended: who ends by itself does so its own way, who was set free by others' end does not."""
         if error is not None and is_secondary(describe(error)[0]):
+            self._ending.wait_for_the_failed()
             leave()
         self._ending.give_up()
         self._stop()
