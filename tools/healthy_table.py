@@ -5,6 +5,7 @@ python tools/healthy_table.py --write     put it into docs/liveness.md
 """
 
 import argparse
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
