@@ -125,9 +125,15 @@ class Ending:
             return
         if not leads:
             self._may_leave.wait(max(0.0, end_s - time.monotonic()) + ROUNDS_S)
+            self._let_go_first(end_s)
         if not self._is_given_up:
             self._dumps.flush(DUMPS_S)
             leave()
+
+    def _let_go_first(self, end_s: float) -> None:
+        """Wait for a process that has failed and is on its way out; the one that leads may be the one that fails."""
+        while time.monotonic() < end_s and self._is_going():
+            time.sleep(POLL_S)
 
     def _finish(self, end_s: float) -> None:
         """Wait until this process stands in a wait of torch's, or its time is over."""
