@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,10 +18,13 @@ import torch.distributed as dist
 from liveness_launch import ABORTED, STALL_S, Body, launch, step
 
 import offbeat_liveness as liveness
+from offbeat_liveness import _ending
 from offbeat_liveness._announcer import Announcer
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._dumps import DumpWriter
 from offbeat_liveness._monitor import must_end
+from offbeat_liveness._network.peers import Peers
+from offbeat_liveness._process.head import Head, Wait
 from offbeat_liveness._settings import Settings
 
 PAUSE_S = 4 * STALL_S
@@ -333,3 +338,19 @@ def test_an_exception_that_a_clean_up_hides_is_told(tmp_path: Path) -> None:
     outcome = launch(cleans_up, 2, tmp_path, policy="abort")
     assert outcome.only.kind == "different-op"
     assert "rank 1: in barrier on the default group, after ValueError: batch 7 is empty (raised at" in outcome.only.text
+
+
+def test_nobody_leaves_before_a_process_that_has_failed_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that one leads, and says at once that the others may go: its exit code is to come first."""
+    left = threading.Event()
+    monkeypatch.setattr(_ending, "leave", left.set)
+    is_going = threading.Event()
+    is_going.set()
+    stuck = Head(key="vm:1", name="rank 0", waits=(Wait(kind="collective", what="all_reduce", age_s=9.0),))
+    dumps: Any = SimpleNamespace(flush=lambda limit_s: None)
+    ending = _ending.Ending(cast("Peers", None), dumps, 10.0, lambda: stuck, is_going.is_set)
+    ending.begin(leads=False, ends=True)
+    ending.hear_leave()
+    assert not left.wait(0.5)
+    is_going.clear()
+    assert left.wait(5.0)

@@ -122,6 +122,7 @@ class Ending:
             self._let_go(end_s)
         elif ends:
             self._wait_for_word(end_s)
+            self.wait_for_the_failed()  # the one that leads may be the one that fails
         self._is_leading = False
         if ends and not self._is_given_up:
             self._dumps.flush(DUMPS_S)

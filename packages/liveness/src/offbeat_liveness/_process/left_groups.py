@@ -62,5 +62,7 @@ class LeftGroups:
             if process_groups.default_group() is not None
             else set()
         )
-        self._left += [each for each in before if each.group.key not in there and not each.group.is_foreign]
+        gone = [each for each in before if each.group.key not in there]
+        process_groups.note_end(each.group.name for each in gone)
+        self._left += [each for each in gone if not each.group.is_foreign]
         del self._left[:-MAX_REMEMBERED]

@@ -30,6 +30,7 @@ class ThreadMotion:
     last: Position = ()
     innermost: tuple[int, ...] = ()
     since_s: float = 0.0
+    known_from_s: float = 0.0
     cpu_s: float | None = None
     counted_from_s: float = 0.0
     at_work_s: float = 0.0
@@ -109,6 +110,11 @@ class Motion:
         motion = self._threads.get(ident) or self._threads.get(main_thread_ident())
         return time.monotonic() - motion.since_s if motion else 0.0
 
+    def known_s(self, ident: int) -> float:
+        """Seconds since a thread was first seen; 0 for one that has just begun."""
+        motion = self._threads.get(ident)
+        return time.monotonic() - motion.known_from_s if motion else 0.0
+
     def still_s(self, worker: int = 0) -> float:
         """Seconds since the process last moved.
 
@@ -165,7 +171,7 @@ class Motion:
             return False
         position = _position(frame)
         if motion is None:
-            motion = self._threads[ident] = ThreadMotion(since_s=now_s)
+            motion = self._threads[ident] = ThreadMotion(since_s=now_s, known_from_s=now_s)
         elif position == motion.last:
             motion.innermost = innermost
             if forget:

@@ -1,9 +1,10 @@
 """What torch.distributed of this process knows: its world, its groups, and the collectives in them."""
 
 import sys
+import time
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -28,6 +29,8 @@ NO_DESCRIPTION: Final = ("", "undefined", "default_pg")
 _AXES: Final[weakref.WeakKeyDictionary[Any, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 _INHERITED: Final[list[Any]] = []
+_ENDED_NS: Final[dict[str, int]] = {}
+"""When a group of that name was last destroyed: what was recorded before is not of the one that bears the name now."""
 
 
 def name_group(group: Any, axes: Sequence[str]) -> None:
@@ -88,6 +91,11 @@ def disown_world() -> None:
         _INHERITED.append(group)
 
 
+def note_end(names: Iterable[str]) -> None:
+    """Groups of these names are destroyed; the next may bear them again."""
+    _ENDED_NS.update(dict.fromkeys((name.partition(" (")[0] for name in names), time.time_ns()))
+
+
 def has_groups() -> bool:
     """Whether this process has made any group, of its own world or of another."""
     if not flight_recorder.is_loaded():
@@ -113,6 +121,8 @@ def group_heads(entries: Sequence[RawEntry] | None) -> tuple[GroupHead, ...]:
     by_group: dict[tuple[str, str], list[RawEntry]] = defaultdict(list)
     knows_all = entries is not None and flight_recorder.holds_all(entries)
     for entry in entries or ():
+        if int(entry["time_created_ns"]) <= _ENDED_NS.get(group_of(entry), 0):
+            continue
         by_group[group_of(entry), backend_of(entry)].append(entry)
     return tuple(
         _group_head(group, name if len(backends) == 1 else f"{name} ({backend})", backends[backend], held, knows_all)

@@ -23,6 +23,7 @@ from offbeat_liveness._process.recorder.nccl_recorder import NCCL
 from offbeat_liveness._process.stacks import main_thread_ident, native_ids, stack_of, thread_frames
 from offbeat_liveness._process.torch_calls import TorchCall
 
+NUM_TRIES: Final = 2  # a new store of torch 2.13 gives the first try to reach its host all of its time, and tries again
 ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
 
 
@@ -135,9 +136,16 @@ class _Threads:
         return newest.thread if newest is not None and newest.thread in self._frames else main_thread_ident()
 
     def issuer(self, group: GroupHead) -> str:
-        """Name of the thread that issued a group's newest collective, if it is still there."""
+        """Name of the thread that issued a group's newest collective, if it is still there.
+
+        "" as well where a thread has begun since that may take the group over.
+        """
         newest = max(group.recent, key=lambda each: each.created_ns, default=None)
-        return self.name(newest.thread) if newest is not None and newest.thread in self._frames else ""
+        if newest is None or newest.thread not in self._frames:
+            return ""
+        since_s = time.time() - newest.created_ns / 1e9
+        began = (ident for ident in self._frames if ident != newest.thread and self._motion.known_s(ident) < since_s)
+        return "" if any(may_act(self._frames[ident]) for ident in began) else self.name(newest.thread)
 
     def free(self, waiting: set[str]) -> tuple[str, ...]:
         """Threads that stand in no wait, and may set somebody else free."""
@@ -188,8 +196,7 @@ def _collective_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterato
     for group in groups:
         entry = next((each for each in group.recent if not each.done), None)
         if entry is not None:
-            call = threads.calls.get(entry.thread)
-            root = None if group.is_foreign else _root(call, entry)
+            root = None if group.is_foreign else _root(threads.calls.get(entry.thread), group, entry)
             yield dataclasses.replace(_recorded_wait(group, entry, threads), seq=entry.seq, root=root)
 
 
@@ -218,8 +225,12 @@ def _recorded_wait(group: GroupHead, entry: Collective, threads: _Threads) -> Wa
     )
 
 
-def _root(call: TorchCall | None, entry: Collective) -> int | None:
-    return call.peer if call and entry.op in ROOTED and entry.op in call.function else None
+def _root(call: TorchCall | None, group: GroupHead, entry: Collective) -> int | None:
+    """Of the call that a thread stands in, if that is the one: it may be a later one beside one that goes on."""
+    is_it = call is not None and entry.op in ROOTED and entry.op in call.function
+    is_last = entry.seq == max(each.seq for each in group.recent if each.thread == entry.thread)
+    is_of_group = call is not None and group.name.partition(" (")[0] == _group_name(call.group)
+    return call.peer if call is not None and is_it and is_last and is_of_group else None
 
 
 def _stack_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wait]:
@@ -244,12 +255,16 @@ def _stack_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wai
         elif call.function in ("send", "recv") and peer is not None and not (entry and entry.kind == "p2p"):
             found = {"kind": "p2p", "group": group, "peers": (peer,)}
         if found:
+            own_s = seconds_of(call.arguments.get("timeout")) or (head.timeout_s if head else None)
+            age_s = threads.standing_s(ident)
+            if entry is not None and entry.kind == "rendezvous":  # one of many tries, maybe, at the same lines
+                age_s, own_s = min(age_s, time.monotonic() - entry.since_s), _timeout_s(entry, head) or own_s
             yield Wait(
                 **{
                     "what": call.function,
-                    "age_s": threads.standing_s(ident),
+                    "age_s": age_s,
                     "thread": threads.name(ident),
-                    "timeout_s": seconds_of(call.arguments.get("timeout")) or (head.timeout_s if head else None),
+                    "timeout_s": own_s,
                     "stack": stack_of(threads.frame(ident)),
                     **found,
                 }
@@ -258,7 +273,7 @@ def _stack_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wai
 
 def _rendezvous(call: TorchCall, entry: Entry | None) -> dict[str, Any]:
     """Making or ending groups; `on` is where a world meets, or who was asked into a group."""
-    place = entry.on if entry is not None and entry.kind == "rendezvous" else call.place
+    place = (entry.on if entry is not None and entry.kind == "rendezvous" else "") or call.place
     asked = f"ranks {_in_short(call.invited)}" if call.invited and not place else ""
     ends = call.function == "destroy_process_group"
     return {
@@ -336,7 +351,7 @@ def _ledger_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wa
 def _timeout_s(entry: Entry, head: GroupHead | None) -> float | None:
     """What torch gives an open wait: as the call says, else as its group or its store does."""
     if (given := seconds_of(entry.timeout)) is not None:
-        return given
+        return given * (NUM_TRIES if entry.kind == "rendezvous" else 1)
     return head.timeout_s if head else seconds_of(getattr(entry.source, "timeout", None))
 
 

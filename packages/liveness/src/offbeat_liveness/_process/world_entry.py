@@ -12,6 +12,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
+from offbeat_liveness._process.ledger import LEDGER, Entry
+
 TARGET: Final = "torch.distributed.distributed_c10d"
 ENTRIES: Final = ("rendezvous", "_new_process_group_helper")
 _CALLS: Final[list[Callable[[], None]]] = []
@@ -45,7 +47,11 @@ def _announcing(entry: Callable[..., Any]) -> Callable[..., Any]:
     def enter(*args: Any, **named: Any) -> Any:
         while _CALLS:
             _CALLS.pop()()
-        return entry(*args, **named)
+        number = LEDGER.enter(Entry(kind="rendezvous", what=entry.__name__))
+        try:
+            return entry(*args, **named)
+        finally:
+            LEDGER.leave(number)
 
     enter._offbeat_liveness = True  # type: ignore[attr-defined]
     return enter

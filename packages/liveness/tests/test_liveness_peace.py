@@ -1,0 +1,129 @@
+"""Healthy programs with long pauses, as real processes under the policy that ends runs: each ends by itself."""
+
+import contextlib
+import socket
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from liveness_launch import Outcome, launch
+
+PAUSE_S = 4.0
+
+
+def is_in_peace(outcome: Outcome) -> bool:
+    told = [each.headline for each in outcome.verdicts if each.is_proof]
+    return told == [] and set(outcome.exit_codes) == {0}
+
+
+def use(group: dist.ProcessGroup) -> None:
+    dist.all_reduce(torch.ones(1), group=group)
+
+
+def two_broadcasts_at_once(rank: int) -> None:
+    """One of the world that goes on beside one of each half; the halves have roots of their own."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    if rank % 2 == 0:
+        time.sleep(PAUSE_S)
+    work = dist.broadcast(torch.ones(4), 0, async_op=True)
+    dist.broadcast(torch.ones(2), src=rank // 2 * 2, group=halves[rank // 2])
+    work.wait()
+    dist.barrier()
+
+
+def a_new_thread_takes_a_group_over(rank: int) -> None:
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+    use(first)
+    use(second)
+    time.sleep(0.5)
+
+    def serve() -> None:
+        time.sleep(PAUSE_S)
+        use(second)
+
+    if rank == 0:
+        server = threading.Thread(target=serve)
+        server.start()
+        use(first)
+        server.join()
+    else:
+        use(second)
+        use(first)
+    dist.barrier()
+
+
+def a_side_group_is_made_again(rank: int) -> None:
+    side = dist.new_group()
+    use(side)
+    dist.destroy_process_group(side)
+    if rank == 1:
+        time.sleep(PAUSE_S)
+    dist.new_group()
+    dist.monitored_barrier()
+
+
+@pytest.mark.parametrize(
+    ("body", "size"),
+    [(two_broadcasts_at_once, 4), (a_new_thread_takes_a_group_over, 2), (a_side_group_is_made_again, 2)],
+)
+def test_a_run_with_a_pause_ends_by_itself(body, size, tmp_path: Path) -> None:
+    assert is_in_peace(launch(body, size, tmp_path, policy="abort"))
+
+
+def enter_again(path: Path, rank: int, size: int) -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(str(path), size), rank=rank, world_size=size)
+
+
+def test_what_the_recorder_has_of_an_earlier_world_says_nothing_of_this_one(tmp_path: Path) -> None:
+    """Ranks 0 and 1 send and receive, which gloo's recorder does not have, and rank 2 waits in a first collective."""
+
+    def body(rank: int) -> None:
+        enter_again(tmp_path / "store", rank, 3)
+        message = torch.zeros(2)
+        for _ in range(round(PAUSE_S / 0.2)):
+            if rank == 0:
+                dist.send(message, 1)
+            elif rank == 1:
+                dist.recv(message, 0)
+            if rank < 2:
+                time.sleep(0.2)
+        dist.barrier()
+
+    outcome = launch(body, 3, tmp_path, policy="abort")
+    assert is_in_peace(outcome)
+    assert set(outcome.verdicts[0].missing) <= {"rank 0", "rank 1"}
+
+
+def test_ranks_that_enter_the_next_world_at_their_own_pace_are_left_in_peace(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        for number in range(2):
+            dist.barrier()
+            dist.destroy_process_group()
+            if rank == number:
+                time.sleep(PAUSE_S)
+            store = dist.FileStore(str(tmp_path / f"store-{number}"), 2)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+
+    assert is_in_peace(launch(body, 2, tmp_path, policy="abort"))
+
+
+def test_who_tries_again_and_again_to_enter_is_not_at_the_end_of_its_timeout(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+
+    def body(rank: int) -> None:
+        dist.barrier()
+        dist.destroy_process_group()
+        end_s = time.monotonic() + 10
+        while rank == 1 and time.monotonic() < end_s:
+            with contextlib.suppress(dist.DistError):  # nobody is there
+                dist.init_process_group("gloo", init_method=address, rank=1, world_size=2, timeout=timedelta(seconds=1))
+        time.sleep(max(0.0, end_s - time.monotonic()))
+
+    assert is_in_peace(launch(body, 2, tmp_path, policy="abort"))
