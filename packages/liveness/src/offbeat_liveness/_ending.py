@@ -28,6 +28,7 @@ SAY_S: Final = 1.0
 POLL_S: Final = 0.1
 ASK_S: Final = 0.5
 DUMPS_S: Final = 1.0
+SEEN_S: Final = 1.0  # for a launcher to see that a process has ended
 STUCK_S: Final = 0.3
 """A process that has stood in a wait of torch's for as long has nothing left to finish."""
 ROUNDS_S: Final = 3.0
@@ -71,7 +72,7 @@ class Ending:
         self._peers, self._dumps, self._grace_s = peers, dumps, grace_s
         self._read_head, self._is_going = read_head, is_going
         self._is_finishing = self._is_leading = False
-        self._is_given_up = False
+        self._is_given_up = self._has_somebody_gone = False
         self._may_leave = threading.Event()
 
     def begin(self, *, leads: bool, ends: bool) -> None:
@@ -111,6 +112,18 @@ class Ending:
         """As the process that leads: let everybody go."""
         ask_all(self._peers.running(), {"ask": "leave"}, self._peers.secret, ASK_S)
 
+    def let_go_first(self) -> None:
+        """Wait until a process that has failed is gone, and its launcher has seen that.
+
+        The one that leads may be the one that fails. torchrun looks ten times a second, and of two that have ended
+        between two looks it takes the lower rank for the cause.
+        """
+        end_s = time.monotonic() + self._grace_s
+        while time.monotonic() < end_s and self._is_somebody_going():
+            time.sleep(POLL_S)
+        if self._has_somebody_gone:
+            time.sleep(SEEN_S)
+
     def _run(self, leads: bool, ends: bool) -> None:
         end_s = time.monotonic() + self._grace_s
         if ends:
@@ -125,15 +138,15 @@ class Ending:
             return
         if not leads:
             self._may_leave.wait(max(0.0, end_s - time.monotonic()) + ROUNDS_S)
-            self._let_go_first(end_s)
+        self.let_go_first()
         if not self._is_given_up:
             self._dumps.flush(DUMPS_S)
             leave()
 
-    def _let_go_first(self, end_s: float) -> None:
-        """Wait for a process that has failed and is on its way out; the one that leads may be the one that fails."""
-        while time.monotonic() < end_s and self._is_going():
-            time.sleep(POLL_S)
+    def _is_somebody_going(self) -> bool:
+        is_going = self._is_going()
+        self._has_somebody_gone = self._has_somebody_gone or is_going
+        return is_going
 
     def _finish(self, end_s: float) -> None:
         """Wait until this process stands in a wait of torch's, or its time is over."""
@@ -151,7 +164,7 @@ class Ending:
 
     def _is_somebody_busy(self) -> bool:
         """Whether a process may still finish something, or one that has failed is on its way out."""
-        if self._is_going():
+        if self._is_somebody_going():
             return True
         replies = ask_all(self._peers.running(), {"ask": "finishing"}, self._peers.secret, ASK_S)
         return any(reply.get("finishing") for reply in replies.values())

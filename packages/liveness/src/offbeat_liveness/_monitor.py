@@ -404,6 +404,7 @@ class Monitor:
     def _end_with_the_others(self, error: BaseException | None) -> None:
         """The run is being ended: who ends by itself does so its own way, who was set free by others' end does not."""
         if error is not None and is_secondary(describe(error)[0]):
+            self._ending.let_go_first()
             leave()
         self._ending.give_up()
         self._stop()
