@@ -353,4 +353,5 @@ def test_nobody_leaves_before_a_process_that_has_failed_is_gone(monkeypatch: pyt
     ending.hear_leave()
     assert not left.wait(0.5)
     is_going.clear()
+    assert not left.wait(0.5), "its launcher may not have seen it yet"
     assert left.wait(5.0)

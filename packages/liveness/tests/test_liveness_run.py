@@ -47,6 +47,11 @@ if __name__ == "__main__":
 """
 
 
+TORCHRUN = [
+    "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
+]  # fmt: skip
+
+
 def environment(directory: Path) -> dict[str, str]:
     return {
         **os.environ,
@@ -79,24 +84,34 @@ def fatal_verdicts(directory: Path) -> list[Verdict]:
 def test_a_strangers_deadlock_under_torchrun_is_named_and_the_job_ends(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(STRANGER)
-    wrapper = ["-m", "offbeat_liveness", "run", str(script)]
-    ended = run(
-        [
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node=2",
-            "--rdzv-backend=c10d",
-            "--rdzv-endpoint=127.0.0.1:0",
-            *wrapper,
-        ],
-        tmp_path,
-    )
+    ended = run([*TORCHRUN, "-m", "offbeat_liveness", "run", str(script)], tmp_path)
     assert ended.returncode != 0
     (verdict,) = fatal_verdicts(tmp_path)
     assert (verdict.kind, verdict.missing) == ("missing-member", ("rank 1",))
     assert "in reduce_metrics" in verdict.text
     assert ended.stderr.count("offbeat liveness: suspicion: missing-member") == 1
     assert "exitcode  : 4" in ended.stderr
+
+
+RAISES = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 1:
+    raise ValueError("loss is nan")
+dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_torchrun_names_the_rank_that_raised_as_the_cause(tmp_path: Path) -> None:
+    """Which takes a while to end, and closes its connections meanwhile: nobody else ends before it."""
+    script = tmp_path / "train.py"
+    script.write_text(RAISES)
+    ended = run([*TORCHRUN, "-m", "offbeat_liveness", "run", str(script)], tmp_path)
+    cause = ended.stderr.partition("Root Cause")[2]
+    assert "rank      : 1 (local_rank: 1)" in cause
+    assert "exitcode  : 1 " in cause
 
 
 @pytest.mark.timeout(LIMIT_S)

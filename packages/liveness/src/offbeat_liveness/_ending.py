@@ -30,6 +30,7 @@ ASK_S: Final = 0.5
 DUMPS_S: Final = 1.0
 FAILED_S: Final = 2.0
 HEIR_S: Final = 0.5
+SEEN_S: Final = 1.0  # for a launcher to see that a process has ended
 STUCK_S: Final = 0.3
 """A process that has stood in a wait of torch's for as long has nothing left to finish."""
 ROUNDS_S: Final = 3.0
@@ -73,7 +74,7 @@ class Ending:
         self._peers, self._dumps, self._grace_s = peers, dumps, grace_s
         self._read_head, self._is_going = read_head, is_going
         self._is_finishing = self._is_leading = False
-        self._is_given_up = False
+        self._is_given_up = self._has_somebody_gone = False
         self._may_leave = threading.Event()
 
     def begin(self, *, leads: bool, ends: bool) -> None:
@@ -108,10 +109,21 @@ class Ending:
         self._may_leave.set()
 
     def wait_for_the_failed(self) -> None:
-        """Let a process that has failed be gone first: a launcher names the first that ends as the cause."""
+        """Let a process that has failed be gone first, and its launcher see that.
+
+        torchrun looks ten times a second, and of two that have ended between two looks it takes the lower rank for the
+        cause.
+        """
         end_s = time.monotonic() + FAILED_S
-        while time.monotonic() < end_s and self._is_going():
+        while time.monotonic() < end_s and self._is_somebody_going():
             time.sleep(POLL_S)
+        if self._has_somebody_gone:
+            time.sleep(SEEN_S)
+
+    def _is_somebody_going(self) -> bool:
+        is_going = self._is_going()
+        self._has_somebody_gone = self._has_somebody_gone or is_going
+        return is_going
 
     def _run(self, leads: bool, ends: bool) -> None:
         end_s = time.monotonic() + self._grace_s
@@ -122,6 +134,7 @@ class Ending:
             self._let_go(end_s)
         elif ends:
             self._wait_for_word(end_s)
+        if ends:
             self.wait_for_the_failed()  # the one that leads may be the one that fails
         self._is_leading = False
         if ends and not self._is_given_up:
@@ -162,7 +175,7 @@ class Ending:
 
     def _is_somebody_busy(self) -> bool:
         """Whether a process may still finish something, or one that has failed is on its way out."""
-        if self._is_going():
+        if self._is_somebody_going():
             return True
         replies = ask_all(self._peers.running(), {"ask": "finishing"}, self._peers.secret, ASK_S)
         return any(reply.get("finishing") for reply in replies.values())
