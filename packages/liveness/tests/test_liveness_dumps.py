@@ -81,3 +81,8 @@ def test_a_fork_while_it_writes_leaves_the_child_able_to_write(tmp_path: Path) -
         writer.write_head(a_head(1))
         os._exit(0 if writer.flush(LIMIT_S) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_dump_is_for_this_user_alone(tmp_path: Path) -> None:
+    _dumps.write(tmp_path, "head-rank-0-1.json", {"format": 1})
+    assert (tmp_path / "head-rank-0-1.json").stat().st_mode & 0o077 == 0

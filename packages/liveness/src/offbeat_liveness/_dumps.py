@@ -26,14 +26,15 @@ FORMAT: Final = 1
 MAX_VERDICTS: Final = 64  # that wait to be written
 
 
-def write(directory: Path, name: str, data: dict[str, Any], *, private: bool = False) -> None:
-    """Write a file as a whole; a folder that cannot be written is no reason to disturb the run."""
+def write(directory: Path, name: str, data: dict[str, Any]) -> None:
+    """Write a file as a whole; a folder that cannot be written is no reason to disturb the run.
+
+    For this user alone: a dump holds command lines and texts of exceptions.
+    """
     partial = directory / f".{name}.{os.getpid()}.{secrets.token_hex(4)}.partial"
     with contextlib.suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(
-            os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644), "w"
-        ) as file:
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             json.dump(data, file)
         partial.replace(directory / name)
 

@@ -356,7 +356,7 @@ class Peers:
             directory, _dumps.address_name(HOST, os.getpid())
         ):
             self._add(mine)
-            _dumps.write(directory, _dumps.address_name(HOST, os.getpid()), asdict(mine), private=True)
+            _dumps.write(directory, _dumps.address_name(HOST, os.getpid()), asdict(mine))
         for data in _dumps.read_addresses(directory):
             each = from_data(Address, data)
             known = self._book.get((each.machine, each.pid))
