@@ -65,11 +65,13 @@ class Ledger:
     Attributes:
         posted: point-to-point operations by the id of their handle; one counts as a wait while somebody stands in the
             handle's `wait()`. gloo's are not complete before that, however long ago the message went.
+        met_s: when each thread last came out of a rendezvous, or gave one up; monotonic.
     """
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._open: dict[int, Entry] = {}
+        self.met_s: dict[int, float] = {}
         self.posted: dict[int, Entry] = {}
         self._prune_from = MAX_POSTED
 
@@ -81,7 +83,9 @@ class Ledger:
 
     def leave(self, number: int) -> None:
         """Close a wait."""
-        self._open.pop(number, None)
+        entry = self._open.pop(number, None)
+        if entry is not None and entry.kind == "rendezvous":
+            self.met_s[entry.thread] = time.monotonic()
 
     def post(self, entry: Entry) -> None:
         """Write down a point-to-point operation, which is over when its handle says so."""

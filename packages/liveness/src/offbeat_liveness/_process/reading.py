@@ -259,6 +259,8 @@ def _stack_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wai
             age_s = threads.standing_s(ident)
             if entry is not None and entry.kind == "rendezvous":  # one of many tries, maybe, at the same lines
                 age_s, own_s = min(age_s, time.monotonic() - entry.since_s), _timeout_s(entry, head) or own_s
+            elif call.function in torch_calls.RENDEZVOUS and ident in LEDGER.met_s:
+                age_s = min(age_s, time.monotonic() - LEDGER.met_s[ident])
             yield Wait(
                 **{
                     "what": call.function,
