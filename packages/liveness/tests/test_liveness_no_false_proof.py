@@ -85,7 +85,9 @@ def test_a_failure_elsewhere_makes_no_proof_of_a_silence(fate) -> None:
     assert not found(waits, failed, absent=(quiet,)).is_proof
 
 
-def test_queues_of_devices_in_two_worlds_are_not_compared() -> None:
+def test_queues_of_devices_prove_nothing_and_of_two_worlds_are_not_compared() -> None:
+    """Each may be behind work of its own: a look does not tell a long queue from a crossed one."""
+
     def begun(group: str, seq: int, *, started: bool) -> GroupHead:
         call = dataclasses.replace(entry(seq, group=group), backend="nccl", started=started)
         return dataclasses.replace(member(group, (0, 1), call), backend="nccl")
@@ -96,7 +98,7 @@ def test_queues_of_devices_in_two_worlds_are_not_compared() -> None:
     )
     late = head(1, member("a", (0, 1)), member("b", (0, 1)), still_s=0.0)
     assert found(stands, late, other).kind == "straggler"
-    assert found(stands, dataclasses.replace(other, world="w", name="rank 1", rank=1)).is_proof
+    assert not found(stands, dataclasses.replace(other, world="w", name="rank 1", rank=1)).is_proof
 
 
 @pytest.mark.parametrize("op", ["broadcast", "all_gather_into_tensor", "all_gather_single", "all_gather"])

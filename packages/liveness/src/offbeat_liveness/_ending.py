@@ -19,6 +19,7 @@ from offbeat_liveness._dumps import DumpWriter
 from offbeat_liveness._network.peers import Peers
 from offbeat_liveness._network.side_channel import ask_all
 from offbeat_liveness._process.head import Head
+from offbeat_liveness._process.recorder.nccl_recorder import remove_folder
 from offbeat_liveness._process.stacks import OWN_THREADS
 
 EXIT_CODE: Final = 4  # the same as of a wait that is past its deadline, in all of offbeat
@@ -187,6 +188,7 @@ def leave() -> None:
     with contextlib.suppress(RuntimeError):
         flushing.start()
         flushing.join(FLUSH_S)
+    remove_folder()
     os._exit(EXIT_CODE)
 
 

@@ -28,7 +28,6 @@ from offbeat_liveness._diagnosis.wording import (
     votes,
     waiters,
 )
-from offbeat_liveness._process.head import Head
 
 
 def find_proof(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
@@ -41,7 +40,6 @@ def find_proof(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
         or _mismatch(scene, edges)
         or _other_root(scene, edges)
         or _cycle(scene, edges)
-        or _swapped_on_devices(scene)
     )
 
 
@@ -138,43 +136,3 @@ def cycle_verdict(scene: Scene, cycle: Sequence[Edge], *, is_proof: bool) -> Ver
         scene, kind, cycle_text(cycle), cycle, cycle[0], certainty="proof" if is_proof else "suspicion",
         missing=in_order(scene.awaited(cycle[0])), advice=ADVICE[kind], involved={edge.waiter for edge in cycle},
     )  # fmt: skip
-
-
-def _swapped_on_devices(scene: Scene) -> Verdict | None:
-    """Two members whose devices have begun a collective that the other's has only queued (nccl streams)."""
-    for one in scene.heads:
-        for other in scene.heads:
-            if one.name < other.name and one.world == other.world and (found := _crossed(one, other)) is not None:
-                begun, behind = found
-                wait = next((each for head, each in scene.stalled if head is one), None)
-                if wait is not None:
-                    where = " and ".join(f"group {name!r}" for name in (begun, behind))
-                    headline = f"{one.name} and {other.name} have begun collectives of {where} the other way round"
-                    edge = Edge(
-                        waiter=one.name, target=other.name, wait=wait, reason="nobody", group=group_of(one, wait)
-                    )
-                    return build_verdict(
-                        scene, "different-order", headline, [], edge, certainty="proof",
-                        advice=ADVICE["different-order"], everybody=True,
-                    )  # fmt: skip
-    return None
-
-
-def _crossed(one: Head, other: Head) -> tuple[str, str] | None:
-    """Groups of a collective that `one` has begun and `other` has queued behind one that is the other way round."""
-    mine, theirs = _on_device(one), _on_device(other)
-    for key, is_begun in mine.items():
-        for another, is_other_begun in mine.items():
-            if is_begun and not is_other_begun and theirs.get(key) is False and theirs.get(another) is True:
-                return str(key[0]), str(another[0])
-    return None
-
-
-def _on_device(head: Head) -> dict[tuple[object, ...], bool]:
-    """Collectives that a device has and has not finished: whether it has begun them."""
-    return {
-        (*group.key, each.seq): each.started
-        for group in head.groups
-        for each in group.recent
-        if not each.done and each.backend == "nccl"
-    }

@@ -46,6 +46,7 @@ class NcclRecorder:
         answer_s: how long one question may take.
 
     Attributes:
+        folder: where the socket of torch's server lies, "" before the first question.
         asked_at_s: monotonic time of a question without an answer; None while there is none. Whoever is silent soon
             after it may be so because it was asked.
     """
@@ -58,7 +59,7 @@ class NcclRecorder:
         """Forget everything: in a forked child the server's threads do not exist."""
         self._pid = os.getpid()
         self._asking = threading.Lock()
-        self._path = ""
+        self._path = self.folder = ""
         self._open: socket.socket | None = None
         self._entries: list[RawEntry] | None = None
         self._status, self._read_s = "", -FRESH_S
@@ -129,8 +130,14 @@ class NcclRecorder:
             server = _binding()._WorkerServer(path)
             # Its destructor waits for its threads, one of which may wait for a device for ever: so nobody destroys it.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
-            self._path = path
+            self.folder, self._path = folder, path
         return self._path
+
+
+def remove_folder() -> None:
+    """Take the socket's folder away, for who leaves without Python's own end."""
+    if NCCL.folder:
+        _remove(NCCL.folder, os.getpid())
 
 
 def _remove(folder: str, pid: int) -> None:
