@@ -543,3 +543,9 @@ def test_a_look_costs_little() -> None:
     for _ in range(200):
         motion.look()
     assert (time.thread_time() - began_s) / 200 < 2e-3
+
+
+def test_groups_of_offbeat_are_no_lines_of_the_reader() -> None:
+    """What stands around a collective hides whoever called it: a verdict has room for three lines."""
+    assert is_machinery("/env/lib/python3.11/site-packages/offbeat_mesh/_exchange.py")
+    assert not is_machinery("/env/lib/python3.11/site-packages/offbeat_engine_torch/_engine.py")

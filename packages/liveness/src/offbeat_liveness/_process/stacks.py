@@ -18,6 +18,7 @@ OWN_THREADS: Final = "offbeat-liveness"
 """What the names of the watch's own threads begin with."""
 OWN_FOLDER: Final = str(Path(__file__).parents[1])
 STANDARD_LIBRARY: Final = tuple({sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"]})
+GROUPS_OF_OFFBEAT: Final = "offbeat_mesh"  # it stands around torch's collectives, as torch.distributed does
 IMPORT_MACHINERY: Final = "<frozen importlib._bootstrap>"
 INSTALLED: Final = ("site-packages", "dist-packages")
 
@@ -96,10 +97,10 @@ def main_thread_ident() -> int:
 
 @lru_cache(maxsize=4096)
 def is_machinery(file: str) -> bool:
-    """Whether a file is torch, the standard library, or offbeat-mesh."""
-    if file.startswith(("<frozen", OWN_FOLDER)):
-        return True
+    """Whether a file is torch, the standard library, or offbeat's own groups."""
     parts = Path(file).parts
+    if file.startswith(("<frozen", OWN_FOLDER)) or GROUPS_OF_OFFBEAT in parts:
+        return True
     for folder in INSTALLED:
         if folder in parts:
             return parts[parts.index(folder) + 1].split(".")[0] == "torch"
