@@ -11,7 +11,6 @@ from types import FrameType
 from typing import Any, Final
 
 from offbeat_liveness._process.process_groups import default_group, group_members, store_place
-from offbeat_liveness._process.stacks import main_thread_ident, thread_frames
 
 C10D_FILE: Final = "torch/distributed/distributed_c10d.py"
 POINT_TO_POINT: Final = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
@@ -142,8 +141,3 @@ def _global_rank(named: Mapping[str, Any], group: Any) -> int | None:
     members = group_members(default_group() if group is None else group)
     places = (named.get(name) for name in ("group_src", "group_dst"))
     return next((members[place] for place in places if isinstance(place, int) and place < len(members)), None)
-
-
-def is_in_torch_call() -> bool:
-    """Whether the main thread stands in a call of torch.distributed."""
-    return torch_call(thread_frames().get(main_thread_ident())) is not None
