@@ -79,7 +79,7 @@ def test_a_failure_elsewhere_makes_no_proof_of_a_silence(fate) -> None:
     """A helper that is no member has failed while rank 1 gives no answer for a while."""
     failed = head(9, name="helper", world="", state="failed", error="ValueError: no such file")
     waits = head(0, member("0", (0, 1), entry(1)), waits=(in_collective("0", 1),))
-    quiet = Absent(name="rank 1", rank=1, world="w", fate=fate, was_heard=True)
+    quiet = Absent(name="rank 1", rank=1, world="w", fate=fate)
     scene = Scene(heads=(waits, failed), absent=(quiet,), stall_after_s=60.0)
     assert find_failure(scene) is None
     assert not found(waits, failed, absent=(quiet,)).is_proof

@@ -101,22 +101,6 @@ def test_who_is_silent_and_does_nothing_is_so_after_several_looks(peers: Peers) 
     assert seen[-1] == "silent"
 
 
-@pytest.mark.timeout(60)
-def test_whether_a_process_was_ever_heard_is_told(peers: Peers) -> None:
-    """A port may be closed to us from the beginning: its silence says nothing then."""
-    dead = [subprocess.Popen([sys.executable, "-c", ""]) for _ in range(2)]
-    for each in dead:
-        each.wait()
-    heard, unheard = (
-        Address(host="127.0.0.1", port=1, machine=HOST, pid=each.pid, born=0, name=f"role-{number}")
-        for number, each in enumerate(dead)
-    )
-    peers.learn(heard)  # from a message of its own
-    peers._add(unheard)  # from the store
-    scene = Survey(peers, None).look(OWN, {}, stall_after_s=STALL_S)
-    assert {each.name: each.was_heard for each in scene.absent} == {"role-0": True, "role-1": False}
-
-
 def test_progress_begins_the_count_anew() -> None:
     silences, key = Silences(), ("vm", 1)
     address = Address(host="", port=1, machine="vm", pid=1, born=0, name="rank 1")
@@ -251,5 +235,4 @@ def test_in_a_large_run_all_tell_in_brief_and_the_few_that_matter_in_full(
 def test_keys_of_the_address_book_are_machine_and_pid(peers: Peers) -> None:
     key: Key = ("vm", 1)
     peers.learn(Address(host="", port=1, machine="vm", pid=1, born=0, name="x"))
-    assert peers.was_heard(key)
     assert asdict(peers.others()[key])["name"] == "x"

@@ -45,7 +45,7 @@ def build_verdict(
     names = in_order({*missing, *involved, *({edge.target} - {""})}) + arrived
     names += [head.name for head in scene.heads if everybody]
     parties = [
-        party_of(scene, scene.head_by_name[name], wait if name in arrived else None)
+        party_of(scene, scene.head_by_name[name], wait if name in arrived else None, edge.thread)
         for name in dict.fromkeys(names)
         if name not in told and name in scene.head_by_name
     ]

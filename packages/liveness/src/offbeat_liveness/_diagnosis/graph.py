@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Final, Literal
 
 from offbeat_liveness._diagnosis.difference import difference
-from offbeat_liveness._process.head import Collective, GroupHead, Head, OutsideWait, Wait
+from offbeat_liveness._process.head import Collective, GroupHead, Head, OutsideWait, ThreadHead, Wait
 
 Fate = Literal[
     "killed", "crashed", "exited", "left", "raised", "stopped", "silent", "unreachable", "never-came", "unwatched"
@@ -20,6 +20,8 @@ Reason = Literal[
 
 SETTLED: Final = 0.25  # share of stall_after_s after which a wait, or a quiet process, counts as standing
 BUSY: Final = 0.25  # share of a core from which a process without new lines counts as computing
+AWAY: Final = frozenset({"http", "socket", "ray", "subprocess", "terminal", "debugger", "sleep"})
+"""Waits that no thread of the same process can end."""
 TREE_BUSY: Final = 0.1  # cores that a process and its descendants use together, from which they count as computing
 COMPUTE_PATIENCE: Final = 10  # × stall_after_s for a process that computes
 ENDED: Final = ("killed", "crashed", "raised", "exited")
@@ -53,7 +55,6 @@ class Absent:
             unwatched (in the world, without a monitor).
         text: what is known, one line: the exception, the pid.
         head: the last it said of itself, if anything.
-        was_heard: its monitor has spoken before, so its silence says something.
     """
 
     name: str
@@ -62,7 +63,6 @@ class Absent:
     fate: Fate
     text: str = ""
     head: Head | None = None
-    was_heard: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +88,13 @@ class Edge:
     mine: Collective | None = None
     theirs: Collective | None = None
     is_certain: bool = True
+
+    @property
+    def thread(self) -> str:
+        """Name of the thread of the target that is expected: ranks run one program, so where its group does not tell,
+        the thread named as the one that waits.
+        """
+        return self.actor or self.wait.thread
 
     @property
     def is_binding(self) -> bool:
@@ -244,13 +251,25 @@ class Scene:
             open_names.extend(edge.target for edge in edges)
         return found
 
-    def is_moving(self, head: Head) -> bool:
-        """New lines or new entries lately, or computing, with ten times the patience."""
-        if head.still_s < SETTLED * self.stall_after_s:
-            return True
+    def is_moving(self, head: Head, thread: str = "") -> bool:
+        """New lines or new entries lately, or computing, with ten times the patience.
+
+        Args:
+            head: of the process.
+            thread: name of the one that has to act. While it waits for something outside of the process, what the
+                other threads communicate brings nothing nearer.
+        """
         if head.tree_busy >= TREE_BUSY:
             return True
+        if any(each.name == thread and self._stands_alone(each) for each in head.threads):
+            return False
+        if head.still_s < SETTLED * self.stall_after_s:
+            return True
         return head.busy >= BUSY and head.still_s < COMPUTE_PATIENCE * self.stall_after_s
+
+    def _stands_alone(self, thread: ThreadHead) -> bool:
+        is_away = thread.outside is not None and thread.outside.kind in AWAY
+        return is_away and thread.still_s >= SETTLED * self.stall_after_s
 
     def _members(self, world: str, ranks: Iterable[int]) -> list[str]:
         """Names of ranks in a world; "rank N" for one that nobody knows."""

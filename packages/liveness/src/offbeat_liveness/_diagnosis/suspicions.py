@@ -73,13 +73,13 @@ def _cycle(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
 
 def _idle_end(scene: Scene, edges: Sequence[Edge], ends: Sequence[Edge]) -> Verdict | None:
     """Somebody in the way stands in no wait of torch's: idle, in a wait outside, or slow."""
-    quiet = [edge for edge in ends if not scene.is_moving(scene.head_by_name[edge.target])]
+    quiet = [edge for edge in ends if not scene.is_moving(scene.head_by_name[edge.target], edge.thread)]
     if not quiet:
         return _straggler(scene, edges, ends)
     edge = max(quiet, key=lambda each: each.wait.age_s)
     idle = {each.target for each in quiet if each.wait.what == edge.wait.what}
     awaited = scene.awaited(edge)
-    idle |= {name for name in awaited if name in scene.head_by_name and _is_idle(scene, scene.head_by_name[name])}
+    idle |= {name for name in awaited if name in scene.head_by_name and _is_idle(scene, scene.head_by_name[name], edge)}
     names = in_order(idle)
     why = outside_chain(scene, names[0])
     if edge.wait.kind == "declared":
@@ -90,9 +90,9 @@ def _idle_end(scene: Scene, edges: Sequence[Edge], ends: Sequence[Edge]) -> Verd
     return build_verdict(scene, "missing-member", headline, edges, edge, missing=names, advice=ADVICE["missing-member"])
 
 
-def _is_idle(scene: Scene, head: Head) -> bool:
+def _is_idle(scene: Scene, head: Head, edge: Edge) -> bool:
     in_torch = any(wait.kind != "outside" for wait in head.waits)
-    return not in_torch and not scene.is_moving(head)
+    return not in_torch and not scene.is_moving(head, edge.thread)
 
 
 def _straggler(scene: Scene, edges: Sequence[Edge], ends: Sequence[Edge]) -> Verdict | None:

@@ -74,8 +74,8 @@ def are(names: Sequence[str], what: str) -> str:
     return f"{join_names(names)} {'is' if len(names) == 1 else 'are'} {what}"
 
 
-def party_of(scene: Scene, head: Head, wait: Wait | None) -> Party:
-    """What one process does: in a given wait, or in its oldest, or in none."""
+def party_of(scene: Scene, head: Head, wait: Wait | None, thread: str = "") -> Party:
+    """What one process does: in a given wait, or in its oldest, or in none; `thread` is the one that has to act."""
     if head.state == "failed":
         return Party(
             name=head.name, rank=head.rank, part="dead", doing=f"out with {head.error}", stack=head.error_stack
@@ -90,7 +90,7 @@ def party_of(scene: Scene, head: Head, wait: Wait | None) -> Party:
     stack = head.threads[0].stack if head.threads else ()
     why = outside_chain(scene, head.name)
     why += _in_flight(head, head.threads[0].name) if head.threads else ""
-    if scene.is_moving(head):
+    if scene.is_moving(head, thread):
         doing = f"in no collective, moving{why}{_last_entered(head)}"
         return Party(name=head.name, rank=head.rank, part="moving", doing=doing, stack=stack)
     doing = f"in no collective and no declared wait{why}{_last_entered(head)}, standing"

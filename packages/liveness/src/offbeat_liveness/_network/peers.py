@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -54,7 +54,6 @@ class Peers:
         self._meet_again_s = self._read_again_s = -math.inf
         self._host_answers = True
         self._secret = self._invitation.secret if self._invitation else ""
-        self._spoke: set[Key] = set()  # of whom a message has come
         self._not_before_s = 0.0
         self._formed_group: Any = None
         self._formed_s = -math.inf
@@ -80,14 +79,6 @@ class Peers:
     def is_own_world(self, world: str) -> bool:
         """Whether a process that names its world so is of this one; it may not know the newest name yet."""
         return world in self._world_names
-
-    def was_heard(self, key: Key) -> bool:
-        """Whether a message of that process has come."""
-        return key in self._spoke
-
-    def note_heard(self, keys: Iterable[Key]) -> None:
-        """Messages of these have come."""
-        self._spoke.update(keys)
 
     def needs_to_join(self, *, waits_long: bool) -> bool:
         """Whether `keep_joined` has something to do: a world to enter, somebody to find, or a reason to look again."""
@@ -175,7 +166,6 @@ class Peers:
     def learn(self, address: Address) -> None:
         """Take in somebody who has spoken, unless more is known of it already."""
         key = (address.machine, address.pid)
-        self._spoke.add(key)
         known = self._book.get(key)
         if known is None or known.rank is None or address.rank is not None:
             self._add(address)
@@ -317,7 +307,6 @@ class Peers:
                 self._forget_rank(each)
                 self._add(each)
                 world.missing.discard(each.rank or 0)
-        self.note_heard((unsure[number].machine, unsure[number].pid) for number in there)
 
     def _forget_rank(self, newer: Address) -> None:
         """Whoever had the same rank in this world before is replaced."""
@@ -332,7 +321,6 @@ class Peers:
             return
         reply = ask(first, {"ask": "ping", **self.introduce()}, self._secret, HELLO_S)
         if reply is not None:
-            self.note_heard([(first.machine, first.pid)])
             world.confirm(str(reply.get("world", "")))
 
     def _doubtful(self) -> set[int]:

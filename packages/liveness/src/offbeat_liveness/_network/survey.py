@@ -85,11 +85,7 @@ class Survey:
         others: Mapping[Key, Address],
         stall_after_s: float,
     ) -> Scene:
-        absent = [
-            _absent(key, each, left, fates, self._directory, was_heard=self._peers.was_heard(key))
-            for key, each in others.items()
-            if key not in heads
-        ]
+        absent = [_absent(key, each, left, fates, self._directory) for key, each in others.items() if key not in heads]
         everybody = [own, *(head for key, head in heads.items() if key not in left)]
         absent += [_said_goodbye(left[key], others[key]) for key in heads if key in left]
         return Scene(
@@ -104,7 +100,6 @@ class Survey:
         in_brief = len(addresses) > FEW
         message = {"ask": "head", "brief": in_brief, **self._peers.introduce()}
         replies = ask_all(addresses, message, self._peers.secret, timeout_s + CALL_S_PER_PEER * len(addresses))
-        self._peers.note_heard(replies)
         heads: dict[Key, Head] = {}
         with_left: dict[Key, Address] = {}
         for key, reply in replies.items():
@@ -192,8 +187,6 @@ def _absent(
     left: Mapping[Key, Head],
     fates: Mapping[Key, Fate],
     directory: Path | None,
-    *,
-    was_heard: bool,
 ) -> Absent:
     if key in left:
         return _said_goodbye(left[key], address)
@@ -210,7 +203,6 @@ def _absent(
         fate=fate,
         text=text,
         head=head,
-        was_heard=was_heard,
     )
 
 
@@ -237,7 +229,6 @@ def _said_goodbye(head: Head, address: Address) -> Absent:
         fate=fate,
         text=head.error,
         head=head,
-        was_heard=True,
     )
 
 

@@ -90,14 +90,8 @@ def settled_s() -> float:
 def _scene(frames: Mapping[int, FrameType] | None = None) -> Scene:
     module = sys.modules["torch.distributed.distributed_c10d"]
     found = thread_frames() if frames is None else frames
-    makers = tuple(ident for ident, frame in found.items() if _may_be_torch(frame) and _is_making(frame))
+    makers = tuple(ident for ident, frame in found.items() if _is_making(frame))
     return makers, tuple((id(group), _count(group)) for group in list(module._world.pg_map))
-
-
-def _may_be_torch(frame: FrameType) -> bool:
-    """Whether a thread stands in torch, or in a call of torch that the monitor has wrapped: most do not."""
-    file = frame.f_code.co_filename
-    return "torch" in file or "offbeat_liveness" in file
 
 
 def _is_making(frame: FrameType | None) -> bool:
