@@ -231,6 +231,7 @@ def test_a_slow_one_is_told_and_never_killed_and_the_end_of_it_too(tmp_path: Pat
     assert outcome.only.kind == "straggler"
     assert outcome.exit_codes == [0, 0]
     assert "it moves again: rank 1 came after" in outcome.outputs[0]
+    assert "it moved again after" in outcome.only.text  # as `show` prints it
 
 
 def receive_posted_early(rank: int) -> None:

@@ -51,6 +51,7 @@ class Announcer:
         self._read_head, self._complain, self._on_verdict = read_head, complain, on_verdict
         self._longest_s: dict[tuple[object, ...], float] = {}
         self._spoken: Verdict | None = None
+        self._written: Verdict | None = None
         self._spoke_s = -1e9
         self._is_speaker = False  # whoever told a stall tells its end
         self._quiet_s = QUIET_STALLS * settings.stall_after_s
@@ -68,6 +69,7 @@ class Announcer:
         message = {"ask": "verdict", "verdict": verdict.to_data(), "leader": self._peers.own_name()}
         self._tell_others(message, num_tries=NUM_TRIES if verdict.is_proof or ends_run else 1)
         self._tell_program(verdict)
+        self._written = verdict
         self._dumps.write_verdict(verdict)
         self._dumps.write_head(self._read_head())
 
@@ -89,11 +91,13 @@ class Announcer:
         if is_speaker:
             who = f"{join_names(stuck.missing)} came" if stuck.missing else "the call ended"
             say(f"offbeat liveness: it moves again: {who} after {passed_s:.0f} s ({stuck.kind})")
+        if self._written is not None:
+            self._dumps.write_verdict(dataclasses.replace(self._written, cleared_after_s=passed_s))
         ask_all(self._peers.running(), {"ask": "moves"}, self._peers.secret, TELL_S)
 
     def hear(self, verdict: Verdict, leader: str, *, ends_run: bool) -> None:
         """The leader's announcement; should this process lead next, what was told is told."""
-        self.verdict = self._spoken = verdict
+        self.verdict = self._spoken = self._written = verdict
         self._spoke_s, self._is_speaker = time.monotonic(), False
         if verdict.is_proof or ends_run:
             say(f"offbeat liveness: {self._peers.own_name()}: {verdict.kind}, told in full by {leader}")

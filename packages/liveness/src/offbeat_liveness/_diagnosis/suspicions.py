@@ -87,7 +87,8 @@ def _idle_end(scene: Scene, edges: Sequence[Edge], ends: Sequence[Edge]) -> Verd
         return build_verdict(scene, "starved", headline, edges, edge, missing=names, advice=ADVICE["starved"])
     came = "has not come" if len(names) == 1 else "have not come"
     headline = f"{join_names(names)} {came} to {call_text(edge.wait, edge.group)}{why}; {waiters(scene, edge)} in it"
-    return build_verdict(scene, "missing-member", headline, edges, edge, missing=names, advice=ADVICE["missing-member"])
+    advice = ADVICE["elsewhere" if why else "missing-member"]
+    return build_verdict(scene, "missing-member", headline, edges, edge, missing=names, advice=advice)
 
 
 def _is_idle(scene: Scene, head: Head, edge: Edge) -> bool:

@@ -90,6 +90,7 @@ class Verdict:
         advice: what to change, one line.
         notes: what could not be seen.
         directory: where the dumps are.
+        cleared_after_s: how long the stall had lasted when the run moved again; None while it stands.
     """
 
     kind: VerdictKind
@@ -112,6 +113,7 @@ class Verdict:
     fate: str = ""
     due_in_s: float | None = None
     due_to: str = ""
+    cleared_after_s: float | None = None
 
     @property
     def topic(self) -> tuple[Any, ...]:
@@ -209,6 +211,8 @@ def _lines(verdict: Verdict) -> list[str]:
         lines.append(f"  dumps: {verdict.directory} (read them with: offbeat-liveness show {verdict.directory})")
     if verdict.advice:
         lines.append(f"  what to change: {verdict.advice}")
+    if verdict.cleared_after_s is not None:
+        lines.append(f"  it moved again after {verdict.cleared_after_s:.0f} s")
     return lines
 
 

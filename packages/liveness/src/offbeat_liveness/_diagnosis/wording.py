@@ -35,6 +35,7 @@ ADVICE: Final[dict[str, str]] = {
     "never-came": "start it, or correct the world size; see its log for an error before init_process_group",
     "missing-member": "every member of a group must make the call: take it out of the condition that kept these away, "
     "or narrow the group",
+    "elsewhere": "see to what it waits for; if that may last so long, give the group a longer timeout",
     "different-op": "all members of a group must make the same calls in the same order: compare the two lines above",
     "different-order": "call the groups in one order on all ranks; "
     "if a rank was never meant to make the call, narrow the group or lift the guard",
