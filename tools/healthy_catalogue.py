@@ -14,7 +14,7 @@ from workspace import ROOT
 
 PROGRAMS: Final = ROOT / "tests" / "e2e" / "healthy"
 SIZES: Final = (2, 4)
-# A suspicion, and that it has gone.
+# Of one pause: a suspicion, and that it has gone.
 MAX_TOLD: Final = 2
 # Until every rank is in its first call, and for what a loaded machine adds.
 START_S: Final = 1.0

@@ -32,4 +32,5 @@ def test_a_framework_with_a_slow_rank_is_let_be(tmp_path, framework):
         assert all(f"rank {rank}: done" in agent.output for rank in range(NUM_RANKS)), agent.output
         told = headlines(agent.output)
         assert all("suspicion: " in line or "moves again" in line for line in told), agent.output
-        assert len(told) <= MAX_TOLD, agent.output
+        assert len(told) <= NUM_PAUSES * MAX_TOLD, agent.output
+        assert sum("suspicion: " in line for line in told) <= NUM_PAUSES, agent.output
