@@ -59,7 +59,6 @@ class TeamEngine:
             for rank in range(num_ranks)
         ]
         self._is_traced = any(place.trace for place in places)
-        self._names = ", ".join(place.name for place in places[1:])
         self._own = Rank(config, places[0])
         self._crew = Crew(self._own.stop_watching, deadline_s)
         self._error: BaseException | None = None
@@ -142,7 +141,7 @@ class TeamEngine:
         answers = self._crew.send(method, *args)
         try:
             yield
-            with liveness.waiting(f"answers to {method}", on=self._names):
+            with liveness.waiting(f"answers to {method}", on="trainer"):
                 self._crew.collect(answers)
         except Exception as error:
             if self._crew.is_interrupted:

@@ -56,18 +56,24 @@ class Announcer:
         self._is_speaker = False  # whoever told a stall tells its end
         self._quiet_s = QUIET_STALLS * settings.stall_after_s
 
-    def announce(self, verdict: Verdict, *, ends_run: bool) -> None:
-        """As the leader: tell everybody, unless it is no news; a pause that comes again and again is told once."""
+    def announce(self, verdict: Verdict, *, ends_run: bool, is_due: bool) -> None:
+        """As the leader: tell everybody, unless it is no news; a pause that comes again and again is told once.
+
+        Args:
+            verdict: of this look.
+            ends_run: this process's policy ends it now.
+            is_due: somebody's policy may: the others are told again, whatever the policy here.
+        """
         is_known = self.verdict is not None and self.verdict.key == verdict.key
         verdict = dataclasses.replace(verdict, directory=str(self._settings.directory or ""))
         self.verdict = verdict
         if ends_run or self._is_news(verdict, is_known=is_known):
             say(verdict.text)
             self._spoken, self._spoke_s, self._is_speaker = verdict, time.monotonic(), True
-        if is_known and not ends_run:
+        if is_known and not ends_run and not is_due:
             return
         message = {"ask": "verdict", "verdict": verdict.to_data(), "leader": self._peers.own_name()}
-        self._tell_others(message, num_tries=NUM_TRIES if verdict.is_proof or ends_run else 1)
+        self._tell_others(message, num_tries=NUM_TRIES if is_due or ends_run else 1)
         self._tell_program(verdict)
         self._written = verdict
         self._dumps.write_verdict(verdict)

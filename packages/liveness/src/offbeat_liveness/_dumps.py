@@ -44,9 +44,10 @@ def write_head(directory: Path, head: Head) -> None:
     plain = re.sub(r"[^\w.-]+", "-", head.name)
     name = f"{HEAD_PREFIX}{plain}-{head.pid}.json"
     write(directory, name, {"format": FORMAT, **to_data(head)})
-    for older in directory.glob(f"{HEAD_PREFIX}*-{head.pid}.json"):  # from before it knew its rank
-        if older.name != name:
-            remove(directory, older.name)
+    with contextlib.suppress(OSError):
+        for older in directory.glob(f"{HEAD_PREFIX}*-{head.pid}.json"):  # from before it knew its rank
+            if older.name != name:
+                remove(directory, older.name)
 
 
 def write_verdict(directory: Path, verdict: Verdict) -> None:

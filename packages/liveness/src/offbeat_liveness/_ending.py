@@ -100,8 +100,9 @@ class Ending:
         return self._is_finishing
 
     def hear_leave(self) -> None:
-        """The process that leads says that nobody has anything left to finish."""
-        self._may_leave.set()
+        """The process that leads says that nobody has anything left to finish; of no account before the end."""
+        if self.has_begun:
+            self._may_leave.set()
 
     def give_up(self) -> None:
         """Leave this process alone, which ends by itself, its own way; if it led, the next one does."""
@@ -172,7 +173,7 @@ class Ending:
     def _is_stuck(self) -> bool:
         """Whether a thread has stood in a wait of torch's for a moment, so that this process will not get on."""
         waits = self._read_head().waits
-        return any(wait.age_s >= STUCK_S and wait.kind != "outside" for wait in waits)
+        return any(wait.age_s >= STUCK_S and wait.kind not in ("outside", "declared") for wait in waits)
 
     def _is_somebody_busy(self) -> bool:
         """Whether a process may still finish something, or one that has failed is on its way out."""

@@ -162,7 +162,7 @@ class Monitor:
             policy: of that process's monitor; its own business without it.
 
         Returns:
-            Environment variables for that process, which calls `watch_if_invited`; they hold a secret. None where
+            Environment variables for that process, which calls `watch_if_invited`; they hold a secret. {} where
             nobody can listen at `host`, which is said once.
         """
         own = {STALL_AFTER: str(self.settings.stall_after_s), **({POLICY: policy} if policy else {})}
@@ -173,7 +173,7 @@ class Monitor:
             return {}
 
     def close(self) -> None:
-        """Stop watching; the others see this process leave in order."""
+        """Stop watching: the others hear nothing more of this process."""
         self._closed.set()
         if self._crash_file:
             self._crash_file.close()
@@ -300,14 +300,13 @@ class Monitor:
             return
         with self._looking:
             self._looked_s = time.monotonic()
-            self._is_leading = True
             self._peers.hear_news()
             verdict = self._find()
+            self._is_leading = verdict is not None  # else whoever still waits calls again
             if verdict is not None:
                 self._tell(verdict)
             elif self.verdict is not None:
                 self._told.announce_movement()
-                self._is_leading = False
 
     def _tell(self, verdict: Verdict) -> None:
         """Tell a verdict to all; each process whose policy says so ends itself, and this one says when."""
@@ -316,8 +315,9 @@ class Monitor:
             self._call_leader()  # it was too slow to answer before, and is not now
             return
         ends = must_end(verdict, self.settings.policy)
-        self._told.announce(verdict, ends_run=ends)
-        if must_end(verdict, "strict"):
+        may_end_others = must_end(verdict, "abort")
+        self._told.announce(verdict, ends_run=ends, is_due=may_end_others)
+        if ends or may_end_others:
             self._ending.begin(leads=True, ends=ends and self._error is None)
 
     def _find(self) -> Verdict | None:
@@ -406,7 +406,7 @@ class Monitor:
 
     def _tell_farewell(self, head: Head) -> None:
         told = 0
-        for address in list(self._peers.running().values()):
+        for address in list(self._peers.running().values())[:MAX_CANDIDATES]:
             reply = ask(address, {"ask": "farewell", "head": to_data(head)}, self._peers.secret, FAREWELL_S)
             told += reply is not None
             if told == MAX_FAREWELL_PEERS:
@@ -440,8 +440,7 @@ class Monitor:
 
     def _hear_farewell(self, message: Message) -> None:
         head = from_data(Head, message["head"])
-        if head.state == "failed" or not message.get("look"):
-            self._left[(head.host, head.pid)] = head
+        self._left[(head.host, head.pid)] = head
         if message.get("look"):
             self._look_at_failure()
 

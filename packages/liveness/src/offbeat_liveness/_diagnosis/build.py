@@ -49,7 +49,7 @@ def build_verdict(
         for name in dict.fromkeys(names)
         if name not in told and name in scene.head_by_name
     ]
-    due_in_s, due_to = due(wait, group)
+    due_in_s, due_to = _due(scene, kind, edges, edge, missing)
     return Verdict(
         kind=kind,
         certainty=certainty,
@@ -71,6 +71,23 @@ def build_verdict(
         advice=advice,
         notes=notes_of(scene),
     )
+
+
+def _due(
+    scene: Scene, kind: VerdictKind, edges: Sequence[Edge], edge: Edge, missing: Sequence[str]
+) -> tuple[float | None, str]:
+    """Of a circle the first timeout in it; of another wait its own, or later where the missing one has declared so."""
+    if kind in ("different-order", "wait-cycle"):
+        known = [found for each in edges if (found := due(each.wait, each.group))[0] is not None]
+        return min(known, default=due(edge.wait, edge.group), key=lambda found: found[0] or 0.0)
+    own = due(edge.wait, edge.group)
+    declared = [
+        due(wait, None)
+        for name in missing
+        for wait in (scene.head_by_name[name].waits if name in scene.head_by_name else ())
+        if wait.kind == "declared" and wait.deadline_s is not None
+    ]
+    return own if own[0] is None else max([own, *declared], key=lambda found: found[0] or 0.0)
 
 
 def due(wait: Wait, group: GroupHead | None) -> tuple[float | None, str]:

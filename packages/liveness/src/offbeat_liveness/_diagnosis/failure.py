@@ -17,8 +17,8 @@ from offbeat_liveness._diagnosis.wording import (
 from offbeat_liveness._process.head import Collective, GroupHead, Head
 
 # The fate that explains the others: an exception comes before the exits it leads to.
-FATE_ORDER: Final = ("raised", "crashed", "killed", "stopped", "silent", "left", "exited", "unreachable")
-NEVER_CAME: Final = ("never-came", "unwatched")
+FATE_ORDER: Final = ("raised", "crashed", "killed", "left", "exited")
+CERTAIN: Final = ("raised", "crashed", "killed")
 # What gloo, nccl's watchdog, torch's store and offbeat's own groups say on a process whose peer went away.
 SIGNS_OF_A_LOST_PEER: Final = (
     "Broken pipe",
@@ -79,23 +79,26 @@ def _failed(scene: Scene) -> list[Absent]:
         for head in scene.heads
         if head.state == "failed" and not is_secondary(head.error)
     ]
-    raised += _left(scene)
+    cut_off = _cut_off_worlds(scene)
     gone = [each for each in scene.absent if not (each.fate == "raised" and is_secondary(each.text))]
-    errors = [*(head.error for head in scene.heads), *(each.text for each in scene.absent)]
-    cut_off = any(is_secondary(error) for error in errors)
-    certain = ("killed", "crashed", "raised")  # a silence may end, and tells something only where somebody was cut off
-    return [*raised, *(each for each in gone if each.fate not in NEVER_CAME and (cut_off or each.fate in certain))]
+    gone = [each for each in gone if each.fate in CERTAIN or (each.fate == "exited" and each.world in cut_off)]
+    return [*raised, *_left(scene, cut_off), *gone]
 
 
-def _left(scene: Scene) -> list[Absent]:
-    """Processes that run and have destroyed the group of a world in which another was cut off."""
+def _cut_off_worlds(scene: Scene) -> set[str]:
+    """Worlds in which a process says that a peer went away."""
     cut_off = {head.world for head in scene.heads if is_secondary(head.error)}
     cut_off |= {each.world for each in scene.absent if each.fate == "raised" and is_secondary(each.text)}
+    return cut_off - {""}
+
+
+def _left(scene: Scene, cut_off: set[str]) -> list[Absent]:
+    """Processes that run and have destroyed the group of a world in which another was cut off."""
     return [
         Absent(name=head.name, rank=left.rank, world=left.world, fate="left", text=why_in_flight(head), head=head)
         for head in scene.heads
         for left in head.left_groups[-1:]
-        if head.state == "running" and left.world in cut_off - {""}
+        if head.state == "running" and left.world in cut_off
     ]
 
 

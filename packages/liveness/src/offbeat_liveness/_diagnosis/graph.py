@@ -225,13 +225,15 @@ class Scene:
     def _is_held_up(self, head: Head, wait: Wait) -> bool:
         """Whether a thread stands in a wait, rather than going on beside an operation that it has posted.
 
-        A handle of gloo's is not complete before somebody waits for it, so a process that computes beside one is not
-        in it; a host that waits for a device may use a whole core.
+        A process that computes beside an operation of gloo is not in it; a host that waits for a device may use a whole
+        core.
         """
         if wait.kind == "declared":
             return True
         still_s = next((each.still_s for each in head.threads if each.name == wait.thread), wait.age_s)
-        computes = wait.kind == "p2p" and head.busy >= BUSY and head.still_s < COMPUTE_PATIENCE * self.stall_after_s
+        group = _group_named(head, wait.group)
+        may_spin = wait.kind != "p2p" and (group is None or not group.backend.startswith("gloo"))
+        computes = not may_spin and head.busy >= BUSY and head.still_s < COMPUTE_PATIENCE * self.stall_after_s
         return still_s >= SETTLED * self.stall_after_s and not computes
 
     def edges_from(self, name: str) -> list[Edge]:

@@ -96,6 +96,7 @@ def _other_root(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
             for each in other.waits
             if wait.root is not None
             and each.root is not None
+            and wait.seq > 0  # else nothing tells that it is the same call
             and (other.world, each.group, each.seq) == (head.world, wait.group, wait.seq)
             and each.root != wait.root
             and wait.kind == each.kind == "collective"

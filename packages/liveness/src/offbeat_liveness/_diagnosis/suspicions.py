@@ -6,13 +6,14 @@ A suspicion is said once, with names and lines, and acted upon only at the timeo
 from collections.abc import Sequence
 
 from offbeat_liveness._diagnosis.build import build_verdict
-from offbeat_liveness._diagnosis.graph import COMPUTE_PATIENCE, ENDED, Absent, Edge, Scene, find_cycle
+from offbeat_liveness._diagnosis.graph import COMPUTE_PATIENCE, ENDED, Edge, Scene, find_cycle
 from offbeat_liveness._diagnosis.proofs import cycle_verdict
 from offbeat_liveness._diagnosis.verdict import Verdict, VerdictKind, join_names, name_of_group
 from offbeat_liveness._diagnosis.wording import (
     ADVICE,
     FATES,
     absent_party,
+    advice_for,
     are,
     call_text,
     group_of,
@@ -20,6 +21,7 @@ from offbeat_liveness._diagnosis.wording import (
     name_order,
     outside_chain,
     same_call,
+    same_wait,
     waiters,
 )
 from offbeat_liveness._process.head import Head, OutsideWait, Wait
@@ -39,7 +41,9 @@ def _absence(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
     """Somebody in the way gives no answer, or is not known at all."""
     reached = {edge.target: edge for edge in edges}
     gone = [each for each in scene.absent if each.name in reached]
-    strangers = [edge for edge in edges if edge.target not in scene.head_by_name | scene.absent_by_name]
+    strangers = [
+        edge for edge in edges if edge.target not in scene.head_by_name and edge.target not in scene.absent_by_name
+    ]
     if not gone and not strangers:
         return None
     if strangers and not gone and strangers[0].reason == "producer":
@@ -51,12 +55,8 @@ def _absence(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
     kind: VerdictKind = "dead-peer" if ended or fate in ("stopped", "silent") else "missing-member"
     headline = f"{are(names, FATES[fate])}; {waiters(scene, edge)} in {call_text(edge.wait, edge.group)}"
     first = [absent_party(each) for each in gone]
-    return build_verdict(scene, kind, headline, edges, edge, missing=names, first=first, advice=_advice(gone, fate))
-
-
-def _advice(gone: Sequence[Absent], fate: str) -> str:
-    pid = gone[0].text.removeprefix("pid ").split()[0] if gone and gone[0].text.startswith("pid ") else "PID"
-    return ADVICE[fate].replace("PID", pid)
+    advice = advice_for(gone[0], scene) if gone else ADVICE[fate]
+    return build_verdict(scene, kind, headline, edges, edge, missing=names, first=first, advice=advice)
 
 
 def _unknown_producer(scene: Scene, edges: Sequence[Edge], edge: Edge) -> Verdict:
@@ -67,7 +67,8 @@ def _unknown_producer(scene: Scene, edges: Sequence[Edge], edge: Edge) -> Verdic
 
 def _cycle(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
     """Processes that wait for each other in a circle, though one of them has a deadline, or a thread that may act."""
-    cycle = find_cycle([*edges, *scene.outside_edges])
+    known = [edge for edge in edges if edge.reason != "unknown"]
+    cycle = find_cycle([*known, *scene.outside_edges])
     return cycle_verdict(scene, cycle, is_proof=False) if cycle else None
 
 
@@ -77,7 +78,7 @@ def _idle_end(scene: Scene, edges: Sequence[Edge], ends: Sequence[Edge]) -> Verd
     if not quiet:
         return _straggler(scene, edges, ends)
     edge = max(quiet, key=lambda each: each.wait.age_s)
-    idle = {each.target for each in quiet if each.wait.what == edge.wait.what}
+    idle = {each.target for each in quiet if same_wait(scene, each, edge)}
     awaited = scene.awaited(edge)
     idle |= {name for name in awaited if name in scene.head_by_name and _is_idle(scene, scene.head_by_name[name], edge)}
     names = in_order(idle)
@@ -139,7 +140,8 @@ def _nobodys_turn(scene: Scene, head: Head, edge: Edge) -> Verdict | None:
 
 def _unending(scene: Scene, head: Head, edge: Edge) -> Verdict | None:
     """A call of torch that everybody who is known is in, and that the last to come has been in for long as well."""
-    ages_s = [wait.age_s for other in scene.heads for wait in other.waits if same_call(wait, edge.wait)]
+    fellows = [other for other in scene.heads if other.world == head.world or (edge.group and edge.group.is_foreign)]
+    ages_s = [wait.age_s for other in fellows for wait in other.waits if same_call(wait, edge.wait)]
     if min(ages_s) < scene.stall_after_s:
         return None
     group = edge.group

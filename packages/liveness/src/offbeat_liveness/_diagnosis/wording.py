@@ -53,7 +53,17 @@ ADVICE: Final[dict[str, str]] = {
 
 def companions(scene: Scene, edge: Edge) -> set[str]:
     """Everybody who stands in the same wait."""
-    return {each.waiter for each in scene.edges if same_call(each.wait, edge.wait)}
+    return {each.waiter for each in scene.edges if same_wait(scene, each, edge)}
+
+
+def same_wait(scene: Scene, one: Edge, other: Edge) -> bool:
+    """Whether two processes stand in one call of one group: several worlds may have groups of one name."""
+    if not same_call(one.wait, other.wait):
+        return False
+    if one.group is None or other.group is None:
+        return one.group is other.group
+    worlds = {scene.head_by_name[each.waiter].world for each in (one, other)}
+    return one.group.key == other.group.key and (len(worlds) == 1 or one.group.is_foreign)
 
 
 def same_call(one: Wait, other: Wait) -> bool:

@@ -50,7 +50,8 @@ class Goodbye:
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._hook(kind, error, trace)
-        if not issubclass(kind, KeyboardInterrupt):
+        is_caught = trace is not None and trace.tb_frame.f_back is not None  # as by a console, which goes on
+        if not is_caught and not issubclass(kind, KeyboardInterrupt):
             self._say(error)
 
     def _on_exit(self) -> None:

@@ -5,7 +5,8 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from offbeat_liveness._process.stacks import main_thread_ident, native_ids, stac
 from offbeat_liveness._process.torch_calls import TorchCall
 
 NUM_TRIES: Final = 2  # a new store of torch 2.13 gives the first try to reach its host all of its time, and tries again
+POLL_S: Final = 0.5  # a sleep that ends within this may be one of many that ask whether an operation is over
 ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
 
 
@@ -96,7 +98,7 @@ class _Threads:
         names = {each.ident: each.name for each in everybody}
         self._native_ids = native_ids()
         self._frames = thread_frames()
-        self._names = {ident: names.get(ident, f"thread {ident}") for ident in self._frames}
+        self._names = _unlike({ident: names.get(ident, f"thread {ident}") for ident in self._frames})
         self.calls = {ident: torch_calls.torch_call(frame) for ident, frame in self._frames.items()}
 
     def close(self) -> None:
@@ -166,6 +168,16 @@ class _Threads:
             return None
         return outside_wait(self._frames.get(ident), self._native_ids.get(ident))
 
+    def is_elsewhere(self, ident: int) -> bool:
+        """Whether a thread that has posted an operation stands in something else: it may never need to wait for it.
+
+        Short sleeps are how a program asks again and again whether the operation is over.
+        """
+        outside = self._outside(ident if ident in self._frames else main_thread_ident())
+        if outside is None:
+            return False
+        return outside.kind != "sleep" or outside.timeout_s is None or outside.timeout_s > POLL_S
+
     def heads(self, worker: int, names: set[str]) -> tuple[ThreadHead, ...]:
         """The worker first, then the main thread, then the named ones."""
         named = (each for each in self._frames if self._names[each] in names)
@@ -182,6 +194,12 @@ class _Threads:
         )
 
 
+def _unlike(names: Mapping[int, str]) -> dict[int, str]:
+    """Names of threads, with their ident where several have the same: who is who is told by the name."""
+    counts = Counter(names.values())
+    return {ident: name if counts[name] == 1 else f"{name} ({ident})" for ident, name in names.items()}
+
+
 def _outside_wait(thread: ThreadHead) -> Wait:
     """A wait outside torch, of a thread that stands in no other."""
     assert thread.outside is not None
@@ -195,7 +213,7 @@ def _collective_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterato
     """The oldest collective of each group that was issued and is not over."""
     for group in groups:
         entry = next((each for each in group.recent if not each.done), None)
-        if entry is not None:
+        if entry is not None and not threads.is_elsewhere(entry.thread):
             root = None if group.is_foreign else _root(threads.calls.get(entry.thread), group, entry)
             yield dataclasses.replace(_recorded_wait(group, entry, threads), seq=entry.seq, root=root)
 
@@ -203,7 +221,7 @@ def _collective_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterato
 def _transfer_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wait]:
     """The oldest point-to-point operations of each group that were launched together and are not over."""
     for group in groups:
-        if not group.transfers:
+        if not group.transfers or threads.is_elsewhere(group.transfers[0].thread):
             continue
         first = group.transfers[0]
         batch = [each for each in group.transfers if each.seq == first.seq]

@@ -162,6 +162,7 @@ def _sleep(call: str, words: list[int]) -> OutsideWait:
     return OutsideWait(
         kind="sleep",
         text="the end of a sleep" if left_s is None else f"the end of a sleep, {max(0.0, left_s):.0f} s more",
+        timeout_s=left_s,
     )
 
 
