@@ -36,6 +36,9 @@ class StandingThreads:
     def still_s(self, ident: int, since_s: float) -> float:
         return 70.0
 
+    def is_elsewhere(self, ident: int) -> bool:
+        return False
+
     def name(self, ident: int) -> str:
         return "MainThread"
 

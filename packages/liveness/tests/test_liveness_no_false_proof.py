@@ -74,10 +74,11 @@ def test_one_of_a_role_that_waits_closes_no_circle_while_another_may_act() -> No
     assert found(asks, stands).is_proof
 
 
+@pytest.mark.parametrize("error", ["ValueError: no such file", "ConnectionResetError: Connection reset by peer"])
 @pytest.mark.parametrize("fate", ["silent", "stopped", "unreachable"])
-def test_a_failure_elsewhere_makes_no_proof_of_a_silence(fate) -> None:
+def test_a_failure_elsewhere_makes_no_proof_of_a_silence(fate, error) -> None:
     """A helper that is no member has failed while rank 1 gives no answer for a while."""
-    failed = head(9, name="helper", world="", state="failed", error="ValueError: no such file")
+    failed = head(9, name="helper", world="", state="failed", error=error)
     waits = head(0, member("0", (0, 1), entry(1)), waits=(in_collective("0", 1),))
     quiet = Absent(name="rank 1", rank=1, world="w", fate=fate)
     scene = Scene(heads=(waits, failed), absent=(quiet,), stall_after_s=60.0)
@@ -129,3 +130,31 @@ def test_who_is_past_a_rendezvous_is_not_waited_for_in_it() -> None:
     zero = head(0, member("0", (0, 1)), side, world_size=2, waits=(in_collective("1", 1),))
     call = Wait(kind="rendezvous", what="new_group", age_s=70.0, peers=(0, 1), on="ranks 0-1")
     assert not found(zero, head(1, member("0", (0, 1)), world_size=2, waits=(call,))).is_proof
+
+
+def test_an_operation_of_gloo_beside_which_its_thread_computes_holds_up_nobody() -> None:
+    groups = [dataclasses.replace(member(name, (0, 1), entry(1, group=name)), backend="gloo") for name in ("a", "b")]
+    computes = head(0, groups[0], waits=(in_collective("a", 1, thread="MainThread"),), busy=0.9, tree_busy=1.0)
+    computes = dataclasses.replace(computes, groups=(groups[0], dataclasses.replace(groups[1], recent=(), entered=0)))
+    waits = head(1, dataclasses.replace(groups[0], recent=(), entered=0), groups[1], waits=(in_collective("b", 1),))
+    verdict = found(computes, waits)
+    assert (verdict.kind, verdict.is_proof, verdict.missing) == ("straggler", False, ("rank 0",))
+
+
+def test_roots_of_calls_that_nothing_numbers_are_not_compared() -> None:
+    first = in_collective("0", 0, "broadcast", root=0)
+    verdict = found(
+        head(0, member("0", WORLD), still_s=0.0),
+        head(1, member("0", WORLD), waits=(first,)),
+        head(2, member("0", WORLD), waits=(dataclasses.replace(first, root=1),)),
+    )
+    assert not verdict.is_proof
+
+
+def test_a_circle_in_which_somebody_was_not_heard_is_no_proof() -> None:
+    ranks = (0, 1)
+    one = head(0, member("a", ranks, entry(1, group="a")), member("b", ranks), waits=(in_collective("a", 1),))
+    other = head(1, member("a", ranks), member("b", ranks, entry(1, group="b")), waits=(in_collective("b", 1),))
+    assert found(one, other).is_proof
+    verdict = found(one, dataclasses.replace(other, is_heard=False))
+    assert (verdict.kind, verdict.is_proof) == ("different-order", False)

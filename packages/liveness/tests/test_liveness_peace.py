@@ -66,9 +66,32 @@ def a_side_group_is_made_again(rank: int) -> None:
     dist.monitored_barrier()
 
 
+def an_operation_is_posted_before_an_answer_is_awaited(rank: int) -> None:
+    """Rank 0 has posted in one group and reads from a socket; rank 1 is in the other group, which comes next there."""
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+    use(first)
+    use(second)
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(1), group=first, async_op=True)
+        here, there = socket.socketpair()
+        threading.Timer(PAUSE_S, there.send, (b"answer",)).start()
+        here.recv(16)
+        use(second)
+        work.wait()
+    else:
+        use(second)
+        use(first)
+    dist.barrier()
+
+
 @pytest.mark.parametrize(
     ("body", "size"),
-    [(two_broadcasts_at_once, 4), (a_new_thread_takes_a_group_over, 2), (a_side_group_is_made_again, 2)],
+    [
+        (two_broadcasts_at_once, 4),
+        (a_new_thread_takes_a_group_over, 2),
+        (a_side_group_is_made_again, 2),
+        (an_operation_is_posted_before_an_answer_is_awaited, 2),
+    ],
 )
 def test_a_run_with_a_pause_ends_by_itself(body, size, tmp_path: Path) -> None:
     assert is_in_peace(launch(body, size, tmp_path, policy="abort"))

@@ -234,6 +234,7 @@ def test_a_hang_is_told_though_another_thread_goes_on_communicating(tmp_path: Pa
     verdict = launch(busy_beside_a_hang, 2, tmp_path, policy="strict", stall_after_s=2.0).verdicts[0]
     assert verdict.missing == ("rank 1",)
     assert verdict.group == "0"
+    assert "acted upon now, as the policy is strict" in verdict.text
 
 
 def verdict(**more: object) -> Verdict:
@@ -278,12 +279,42 @@ def test_a_pause_is_told_again_when_it_lasts_twice_as_long_as_it_ever_did(
     announcer: Announcer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def told_of(stalled_s: float) -> int:
-        announcer.announce(verdict(stalled_s=stalled_s, time_s=time.time()), ends_run=False)
+        announcer.announce(verdict(stalled_s=stalled_s, time_s=time.time()), ends_run=False, is_due=False)
         return capfd.readouterr().err.count("suspicion")
 
     assert told_of(70.0) == 1
     announcer.announce_movement()
     assert [told_of(80.0), told_of(100.0), told_of(139.0), told_of(141.0), told_of(200.0)] == [0, 0, 0, 1, 0]
+
+
+def test_who_only_reports_tells_the_others_when_the_time_is_over(
+    announcer: Announcer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[float] = []
+    monkeypatch.setattr(
+        announcer, "_tell_others", lambda message, num_tries: told.append(message["verdict"]["due_in_s"])
+    )
+    for due_in_s in (1700.0, 1000.0, -6.0):
+        found = verdict(due_in_s=due_in_s)
+        announcer.announce(found, ends_run=must_end(found, "report"), is_due=must_end(found, "abort"))
+    assert told == [1700.0, -6.0]
+
+
+CONSOLE = """
+import code
+import offbeat_liveness as liveness
+monitor = liveness.watch(stall_after_s=1)
+code.InteractiveConsole().runsource("no_such_name")
+print(monitor.head().state)
+raise ValueError("the end")
+"""
+
+
+def test_an_error_typed_into_a_console_is_not_the_end_of_the_process() -> None:
+    ended = subprocess.run([sys.executable, "-c", CONSOLE], capture_output=True, text=True, timeout=60)
+    assert ended.stdout.strip() == "running"
+    assert "NameError" in ended.stderr
+    assert "ValueError: the end" in ended.stderr
 
 
 AT_EXIT = """
@@ -349,6 +380,8 @@ def test_nobody_leaves_before_a_process_that_has_failed_is_gone(monkeypatch: pyt
     stuck = Head(key="vm:1", name="rank 0", waits=(Wait(kind="collective", what="all_reduce", age_s=9.0),))
     dumps: Any = SimpleNamespace(flush=lambda limit_s: None)
     ending = _ending.Ending(cast("Peers", None), dumps, 10.0, lambda: stuck, is_going.is_set)
+    ending.hear_leave()  # of a suspicion that was told before, and ended nothing
+    assert not ending._may_leave.is_set()
     ending.begin(leads=False, ends=True)
     ending.hear_leave()
     assert not left.wait(0.5)

@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -236,3 +237,19 @@ def test_keys_of_the_address_book_are_machine_and_pid(peers: Peers) -> None:
     key: Key = ("vm", 1)
     peers.learn(Address(host="", port=1, machine="vm", pid=1, born=0, name="x"))
     assert asdict(peers.others()[key])["name"] == "x"
+
+
+@pytest.mark.timeout(60)
+def test_who_waited_when_it_was_last_heard_is_still_in_that_wait(peers: Peers) -> None:
+    """A rank that a loaded machine lets answer late has come to the barrier that it said it is in."""
+    in_barrier = Wait(kind="collective", what="barrier", age_s=7.0, group="0", seq=1)
+    with a_silent_process(COMPUTES) as address:
+        peers.learn(address)
+        survey = Survey(peers, None)
+        key = (address.machine, address.pid)
+        said = Head(key="x", name="rank 1", rank=1, waits=(in_barrier,), time_s=time.time() - 5.0)
+        survey._said[key] = said
+        found = survey.look(OWN, {}, stall_after_s=STALL_S).head_by_name["rank 1"]
+    assert not found.is_heard
+    assert found.waits[0].what == "barrier"
+    assert found.waits[0].age_s >= 12.0

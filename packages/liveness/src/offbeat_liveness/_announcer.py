@@ -66,6 +66,8 @@ class Announcer:
         """
         is_known = self.verdict is not None and self.verdict.key == verdict.key
         verdict = dataclasses.replace(verdict, directory=str(self._settings.directory or ""))
+        if ends_run and not is_due:
+            verdict = dataclasses.replace(verdict, due_in_s=0.0, due_to=f"as the policy is {self._settings.policy}")
         self.verdict = verdict
         if ends_run or self._is_news(verdict, is_known=is_known):
             say(verdict.text)
@@ -131,7 +133,7 @@ class Announcer:
         if self._spoken is None:
             before_s = self._longest_s.get(verdict.topic)
             return before_s is None or verdict.stalled_s >= LONGER * before_s
-        if is_known or time.monotonic() - self._spoke_s < self._quiet_s:
+        if is_known or verdict.topic == self._spoken.topic or time.monotonic() - self._spoke_s < self._quiet_s:
             return False
         self._quiet_s *= LONGER
         return True

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from offbeat_liveness._announcer import Announcer
-from offbeat_liveness._diagnosis.diagnosis import find_verdict
+from offbeat_liveness._diagnosis.diagnosis import find_verdict, is_over
 from offbeat_liveness._diagnosis.failure import find_failure, is_secondary
 from offbeat_liveness._diagnosis.graph import Scene
 from offbeat_liveness._diagnosis.verdict import Verdict
@@ -301,12 +301,12 @@ class Monitor:
         with self._looking:
             self._looked_s = time.monotonic()
             self._peers.hear_news()
-            verdict = self._find()
-            self._is_leading = verdict is not None  # else whoever still waits calls again
+            verdict, scene = self._find()
             if verdict is not None:
                 self._tell(verdict)
-            elif self.verdict is not None:
+            elif self.verdict is not None and is_over(scene, self.verdict):
                 self._told.announce_movement()
+            self._is_leading = self.verdict is not None  # else whoever still waits calls again
 
     def _tell(self, verdict: Verdict) -> None:
         """Tell a verdict to all; each process whose policy says so ends itself, and this one says when."""
@@ -320,24 +320,25 @@ class Monitor:
         if ends or may_end_others:
             self._ending.begin(leads=True, ends=ends and self._error is None)
 
-    def _find(self) -> Verdict | None:
+    def _find(self) -> tuple[Verdict | None, Scene]:
         """A verdict on which several looks agree: heads are read one by one, so a run that moves may look stuck.
 
         What a process and its descendants do is known from the second look on.
         """
-        first = self._look()
+        first, scene = self._look()
         if first is None or (self.verdict is not None and first.key == self.verdict.key):
-            return first
+            return first, scene
         for _ in range(NUM_LOOKS - 1 if must_end(first, "abort") else 1):
             time.sleep(CONFIRM_S)
-            again = self._look()
+            again, scene = self._look()
             if again is None or (again.certainty, again.kind) != (first.certainty, first.kind):
-                return None if again is None else dataclasses.replace(again, certainty="suspicion")
+                return None if again is None else dataclasses.replace(again, certainty="suspicion"), scene
             first = again
-        return first
+        return first, scene
 
-    def _look(self) -> Verdict | None:
-        return find_verdict(self._look_around(self.settings.stall_after_s))
+    def _look(self) -> tuple[Verdict | None, Scene]:
+        scene = self._look_around(self.settings.stall_after_s)
+        return find_verdict(scene), scene
 
     def _seat(self) -> tuple[str, int] | None:
         """World and rank of this process."""

@@ -12,3 +12,12 @@ def find_verdict(scene: Scene) -> Verdict | None:
         return find_standstill(scene)
     edges = scene.reach(head.name for head, _ in scene.stalled)
     return find_proof(scene, edges) or find_suspicion(scene, edges)
+
+
+def is_over(scene: Scene, verdict: Verdict) -> bool:
+    """Whether those who waited have been heard, and wait no more: a look that finds nothing may have missed them."""
+    place = (verdict.op, verdict.group, verdict.seq)
+    heads = [head for head in scene.heads if head.name in verdict.arrived]
+    waits = [wait for head in heads for wait in head.waits if (wait.what, wait.group, wait.seq) == place]
+    is_heard = not heads or any(head.is_heard for head in heads)
+    return is_heard and all(wait.age_s < scene.stall_after_s for wait in waits)

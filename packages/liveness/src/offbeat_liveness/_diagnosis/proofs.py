@@ -122,7 +122,8 @@ def _cycle(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
 
 def _is_held(scene: Scene, edge: Edge, following: Edge) -> bool:
     """Whether nobody but the thread that stands in the next wait of the cycle could do what an edge waits for."""
-    return edge.actor == following.wait.thread or not scene.head_by_name[edge.target].free_threads
+    head = scene.head_by_name[edge.target]
+    return head.is_heard and (edge.actor == following.wait.thread or not head.free_threads)
 
 
 def cycle_verdict(scene: Scene, cycle: Sequence[Edge], *, is_proof: bool) -> Verdict:

@@ -111,7 +111,7 @@ def _straggler(scene: Scene, edges: Sequence[Edge], ends: Sequence[Edge]) -> Ver
 
 def _no_end(scene: Scene) -> Verdict | None:
     """Stalled waits that lead nowhere: nobody is missing, or nobody knows who should act."""
-    leading = {(edge.waiter, edge.wait) for edge in scene.edges}
+    leading = {(edge.waiter, edge.wait) for edge in scene.edges if not _is_in_it_too(scene, edge)}
     for head, wait in scene.stalled:
         if (head.name, wait) not in leading:
             edge = Edge(waiter=head.name, target="", wait=wait, reason="nobody", group=group_of(head, wait))
@@ -120,6 +120,12 @@ def _no_end(scene: Scene) -> Verdict | None:
             if found is not None:
                 return found
     return None
+
+
+def _is_in_it_too(scene: Scene, edge: Edge) -> bool:
+    """Whether somebody of whom the recorder tells nothing stands in the same call, as its stack says."""
+    head = scene.head_by_name.get(edge.target)
+    return edge.reason == "unknown" and head is not None and any(same_call(each, edge.wait) for each in head.waits)
 
 
 def _nobodys_turn(scene: Scene, head: Head, edge: Edge) -> Verdict | None:

@@ -227,8 +227,10 @@ def _due(verdict: Verdict) -> str:
         return "not acted upon: whoever moves is never ended"
     if verdict.due_in_s is None:
         return "not acted upon: nothing that is waited in has a timeout that is known"
-    when = datetime.fromtimestamp(verdict.time_s + max(verdict.due_in_s, 0.0)).astimezone()
-    return f"not acted upon before {when:%Y-%m-%d %H:%M:%S} (in {max(verdict.due_in_s, 0.0):.0f} s), {verdict.due_to}"
+    if verdict.due_in_s <= 0:
+        return f"acted upon now, {verdict.due_to}"
+    when = datetime.fromtimestamp(verdict.time_s + verdict.due_in_s).astimezone()
+    return f"not acted upon before {when:%Y-%m-%d %H:%M:%S} (in {verdict.due_in_s:.0f} s), {verdict.due_to}"
 
 
 def _party_lines(parties: Sequence[Party]) -> list[str]:

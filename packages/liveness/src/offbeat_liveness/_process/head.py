@@ -228,6 +228,7 @@ class Head:
         listens: ports at which this process accepts connections.
         notes: what the monitor could not see, said once.
         left: last heads of processes that said goodbye to this one.
+        is_heard: False for one that has not answered this time: this is what it said before.
     """
 
     key: str
@@ -252,6 +253,7 @@ class Head:
     listens: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     left: tuple["Head", ...] = field(default=(), repr=False)
+    is_heard: bool = True
 
     def group(self, key: tuple[str, tuple[int, ...] | str]) -> GroupHead | None:
         """Its view of a group, None if it has never made it, or made it no more."""
