@@ -36,7 +36,7 @@ def results(request):
     items = [item for item in request.session.items if item.path == request.node.path and hasattr(item, "callspec")]
     # The longest one first: what is wanted last is started first.
     wanted = sorted((run_of(item.callspec.params["healthy"]) for item in items), key=lambda run: run.limit_s)
-    started = Results(wanted, num_ranks_at_once=64)
+    started = Results(wanted, num_ranks_at_once=32)
     yield started
     started.close()
 

@@ -626,3 +626,10 @@ def test_a_stall_is_over_when_those_who_waited_say_so() -> None:
     assert not is_over(Scene(heads=[waits, late], stall_after_s=STALL_S), verdict)
     assert not is_over(Scene(heads=[dataclasses.replace(goes_on, is_heard=False)], stall_after_s=STALL_S), verdict)
     assert is_over(Scene(heads=[goes_on, late], stall_after_s=STALL_S), verdict)
+
+
+def test_a_death_is_told_once_in_whatever_call_it_is_met() -> None:
+    death = Verdict(
+        kind="dead-peer", certainty="proof", headline="", stalled_s=1.0, time_s=0.0, group="0", missing=("rank 1",)
+    )
+    assert death.key == dataclasses.replace(death, group="side", op="barrier", seq=7).key

@@ -127,7 +127,9 @@ class Verdict:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Two verdicts with one key say the same thing, maybe later."""
+        """Two verdicts with one key say the same thing, maybe later; a death is one, in whatever call it is met."""
+        if self.is_proof and self.kind == "dead-peer":
+            return self.certainty, self.kind, self.missing
         return self.certainty, self.kind, self.group, self.seq, self.op, self.missing
 
     @property
