@@ -50,8 +50,8 @@ class Goodbye:
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._hook(kind, error, trace)
-        is_caught = trace is not None and trace.tb_frame.f_back is not None  # as by a console, which goes on
-        if not is_caught and not issubclass(kind, KeyboardInterrupt):
+        is_console = sys._getframe(1).f_globals.get("__name__") == "code"  # pdb's too: it prints the error and goes on
+        if not is_console and not issubclass(kind, KeyboardInterrupt):
             self._say(error)
 
     def _on_exit(self) -> None:
