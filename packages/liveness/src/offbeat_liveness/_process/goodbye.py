@@ -28,9 +28,8 @@ class Goodbye:
     """Calls `farewell` once, with the exception that ends the main thread or with None.
 
     sys.excepthook tells of scripts; atexit of an orderly end; multiprocessing's children reach neither (before Python
-    3.13 they
-    skip atexit, and they print exceptions themselves), so a finalizer of theirs tells, with the exception that is in
-    flight.
+    3.13 they skip atexit, and they print exceptions themselves), so a finalizer of theirs tells, with the exception
+    that is in flight.
     """
 
     def __init__(self, farewell: Farewell) -> None:

@@ -102,8 +102,9 @@ class _Threads:
         self.calls = {ident: torch_calls.torch_call(frame) for ident, frame in self._frames.items()}
 
     def close(self) -> None:
-        """Let go of all frames: where the main thread looks at itself, its own is among them."""
+        """Let go of all frames and of their locals: where the main thread looks at itself, its own is among them."""
         self._frames.clear()
+        self.calls.clear()
 
     def __iter__(self) -> Iterator[tuple[int, TorchCall]]:
         return iter([(ident, call) for ident, call in self.calls.items() if call is not None])
@@ -353,7 +354,8 @@ def _ledger_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wa
         if entry.kind != "declared" and (covered or not threads.has(entry.thread)):
             continue
         age_s = time.monotonic() - entry.since_s
-        head = _head_of(groups, entry.group) if entry.kind == "p2p" else None
+        group = entry.group()
+        head = _head_of(groups, group) if group is not None else None
         yield Wait(
             kind=entry.kind,
             what=entry.what,
@@ -377,9 +379,10 @@ def _timeout_s(entry: Entry, head: GroupHead | None) -> float | None:
 
 def _peer(entry: Entry) -> tuple[int, ...]:
     """Global rank of the other side of a point-to-point operation."""
-    if entry.kind != "p2p" or entry.peer < 0:
+    group = entry.group()
+    if group is None or entry.peer < 0:
         return ()
-    members = process_groups.group_members(entry.group)
+    members = process_groups.group_members(group)
     return (members[entry.peer],) if entry.peer < len(members) else ()
 
 
