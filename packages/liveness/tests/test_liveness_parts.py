@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import offbeat_liveness as liveness
 from offbeat_liveness import LivenessError, _dumps
 from offbeat_liveness._cli import main
 from offbeat_liveness._network.side_channel import Address, Listener, Message, ask, ask_all
+from offbeat_liveness._process import ledger, world_entry
 from offbeat_liveness._process.crash import path_of, read_crash
 from offbeat_liveness._process.goodbye import describe
 from offbeat_liveness._process.head import Head, ThreadHead, Wait
@@ -84,6 +86,36 @@ def test_a_declared_wait_ends_with_an_exception_too() -> None:
     with pytest.raises(ValueError, match="x"), liveness.waiting("short"):
         raise ValueError("x")
     assert all(each.what != "short" for each in LEDGER.open_waits())
+
+
+class HeldUp(list[Callable[[], None]]):
+    """A list whose length all threads that ask for it are told at once."""
+
+    def __init__(self, call: Callable[[], None], num_threads: int) -> None:
+        super().__init__([call])
+        self._barrier = threading.Barrier(num_threads)
+
+    def __len__(self) -> int:
+        length = super().__len__()
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self._barrier.wait(0.5)
+        return length
+
+
+@pytest.mark.parametrize("where", ["wait", "world"])
+def test_two_threads_may_come_at_once_to_what_begins_the_watch(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait() -> None:
+        with liveness.waiting("sample_queue.get"):
+            pass
+
+    module, name = (ledger, "_BEFORE_WAIT") if where == "wait" else (world_entry, "_CALLS")
+    begun: list[int] = []
+    monkeypatch.setattr(module, name, HeldUp(lambda: begun.append(1), 2))
+    come = wait if where == "wait" else world_entry._announcing(lambda: None)
+    with ThreadPoolExecutor(2) as pool:
+        for each in [pool.submit(come) for _ in range(2)]:
+            each.result()
+    assert begun
 
 
 class Work:
@@ -542,6 +574,35 @@ def test_a_look_costs_little() -> None:
     for _ in range(200):
         motion.look()
     assert (time.thread_time() - began_s) / 200 < 2e-3
+
+
+HELD_LOCK = """
+import faulthandler, os, threading
+import offbeat_liveness as liveness
+from offbeat_liveness._process.motion import Motion
+from offbeat_liveness._process.reading import read_head
+
+faulthandler.dump_traceback_later(20, exit=True)
+holds = threading.Event()
+
+def hold():  # as a thread does that a signal handler or a finalizer holds up while it starts another
+    with threading._active_limbo_lock:
+        holds.set()
+        threading.Event().wait()
+
+threading.Thread(target=hold, daemon=True).start()
+holds.wait()
+motion = Motion(60.0)
+motion.look()
+head = read_head(motion, name="", world="", rank=0, world_size=1, stall_after_s=60.0)
+print([each.name for each in head.threads], flush=True)
+os._exit(0)
+"""
+
+
+def test_a_look_takes_no_lock_of_pythons_threads() -> None:
+    done = subprocess.run([sys.executable, "-c", HELD_LOCK], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "['MainThread']\n", done.stderr
 
 
 def test_groups_of_offbeat_are_no_lines_of_the_reader() -> None:

@@ -92,7 +92,7 @@ def _be_pending(settings: Settings | None) -> None:
 
 
 def _begin() -> None:
-    """There is something to see now."""
+    """There is something to see now; of several threads that come at once, the first begins and the others wait."""
     with _LOCK:
         if _PENDING:
             settings = _PENDING[0]

@@ -117,7 +117,7 @@ _BEFORE_WAIT: Final[list[Callable[[], None]]] = []
 
 
 def before_wait(call: Callable[[], None] | None) -> None:
-    """Have something called once, before the next declared wait; None takes that back."""
+    """Have something called before each declared wait, until None takes that back."""
     _BEFORE_WAIT[:] = [call] if call else []
 
 
@@ -143,8 +143,8 @@ class waiting:  # noqa: N801 - a context manager that reads as a verb, like cont
         self._name, self._on, self._deadline_s, self._number = name, on, deadline_s, 0
 
     def __enter__(self) -> None:
-        while _BEFORE_WAIT:
-            _BEFORE_WAIT.pop()()
+        for call in _BEFORE_WAIT.copy():
+            call()
         entry = Entry(kind="declared", what=self._name, on=self._on, deadline_s=self._deadline_s)
         self._number = LEDGER.enter(entry)
 

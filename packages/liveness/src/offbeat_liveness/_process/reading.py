@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from offbeat_liveness._process.kernel.proc import HOST
 from offbeat_liveness._process.kernel.sockets import listening_ports
 from offbeat_liveness._process.ledger import LEDGER, Entry
 from offbeat_liveness._process.motion import Motion
-from offbeat_liveness._process.outside import may_act, outside_wait
+from offbeat_liveness._process.outside import may_act, outside_wait, peek
 from offbeat_liveness._process.process_groups import seconds_of
 from offbeat_liveness._process.recorder import flight_recorder
 from offbeat_liveness._process.recorder.nccl_recorder import NCCL
@@ -94,8 +93,7 @@ class _Threads:
 
     def __init__(self, motion: Motion, stall_after_s: float) -> None:
         self._motion, self._stall_after_s = motion, stall_after_s
-        everybody = threading.enumerate()
-        names = {each.ident: each.name for each in everybody}
+        names = peek.thread_names()
         self._native_ids = native_ids()
         self._frames = thread_frames()
         self._names = _unlike({ident: names.get(ident, f"thread {ident}") for ident in self._frames})

@@ -6,11 +6,12 @@ program's code, and that may want the very lock that everybody waits for. What i
 
 import inspect
 import sys
-import threading
 import types
 from collections import deque
 from types import FrameType
 from typing import Any, Final
+
+from offbeat_liveness._process.stacks import python_threads
 
 MAX_TEXT: Final = 120
 MAX_MEMBERS: Final = 64
@@ -103,6 +104,5 @@ def type_name(value: object) -> str:
 
 
 def thread_names() -> dict[int, str]:
-    """Names of Python's threads by ident, without the lock that a thread may hold while it stands."""
-    active: dict[int, threading.Thread] = threading._active.copy()  # type: ignore[attr-defined]
-    return {ident: text(attribute(each, "_name")) for ident, each in active.items()}
+    """Names of Python's threads by ident."""
+    return {each.ident or 0: text(attribute(each, "_name")) for each in python_threads()}
