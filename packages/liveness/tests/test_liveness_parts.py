@@ -1,6 +1,8 @@
 """Parts of the monitor by themselves: settings, ledger, stacks, side channel, dumps, recorder's forms, fates."""
 
 import contextlib
+import dataclasses
+import faulthandler
 import gc
 import hashlib
 import json
@@ -27,10 +29,10 @@ from offbeat_liveness import LivenessError, _dumps
 from offbeat_liveness._cli import main
 from offbeat_liveness._network.side_channel import Address, Listener, Message, ask, ask_all
 from offbeat_liveness._process import ledger, world_entry
-from offbeat_liveness._process.crash import path_of, read_crash
+from offbeat_liveness._process.crash import CrashFile, path_of, read_crash
 from offbeat_liveness._process.goodbye import describe
 from offbeat_liveness._process.head import Head, ThreadHead, Wait
-from offbeat_liveness._process.kernel.proc import birth, pid_state
+from offbeat_liveness._process.kernel.proc import HOST, birth, pid_state
 from offbeat_liveness._process.ledger import LEDGER, Entry, Ledger
 from offbeat_liveness._process.motion import Motion
 from offbeat_liveness._process.reading import read_head
@@ -513,11 +515,29 @@ def test_last_words_of_a_crash_are_those_of_the_main_thread(tmp_path: Path) -> N
     )
     script = tmp_path / "script.py"
     script.write_text(code)
-    subprocess.run([sys.executable, script, path_of(tmp_path, 12)], check=False)
-    reason, stack = read_crash(tmp_path, 12)
+    subprocess.run([sys.executable, script, path_of(tmp_path, "vm", 12)], check=False)
+    reason, stack = read_crash(tmp_path, "vm", 12)
     assert reason == "Aborted"
     assert stack[0].file == str(script)
-    assert read_crash(tmp_path, 13) == ("", ())
+    assert read_crash(tmp_path, "vm", 13) == ("", ())
+    assert read_crash(tmp_path, "another/vm", 12) == ("", ()), "hosts that share a folder may have the same pids"
+
+
+def test_last_words_are_for_this_user_alone_and_are_written_into_no_file_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faulthandler, "is_enabled", lambda: False)
+    monkeypatch.setattr(faulthandler, "enable", lambda _: None)
+    monkeypatch.setattr(faulthandler, "disable", lambda: None)
+    crash_file = CrashFile(tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert path == path_of(tmp_path, HOST, os.getpid())
+    assert path.stat().st_mode & 0o777 == 0o600
+    crash_file.close()
+    (tmp_path / "another").write_text("kept")
+    path.symlink_to(tmp_path / "another")
+    CrashFile(tmp_path)
+    assert (tmp_path / "another").read_text() == "kept"
 
 
 def a_head(rank: int, *waits: Wait, name: str = "") -> Head:
@@ -533,6 +553,12 @@ def test_dumps_are_read_back_and_the_name_before_the_rank_is_forgotten(tmp_path:
     _dumps.write_head(tmp_path, a_head(0))
     assert [head.name for head in _dumps.read_heads(tmp_path)] == ["rank 0", "rank 1"]
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_hosts_that_share_a_folder_and_have_the_same_pids_keep_their_dumps(tmp_path: Path) -> None:
+    for host in ("0", "node-0", "rank-1-node/0"):
+        _dumps.write_head(tmp_path, dataclasses.replace(a_head(1), host=host))
+    assert {head.host for head in _dumps.read_heads(tmp_path)} == {"0", "node-0", "rank-1-node/0"}
 
 
 def test_half_a_file_is_passed_over(tmp_path: Path) -> None:
