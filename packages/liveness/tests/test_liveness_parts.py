@@ -6,6 +6,7 @@ import faulthandler
 import gc
 import hashlib
 import json
+import linecache
 import os
 import pickle
 import queue
@@ -30,6 +31,7 @@ from offbeat_liveness._cli import main
 from offbeat_liveness._network.side_channel import Address, Listener, Message, ask, ask_all
 from offbeat_liveness._process import ledger, world_entry
 from offbeat_liveness._process.crash import CrashFile, path_of, read_crash
+from offbeat_liveness._process.errors_seen import exception_in_flight
 from offbeat_liveness._process.goodbye import describe
 from offbeat_liveness._process.head import Head, ThreadHead, Wait
 from offbeat_liveness._process.kernel.proc import HOST, birth, pid_state
@@ -503,6 +505,32 @@ def test_an_exception_in_one_line_without_gloos_place() -> None:
     text = f"{place} Connection closed by peer [::1]:1. This is typically caused by a"
     told, stack = describe(RuntimeError(text))
     assert (told, stack) == ("RuntimeError: Connection closed by peer [::1]:1.", ())
+
+
+class ToldError(Exception):
+    """Notes who asks for its text."""
+
+    asked = 0
+
+    def __str__(self) -> str:
+        ToldError.asked += 1
+        return "told"
+
+
+def test_an_exception_in_flight_is_read_without_its_code_and_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("checkcache", "lazycache", "updatecache", "getline"):
+        monkeypatch.setattr(linecache, name, lambda *_: pytest.fail("a source file is looked for"))
+    error = ToldError("batch 7 is empty", 7, b"x", [ToldError()])
+    error.add_note("on shard 3")
+    try:
+        raise error from KeyError("no such shard")
+    except ToldError:
+        told = exception_in_flight(threading.get_ident())
+        text, stack = describe(error)
+    name = f"{__name__}.ToldError"
+    assert told == f"{name}: batch 7 is empty, 7, x on shard 3 (raised at {stack[0]})"
+    assert stack[0].function == test_an_exception_in_flight_is_read_without_its_code_and_without_a_file.__name__
+    assert (text, ToldError.asked) == (f"{name}: told on shard 3", 1), "asked by who describes the end alone"
 
 
 def test_last_words_of_a_crash_are_those_of_the_main_thread(tmp_path: Path) -> None:

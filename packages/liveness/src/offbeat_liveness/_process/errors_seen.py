@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from offbeat_liveness._process.current_frames import current_exceptions
-from offbeat_liveness._process.goodbye import describe
+from offbeat_liveness._process.goodbye import describe, read_exception
 from offbeat_liveness._process.stacks import OWN_THREADS
 
 MAX_REMEMBERED: Final = 8
@@ -54,5 +54,5 @@ def exception_in_flight(ident: int) -> str:
     error = error[1] if isinstance(error, tuple) else error  # Python 3.11 gives what exc_info does
     if not isinstance(error, BaseException):
         return ""
-    text, stack = describe(error)
+    text, stack = read_exception(error)
     return text + (f" (raised at {stack[0]})" if stack else "")
