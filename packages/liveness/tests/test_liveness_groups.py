@@ -1,17 +1,21 @@
 """What a process knows of its groups: whose ranks their members are, how far they came, how long torch waits."""
 
+import gc
 import os
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from liveness_launch import launch
+from liveness_standing import until
 from liveness_worlds import run_two_worlds, use
 
-from offbeat_liveness._process import process_groups, reading
+from offbeat_liveness import current_monitor
+from offbeat_liveness._process import ledger, process_groups, reading
 from offbeat_liveness._process.head import GroupHead
 from offbeat_liveness._process.ledger import LEDGER, watch_torch_calls
 from offbeat_liveness._process.motion import Motion
@@ -252,6 +256,26 @@ class StatelessProcessGroup:
 
 
 @pytest.mark.ranks(1, liveness=False)
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [(["a", b"b"], "a, b"), (("a",), "a"), ({"a"}, ""), ({"a": 1}.keys(), "")],
+    ids=["list", "tuple", "set", "keys of a dict"],
+)
+def test_whatever_names_keys_for_a_store_does_so_while_it_is_watched(keys, told):
+    watch_torch_calls()
+    store = dist.HashStore()
+    in_thread(store.wait, keys, timedelta(seconds=LIMIT_S))
+    (wait,) = waits_when(lambda wait: wait.kind == "store")
+    assert (wait.what, wait.on) == ("store.wait", told)
+    for key in ("a", "b"):
+        store.set(key, "1")
+
+
+def test_a_key_in_bytes_is_told_as_its_text():
+    assert ledger._keys((b"url",)) == "url"
+
+
+@pytest.mark.ranks(1, liveness=False)
 def test_a_group_that_torch_has_no_table_of_is_named_by_its_store():
     watch_torch_calls()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -351,3 +375,24 @@ def test_transfers_of_the_others_are_not_taken_for_the_collective_that_one_waits
     outcome = launch(two_play_while_the_third_waits, 3, tmp_path, policy="report")
     assert outcome.exit_codes == [0, 0, 0]
     assert not [each.headline for each in outcome.verdicts if each.kind == "stuck-call"]
+
+
+def destroys_its_groups(rank):
+    part = dist.new_group([0, 1])
+    if rank == 0:
+        dist.send(torch.ones(1), dst=1, group=part)
+    else:
+        dist.recv(torch.ones(1), src=0, group=part)
+    until(current_monitor()._peers.is_settled)
+    dist.barrier()
+    destroyed = [weakref.ref(part), weakref.ref(dist.group.WORLD)]
+    del part
+    dist.destroy_process_group()
+    gc.collect()
+    assert [each() for each in destroyed] == [None, None]
+
+
+def test_a_group_that_is_destroyed_is_let_go(tmp_path):
+    """Its connections are closed with it, which is how the others learn that this rank has gone."""
+    outcome = launch(destroys_its_groups, 2, tmp_path, policy="report", stall_after_s=LIMIT_S)
+    assert outcome.exit_codes == [0, 0], outcome.outputs

@@ -65,6 +65,29 @@ for body in (nothing, world, wait, asked, lambda: in_child(nothing), lambda: in_
 print("fine")
 """
 )
+FORKED_IN_A_WORLD = """
+import os, time
+import torch.distributed as dist
+import offbeat_liveness as liveness
+
+monitor = liveness.watch(stall_after_s=60)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+end_s = time.monotonic() + 30
+while not monitor._peers.is_settled() and time.monotonic() < end_s:
+    time.sleep(0.01)
+assert monitor._peers.is_settled()
+world = dist.group.WORLD  # gloo's, let go in a child, waits for threads of its parent
+monitor._joining.acquire()  # as its thread may hold it at any moment
+asked = []
+monitor._peers.needs_to_join = lambda **_: asked.append(1)
+if (pid := os.fork()) == 0:
+    dist.destroy_process_group()
+    os._exit(0 if (asked, monitor.is_closed, monitor._peers.world) == ([], True, "") else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+assert not monitor.is_closed and monitor._peers.world
+monitor._joining.release()
+print("fine")
+"""
 NO_WORLD = LOOK + "import sys\nimport torch.distributed\nfolder = sys.argv[1]\nprint(ours()[:2])\n"
 ENTERS = (
     LOOK
@@ -91,6 +114,13 @@ def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 @pytest.mark.timeout(LIMIT_S)
 def test_a_forked_child_is_watched_from_when_it_enters_a_world_or_waits(tmp_path: Path) -> None:
     ended = python("-c", FORKS, str(tmp_path / "dumps"))
+    assert ended.stdout == "fine\n", ended.stderr
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_a_forked_child_leaves_the_monitor_and_the_store_of_its_parent_alone() -> None:
+    """The monitor is still there, behind the `destroy_process_group` that came with the fork."""
+    ended = python("-c", FORKED_IN_A_WORLD)
     assert ended.stdout == "fine\n", ended.stderr
 
 

@@ -1,9 +1,12 @@
 """Parts of the monitor by themselves: settings, ledger, stacks, side channel, dumps, recorder's forms, fates."""
 
 import contextlib
+import dataclasses
+import faulthandler
 import gc
 import hashlib
 import json
+import linecache
 import os
 import pickle
 import queue
@@ -16,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +29,12 @@ import offbeat_liveness as liveness
 from offbeat_liveness import LivenessError, _dumps
 from offbeat_liveness._cli import main
 from offbeat_liveness._network.side_channel import Address, Listener, Message, ask, ask_all
-from offbeat_liveness._process.crash import path_of, read_crash
+from offbeat_liveness._process import ledger, world_entry
+from offbeat_liveness._process.crash import CrashFile, path_of, read_crash
+from offbeat_liveness._process.errors_seen import exception_in_flight
 from offbeat_liveness._process.goodbye import describe
 from offbeat_liveness._process.head import Head, ThreadHead, Wait
-from offbeat_liveness._process.kernel.proc import birth, pid_state
+from offbeat_liveness._process.kernel.proc import HOST, birth, pid_state
 from offbeat_liveness._process.ledger import LEDGER, Entry, Ledger
 from offbeat_liveness._process.motion import Motion
 from offbeat_liveness._process.reading import read_head
@@ -84,6 +90,36 @@ def test_a_declared_wait_ends_with_an_exception_too() -> None:
     with pytest.raises(ValueError, match="x"), liveness.waiting("short"):
         raise ValueError("x")
     assert all(each.what != "short" for each in LEDGER.open_waits())
+
+
+class HeldUp(list[Callable[[], None]]):
+    """A list whose length all threads that ask for it are told at once."""
+
+    def __init__(self, call: Callable[[], None], num_threads: int) -> None:
+        super().__init__([call])
+        self._barrier = threading.Barrier(num_threads)
+
+    def __len__(self) -> int:
+        length = super().__len__()
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self._barrier.wait(0.5)
+        return length
+
+
+@pytest.mark.parametrize("where", ["wait", "world"])
+def test_two_threads_may_come_at_once_to_what_begins_the_watch(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait() -> None:
+        with liveness.waiting("sample_queue.get"):
+            pass
+
+    module, name = (ledger, "_BEFORE_WAIT") if where == "wait" else (world_entry, "_CALLS")
+    begun: list[int] = []
+    monkeypatch.setattr(module, name, HeldUp(lambda: begun.append(1), 2))
+    come = wait if where == "wait" else world_entry._announcing(lambda: None)
+    with ThreadPoolExecutor(2) as pool:
+        for each in [pool.submit(come) for _ in range(2)]:
+            each.result()
+    assert begun
 
 
 class Work:
@@ -471,6 +507,32 @@ def test_an_exception_in_one_line_without_gloos_place() -> None:
     assert (told, stack) == ("RuntimeError: Connection closed by peer [::1]:1.", ())
 
 
+class ToldError(Exception):
+    """Notes who asks for its text."""
+
+    asked = 0
+
+    def __str__(self) -> str:
+        ToldError.asked += 1
+        return "told"
+
+
+def test_an_exception_in_flight_is_read_without_its_code_and_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("checkcache", "lazycache", "updatecache", "getline"):
+        monkeypatch.setattr(linecache, name, lambda *_: pytest.fail("a source file is looked for"))
+    error = ToldError("batch 7 is empty", 7, b"x", [ToldError()])
+    error.add_note("on shard 3")
+    try:
+        raise error from KeyError("no such shard")
+    except ToldError:
+        told = exception_in_flight(threading.get_ident())
+        text, stack = describe(error)
+    name = f"{__name__}.ToldError"
+    assert told == f"{name}: batch 7 is empty, 7, x on shard 3 (raised at {stack[0]})"
+    assert stack[0].function == test_an_exception_in_flight_is_read_without_its_code_and_without_a_file.__name__
+    assert (text, ToldError.asked) == (f"{name}: told on shard 3", 1), "asked by who describes the end alone"
+
+
 def test_last_words_of_a_crash_are_those_of_the_main_thread(tmp_path: Path) -> None:
     code = (
         "import faulthandler, sys, threading, time, ctypes, os\n"
@@ -481,11 +543,29 @@ def test_last_words_of_a_crash_are_those_of_the_main_thread(tmp_path: Path) -> N
     )
     script = tmp_path / "script.py"
     script.write_text(code)
-    subprocess.run([sys.executable, script, path_of(tmp_path, 12)], check=False)
-    reason, stack = read_crash(tmp_path, 12)
+    subprocess.run([sys.executable, script, path_of(tmp_path, "vm", 12)], check=False)
+    reason, stack = read_crash(tmp_path, "vm", 12)
     assert reason == "Aborted"
     assert stack[0].file == str(script)
-    assert read_crash(tmp_path, 13) == ("", ())
+    assert read_crash(tmp_path, "vm", 13) == ("", ())
+    assert read_crash(tmp_path, "another/vm", 12) == ("", ()), "hosts that share a folder may have the same pids"
+
+
+def test_last_words_are_for_this_user_alone_and_are_written_into_no_file_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faulthandler, "is_enabled", lambda: False)
+    monkeypatch.setattr(faulthandler, "enable", lambda _: None)
+    monkeypatch.setattr(faulthandler, "disable", lambda: None)
+    crash_file = CrashFile(tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert path == path_of(tmp_path, HOST, os.getpid())
+    assert path.stat().st_mode & 0o777 == 0o600
+    crash_file.close()
+    (tmp_path / "another").write_text("kept")
+    path.symlink_to(tmp_path / "another")
+    CrashFile(tmp_path)
+    assert (tmp_path / "another").read_text() == "kept"
 
 
 def a_head(rank: int, *waits: Wait, name: str = "") -> Head:
@@ -501,6 +581,12 @@ def test_dumps_are_read_back_and_the_name_before_the_rank_is_forgotten(tmp_path:
     _dumps.write_head(tmp_path, a_head(0))
     assert [head.name for head in _dumps.read_heads(tmp_path)] == ["rank 0", "rank 1"]
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_hosts_that_share_a_folder_and_have_the_same_pids_keep_their_dumps(tmp_path: Path) -> None:
+    for host in ("0", "node-0", "rank-1-node/0"):
+        _dumps.write_head(tmp_path, dataclasses.replace(a_head(1), host=host))
+    assert {head.host for head in _dumps.read_heads(tmp_path)} == {"0", "node-0", "rank-1-node/0"}
 
 
 def test_half_a_file_is_passed_over(tmp_path: Path) -> None:
@@ -542,6 +628,35 @@ def test_a_look_costs_little() -> None:
     for _ in range(200):
         motion.look()
     assert (time.thread_time() - began_s) / 200 < 2e-3
+
+
+HELD_LOCK = """
+import faulthandler, os, threading
+import offbeat_liveness as liveness
+from offbeat_liveness._process.motion import Motion
+from offbeat_liveness._process.reading import read_head
+
+faulthandler.dump_traceback_later(20, exit=True)
+holds = threading.Event()
+
+def hold():  # as a thread does that a signal handler or a finalizer holds up while it starts another
+    with threading._active_limbo_lock:
+        holds.set()
+        threading.Event().wait()
+
+threading.Thread(target=hold, daemon=True).start()
+holds.wait()
+motion = Motion(60.0)
+motion.look()
+head = read_head(motion, name="", world="", rank=0, world_size=1, stall_after_s=60.0)
+print([each.name for each in head.threads], flush=True)
+os._exit(0)
+"""
+
+
+def test_a_look_takes_no_lock_of_pythons_threads() -> None:
+    done = subprocess.run([sys.executable, "-c", HELD_LOCK], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "['MainThread']\n", done.stderr
 
 
 def test_groups_of_offbeat_are_no_lines_of_the_reader() -> None:

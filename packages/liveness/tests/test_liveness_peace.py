@@ -1,7 +1,10 @@
 """Healthy programs with long pauses, as real processes under the policy that ends runs: each ends by itself."""
 
 import contextlib
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -150,3 +153,42 @@ def test_who_tries_again_and_again_to_enter_is_not_at_the_end_of_its_timeout(tmp
         time.sleep(max(0.0, end_s + 4 - time.monotonic()))  # nobody is gone before the last try is over
 
     assert is_in_peace(launch(body, 2, tmp_path, policy="abort"))
+
+
+WITHOUT_DESCRIPTORS = """
+import errno, sys, threading, time
+import torch.distributed as dist
+import offbeat_liveness as liveness
+from offbeat_liveness._network import peers
+from offbeat_liveness._process import process_groups
+
+tries = []
+
+def fails(*_):
+    tries.append(1)
+    raise OSError(errno.EMFILE, "Too many open files")
+
+seen = []
+threading.excepthook = seen.append
+peers.Listener = fails
+monitor = liveness.watch(stall_after_s=60, directory=sys.argv[1])
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+end_s = time.monotonic() + 20
+while len(tries) < 3 and time.monotonic() < end_s:
+    time.sleep(0.01)
+process_groups.group_heads = fails
+dist.destroy_process_group()
+assert monitor._answer({"ask": "pids"}) == {}, "it does not say which"
+print(len(tries) >= 3, seen, monitor._thread_errors.notes("it"), dist.is_initialized())
+"""
+
+
+@pytest.mark.timeout(60)
+def test_what_goes_wrong_in_the_monitor_is_said_once_and_is_no_exception_of_the_program(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_DESCRIPTORS, str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout == "True [] () False\n", done.stderr
+    assert done.stderr.count("meeting the others failed: OSError: [Errno 24] Too many open files") == 1
+    assert "Traceback" not in done.stderr

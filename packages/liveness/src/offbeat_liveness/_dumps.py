@@ -6,7 +6,6 @@ Written whole and renamed, so a reader, or a kill in the middle, never meets hal
 import contextlib
 import json
 import os
-import re
 import secrets
 import threading
 from collections import deque
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from offbeat_liveness._diagnosis.verdict import Verdict
+from offbeat_liveness._process.crash import plain_name
 from offbeat_liveness._process.head import Head, from_data, to_data
 from offbeat_liveness._process.stacks import OWN_THREADS
 
@@ -41,11 +41,11 @@ def write(directory: Path, name: str, data: dict[str, Any]) -> None:
 
 def write_head(directory: Path, head: Head) -> None:
     """The last known state of a process."""
-    plain = re.sub(r"[^\w.-]+", "-", head.name)
-    name = f"{HEAD_PREFIX}{plain}-{head.pid}.json"
+    process = f"@{plain_name(head.host)}-{head.pid}.json"  # no "@" is in a name: the pattern finds no other host's
+    name = f"{HEAD_PREFIX}{plain_name(head.name)}{process}"
     write(directory, name, {"format": FORMAT, **to_data(head)})
     with contextlib.suppress(OSError):
-        for older in directory.glob(f"{HEAD_PREFIX}*-{head.pid}.json"):  # from before it knew its rank
+        for older in directory.glob(f"{HEAD_PREFIX}*{process}"):  # from before it knew its rank
             if older.name != name:
                 remove(directory, older.name)
 

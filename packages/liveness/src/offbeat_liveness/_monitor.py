@@ -89,7 +89,7 @@ class Monitor:
         self._survey = Survey(self._peers, settings.directory)
         self._dumps = DumpWriter(settings.directory)
         self._told = Announcer(settings, self._peers, self._dumps, self.head, self._complain, on_verdict)
-        self._left_groups = LeftGroups(self._seat, self._join_at_once)
+        self._left_groups = LeftGroups(self._seat, self._join_at_once, self._complain_of)
         self._thread_errors = ThreadErrors()
         self._ending = Ending(self._peers, self._dumps, settings.grace_s, self.head, self._is_somebody_going)
         self._alarm = threading.Event()
@@ -178,12 +178,16 @@ class Monitor:
         if self._crash_file:
             self._crash_file.close()
         self._alarm.set()
+        self._left_groups.close()
         self._goodbye.close()
         self._thread_errors.close()
         self._peers.close()
 
     def forget(self) -> None:
-        """In a forked child: the threads are gone, and the sockets are the parent's."""
+        """In a forked child: the threads are gone, the sockets are the parent's, and a lock may be held for ever."""
+        self._closed = threading.Event()
+        self._closed.set()
+        self._left_groups.close()
         self._goodbye.close()
         self._thread_errors.close()
         self._peers.forget()
@@ -204,7 +208,7 @@ class Monitor:
             except Exception as error:  # noqa: BLE001 - the watch must not end because one look failed
                 if sys.is_finalizing():
                     return
-                self._complain(f"pid {os.getpid()}: a look failed: {type(error).__name__}: {error}")
+                self._complain_of("a look", error)
                 self._closed.wait(self.settings.tick_s)
 
     def _complain(self, text: str) -> None:
@@ -212,6 +216,10 @@ class Monitor:
         if text not in self._complaints:
             self._complaints.add(text)
             say(f"offbeat liveness: {text}")
+
+    def _complain_of(self, what: str, error: Exception) -> None:
+        """Say once that something of the monitor's own has failed, in whose thread soever: the program goes on."""
+        self._complain(f"pid {os.getpid()}: {what} failed: {type(error).__name__}: {error}")
 
     def _tick(self) -> None:
         self._hook_torch()
@@ -246,6 +254,8 @@ class Monitor:
         if self._joining.acquire(blocking=False):
             try:
                 self._peers.keep_joined(waits_long=waits_long)
+            except Exception as error:  # noqa: BLE001 - such as no descriptor to spare; the next look tries again
+                self._complain_of("meeting the others", error)
             finally:
                 self._joining.release()
 
@@ -354,6 +364,13 @@ class Monitor:
 
     def _answer(self, message: Message) -> Message:
         """Reply to another monitor; runs in the listener's threads."""
+        try:
+            return self._reply(message)
+        except Exception as error:  # noqa: BLE001 - else the program's threading.excepthook is called with it
+            self._complain_of(f"an answer to {message.get('ask')!r}", error)
+            return {}
+
+    def _reply(self, message: Message) -> Message:
         kind = message.get("ask")
         sender = from_data(Address, message["address"]) if "address" in message else None
         if sender and kind == "meet":

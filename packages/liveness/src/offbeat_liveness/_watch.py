@@ -92,7 +92,7 @@ def _be_pending(settings: Settings | None) -> None:
 
 
 def _begin() -> None:
-    """There is something to see now."""
+    """There is something to see now; of several threads that come at once, the first begins and the others wait."""
     with _LOCK:
         if _PENDING:
             settings = _PENDING[0]
@@ -117,9 +117,9 @@ def _watch_child() -> None:
     _LOCK._at_fork_reinit()  # type: ignore[attr-defined]
     pending = _PENDING[0] if _PENDING else None
     for monitor in parents:
-        monitor.forget()
         if not monitor.is_closed:
             pending = dataclasses.replace(monitor.settings, name="")
+        monitor.forget()
     _be_pending(pending)
 
 

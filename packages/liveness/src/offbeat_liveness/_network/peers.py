@@ -12,8 +12,9 @@ import secrets
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -55,10 +56,10 @@ class Peers:
         self._host_answers = True
         self._secret = self._invitation.secret if self._invitation else ""
         self._not_before_s = 0.0
-        self._formed_group: Any = None
+        self._formed_group: Callable[[], Any] = _no_group  # weak, so that a destroyed group closes its connections
+        self._joined_group: Callable[[], Any] = _no_group
         self._formed_s = -math.inf
         self._world: World | None = None
-        self._joined_group: Any = None
         self._book: dict[Key, Address] = {}
         promised = job_store.promised_world()
         self.rank: int | None = None
@@ -83,7 +84,7 @@ class Peers:
     def needs_to_join(self, *, waits_long: bool) -> bool:
         """Whether `keep_joined` has something to do: a world to enter, somebody to find, or a reason to look again."""
         group = process_groups.default_group()
-        if group is not None and group is not self._joined_group:
+        if group is not None and group is not self._joined_group():
             return True
         is_time = time.monotonic() >= self._not_before_s
         if (self._world and self._world.is_due and is_time) or (self._directory is not None and self.me() is None):
@@ -104,7 +105,7 @@ class Peers:
         if not flight_recorder.is_loaded():
             return True
         group = process_groups.default_group()
-        return group is not None and group is self._joined_group
+        return group is not None and group is self._joined_group()
 
     @property
     def secret(self) -> str:
@@ -226,9 +227,9 @@ class Peers:
     def is_meeting(self, patience_s: float) -> bool:
         """Whether the world has formed so lately that an address that is missing says nothing yet."""
         group = process_groups.default_group()
-        if group is not self._formed_group:
-            self._formed_group, self._formed_s = group, time.monotonic()
-        is_partial = group is not None and (group is not self._joined_group or bool(self.unknown_ranks()))
+        if group is not None and group is not self._formed_group():
+            self._formed_group, self._formed_s = weakref.ref(group), time.monotonic()
+        is_partial = group is not None and (group is not self._joined_group() or bool(self.unknown_ranks()))
         return is_partial and time.monotonic() - self._formed_s < patience_s
 
     def close(self) -> None:
@@ -239,17 +240,18 @@ class Peers:
             _dumps.remove(self._directory, _dumps.address_name(HOST, os.getpid()))
 
     def forget(self) -> None:
-        """In a forked child: nothing of this belongs to it."""
+        """In a forked child: nothing of this belongs to it, least of all the connection to the store."""
+        self._world = None
         for listener in self._listeners:
             listener.forget()
 
     def _join_world(self, *, waits_long: bool) -> None:
         group = process_groups.default_group()
-        if group is not None and group is not self._joined_group:
+        if group is not None and group is not self._joined_group():
             c10d = sys.modules["torch.distributed.distributed_c10d"]
             store = c10d._get_default_store().clone()
             self._publish(store, int(group.rank()), int(group.size()), is_formed=True)
-            self._joined_group = group
+            self._joined_group = weakref.ref(group)
         elif group is None and self._world is None and (waits_long or job_store.is_wrapped_rank()):
             early = job_store.early_world() if flight_recorder.is_loaded() else None
             if early is not None:
@@ -400,6 +402,11 @@ class Peers:
 
     def _add(self, address: Address) -> None:
         self._book[(address.machine, address.pid)] = address
+
+
+def _no_group() -> Any:
+    """Stands for a weak reference before there is a group."""
+    return None
 
 
 def _without_replaced(known: dict[Key, Address]) -> dict[Key, Address]:

@@ -203,7 +203,7 @@ def _absent(
         return _said_goodbye(left[key], address)
     text = f"pid {address.pid} on {address.machine}"
     fate, head = fates[key], None
-    reason, stack = read_crash(directory, address.pid) if fate == "killed" else ("", ())
+    reason, stack = read_crash(directory, address.machine, address.pid) if fate == "killed" else ("", ())
     if reason:
         fate, head = "crashed", _last_words(address, reason, stack)
         text += f", {reason}"

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from offbeat_liveness._process.current_frames import current_exceptions
-from offbeat_liveness._process.goodbye import describe
+from offbeat_liveness._process.goodbye import describe, read_exception
+from offbeat_liveness._process.stacks import OWN_THREADS
 
 MAX_REMEMBERED: Final = 8
 
@@ -34,6 +35,9 @@ class ThreadErrors:
         return tuple(f"{who}: {text}, {now_s - seen_s:.0f} s ago" for seen_s, text in self._seen)
 
     def _on_exception(self, raised: Any) -> None:
+        if raised.thread and raised.thread.name.startswith(OWN_THREADS):
+            threading.__excepthook__(raised)  # what goes wrong in the watch is no matter of the program's hook
+            return
         self._hook(raised)
         if raised.exc_value is None or isinstance(raised.exc_value, SystemExit):
             return
@@ -50,5 +54,5 @@ def exception_in_flight(ident: int) -> str:
     error = error[1] if isinstance(error, tuple) else error  # Python 3.11 gives what exc_info does
     if not isinstance(error, BaseException):
         return ""
-    text, stack = describe(error)
+    text, stack = read_exception(error)
     return text + (f" (raised at {stack[0]})" if stack else "")

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Final
 
 from offbeat_liveness._process.head import CallSite
+from offbeat_liveness._process.outside import peek
 from offbeat_liveness._process.stacks import readable
 
 Farewell = Callable[[BaseException | None], None]
@@ -28,9 +29,8 @@ class Goodbye:
     """Calls `farewell` once, with the exception that ends the main thread or with None.
 
     sys.excepthook tells of scripts; atexit of an orderly end; multiprocessing's children reach neither (before Python
-    3.13 they
-    skip atexit, and they print exceptions themselves), so a finalizer of theirs tells, with the exception that is in
-    flight.
+    3.13 they skip atexit, and they print exceptions themselves), so a finalizer of theirs tells, with the exception
+    that is in flight.
     """
 
     def __init__(self, farewell: Farewell) -> None:
@@ -65,12 +65,35 @@ class Goodbye:
 
 
 def describe(error: BaseException) -> tuple[str, tuple[CallSite, ...]]:
-    """An exception in one line, and where it was raised, innermost first."""
-    text = " ".join("".join(traceback.format_exception_only(error)).split())
-    text = GLOO_PLACE.sub("", text).partition(GLOO_ADVICE)[0][:MAX_ERROR]
-    frames = traceback.extract_tb(error.__traceback__)
-    sites = [CallSite(file=each.filename, line=each.lineno or 0, function=each.name) for each in reversed(frames)]
-    return text, readable(sites)
+    """An exception in one line, and where it was raised, innermost first; calls its `__str__`, as a traceback does."""
+    try:
+        text = str(error)
+    except Exception as other:  # noqa: BLE001 - of the program; traceback passes it over as well
+        text = f"<its __str__ raised {peek.class_name(other)}>"
+    return _in_one_line(error, text), _raised_at(error)
+
+
+def read_exception(error: BaseException) -> tuple[str, tuple[CallSite, ...]]:
+    """Likewise from what it stores, for one that nobody has printed yet: nothing of the program is called."""
+    values = peek.members(peek.attribute(error, "args"))
+    texts = [str(each) if type(each) is int else peek.text(each, MAX_ERROR) for each in values]
+    return _in_one_line(error, ", ".join(each for each in texts if each)), _raised_at(error)
+
+
+def _in_one_line(error: BaseException, text: str) -> str:
+    name = peek.class_name(error)
+    notes = map(peek.text, peek.members(peek.attribute(error, "__notes__")))
+    line = " ".join(" ".join([f"{name}: {text}" if text else name, *notes]).split())
+    return GLOO_PLACE.sub("", line).partition(GLOO_ADVICE)[0][:MAX_ERROR]
+
+
+def _raised_at(error: BaseException) -> tuple[CallSite, ...]:
+    """No file is opened for this, as `traceback.extract_tb` does: that of a source may be on a disk that hangs."""
+    sites = [
+        CallSite(file=frame.f_code.co_filename, line=line or 0, function=frame.f_code.co_qualname)
+        for frame, line in traceback.walk_tb(peek.attribute(error, "__traceback__"))
+    ]
+    return readable(sites[::-1])
 
 
 def _cause(error: BaseException | None) -> BaseException | None:

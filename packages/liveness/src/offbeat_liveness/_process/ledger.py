@@ -1,8 +1,8 @@
 """Waits that torch's flight recorder does not write down: declared waits, point-to-point, store waits.
 
 Collectives come past here with their `wait()` alone. Blocking calls of torch.distributed that are not recorded anywhere
-(`monitored_barrier`,
-`new_group`, `init_process_group`) are read off the stack when somebody looks, so they cost nothing either (`_calls`).
+(`monitored_barrier`, `new_group`, `init_process_group`) are read off the stack when somebody looks (`torch_calls`), so
+they cost nothing either.
 """
 
 import itertools
@@ -18,6 +18,7 @@ from typing import Any, Final
 from offbeat_liveness._process.head import WaitKind
 
 MAX_POSTED: Final = 256
+MAX_KEYS: Final = 4  # of one store wait that are told
 P2P_CALLS: Final = ("send", "recv", "recv_anysource")
 STORE_CALLS: Final = ("get", "wait", "multi_get", "queue_pop", "queue_push")
 PATCHED: Final = "_offbeat_liveness"
@@ -34,7 +35,7 @@ class Entry:
         kind, what, on, deadline_s: as in `Wait`.
         since_s: monotonic seconds when it began.
         thread: ident of its thread.
-        group: the process group object, for p2p.
+        group: gives the process group object, for p2p; weak, so that a destroyed group closes its connections.
         peer: rank within that group; -1 means any.
         work: torch's handle, for p2p; weak, so that nothing lives longer than the caller lets it.
         source: the store of a store wait.
@@ -47,7 +48,7 @@ class Entry:
     deadline_s: float | None = None
     since_s: float = field(default_factory=time.monotonic)
     thread: int = field(default_factory=threading.get_ident)
-    group: Any = None
+    group: Callable[[], Any] = field(default=lambda: None)
     peer: int = -1
     work: Callable[[], Any] = field(default=lambda: None)
     source: Any = None
@@ -102,6 +103,7 @@ class Ledger:
         """Forget everything: in a forked child the threads that waited do not exist."""
         self.posted.clear()  # the same object: the patched methods look into it
         self._open.clear()
+        self.met_s.clear()
         self._prune_from = MAX_POSTED
 
     def _prune(self) -> None:
@@ -115,16 +117,15 @@ _BEFORE_WAIT: Final[list[Callable[[], None]]] = []
 
 
 def before_wait(call: Callable[[], None] | None) -> None:
-    """Have something called once, before the next declared wait; None takes that back."""
+    """Have something called before each declared wait, until None takes that back."""
     _BEFORE_WAIT[:] = [call] if call else []
 
 
 class waiting:  # noqa: N801 - a context manager that reads as a verb, like contextlib's
     """Declare a wait that the monitor could not see: a queue, a future, a request, a rendezvous.
 
-    Costs about a microsecond. It does not interrupt anything: past `stall_after_s` (or `deadline_s`, while the
-    producer is
-    seen to move) the monitor's verdict names it.
+    Costs about a microsecond. It does not interrupt anything: past `stall_after_s` (or `deadline_s`, while the producer
+    is seen to move) the monitor's verdict names it.
 
     Args:
         name: of the wait, such as "sample_queue.get".
@@ -142,8 +143,8 @@ class waiting:  # noqa: N801 - a context manager that reads as a verb, like cont
         self._name, self._on, self._deadline_s, self._number = name, on, deadline_s, 0
 
     def __enter__(self) -> None:
-        while _BEFORE_WAIT:
-            _BEFORE_WAIT.pop()()
+        for call in _BEFORE_WAIT.copy():
+            call()
         entry = Entry(kind="declared", what=self._name, on=self._on, deadline_s=self._deadline_s)
         self._number = LEDGER.enter(entry)
 
@@ -193,7 +194,7 @@ def _posting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         peer = args[1] if name != "recv_anysource" and len(args) > 1 else -1
         # A coalescing manager hands out no handle: the recorder has what it does.
         if work is not None:
-            LEDGER.post(Entry(kind="p2p", what=name, group=group, peer=peer, work=weakref.ref(work)))
+            LEDGER.post(Entry(kind="p2p", what=name, group=weakref.ref(group), peer=peer, work=weakref.ref(work)))
         return work
 
     return post
@@ -247,4 +248,10 @@ def _connecting(call: Callable[..., Any]) -> Callable[..., Any]:
 def _keys(args: tuple[Any, ...]) -> str:
     """The keys of a store wait, for people."""
     keys = args[0] if args else ""
-    return keys if isinstance(keys, str) else ", ".join(map(str, keys[:4]))
+    found = keys[:MAX_KEYS] if isinstance(keys, list | tuple) else [keys]
+    return ", ".join(text for text in map(_as_text, found) if text)
+
+
+def _as_text(key: Any) -> str:
+    """A key, which torch takes as str or bytes; "" for anything else, such as a set of keys."""
+    return key.decode(errors="replace") if isinstance(key, bytes) else key if isinstance(key, str) else ""

@@ -4,7 +4,7 @@ import sys
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ DEVICE_MESH: Final = "mesh_"
 NO_DESCRIPTION: Final = ("", "undefined", "default_pg")
 _AXES: Final[weakref.WeakKeyDictionary[Any, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
-_INHERITED: Final[list[Any]] = []
+_INHERITED: Final[list[Callable[[], Any]]] = []
 _ENDED_NS: Final[dict[str, int]] = {}
 """When a group of that name was last destroyed: what was recorded before is not of the one that bears the name now."""
 
@@ -80,7 +80,7 @@ def default_group() -> Any:
         return None
     c10d = sys.modules["torch.distributed.distributed_c10d"]
     group = c10d.GroupMember.WORLD
-    return None if any(group is each for each in _INHERITED) else group
+    return None if any(group is each() for each in _INHERITED) else group
 
 
 def disown_world() -> None:
@@ -88,7 +88,7 @@ def disown_world() -> None:
     _INHERITED.clear()
     group = default_group()
     if group is not None:
-        _INHERITED.append(group)
+        _INHERITED.append(weakref.ref(group))
 
 
 def note_end(names: Iterable[str]) -> None:

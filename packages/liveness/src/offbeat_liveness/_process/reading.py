@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from offbeat_liveness._process.kernel.proc import HOST
 from offbeat_liveness._process.kernel.sockets import listening_ports
 from offbeat_liveness._process.ledger import LEDGER, Entry
 from offbeat_liveness._process.motion import Motion
-from offbeat_liveness._process.outside import may_act, outside_wait
+from offbeat_liveness._process.outside import may_act, outside_wait, peek
 from offbeat_liveness._process.process_groups import seconds_of
 from offbeat_liveness._process.recorder import flight_recorder
 from offbeat_liveness._process.recorder.nccl_recorder import NCCL
@@ -94,16 +93,16 @@ class _Threads:
 
     def __init__(self, motion: Motion, stall_after_s: float) -> None:
         self._motion, self._stall_after_s = motion, stall_after_s
-        everybody = threading.enumerate()
-        names = {each.ident: each.name for each in everybody}
+        names = peek.thread_names()
         self._native_ids = native_ids()
         self._frames = thread_frames()
         self._names = _unlike({ident: names.get(ident, f"thread {ident}") for ident in self._frames})
         self.calls = {ident: torch_calls.torch_call(frame) for ident, frame in self._frames.items()}
 
     def close(self) -> None:
-        """Let go of all frames: where the main thread looks at itself, its own is among them."""
+        """Let go of all frames and of their locals: where the main thread looks at itself, its own is among them."""
         self._frames.clear()
+        self.calls.clear()
 
     def __iter__(self) -> Iterator[tuple[int, TorchCall]]:
         return iter([(ident, call) for ident, call in self.calls.items() if call is not None])
@@ -353,7 +352,8 @@ def _ledger_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wa
         if entry.kind != "declared" and (covered or not threads.has(entry.thread)):
             continue
         age_s = time.monotonic() - entry.since_s
-        head = _head_of(groups, entry.group) if entry.kind == "p2p" else None
+        group = entry.group()
+        head = _head_of(groups, group) if group is not None else None
         yield Wait(
             kind=entry.kind,
             what=entry.what,
@@ -377,9 +377,10 @@ def _timeout_s(entry: Entry, head: GroupHead | None) -> float | None:
 
 def _peer(entry: Entry) -> tuple[int, ...]:
     """Global rank of the other side of a point-to-point operation."""
-    if entry.kind != "p2p" or entry.peer < 0:
+    group = entry.group()
+    if group is None or entry.peer < 0:
         return ()
-    members = process_groups.group_members(entry.group)
+    members = process_groups.group_members(group)
     return (members[entry.peer],) if entry.peer < len(members) else ()
 
 

@@ -23,13 +23,18 @@ IMPORT_MACHINERY: Final = "<frozen importlib._bootstrap>"
 INSTALLED: Final = ("site-packages", "dist-packages")
 
 
+def python_threads() -> list[threading.Thread]:
+    """Threads that run Python, without the lock of `threading.enumerate`: a thread that stands may hold it."""
+    return list(threading._active.copy().values())  # type: ignore[attr-defined]
+
+
 def thread_frames() -> dict[int, FrameType]:
     """The innermost frame of each thread but those of the watch, by thread ident.
 
     A frame keeps what its function works on, a layer's weights for one, until nobody holds the frame. A thread of the
     watch that held its own would do so in a circle, with all the others, until the garbage collector comes.
     """
-    own = {each.ident or 0 for each in threading.enumerate() if each.name.startswith(OWN_THREADS)}
+    own = {each.ident or 0 for each in python_threads() if each.name.startswith(OWN_THREADS)}
     frames = current_frames()
     for ident in own & frames.keys():
         del frames[ident]
@@ -41,20 +46,20 @@ def native_ids() -> dict[int, int]:
 
     The main thread's is the process's: after os.fork() Python goes on telling that of the parent (up to 3.12).
     """
-    known = {each.ident or 0: each.native_id or 0 for each in threading.enumerate()}
+    known = {each.ident or 0: each.native_id or 0 for each in python_threads()}
     return known | ({main_thread_ident(): os.getpid()} if sys.platform == "linux" else {})
 
 
 def own_native_ids() -> frozenset[int]:
     """The kernel's numbers of the watch's own threads, and of the one that asks."""
-    own = {each.native_id or 0 for each in threading.enumerate() if each.name.startswith(OWN_THREADS)}
+    own = {each.native_id or 0 for each in python_threads() if each.name.startswith(OWN_THREADS)}
     return frozenset(own | {threading.get_native_id()})
 
 
 def join_own_threads(within_s: float) -> None:
     """Wait for the watch's threads to end: one that comes back from torch's own code after Python is gone aborts."""
     end_s = time.monotonic() + within_s
-    for each in threading.enumerate():
+    for each in python_threads():
         if each.name.startswith(OWN_THREADS) and each is not threading.current_thread():
             each.join(max(0.0, end_s - time.monotonic()))
 

@@ -1,8 +1,7 @@
 """Reads off a thread's stack which call of torch.distributed it stands in, and with which arguments.
 
 This finds what no recorder writes down (`monitored_barrier`, `new_group`, `init_process_group`, and every collective
-when the flight
-recorder is off) without any cost before somebody looks.
+when the flight recorder is off) without any cost before somebody looks.
 """
 
 from collections.abc import Mapping

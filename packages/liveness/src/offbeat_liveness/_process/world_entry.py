@@ -20,7 +20,7 @@ _CALLS: Final[list[Callable[[], None]]] = []
 
 
 def before_entering(call: Callable[[], None]) -> None:
-    """Have something called once, in the thread that enters and before it waits for anybody; the last given counts."""
+    """Have something called in each thread that enters, before it waits for anybody; the last given counts."""
     _CALLS[:] = [call]
     module = sys.modules.get(TARGET)
     if module is not None and all(hasattr(module, name) for name in ENTRIES):
@@ -45,8 +45,8 @@ def _hook(module: ModuleType) -> None:
 def _announcing(entry: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(entry)
     def enter(*args: Any, **named: Any) -> Any:
-        while _CALLS:
-            _CALLS.pop()()
+        for call in _CALLS.copy():
+            call()
         number = LEDGER.enter(Entry(kind="rendezvous", what=entry.__name__))
         try:
             return entry(*args, **named)

@@ -6,11 +6,12 @@ program's code, and that may want the very lock that everybody waits for. What i
 
 import inspect
 import sys
-import threading
 import types
 from collections import deque
 from types import FrameType
 from typing import Any, Final
+
+from offbeat_liveness._process.stacks import python_threads
 
 MAX_TEXT: Final = 120
 MAX_MEMBERS: Final = 64
@@ -65,12 +66,12 @@ def own_local(frame: FrameType, name: str) -> Any:
     return None
 
 
-def text(value: Any) -> str:
+def text(value: Any, max_chars: int = MAX_TEXT) -> str:
     """A str or bytes as an exact str, cut short; "" for anything else."""
     if issubclass(type(value), str):
-        cut = str.__getitem__(value, slice(0, MAX_TEXT))
-        return cut + "…" if str.__len__(value) > MAX_TEXT else cut
-    return bytes.decode(value[:MAX_TEXT], errors="replace") if type(value) is bytes else ""
+        cut = str.__getitem__(value, slice(0, max_chars))
+        return cut + "…" if str.__len__(value) > max_chars else cut
+    return bytes.decode(value[:max_chars], errors="replace") if type(value) is bytes else ""
 
 
 def number(value: object) -> float | None:
@@ -102,7 +103,13 @@ def type_name(value: object) -> str:
     return type.__dict__["__name__"].__get__(type(value))  # type: ignore[no-any-return]
 
 
+def class_name(value: object) -> str:
+    """Name of an object's class with its module, as a traceback has it."""
+    name: str = type.__dict__["__qualname__"].__get__(type(value))
+    module = text(type.__dict__["__module__"].__get__(type(value)))
+    return name if module in ("", "builtins", "__main__") else f"{module}.{name}"
+
+
 def thread_names() -> dict[int, str]:
-    """Names of Python's threads by ident, without the lock that a thread may hold while it stands."""
-    active: dict[int, threading.Thread] = threading._active.copy()  # type: ignore[attr-defined]
-    return {ident: text(attribute(each, "_name")) for ident, each in active.items()}
+    """Names of Python's threads by ident."""
+    return {each.ident or 0: text(attribute(each, "_name")) for each in python_threads()}

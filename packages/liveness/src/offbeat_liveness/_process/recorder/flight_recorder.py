@@ -3,19 +3,16 @@
 What it gives in torch 2.13 (measured on gloo; for nccl as torch documents it):
 
 - It is on by default (2000 entries for all groups together; `TORCH_FR_BUFFER_SIZE=0` turns it off) for gloo and nccl,
-  and it sees
-  collectives whoever issues them, Python or C++ (DDP, FSDP, Megatron): group, operation, tensor sizes and dtypes,
-  the number of the collective within its group (`collective_seq_id`), the time, the thread, and whether it is over
-  (`retired`).
+  and it sees collectives whoever issues them, Python or C++ (DDP, FSDP, Megatron): group, operation, tensor sizes and
+  dtypes, the number of the collective within its group (`collective_seq_id`), the time, the thread, and whether it is
+  over (`retired`).
 - gloo: `state` is always "scheduled" and no start or completion times are given, so `retired` is all there is to go
-  by. Point-to-point operations are not
-  recorded, but they count in `op_id` and in `pg_status`; `collective_seq_id` leaves them out and is what ranks can be
-  compared by.
+  by. Point-to-point operations are not recorded, but they count in `op_id` and in `pg_status`; `collective_seq_id`
+  leaves them out and is what ranks can be compared by.
   `monitored_barrier`, `new_group` and `init_process_group` are not recorded. A coalesced call is one entry with all of
   its tensors.
 - nccl: `state` is scheduled, started or completed, as the watchdog thread finds it; p2p operations are entries with
-  `is_p2p` and `p2p_seq_id`.
-  What is scheduled may still stand behind other work in its stream.
+  `is_p2p` and `p2p_seq_id`. What is scheduled may still stand behind other work in its stream.
 - `pg_config` does not tell gloo groups apart, so the members of a group are taken from torch.distributed's own tables.
 - Not recorded by either: root ranks and reduce operations, store waits, and anything outside torch.distributed.
 - Call sites: the first dump with stacks imports torch._inductor (800 modules, 3 to 7 s here) unless it is kept from
@@ -25,7 +22,7 @@ What it gives in torch 2.13 (measured on gloo; for nccl as torch documents it):
 - There are two recorders: nccl's groups write into one of their own, which `_dump_nccl_trace*` reads and only builds
   with nccl have; all others into the one of `_dump_fr_trace*`. Both are read, and what stands in both counts once. In
   builds with another library of NVIDIA's interface the first holds that one's entries.
-- Its tables of groups are read without their lock: `_still_recorder` says when that is safe.
+- Its tables of groups are read without their lock: `still_recorder` says when that is safe.
 """
 
 import contextlib
