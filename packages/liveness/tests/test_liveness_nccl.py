@@ -36,7 +36,10 @@ class StandingThreads:
     def still_s(self, ident: int, since_s: float) -> float:
         return 70.0
 
-    def is_elsewhere(self, ident: int) -> bool:
+    def is_elsewhere(self, ident: int, backend: str) -> bool:
+        return False
+
+    def asks(self, ident: int) -> bool:
         return False
 
     def name(self, ident: int) -> str:

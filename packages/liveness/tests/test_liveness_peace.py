@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -87,9 +88,109 @@ def an_operation_is_posted_before_an_answer_is_awaited(rank: int) -> None:
     dist.barrier()
 
 
+def an_operation_is_asked_for_now_and_then(rank: int) -> None:
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+    use(first)
+    use(second)
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(1), group=first, async_op=True)
+        end_s = time.monotonic() + PAUSE_S
+        while not work.is_completed():
+            time.sleep(0.05)
+            if time.monotonic() > end_s:
+                use(second)
+                break
+        work.wait()
+    else:
+        use(second)
+        use(first)
+    dist.barrier()
+
+
+def an_operation_is_posted_beside_a_loop(rank: int) -> None:
+    side = dist.new_group()
+    use(side)
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(1), group=side, async_op=True)
+        for _ in range(round(PAUSE_S / 0.3)):
+            time.sleep(0.3)
+            torch.ones(64, 64) @ torch.ones(64, 64)
+        dist.send(torch.ones(4), 1)
+        work.wait()
+    else:
+        dist.recv(torch.ones(4), 0)
+        use(side)
+    dist.barrier()
+
+
+def a_timeout_of_a_call_is_an_answer(rank: int) -> None:
+    side = dist.new_group()
+    message = torch.ones(1)
+    if rank == 0:
+        with contextlib.suppress(RuntimeError):
+            dist.monitored_barrier(side, timeout=timedelta(seconds=PAUSE_S), wait_all_ranks=True)
+        dist.send(message, 1)
+    else:
+        dist.recv(message, 0)
+        with contextlib.suppress(RuntimeError):
+            dist.monitored_barrier(side, timeout=timedelta(seconds=1))
+    dist.barrier()
+
+
+def a_wait_is_tried_again(rank: int) -> None:
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+    use(first)
+    use(second)
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(1), group=first, async_op=True)
+        with contextlib.suppress(RuntimeError):
+            work.wait(timedelta(seconds=PAUSE_S))
+        use(second)
+        work.wait()
+    else:
+        use(second)
+        use(first)
+    dist.barrier()
+
+
+def a_handler_of_a_server_sends(rank: int) -> None:
+    weights = dist.new_group()
+    use(weights)
+    message = torch.ones(4)
+    if rank == 0:
+
+        class Sender(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                dist.send(message, 1, group=weights)
+
+        server = socketserver.TCPServer(("127.0.0.1", 0), Sender)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Timer(PAUSE_S, lambda: socket.create_connection(server.server_address)).start()
+    else:
+        dist.recv(message, 0, group=weights)
+    dist.barrier()
+
+
+def a_thread_trains_while_the_main_thread_joins_it(rank: int) -> None:
+    def train() -> None:
+        for _ in range(4):
+            time.sleep(1.2)
+            use(dist.group.WORLD)
+
+    thread = threading.Thread(target=train, name="trainer")
+    thread.start()
+    thread.join()
+
+
 @pytest.mark.parametrize(
     ("body", "size"),
     [
+        (an_operation_is_asked_for_now_and_then, 2),
+        (an_operation_is_posted_beside_a_loop, 2),
+        (a_timeout_of_a_call_is_an_answer, 2),
+        (a_wait_is_tried_again, 2),
+        (a_handler_of_a_server_sends, 2),
+        (a_thread_trains_while_the_main_thread_joins_it, 2),
         (two_broadcasts_at_once, 4),
         (a_new_thread_takes_a_group_over, 2),
         (a_side_group_is_made_again, 2),

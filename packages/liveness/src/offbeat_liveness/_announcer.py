@@ -92,21 +92,24 @@ class Announcer:
 
     def announce_movement(self) -> None:
         """As the leader: the run moves again; told where the suspicion was told."""
-        is_speaker = self._is_speaker
+        spoken = self._spoken if self._is_speaker else None
         stuck, passed_s = self._note_end()
         if stuck is None:
             return
-        if is_speaker:
-            who = f"{join_names(stuck.missing)} came" if stuck.missing else "the call ended"
-            say(f"offbeat liveness: it moves again: {who} after {passed_s:.0f} s ({stuck.kind})")
+        if spoken is not None and not spoken.is_proof:
+            who = f"{join_names(spoken.missing)} came" if spoken.missing else "the call ended"
+            say(f"offbeat liveness: it moves again: {who} after {passed_s:.0f} s ({spoken.kind})")
         if self._written is not None:
             self._dumps.write_verdict(dataclasses.replace(self._written, cleared_after_s=passed_s))
         ask_all(self._peers.running(), {"ask": "moves"}, self._peers.secret, TELL_S)
 
     def hear(self, verdict: Verdict, leader: str, *, ends_run: bool) -> None:
         """The leader's announcement; should this process lead next, what was told is told."""
+        is_told = self.verdict == verdict  # whoever is slow to answer is told again
         self.verdict = self._spoken = self._written = verdict
         self._spoke_s, self._is_speaker = time.monotonic(), False
+        if is_told:
+            return
         if verdict.is_proof or ends_run:
             say(f"offbeat liveness: {self._peers.own_name()}: {verdict.kind}, told in full by {leader}")
         self._tell_program(verdict)

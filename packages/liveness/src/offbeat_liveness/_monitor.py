@@ -309,6 +309,8 @@ class Monitor:
         if is_meeting or not self._is_time_to_look():
             return
         with self._looking:
+            if self._ending.has_begun:
+                return
             self._looked_s = time.monotonic()
             self._peers.hear_news()
             verdict, scene = self._find()

@@ -19,18 +19,21 @@ from offbeat_liveness._process.head import Collective, GroupHead, Head
 # The fate that explains the others: an exception comes before the exits it leads to.
 FATE_ORDER: Final = ("raised", "crashed", "killed", "left", "exited")
 CERTAIN: Final = ("raised", "crashed", "killed")
-# What gloo, nccl's watchdog, torch's store and offbeat's own groups say on a process whose peer went away.
+# What gloo, nccl's watchdog and torch's store say on a process whose peer went away: from an HTTP client or a queue the
+# same words tell of something outside the run.
 SIGNS_OF_A_LOST_PEER: Final = (
     "Broken pipe",
     "Connection closed by peer",
+    "Connection refused",
     "Connection reset by peer",
     "Connection was likely closed",
-    "PeerFailedError",
+    "Socket Timeout",
+    "Timed out waiting",
     "failed to recv, got 0 bytes",
     "remote process exited",
 )
-# The same, but only from torch: of an HTTP client or a queue they tell of something outside the run.
-SIGNS_FROM_TORCH: Final = ("Connection refused", "Socket Timeout", "Timed out waiting")
+OWN_SIGN: Final = "PeerFailedError"  # of offbeat's own groups
+WORLD: Final = "0"  # torch's name of the default group
 TORCH_ERRORS: Final = ("RuntimeError:", "torch.distributed.")
 
 
@@ -98,7 +101,7 @@ def _left(scene: Scene, cut_off: set[str]) -> list[Absent]:
         Absent(name=head.name, rank=left.rank, world=left.world, fate="left", text=why_in_flight(head), head=head)
         for head in scene.heads
         for left in head.left_groups[-1:]
-        if head.state == "running" and left.world in cut_off
+        if head.state == "running" and left.group.name == WORLD and left.world in cut_off
     ]
 
 
@@ -120,9 +123,9 @@ def _newest_call(heads: Sequence[Head]) -> tuple[Head | None, GroupHead | None, 
 
 def is_secondary(error: str) -> bool:
     """Whether an exception only says that a peer or a connection went away."""
-    if any(sign in error for sign in SIGNS_OF_A_LOST_PEER):
+    if OWN_SIGN in error:
         return True
-    return error.startswith(TORCH_ERRORS) and any(sign in error for sign in SIGNS_FROM_TORCH)
+    return error.startswith(TORCH_ERRORS) and any(sign in error for sign in SIGNS_OF_A_LOST_PEER)
 
 
 def first_fate(gone: Sequence[Absent]) -> list[Absent]:

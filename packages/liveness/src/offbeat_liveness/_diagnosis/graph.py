@@ -102,7 +102,9 @@ class Edge:
 
         The timeouts of torch's groups do not count: a program that meets one has failed.
         """
-        if not self.is_certain or self.reason == "unknown":
+        if not self.is_certain or self.reason == "unknown" or self.wait.is_posted:
+            return False
+        if self.wait.has_own_deadline and self.wait.age_s < (self.wait.timeout_s or 0.0):
             return False
         if self.wait.kind == "declared":
             return self.wait.deadline_s is None or self.wait.age_s >= self.wait.deadline_s

@@ -28,7 +28,8 @@ from offbeat_liveness._process.head import Head, OutsideWait, Wait
 
 
 def find_suspicion(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
-    """What a stall may be, where nothing is proved."""
+    """What a stall may be, where nothing is proved; whoever has only posted an operation may be about to act."""
+    edges = [edge for edge in edges if not edge.wait.is_posted] or edges
     found = _absence(scene, edges) or _cycle(scene, edges)
     if found is not None:
         return found
@@ -93,7 +94,7 @@ def _idle_end(scene: Scene, edges: Sequence[Edge], ends: Sequence[Edge]) -> Verd
 
 
 def _is_idle(scene: Scene, head: Head, edge: Edge) -> bool:
-    in_torch = any(wait.kind != "outside" for wait in head.waits)
+    in_torch = any(wait.kind != "outside" and not wait.is_posted for wait in head.waits)
     return not in_torch and not scene.is_moving(head, edge.thread)
 
 
@@ -212,7 +213,8 @@ def find_standstill(scene: Scene) -> Verdict | None:
     names = {head.name for head, _ in standing}
     ranks = [head for head in scene.heads if head.rank is not None]
     is_all = bool(ranks) and not scene.absent and all(head.name in names for head in scene.heads)
-    if not is_all or any(scene.is_moving(head) for head in scene.heads):
+    is_new = any(head.still_s < scene.stall_after_s for head in scene.heads)
+    if not is_all or is_new or any(scene.is_moving(head) for head in scene.heads):
         return None
     head, wait = max(standing, key=lambda each: each[1].age_s)
     told = "; ".join(f"{name}{outside_chain(scene, name)}" for name in in_order(names)[:4])

@@ -91,7 +91,7 @@ def party_of(scene: Scene, head: Head, wait: Wait | None, thread: str = "") -> P
         return Party(
             name=head.name, rank=head.rank, part="dead", doing=f"out with {head.error}", stack=head.error_stack
         )
-    waits = [each for each in head.waits if each.kind != "outside" or (wait is not None and wait.kind == "outside")]
+    waits = [each for each in head.waits if _is_sure(each) or (wait is not None and not _is_sure(wait))]
     settled = [each for each in waits if each.age_s >= SETTLED * scene.stall_after_s]
     same = [each for each in waits if wait and (each.what, each.group) == (wait.what, wait.group)]
     mine = next(iter(same or settled or waits), None)
@@ -106,6 +106,10 @@ def party_of(scene: Scene, head: Head, wait: Wait | None, thread: str = "") -> P
         return Party(name=head.name, rank=head.rank, part="moving", doing=doing, stack=stack)
     doing = f"in no collective and no declared wait{why}{_last_entered(head)}, standing"
     return Party(name=head.name, rank=head.rank, part="missing", doing=doing, for_s=head.still_s, stack=stack)
+
+
+def _is_sure(wait: Wait) -> bool:
+    return wait.kind != "outside" and not wait.is_posted
 
 
 def why_in_flight(head: Head) -> str:

@@ -143,6 +143,8 @@ class Wait:
         timeout_s: torch's own for this call, counted from its start; None where it has none or that cannot be told.
         stack: where the thread stands, innermost first; without torch's own frames.
         outside: of a wait outside torch, read off the frames.
+        is_posted: the operation is pending, and its thread may only ask now and then whether it is over.
+        has_own_deadline: `timeout_s` was given to this very call, so the program may go on when it is over.
     """
 
     kind: WaitKind
@@ -158,6 +160,8 @@ class Wait:
     timeout_s: float | None = None
     stack: tuple[CallSite, ...] = ()
     outside: "OutsideWait | None" = None
+    is_posted: bool = False
+    has_own_deadline: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

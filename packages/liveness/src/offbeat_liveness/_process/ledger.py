@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Final
 
 from offbeat_liveness._process.head import WaitKind
@@ -214,6 +214,12 @@ def _awaiting(call: Callable[..., Any]) -> Callable[..., Any]:
             LEDGER.leave(number)
 
     return wait
+
+
+def timeout_of_wait(frame: FrameType | None) -> Any:
+    """What the program has given to the `Work.wait` in which a thread stands; None where it stands in no such call."""
+    is_wait = frame is not None and frame.f_code.co_filename == __file__ and frame.f_code.co_name == "wait"
+    return frame.f_locals.get("timeout") if is_wait and frame is not None else None
 
 
 def _entering(name: str, call: Callable[..., Any]) -> Callable[..., Any]:

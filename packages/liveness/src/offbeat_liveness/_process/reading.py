@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Final
 
-from offbeat_liveness._process import process_groups, torch_calls
+from offbeat_liveness._process import ledger, process_groups, torch_calls
 from offbeat_liveness._process.errors_seen import exception_in_flight
 from offbeat_liveness._process.head import Collective, GroupHead, Head, OutsideWait, ThreadHead, Wait
 from offbeat_liveness._process.kernel.proc import HOST
@@ -20,7 +20,7 @@ from offbeat_liveness._process.outside import may_act, outside_wait, peek
 from offbeat_liveness._process.process_groups import seconds_of
 from offbeat_liveness._process.recorder import flight_recorder
 from offbeat_liveness._process.recorder.nccl_recorder import NCCL
-from offbeat_liveness._process.stacks import main_thread_ident, native_ids, stack_of, thread_frames
+from offbeat_liveness._process.stacks import main_thread_ident, native_ids, stack_of, stands_in_torch, thread_frames
 from offbeat_liveness._process.torch_calls import TorchCall
 
 NUM_TRIES: Final = 2  # a new store of torch 2.13 gives the first try to reach its host all of its time, and tries again
@@ -167,15 +167,25 @@ class _Threads:
             return None
         return outside_wait(self._frames.get(ident), self._native_ids.get(ident))
 
-    def is_elsewhere(self, ident: int) -> bool:
-        """Whether a thread that has posted an operation stands in something else: it may never need to wait for it.
+    def is_elsewhere(self, ident: int, backend: str) -> bool:
+        """Whether a thread that has posted an operation stands in something else: it may never wait for it.
 
-        Short sleeps are how a program asks again and again whether the operation is over.
+        Where that is a device's, nothing tells a thread that waits for the device from one that computes.
         """
-        outside = self._outside(ident if ident in self._frames else main_thread_ident())
-        if outside is None:
+        frame = self.frame(ident)
+        if frame is None or stands_in_torch(frame):
             return False
-        return outside.kind != "sleep" or outside.timeout_s is None or outside.timeout_s > POLL_S
+        return not self.asks(ident) and (backend.startswith("gloo") or self._outside_of(ident) is not None)
+
+    def asks(self, ident: int) -> bool:
+        """Whether a thread sleeps for moments, as one that asks again and again whether an operation is over."""
+        outside = self._outside_of(ident)
+        is_sleep = outside is not None and outside.kind == "sleep"
+        return is_sleep and outside is not None and outside.timeout_s is not None and outside.timeout_s <= POLL_S
+
+    def _outside_of(self, ident: int) -> OutsideWait | None:
+        """Of a thread; of the main thread if it has no Python frame."""
+        return self._outside(ident if ident in self._frames else main_thread_ident())
 
     def heads(self, worker: int, names: set[str]) -> tuple[ThreadHead, ...]:
         """The worker first, then the main thread, then the named ones."""
@@ -212,7 +222,7 @@ def _collective_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterato
     """The oldest collective of each group that was issued and is not over."""
     for group in groups:
         entry = next((each for each in group.recent if not each.done), None)
-        if entry is not None and not threads.is_elsewhere(entry.thread):
+        if entry is not None and not threads.is_elsewhere(entry.thread, group.backend):
             root = None if group.is_foreign else _root(threads.calls.get(entry.thread), group, entry)
             yield dataclasses.replace(_recorded_wait(group, entry, threads), seq=entry.seq, root=root)
 
@@ -220,7 +230,7 @@ def _collective_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterato
 def _transfer_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wait]:
     """The oldest point-to-point operations of each group that were launched together and are not over."""
     for group in groups:
-        if not group.transfers or threads.is_elsewhere(group.transfers[0].thread):
+        if not group.transfers or threads.is_elsewhere(group.transfers[0].thread, group.backend):
             continue
         first = group.transfers[0]
         batch = [each for each in group.transfers if each.seq == first.seq]
@@ -231,14 +241,17 @@ def _transfer_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[
 
 def _recorded_wait(group: GroupHead, entry: Collective, threads: _Threads) -> Wait:
     since_s = max(0.0, time.time() - entry.created_ns / 1e9)
+    own_s = seconds_of(ledger.timeout_of_wait(threads.frame(entry.thread)))
     return Wait(
         kind="collective",
         what=entry.op,
         age_s=threads.still_s(entry.thread, since_s),
         thread=threads.name(entry.thread),
         group=group.name,
-        timeout_s=group.timeout_s,
+        timeout_s=group.timeout_s if own_s is None else own_s,
         stack=stack_of(threads.frame(entry.thread)),
+        is_posted=threads.asks(entry.thread),
+        has_own_deadline=own_s is not None,
     )
 
 
@@ -272,7 +285,8 @@ def _stack_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wai
         elif call.function in ("send", "recv") and peer is not None and not (entry and entry.kind == "p2p"):
             found = {"kind": "p2p", "group": group, "peers": (peer,)}
         if found:
-            own_s = seconds_of(call.arguments.get("timeout")) or (head.timeout_s if head else None)
+            given_s = seconds_of(call.arguments.get("timeout"))
+            own_s = given_s or (head.timeout_s if head else None)
             age_s = threads.standing_s(ident)
             if entry is not None and entry.kind == "rendezvous":  # one of many tries, maybe, at the same lines
                 age_s, own_s = min(age_s, time.monotonic() - entry.since_s), _timeout_s(entry, head) or own_s
@@ -284,6 +298,7 @@ def _stack_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wai
                     "age_s": age_s,
                     "thread": threads.name(ident),
                     "timeout_s": own_s,
+                    "has_own_deadline": given_s is not None and call.function not in torch_calls.RENDEZVOUS,
                     "stack": stack_of(threads.frame(ident)),
                     **found,
                 }
@@ -365,6 +380,7 @@ def _ledger_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wa
             deadline_s=entry.deadline_s,
             timeout_s=_timeout_s(entry, head),
             stack=stack_of(threads.frame(entry.thread)),
+            has_own_deadline=entry.kind in ("p2p", "store") and seconds_of(entry.timeout) is not None,
         )
 
 

@@ -71,9 +71,18 @@ def stack_of(frame: FrameType | None) -> tuple[CallSite, ...]:
     """
     sites = []
     while frame is not None:
-        sites.append(CallSite(file=frame.f_code.co_filename, line=frame.f_lineno, function=frame.f_code.co_qualname))
+        code = frame.f_code
+        if not code.co_filename.startswith(OWN_FOLDER):
+            sites.append(CallSite(file=code.co_filename, line=frame.f_lineno, function=code.co_qualname))
         frame = frame.f_back
     return readable(sites)
+
+
+def stands_in_torch(frame: FrameType) -> bool:
+    """Whether a thread's innermost frame is torch's, or one of ours around a call of torch's."""
+    torch = sys.modules.get("torch")
+    folder = os.path.dirname(getattr(torch, "__file__", None) or "")
+    return frame.f_code.co_filename.startswith((OWN_FOLDER, folder + os.sep) if folder else OWN_FOLDER)
 
 
 def readable(sites: list[CallSite]) -> tuple[CallSite, ...]:

@@ -20,7 +20,6 @@ IDLE: Final = {
     "_pin_memory_loop": "/torch/utils/data/_utils/pin_memory.py",
     "_pin_memory_loop.<locals>.do_one_step": "/torch/utils/data/_utils/pin_memory.py",
     "SubprocPool._read_thread": "/torch/_inductor/compile_worker/subproc_pool.py",
-    "BaseServer.serve_forever": "/socketserver.py",
     "QueueListener._monitor": "/logging/handlers.py",
     "QueueListener.dequeue": "/logging/handlers.py",
     "_ResourceSharer._serve": "/multiprocessing/resource_sharer.py",
@@ -53,7 +52,8 @@ def may_act(frame: FrameType | None) -> bool:
 
     Returns:
         False for a thread that is idle by construction: a worker of a pool that waits for work, a feeder of a queue,
-        a loop that flushes or accepts, an event loop without a task. True for all others, and where in doubt.
+        a loop that flushes, an event loop without a task or a socket. True for all others, and where in doubt: a
+        server's thread does what whoever asks it next wants done.
     """
     try:
         return _may_act(frame)
@@ -83,7 +83,9 @@ def _may_act(frame: FrameType | None) -> bool:
 
 
 def _loop_may_act(loop: object) -> bool:
-    """With a task, a callback that is ready, or a timer."""
+    """With a task, a callback that is ready, a timer, or something to read beside its own wake-up."""
+    if peek.size(peek.path(loop, "_selector._fd_to_key")) != 1:
+        return True
     waiting = (peek.size(peek.attribute(loop, name)) for name in ("_ready", "_scheduled"))
     return any(size != 0 for size in waiting) or bool(pending_tasks(loop))
 
