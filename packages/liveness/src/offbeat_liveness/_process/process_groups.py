@@ -43,35 +43,29 @@ def name_group(group: Any, axes: Sequence[str]) -> None:
     _AXES[group] = tuple(axes)
 
 
-def recent_collectives(num_last: int | None = None, *, call_sites: bool = False) -> list[Collective]:
+def recent_collectives() -> list[Collective]:
     """The collectives this process has entered, oldest first; empty without torch.distributed or with the recorder off.
 
+    Torch itself keeps 2000 unless TORCH_FR_BUFFER_SIZE says otherwise.
+
     For a thread that issues them, or while nobody does: torch lets nobody read while another thread first uses a group.
-
-    Args:
-        num_last: at most so many, the newest; torch itself keeps 2000 unless TORCH_FR_BUFFER_SIZE says otherwise.
-        call_sites: with the line of each call.
     """
-    if not flight_recorder.is_loaded():
-        return []
-    entries = flight_recorder.read_entries(call_sites=call_sites)
-    collectives = parse_entries(entries)
-    return collectives if num_last is None else collectives[max(0, len(collectives) - num_last) :]
+    return parse_entries(flight_recorder.read_entries()) if flight_recorder.is_loaded() else []
 
 
-def settled_collectives(*, call_sites: bool = False, patience_s: float = PATIENCE_S) -> list[Collective] | None:
-    """`recent_collectives` for any thread at any time.
+def settled_collectives(*, patience_s: float = PATIENCE_S) -> list[Collective] | None:
+    """`recent_collectives` for any thread at any time, with the line of each call.
 
     Args:
-        call_sites: with the line of each call.
         patience_s: how long to wait for a moment in which no thread makes or uses a group.
 
     Returns:
         None when there was no such moment: torch lets nobody read while another thread writes.
     """
-    if StillRecorder(patience_s).entries() is None:
-        return None
-    return recent_collectives(call_sites=call_sites)
+    if not flight_recorder.is_loaded():
+        return []
+    entries = StillRecorder(patience_s).entries()
+    return None if entries is None else parse_entries(entries)
 
 
 def default_group() -> Any:
