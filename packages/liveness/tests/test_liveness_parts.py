@@ -192,6 +192,35 @@ def test_a_loop_that_polls_stands_still_and_new_lines_are_movement() -> None:
     assert still_s > moved_s
 
 
+def test_a_thread_on_a_new_line_moves_though_it_stands_in_the_same_helper() -> None:
+    """A new call of the helper often gets the frame of the last one: only its caller is somewhere else."""
+    motion, arrived, goes_on = Motion(longest_gap_s=60.0), threading.Semaphore(0), threading.Lock()
+    seen: list[bool] = []
+
+    def helper() -> None:
+        arrived.release()
+        goes_on.acquire()
+
+    def watch() -> None:
+        for _ in range(10):
+            arrived.acquire()
+            came_s = time.monotonic()
+            time.sleep(0.02)  # it stands in acquire()
+            motion.look()
+            seen.append(motion.thread_still_s(worker.ident or 0) <= time.monotonic() - came_s)
+            goes_on.release()
+
+    goes_on.acquire()
+    lines = "def work():\n" + "    helper()\n" * 10 + "work()"
+    worker = threading.Thread(target=exec, args=(lines, {"helper": helper}))
+    watching = threading.Thread(target=watch, name="offbeat-liveness")
+    worker.start()
+    watching.start()
+    watching.join()
+    worker.join()
+    assert all(seen), seen
+
+
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="priorities of threads are Linux's")
 def test_a_thread_that_waits_for_a_core_has_work_before_the_kernel_adds_it_up() -> None:
     core = min(os.sched_getaffinity(0))

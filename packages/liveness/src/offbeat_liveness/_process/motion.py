@@ -28,7 +28,6 @@ class ThreadMotion:
     """
 
     last: Position = ()
-    innermost: tuple[int, ...] = ()
     since_s: float = 0.0
     known_from_s: float = 0.0
     cpu_s: float | None = None
@@ -164,22 +163,16 @@ class Motion:
     def _look_at(self, ident: int, frame: FrameType, now_s: float, *, forget: bool) -> bool:
         """Note where a thread stands; whether that is another place than last time."""
         motion = self._threads.get(ident)
-        innermost = (id(frame), id(frame.f_code), frame.f_lasti)
-        if motion is not None and motion.innermost == innermost:
-            if forget:
-                motion.seen = {motion.last}
-            return False
         position = _position(frame)
         if motion is None:
             motion = self._threads[ident] = ThreadMotion(since_s=now_s, known_from_s=now_s)
         elif position == motion.last:
-            motion.innermost = innermost
             if forget:
                 motion.seen = {position}
             return False
         elif forget:
             motion.seen.clear()
-        motion.last, motion.innermost = position, innermost
+        motion.last = position
         if position not in motion.seen:
             motion.seen.add(position)
             motion.since_s = now_s
