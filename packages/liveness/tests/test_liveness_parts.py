@@ -436,14 +436,14 @@ def entry_of(**changes: Any) -> dict[str, Any]:
 def test_a_gloo_entry() -> None:
     (entry,) = parse_entries([entry_of()])
     assert (entry.group, entry.seq, entry.op, entry.inputs) == ("1", 2, "all_reduce", ("Float[3, 5]",))
-    assert (entry.done, entry.started, entry.backend, entry.thread) == (False, True, "gloo", 77)
+    assert (entry.done, entry.backend, entry.thread) == (False, "gloo", 77)
 
 
-def test_nccl_entries_say_what_the_device_has_begun() -> None:
+def test_nccl_entries_say_what_the_device_has_done() -> None:
     states = ["scheduled", "started", "completed"]
     entries = [entry_of(profiling_name="nccl:_all_gather_base", state=state) for state in states]
     parsed = parse_entries([*entries, entry_of(profiling_name="nccl:send 0->1", is_p2p=True)])
-    assert [(each.started, each.done) for each in parsed] == [(False, False), (True, False), (True, True)]
+    assert [each.done for each in parsed] == [False, False, True]
     assert {each.op for each in parsed} == {"all_gather_base"}
 
 

@@ -149,7 +149,6 @@ def _group_head(group: Any, name: str, backend: Any, entries: Sequence[RawEntry]
         timeout_s=timeout_of(backend),
         is_foreign=is_foreign,
         place=_place(group) if is_foreign else "",
-        own_rank=group.rank(),
         size=group.size(),
     )
 
