@@ -16,7 +16,6 @@ from offbeat_liveness._process.torch_calls import torch_call
 DEPTH: Final = 4
 LEAST_GAP_S: Final = 0.2
 """Two looks that are closer than this say little: the kernel counts in hundredths of a second."""
-MOVING_BYTES_PER_S: Final = 64 << 10
 Position = tuple[tuple[int, int], ...]
 
 
@@ -143,8 +142,7 @@ class Motion:
             self._usage = now
         if self._rates is None:
             return 0.0
-        is_moving_data = self._rates.io_bytes_per_s >= MOVING_BYTES_PER_S
-        return max(self._rates.cores, float(self._rates.at_work or is_moving_data))
+        return max(self._rates.cores, float(self._rates.at_work or self._rates.moves_data))
 
     def _thread_busy(self, ident: int) -> float:
         motion = self._threads.get(ident)

@@ -183,13 +183,14 @@ def seconds_of(timeout: Any) -> float | None:
 
 def store_place(store: Any) -> str:
     """Where the store beneath all prefixes is: "host:port", or a path; "" for one of this process alone."""
-    bottom = _bottom(store)
-    if hasattr(bottom, "port") and hasattr(bottom, "host"):
-        return f"{bottom.host}:{bottom.port}"
-    return str(getattr(bottom, "path", ""))
+    lowest = bottom(store)
+    if hasattr(lowest, "port") and hasattr(lowest, "host"):
+        return f"{lowest.host}:{lowest.port}"
+    return str(getattr(lowest, "path", ""))
 
 
-def _bottom(store: Any) -> Any:
+def bottom(store: Any) -> Any:
+    """The store under all prefixes."""
     while getattr(store, "underlying_store", None) is not None:
         store = store.underlying_store
     return store
@@ -222,7 +223,7 @@ def _is_foreign(group: Any, ranks: Mapping[int, int]) -> bool:
     own, other = _store_of(world), _store_of(group)
     if own is None or other is None:
         return False
-    own, other = _bottom(own), _bottom(other)
+    own, other = bottom(own), bottom(other)
     place = store_place(other)
     return store_place(own) != place if place else own is not other
 

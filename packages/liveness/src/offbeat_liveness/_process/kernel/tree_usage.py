@@ -17,6 +17,7 @@ TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 READ_BYTES: Final = 1 << 16
 MANY_THREADS: Final = 64  # from there on one scan of all processes is cheaper than asking each thread for its children
 MAX_PROCESSES: Final = 4096
+MOVING_BYTES_PER_S: Final = 64 << 10
 AT_WORK: Final = frozenset((b"R", b"D"))
 # Fields of /proc/pid/stat, counted from the state, which is the first after the name.
 STATE, PARENT, USED_TICKS, NUM_THREADS = 0, 1, slice(11, 15), 17
@@ -56,6 +57,11 @@ class UsageRates:
     cores: float
     io_bytes_per_s: float
     at_work: bool
+
+    @property
+    def moves_data(self) -> bool:
+        """More than the odd line of a log."""
+        return self.io_bytes_per_s >= MOVING_BYTES_PER_S
 
 
 def tree_usage(pid: int) -> TreeUsage:
