@@ -136,7 +136,7 @@ def _keep_inductor_out() -> None:
     """
     torch = sys.modules["torch"]
     given = getattr(torch, "__getattr__", None)
-    if given is None or given.__module__ == __name__:
+    if given is None or getattr(given, "__module__", "") == __name__:
         return
 
     def __getattr__(name: str) -> Any:  # noqa: N807 - in place of torch's
