@@ -33,11 +33,11 @@ class StandingThreads:
     def __init__(self) -> None:
         self.calls: dict[int, None] = {}
 
-    def is_elsewhere(self, ident: int) -> bool:
-        return False
-
     def still_s(self, ident: int, since_s: float) -> float:
         return 70.0
+
+    def is_elsewhere(self, ident: int) -> bool:
+        return False
 
     def name(self, ident: int) -> str:
         return "MainThread"
