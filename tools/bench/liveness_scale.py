@@ -50,7 +50,7 @@ def a_group(name: str, ranks: tuple[int, ...], *, entered: int, is_used: bool, i
     )
     return GroupHead(
         name=name, ranks=ranks, axes=("dp",), backend="nccl", entered=entered if is_used else 0, timeout_s=600.0,
-        recent=recent if is_used else (), size=len(ranks), own_rank=0,
+        recent=recent if is_used else (), size=len(ranks),
     )  # fmt: skip
 
 

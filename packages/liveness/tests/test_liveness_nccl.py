@@ -142,7 +142,7 @@ def test_peers_are_global_ranks() -> None:
     ranks = ranks_of(8, pp=[3, 5, 7])
     ranks[5].transfer("recv", 2, group="pp", state="started")
     (group,) = [each for each in heads_of(ranks[5].dump()) if each.name == "pp"]
-    assert [(each.op, each.peer, each.started) for each in group.transfers] == [("recv", 7, True)]
+    assert [(each.op, each.peer) for each in group.transfers] == [("recv", 7)]
 
 
 def test_a_coalesced_region_is_one_collective_with_all_its_tensors() -> None:
@@ -151,8 +151,8 @@ def test_a_coalesced_region_is_one_collective_with_all_its_tensors() -> None:
     rank.coalesced("_all_gather_base", "_all_gather_base")
     rank.coalesced("all_reduce", "broadcast", state="started")
     (group,) = heads_of(rank.dump())
-    assert [(each.seq, each.op, each.done, each.started, len(each.inputs)) for each in group.recent] == [
-        (1, "all_reduce", True, True, 1), (2, "all_gather_base", True, True, 2), (3, "coalesced", False, True, 2),
+    assert [(each.seq, each.op, each.done, len(each.inputs)) for each in group.recent] == [
+        (1, "all_reduce", True, 1), (2, "all_gather_base", True, 2), (3, "coalesced", False, 2),
     ]  # fmt: skip
 
 
@@ -205,10 +205,9 @@ def test_a_group_that_was_made_anew_begins_anew() -> None:
     assert [each.op for each in parse_entries(of_this_life([*first.entries, *later]))] == ["broadcast"]
 
 
-def test_what_has_started_is_told() -> None:
+def test_what_a_device_has_begun_is_not_over() -> None:
     dumps = started_and_stuck()
     (group,) = heads_of(dumps[0])
     last = group.recent[-1]
-    assert (last.started, last.done, last.thread, last.created_ns) == (True, False, THREAD, CREATED_NS + 1)
+    assert (last.done, last.thread, last.created_ns) == (False, THREAD, CREATED_NS + 1)
     assert torchs(dumps) == []
-    assert heads_of(missing_member()[0])[0].recent[-1].started is False

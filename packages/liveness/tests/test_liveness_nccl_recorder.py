@@ -3,11 +3,16 @@
 Torch's server of such questions is the real one; what it asks is a stand-in, under a name of its own.
 """
 
+import atexit
 import ctypes
+import fcntl
 import json
 import os
 import pickle
+import resource
+import socket
 import sys
+import tempfile
 import threading
 import time
 
@@ -141,6 +146,35 @@ def test_only_this_user_can_ask(monkeypatch):
     recorder = NcclRecorder(LIMIT_S)
     folder = os.path.dirname(recorder._server())
     assert os.stat(folder).st_mode & 0o077 == 0
+
+
+@pytest.mark.ranks(1, liveness=False)
+def test_who_can_make_no_server_goes_on_without_and_leaves_nothing_behind(monkeypatch, tmp_path):
+    """The path of a socket has 108 bytes at most, and TMPDIR may be long."""
+    device, recorder = Device().registered(monkeypatch), NcclRecorder(LIMIT_S)
+    long_folder = tmp_path / ("a" * 100)
+    long_folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long_folder))
+    at_exit = atexit._ncallbacks()
+    assert [recorder.entries("1", never, with_frames=False) for _ in range(2)] == [None, None]
+    assert recorder.asked_at_s is not None, "what its groups have done is not known"
+    assert (list(long_folder.iterdir()), atexit._ncallbacks(), device.asked) == ([], at_exit, 0)
+
+
+def test_an_answer_is_seen_in_a_process_with_many_open_files():
+    """select() takes no descriptor from 1024 on."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] < 2000:
+        pytest.skip("this user may not open so many files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(2000, limits[0]), limits[1]))
+    try:
+        own, other = socket.socketpair()
+        with own, other, socket.socket(fileno=fcntl.fcntl(own, fcntl.F_DUPFD, 1500)) as high:
+            assert not nccl_recorder._is_answered(high)
+            other.send(b"answer")
+            assert nccl_recorder._is_answered(high)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.ranks(1, liveness=False)

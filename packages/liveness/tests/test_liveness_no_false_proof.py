@@ -89,14 +89,12 @@ def test_a_failure_elsewhere_makes_no_proof_of_a_silence(fate, error) -> None:
 def test_queues_of_devices_prove_nothing_and_of_two_worlds_are_not_compared() -> None:
     """Each may be behind work of its own: a look does not tell a long queue from a crossed one."""
 
-    def begun(group: str, seq: int, *, started: bool) -> GroupHead:
-        call = dataclasses.replace(entry(seq, group=group), backend="nccl", started=started)
+    def queued(group: str) -> GroupHead:
+        call = dataclasses.replace(entry(1, group=group), backend="nccl")
         return dataclasses.replace(member(group, (0, 1), call), backend="nccl")
 
-    stands = head(0, begun("a", 1, started=True), begun("b", 1, started=False), waits=(in_collective("a", 1),))
-    other = head(
-        0, begun("a", 1, started=False), begun("b", 1, started=True), world="engines", name="engine", still_s=0.0
-    )
+    stands = head(0, queued("a"), queued("b"), waits=(in_collective("a", 1),))
+    other = head(0, queued("a"), queued("b"), world="engines", name="engine", still_s=0.0)
     late = head(1, member("a", (0, 1)), member("b", (0, 1)), still_s=0.0)
     assert found(stands, late, other).kind == "straggler"
     assert not found(stands, dataclasses.replace(other, world="w", name="rank 1", rank=1)).is_proof

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from liveness_standing import standing, start, until, wait_of
 
+from offbeat_liveness._process.outside.processes import without_secrets
+
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel by /proc")
 FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else multiprocessing.get_context()
 LOCK = threading.Lock()
@@ -193,6 +195,36 @@ def test_a_subprocess_that_writes_is_read() -> None:
     wait = standing(lambda: subprocess.run(command, capture_output=True, timeout=50, check=False), "sh -c")
     assert (wait.kind, wait.on) == ("subprocess", "sh -c sleep 60")
     os.kill(wait.pid, 9)
+
+
+@on_linux
+@pytest.mark.parametrize("is_read_by_pid", [False, True])
+def test_a_secret_on_a_command_line_is_not_told(is_read_by_pid: bool) -> None:
+    words = ["sh", "-c", "sleep 60", "-H", "Authorization: Bearer hf_SECRET123"]
+    with subprocess.Popen(words) as process:
+        try:
+            run = (lambda: os.waitpid(process.pid, 0)) if is_read_by_pid else process.wait
+            wait = standing(run, "sh -c sleep 60")
+            assert wait.text.startswith("sh -c sleep 60 -H *** *** *** (pid ")
+            assert "SECRET" not in wait.on
+        finally:
+            os.kill(process.pid, 9)
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("upload --token hf_1 --to hub", "upload --token *** --to hub"),
+        ("upload --api-key=hf_1 --to hub", "upload --api-key=*** --to hub"),
+        ("env HF_TOKEN=hf_1 PGPASSWORD=x run a", "env HF_TOKEN=*** PGPASSWORD=*** run a"),
+        ("curl --header=Authorization: Bearer hf_1 h", "curl --header=*** *** *** h"),
+        ("curl 'X-Api-Key: hf_1' h", "curl *** *** h"),
+        ("curl -HAuthorization:hf_1 https://h/a?secret=b", "curl *** ***"),
+        ("python train.py --steps=5 config.toml", "python train.py --steps=5 config.toml"),
+    ],
+)
+def test_words_that_look_like_keys_are_masked(command: str, told: str) -> None:
+    assert without_secrets(command) == told
 
 
 @on_linux

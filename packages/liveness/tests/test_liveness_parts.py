@@ -39,7 +39,8 @@ from offbeat_liveness._process.ledger import LEDGER, Entry, Ledger
 from offbeat_liveness._process.motion import Motion
 from offbeat_liveness._process.reading import read_head
 from offbeat_liveness._process.recorder import flight_recorder, nccl_recorder
-from offbeat_liveness._process.stacks import is_importing, is_machinery, stack_of, thread_frames
+from offbeat_liveness._process.recorder.entries import parse_entries
+from offbeat_liveness._process.stacks import is_machinery, stack_of, thread_frames
 from offbeat_liveness._settings import read_settings
 
 
@@ -227,6 +228,35 @@ def test_a_loop_that_polls_stands_still_and_new_lines_are_movement() -> None:
     assert still_s > moved_s
 
 
+def test_a_thread_on_a_new_line_moves_though_it_stands_in_the_same_helper() -> None:
+    """A new call of the helper often gets the frame of the last one: only its caller is somewhere else."""
+    motion, arrived, goes_on = Motion(longest_gap_s=60.0), threading.Semaphore(0), threading.Lock()
+    seen: list[bool] = []
+
+    def helper() -> None:
+        arrived.release()
+        goes_on.acquire()
+
+    def watch() -> None:
+        for _ in range(10):
+            arrived.acquire()
+            came_s = time.monotonic()
+            time.sleep(0.02)  # it stands in acquire()
+            motion.look()
+            seen.append(motion.thread_still_s(worker.ident or 0) <= time.monotonic() - came_s)
+            goes_on.release()
+
+    goes_on.acquire()
+    lines = "def work():\n" + "    helper()\n" * 10 + "work()"
+    worker = threading.Thread(target=exec, args=(lines, {"helper": helper}))
+    watching = threading.Thread(target=watch, name="offbeat-liveness")
+    worker.start()
+    watching.start()
+    watching.join()
+    worker.join()
+    assert all(seen), seen
+
+
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="priorities of threads are Linux's")
 def test_a_thread_that_waits_for_a_core_has_work_before_the_kernel_adds_it_up() -> None:
     core = min(os.sched_getaffinity(0))
@@ -280,7 +310,7 @@ def test_a_look_lets_go_of_what_it_has_seen() -> None:
     shape = {"name": "", "world": "", "rank": 0, "world_size": 1, "stall_after_s": 1.0}
     gc.disable()
     try:
-        for look in (motion.look, lambda: read_head(motion, **shape), thread_frames, is_importing):
+        for look in (motion.look, lambda: read_head(motion, **shape), thread_frames):
             assert compute(look)() is None, look
         assert compute(lambda: read_head(motion, **shape), itself=True)() is None
     finally:
@@ -440,16 +470,16 @@ def entry_of(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_gloo_entry() -> None:
-    (entry,) = flight_recorder.parse_entries([entry_of()])
+    (entry,) = parse_entries([entry_of()])
     assert (entry.group, entry.seq, entry.op, entry.inputs) == ("1", 2, "all_reduce", ("Float[3, 5]",))
-    assert (entry.done, entry.started, entry.backend, entry.thread) == (False, True, "gloo", 77)
+    assert (entry.done, entry.backend, entry.thread) == (False, "gloo", 77)
 
 
-def test_nccl_entries_say_what_the_device_has_begun() -> None:
+def test_nccl_entries_say_what_the_device_has_done() -> None:
     states = ["scheduled", "started", "completed"]
     entries = [entry_of(profiling_name="nccl:_all_gather_base", state=state) for state in states]
-    parsed = flight_recorder.parse_entries([*entries, entry_of(profiling_name="nccl:send 0->1", is_p2p=True)])
-    assert [(each.started, each.done) for each in parsed] == [(False, False), (True, False), (True, True)]
+    parsed = parse_entries([*entries, entry_of(profiling_name="nccl:send 0->1", is_p2p=True)])
+    assert [each.done for each in parsed] == [False, False, True]
     assert {each.op for each in parsed} == {"all_gather_base"}
 
 
@@ -458,7 +488,7 @@ def test_a_call_site_is_the_first_line_that_is_not_torchs() -> None:
         {"filename": "/v/site-packages/torch/distributed/distributed_c10d.py", "line": 3245, "name": "all_reduce"},
         {"filename": "/home/me/train.py", "line": 8, "name": "step"},
     ]
-    (entry,) = flight_recorder.parse_entries([entry_of(frames=frames)])
+    (entry,) = parse_entries([entry_of(frames=frames)])
     assert str(entry.call_site) == "/home/me/train.py:8 in step"
 
 
@@ -498,6 +528,30 @@ def test_the_recorder_of_nccl_is_read_beside_that_of_the_others(monkeypatch: pyt
     assert flight_recorder.has_pending(flight_recorder.status_text())
     assert flight_recorder.holds_all(entries)
     assert not flight_recorder.holds_all([entry_of(record_id=0), late]), "nccl's has forgotten its first"
+
+
+def test_all_tables_of_torch_are_read_before_anything_is_unpickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check that they are still holds for a moment only, and to unpickle a full recorder takes 20 ms."""
+    binding, order = sys.modules["torch._C._distributed_c10d"], []
+
+    def dump(**_: bool) -> bytes:
+        order.append("entries")
+        return pickle.dumps({"entries": []})
+
+    def dump_json(**_: bool) -> bytes:
+        order.append("status of nccl")
+        return b"{}"
+
+    def loads(content: bytes) -> dict[str, Any]:
+        order.append("unpickle")
+        return {"entries": []}
+
+    monkeypatch.setattr(binding, "_dump_fr_trace", dump)
+    monkeypatch.setattr(binding, "_dump_nccl_trace", dump, raising=False)
+    monkeypatch.setattr(binding, "_dump_nccl_trace_json", dump_json, raising=False)
+    monkeypatch.setattr(pickle, "loads", loads)
+    flight_recorder.read_entries()
+    assert order == ["entries", "status of nccl", "unpickle"]
 
 
 def test_an_exception_in_one_line_without_gloos_place() -> None:

@@ -1,5 +1,7 @@
 """Torch's flight recorder is left alone while groups are made or used: it dies of being read meanwhile."""
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -7,11 +9,46 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from offbeat_liveness import settled_collectives
 from offbeat_liveness._process import reading
 from offbeat_liveness._process.motion import Motion
+from offbeat_liveness._process.recorder import flight_recorder
 from offbeat_liveness._process.recorder.still_recorder import StillRecorder, _scene, settled_s
 
 LIMIT_S = 30.0
+IMPORTED_WHILE_READING = """
+import sys, threading
+import torch, torch.distributed as dist
+from offbeat_liveness._process.recorder.flight_recorder import read_entries
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(1))
+assert read_entries(call_sites=True)[0]["frames"]
+assert not [name for name in sys.modules if name.startswith("torch._inductor")], "nobody has asked for it"
+ended, seen = [], set()
+
+def look():
+    while not ended:
+        module = sys.modules.get("torch._inductor")
+        seen.add(module is not None and module.__spec__ is None)
+
+def bring():
+    try:
+        import torch._inductor.config
+        ended.append(torch._inductor.config.__file__)
+    except Exception as error:
+        ended.append(repr(error))
+
+threads = [threading.Thread(target=each) for each in (look, bring)]
+for each in threads:
+    each.start()
+without = 0
+while not ended:
+    without += not read_entries(call_sites=True)[0]["frames"]
+for each in threads:
+    each.join()
+print(any(seen), without, ended[0])
+"""
 
 
 def read_when_still(recorder):
@@ -35,6 +72,28 @@ def test_the_recorder_of_a_rank_that_moves_is_never_read():
     assert told == [None] * 4
     assert '"last_enqueued_collective":"2"' in at_rest
     assert recorder.status_text() is None
+
+
+@pytest.mark.ranks(1, liveness=False)
+def test_settled_collectives_are_those_that_were_read_while_nothing_moved(monkeypatch):
+    reads, read_entries = [], flight_recorder.read_entries
+    monkeypatch.setattr(flight_recorder, "read_entries", lambda **how: reads.append(how) or read_entries(**how))
+    dist.all_reduce(torch.ones(1))
+    settled = settled_collectives(patience_s=LIMIT_S)
+    assert [each.op for each in settled] == ["all_reduce"]
+    assert settled[0].call_site.file == __file__
+    assert len(reads) == 1, "a second reading would be without the check"
+    dist.all_reduce(torch.ones(1))
+    assert settled_collectives(patience_s=0.0) is None
+
+
+def test_other_threads_import_inductor_while_call_sites_are_read():
+    ended = subprocess.run(
+        [sys.executable, "-c", IMPORTED_WHILE_READING], capture_output=True, text=True, timeout=120, check=False
+    )
+    stand_in_was_seen, num_without_frames, imported = ended.stdout.split(" ", 2) or ended.stderr
+    assert (stand_in_was_seen, num_without_frames) == ("False", "0")
+    assert imported.strip().endswith("torch/_inductor/config.py")
 
 
 @pytest.mark.ranks(2, liveness=False)

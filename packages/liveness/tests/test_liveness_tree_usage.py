@@ -125,6 +125,39 @@ def test_another_thread_of_this_process_that_computes_is_at_work() -> None:
         thread.join()
 
 
+def test_threads_that_come_and_go_between_two_looks_count() -> None:
+    def compute() -> None:
+        while time.thread_time() < 0.06:
+            pass
+
+    before = tree_usage(os.getpid())
+    for _ in range(5):
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+    after = tree_usage(os.getpid())
+    assert after.cpu_s - before.cpu_s >= 0.25
+
+
+def test_the_watchs_own_threads_do_not_count() -> None:
+    stop, computed = threading.Event(), threading.Event()
+
+    def compute() -> None:
+        while time.thread_time() < 0.3:
+            pass
+        computed.set()
+        stop.wait()
+
+    before = tree_usage(os.getpid())
+    thread = threading.Thread(target=compute, name="offbeat-liveness-answers")
+    thread.start()
+    computed.wait(LIMIT_S)
+    after = tree_usage(os.getpid())
+    stop.set()
+    thread.join()
+    assert after.cpu_s - before.cpu_s <= 0.1
+
+
 def test_children_are_found_where_the_kernel_does_not_list_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MANY_THREADS", 0)
     with a_tree("time.sleep(600)") as process:

@@ -5,8 +5,10 @@
     server: length, digest of the body, HMAC                REPLY_BYTES, then the body
 
 Each HMAC is SHA-256 under the secret of the run over a label, both nonces, the length and the digest. So the secret is
-never sent; a message cannot be said twice, since its nonce is the server's; an answer cannot be made by a stranger, nor
-kept for another question. Bodies travel in clear: they are stacks and counters.
+never sent over it (it lies in the job's store, which torch does not protect); a message cannot be said twice, since its
+nonce is the server's; an answer cannot be made by a stranger, nor kept for another question. Bodies travel in clear:
+names, file paths, line numbers, shapes, and what a rank waits for, such as a host, a command line or the text of an
+exception.
 """
 
 import hashlib

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from offbeat_liveness._process import torch_calls
+from offbeat_liveness._process.process_groups import bottom
 from offbeat_liveness._process.stacks import main_thread_ident, thread_frames
 
 STORE_TIMEOUT: Final = timedelta(seconds=2)
@@ -122,13 +123,6 @@ def _check_somebody_is_at(host: str, port: int) -> None:
         socket.create_connection((host, port), timeout=CONNECT_S).close()
     except OSError as error:
         raise NobodyThereError(f"nobody answers at {host}:{port}, where the job's store should be: {error}") from error
-
-
-def bottom(store: Any) -> Any:
-    """The store under all prefixes."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store
 
 
 def host_of(store: Any) -> str:

@@ -266,7 +266,7 @@ class Peers:
         self._forget_ranks()
         self._secret, self._world = world.secret, world
         self.rank, self.world_size = rank, size
-        self._tell_ranks(world, self._listen(address_toward(job_store.host_of(job_store.bottom(store)))))
+        self._tell_ranks(world, self._listen(address_toward(job_store.host_of(process_groups.bottom(store)))))
         self.problem = ""
 
     def _forget_ranks(self) -> None:

@@ -20,7 +20,6 @@ Key = tuple[str, int]
 PATIENT_LOOKS: Final = 3
 FORGOTTEN_S: Final = 60.0  # a look this long ago says nothing about now
 MOVING_CORES: Final = 0.05
-MOVING_BYTES_PER_S: Final = 64 << 10
 # A process that is there, or of which nothing is known, may be silent for a while and be well.
 PATIENT_FATES: Final[frozenset[Fate]] = frozenset(("silent", "unreachable"))
 
@@ -67,7 +66,7 @@ class Silences:
         seen = [each for each in (known.usage, *usages) if each is not None and each.num_processes]
         steps = [rates(before, after) for before, after in itertools.pairwise(seen)]
         busy = max((max(step.cores, float(step.at_work)) for step in steps), default=0.0)
-        is_moving = busy >= MOVING_CORES or any(step.io_bytes_per_s >= MOVING_BYTES_PER_S for step in steps)
+        is_moving = busy >= MOVING_CORES or any(step.moves_data for step in steps)
         self._by_key[key] = Silence(
             num_looks=1 if is_moving else known.num_looks + 1,
             usage=seen[-1] if seen else known.usage,

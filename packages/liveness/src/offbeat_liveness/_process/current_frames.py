@@ -4,10 +4,11 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
 
 _LOOKING: Final = threading.RLock()
 _COLLECTS_ANYWHERE: Final = sys.version_info < (3, 12)
@@ -21,27 +22,26 @@ def current_frames() -> dict[int, FrameType]:
     `threading.local` does) or hand the GIL to a thread that wants it. Then the whole process stands still, for ever
     (python/cpython#106883, not mended in 3.11). So the collector rests meanwhile, for microseconds. Python 3.12
     collects between instructions only. Can go with Python 3.11.
+
+    A program that turns its collector off within those microseconds has it on again: nothing in Python sets the switch
+    only if it is as it was.
     """
-    with _resting_collector():
-        return sys._current_frames()
+    return _without_collector(sys._current_frames)
 
 
 def current_exceptions() -> dict[int, Any]:
     """`sys._current_exceptions()`: what each thread handles, by thread ident; likewise."""
-    with _resting_collector():
-        return sys._current_exceptions()
+    return _without_collector(sys._current_exceptions)
 
 
-@contextmanager
-def _resting_collector() -> Iterator[None]:
+def _without_collector(look: Callable[[], T]) -> T:
     if not _COLLECTS_ANYWHERE:
-        yield
-        return
+        return look()
     with _LOOKING:
         was_on = gc.isenabled()
         gc.disable()
         try:
-            yield
+            return look()
         finally:
             if was_on:
                 gc.enable()

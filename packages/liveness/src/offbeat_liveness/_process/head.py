@@ -43,7 +43,6 @@ class Collective:
         created_ns: when it was issued, nanoseconds since the epoch.
         thread: ident of the thread that issued it.
         backend: "gloo", "nccl".
-        started: a device has begun it; always true for gloo, which has no queue of its own.
         call_site: where it was called, if that was asked for.
         peer: global rank of the other side, for point-to-point operations that a recorder has.
     """
@@ -57,7 +56,6 @@ class Collective:
     created_ns: int = 0
     thread: int = 0
     backend: str = ""
-    started: bool = True
     call_site: CallSite | None = None
     peer: int | None = None
 
@@ -83,7 +81,7 @@ class GroupHead:
         is_foreign: made over another store than the world's own, so `ranks` is empty: its members are not ranks of
             this world.
         place: of a foreign group, the address of its store; with the name it is the same for all members.
-        own_rank, size: this process's place in the group.
+        size: its number of members, known of a foreign group too.
     """
 
     name: str
@@ -97,7 +95,6 @@ class GroupHead:
     worker: str = ""
     is_foreign: bool = False
     place: str = ""
-    own_rank: int | None = None
     size: int = 0
 
     @property

@@ -16,7 +16,6 @@ from offbeat_liveness._process.torch_calls import torch_call
 DEPTH: Final = 4
 LEAST_GAP_S: Final = 0.2
 """Two looks that are closer than this say little: the kernel counts in hundredths of a second."""
-MOVING_BYTES_PER_S: Final = 64 << 10
 Position = tuple[tuple[int, int], ...]
 
 
@@ -28,7 +27,6 @@ class ThreadMotion:
     """
 
     last: Position = ()
-    innermost: tuple[int, ...] = ()
     since_s: float = 0.0
     known_from_s: float = 0.0
     cpu_s: float | None = None
@@ -144,8 +142,7 @@ class Motion:
             self._usage = now
         if self._rates is None:
             return 0.0
-        is_moving_data = self._rates.io_bytes_per_s >= MOVING_BYTES_PER_S
-        return max(self._rates.cores, float(self._rates.at_work or is_moving_data))
+        return max(self._rates.cores, float(self._rates.at_work or self._rates.moves_data))
 
     def _thread_busy(self, ident: int) -> float:
         motion = self._threads.get(ident)
@@ -164,22 +161,16 @@ class Motion:
     def _look_at(self, ident: int, frame: FrameType, now_s: float, *, forget: bool) -> bool:
         """Note where a thread stands; whether that is another place than last time."""
         motion = self._threads.get(ident)
-        innermost = (id(frame), id(frame.f_code), frame.f_lasti)
-        if motion is not None and motion.innermost == innermost:
-            if forget:
-                motion.seen = {motion.last}
-            return False
         position = _position(frame)
         if motion is None:
             motion = self._threads[ident] = ThreadMotion(since_s=now_s, known_from_s=now_s)
         elif position == motion.last:
-            motion.innermost = innermost
             if forget:
                 motion.seen = {position}
             return False
         elif forget:
             motion.seen.clear()
-        motion.last, motion.innermost = position, innermost
+        motion.last = position
         if position not in motion.seen:
             motion.seen.add(position)
             motion.since_s = now_s

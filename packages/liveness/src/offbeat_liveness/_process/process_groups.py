@@ -43,35 +43,29 @@ def name_group(group: Any, axes: Sequence[str]) -> None:
     _AXES[group] = tuple(axes)
 
 
-def recent_collectives(num_last: int | None = None, *, call_sites: bool = False) -> list[Collective]:
+def recent_collectives() -> list[Collective]:
     """The collectives this process has entered, oldest first; empty without torch.distributed or with the recorder off.
 
+    Torch itself keeps 2000 unless TORCH_FR_BUFFER_SIZE says otherwise.
+
     For a thread that issues them, or while nobody does: torch lets nobody read while another thread first uses a group.
-
-    Args:
-        num_last: at most so many, the newest; torch itself keeps 2000 unless TORCH_FR_BUFFER_SIZE says otherwise.
-        call_sites: with the line of each call.
     """
-    if not flight_recorder.is_loaded():
-        return []
-    entries = flight_recorder.read_entries(call_sites=call_sites)
-    collectives = parse_entries(entries)
-    return collectives if num_last is None else collectives[max(0, len(collectives) - num_last) :]
+    return parse_entries(flight_recorder.read_entries()) if flight_recorder.is_loaded() else []
 
 
-def settled_collectives(*, call_sites: bool = False, patience_s: float = PATIENCE_S) -> list[Collective] | None:
-    """`recent_collectives` for any thread at any time.
+def settled_collectives(*, patience_s: float = PATIENCE_S) -> list[Collective] | None:
+    """`recent_collectives` for any thread at any time, with the line of each call.
 
     Args:
-        call_sites: with the line of each call.
         patience_s: how long to wait for a moment in which no thread makes or uses a group.
 
     Returns:
         None when there was no such moment: torch lets nobody read while another thread writes.
     """
-    if StillRecorder(patience_s).entries() is None:
-        return None
-    return recent_collectives(call_sites=call_sites)
+    if not flight_recorder.is_loaded():
+        return []
+    entries = StillRecorder(patience_s).entries()
+    return None if entries is None else parse_entries(entries)
 
 
 def default_group() -> Any:
@@ -155,7 +149,6 @@ def _group_head(group: Any, name: str, backend: Any, entries: Sequence[RawEntry]
         timeout_s=timeout_of(backend),
         is_foreign=is_foreign,
         place=_place(group) if is_foreign else "",
-        own_rank=group.rank(),
         size=group.size(),
     )
 
@@ -190,13 +183,14 @@ def seconds_of(timeout: Any) -> float | None:
 
 def store_place(store: Any) -> str:
     """Where the store beneath all prefixes is: "host:port", or a path; "" for one of this process alone."""
-    bottom = _bottom(store)
-    if hasattr(bottom, "port") and hasattr(bottom, "host"):
-        return f"{bottom.host}:{bottom.port}"
-    return str(getattr(bottom, "path", ""))
+    lowest = bottom(store)
+    if hasattr(lowest, "port") and hasattr(lowest, "host"):
+        return f"{lowest.host}:{lowest.port}"
+    return str(getattr(lowest, "path", ""))
 
 
-def _bottom(store: Any) -> Any:
+def bottom(store: Any) -> Any:
+    """The store under all prefixes."""
     while getattr(store, "underlying_store", None) is not None:
         store = store.underlying_store
     return store
@@ -229,7 +223,7 @@ def _is_foreign(group: Any, ranks: Mapping[int, int]) -> bool:
     own, other = _store_of(world), _store_of(group)
     if own is None or other is None:
         return False
-    own, other = _bottom(own), _bottom(other)
+    own, other = bottom(own), bottom(other)
     place = store_place(other)
     return store_place(own) != place if place else own is not other
 

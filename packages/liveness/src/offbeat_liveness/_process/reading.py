@@ -345,14 +345,8 @@ def _stateless(call: TorchCall) -> dict[str, Any]:
     return {"kind": "store", "what": text, "on": torch_calls.stateless_place(call)}
 
 
-def _functional(call: TorchCall) -> dict[str, Any]:
-    """wait_tensor: the recorder has the collective itself."""
-    return {}
-
-
 OTHER_CALLS: Final = {
     "torch/distributed/rendezvous.py": _store_rendezvous,
-    "torch/distributed/_functional_collectives.py": _functional,
     "torch/distributed/rpc/__init__.py": _remote_call,
     "torch/distributed/rpc/api.py": _remote_call,
     "vllm/distributed/utils.py": _stateless,

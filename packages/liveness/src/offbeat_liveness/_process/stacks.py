@@ -19,7 +19,6 @@ OWN_THREADS: Final = "offbeat-liveness"
 OWN_FOLDER: Final = str(Path(__file__).parents[1])
 STANDARD_LIBRARY: Final = tuple({sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"]})
 GROUPS_OF_OFFBEAT: Final = "offbeat_mesh"  # it stands around torch's collectives, as torch.distributed does
-IMPORT_MACHINERY: Final = "<frozen importlib._bootstrap>"
 INSTALLED: Final = ("site-packages", "dist-packages")
 
 
@@ -89,19 +88,6 @@ def readable(sites: list[CallSite]) -> tuple[CallSite, ...]:
     """Leave out what the reader did not write and cannot change."""
     chosen = [each for each in sites if not is_machinery(each.file)]
     return tuple((chosen or sites)[:MAX_FRAMES])
-
-
-def is_importing() -> bool:
-    """Whether any thread stands in an import."""
-    return any(_has_import(frame) for frame in thread_frames().values())
-
-
-def _has_import(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename == IMPORT_MACHINERY:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def main_thread_ident() -> int:

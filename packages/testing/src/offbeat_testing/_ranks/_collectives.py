@@ -103,7 +103,7 @@ def recorded_collectives(since_ns: int = 0, *, patience_s: float = PATIENCE_S) -
     """
     from offbeat_liveness import settled_collectives
 
-    entries = settled_collectives(call_sites=True, patience_s=patience_s)
+    entries = settled_collectives(patience_s=patience_s)
     if entries is None:
         return None
     return [_collective(entry) for entry in entries if entry.created_ns >= since_ns and entry.peer is None]

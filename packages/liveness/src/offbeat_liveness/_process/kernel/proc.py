@@ -34,18 +34,25 @@ def pid_state(pid: int, born: int = 0) -> PidState:
     Args:
         pid: its number; numbers are used again, so a young process may bear that of a dead one.
         born: what `birth` said of it, 0 if that is not known.
+    """
+    return state_and_letter(pid, born)[0]
 
-    Source: proc(5), /proc/pid/stat: state is field 3, the first after the name in parentheses; starttime is field 22.
+
+def state_and_letter(pid: int, born: int = 0) -> tuple[PidState, str]:
+    """`pid_state`, and the kernel's letter: S and D wait, R is on a core or ready for one; "?" where it is not told.
+
+    Source: proc_pid_stat(5): state is field 3, the first after the name in parentheses; starttime is field 22.
     """
     try:
         fields = _stat_fields(str(pid))
     except FileNotFoundError:
-        return "gone" if Path("/proc/self").exists() else _ask_kernel(pid)
+        return "gone" if Path("/proc/self").exists() else _ask_kernel(pid), "?"
     except OSError:
-        return "unknown"
-    if fields[0] in DEAD or (born and int(fields[19]) != born):
-        return "gone"
-    return "stopped" if fields[0] in STOPPED else "runs"
+        return "unknown", "?"
+    letter = fields[0]
+    if letter in DEAD or (born and int(fields[19]) != born):
+        return "gone", letter
+    return "stopped" if letter in STOPPED else "runs", letter
 
 
 def thread_cpu_s(pid: int, thread: int) -> float:

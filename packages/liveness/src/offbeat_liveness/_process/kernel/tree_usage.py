@@ -17,10 +17,11 @@ TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 READ_BYTES: Final = 1 << 16
 MANY_THREADS: Final = 64  # from there on one scan of all processes is cheaper than asking each thread for its children
 MAX_PROCESSES: Final = 4096
+MOVING_BYTES_PER_S: Final = 64 << 10
 AT_WORK: Final = frozenset((b"R", b"D"))
 # Fields of /proc/pid/stat, counted from the state, which is the first after the name.
 STATE, PARENT, USED_TICKS, NUM_THREADS = 0, 1, slice(11, 15), 17
-OWN_TICKS, CHILDREN_TICKS = slice(11, 13), slice(13, 15)
+OWN_TICKS = slice(11, 13)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class TreeUsage:
     """Of a process and its descendants, since each of them began; children that ended and were waited for count too.
 
     Args:
-        cpu_s: seconds on a core.
+        cpu_s: seconds on a core, without the watch's own threads.
         io_bytes: written by write() and its like, and read from a disk or a network file system; what goes through
             send() and recv() is not counted by the kernel, and what is read from memory does not count.
         at_work: a thread is on a core or ready for one (R), or in the kernel for a disk or a network file system (D).
@@ -57,6 +58,11 @@ class UsageRates:
     io_bytes_per_s: float
     at_work: bool
 
+    @property
+    def moves_data(self) -> bool:
+        """More than the odd line of a log."""
+        return self.io_bytes_per_s >= MOVING_BYTES_PER_S
+
 
 def tree_usage(pid: int) -> TreeUsage:
     """What a process of this machine and its descendants have used until now.
@@ -76,7 +82,7 @@ def tree_usage(pid: int) -> TreeUsage:
         io_bytes += _io_bytes(each)
         threads = _threads(each, int(fields[NUM_THREADS]))
         own = own_native_ids() if each == os.getpid() else frozenset()
-        ticks += _ticks(each, fields, [thread for thread in threads if thread not in own] if own else [])
+        ticks += sum(map(int, fields[USED_TICKS])) - sum(_thread_ticks(each, thread) for thread in own)
         at_work = at_work or _is_at_work(each, fields[STATE], threads, own)
         children = scan.children(each, threads)
         waiting += [child for child in children if child not in seen]
@@ -150,12 +156,9 @@ def _threads(pid: int, num_threads: int) -> list[int]:
     return []
 
 
-def _ticks(pid: int, fields: list[bytes], threads: list[int]) -> int:
-    """What a process has used, with children it has waited for; of the given threads alone where there are any."""
-    if not threads:
-        return sum(map(int, fields[USED_TICKS]))
-    each_used = (_fields(f"/proc/{pid}/task/{thread}/stat")[OWN_TICKS] for thread in threads)
-    return sum(sum(map(int, used)) for used in each_used) + sum(map(int, fields[CHILDREN_TICKS]))
+def _thread_ticks(pid: int, thread: int) -> int:
+    """What a thread has used; 0 where it is gone."""
+    return sum(map(int, _fields(f"/proc/{pid}/task/{thread}/stat")[OWN_TICKS]))
 
 
 def _is_at_work(pid: int, state: bytes, threads: list[int], own: Collection[int]) -> bool:

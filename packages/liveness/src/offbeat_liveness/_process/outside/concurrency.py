@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Final
 
@@ -54,13 +54,9 @@ def _process_queue(frame: FrameType, look: Look) -> OutsideWait | None:
     return _wait("queue", f"multiprocessing.Queue.{name}: {filling}; other processes serve it", timeout)
 
 
-def _condition(frame: FrameType, look: Look) -> OutsideWait | None:
-    text = "threading.Condition.wait: nobody has notified it"
-    return _wait("lock", text, peek.local(frame, "timeout"))
-
-
-def _event(frame: FrameType, look: Look) -> OutsideWait | None:
-    return _wait("lock", "threading.Event.wait: nobody has set it", peek.local(frame, "timeout"))
+def _nobody(text: str) -> Callable[[FrameType, Look], OutsideWait]:
+    """Reads a wait of which no more is known than that nobody has ended it."""
+    return lambda frame, look: _wait("lock", text, peek.local(frame, "timeout"))
 
 
 def _barrier(frame: FrameType, look: Look) -> OutsideWait | None:
@@ -68,10 +64,6 @@ def _barrier(frame: FrameType, look: Look) -> OutsideWait | None:
     came, all_of = peek.attribute(barrier, "_count"), peek.attribute(barrier, "_parties")
     timeout = peek.local(frame, "timeout")
     return _wait("lock", f"threading.Barrier.wait: {came} of {all_of} threads have come", timeout)
-
-
-def _semaphore(frame: FrameType, look: Look) -> OutsideWait | None:
-    return _wait("lock", "threading.Semaphore.acquire: nobody has released it", peek.local(frame, "timeout"))
 
 
 def _lock_of_condition(frame: FrameType, look: Look) -> OutsideWait | None:
@@ -191,10 +183,19 @@ RULES: Final = (
         read=_process_queue,
         reach=8,
     ),
-    Rule(file="/threading.py", functions=("Condition.wait", "Condition.wait_for"), read=_condition, reach=1),
-    Rule(file="/threading.py", functions=("Event.wait",), read=_event),
+    Rule(
+        file="/threading.py",
+        functions=("Condition.wait", "Condition.wait_for"),
+        read=_nobody("threading.Condition.wait: nobody has notified it"),
+        reach=1,
+    ),
+    Rule(file="/threading.py", functions=("Event.wait",), read=_nobody("threading.Event.wait: nobody has set it")),
     Rule(file="/threading.py", functions=("Barrier.wait",), read=_barrier, reach=5),
-    Rule(file="/threading.py", functions=("Semaphore.acquire",), read=_semaphore),
+    Rule(
+        file="/threading.py",
+        functions=("Semaphore.acquire",),
+        read=_nobody("threading.Semaphore.acquire: nobody has released it"),
+    ),
     Rule(file="/threading.py", functions=("Condition.__enter__",), read=_lock_of_condition, reach=0),
     Rule(file="/threading.py", functions=("Thread.join",), read=_join),
     Rule(file="/concurrent/futures/_base.py", functions=("Future.result", "Future.exception"), read=_future, reach=2),

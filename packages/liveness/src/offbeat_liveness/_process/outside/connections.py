@@ -176,11 +176,12 @@ def _selector(frame: FrameType, look: Look) -> OutsideWait | None:
     if type(registered) is not dict or not registered:
         return None
     numbers = list(registered)
-    found = next(((files.describe(number), number) for number in numbers[:8] if type(number) is int), (None, 0))
+    first = next((number for number in numbers if type(number) is int), -1)
+    descriptor = files.describe(first)
     timeout = peek.number(peek.local(frame, "timeout"))
-    if found[0] is None or found[0].kind == "other":
+    if descriptor is None or descriptor.kind == "other":
         return OutsideWait(kind="socket", text=f"{len(numbers)} descriptors (select)", timeout_s=timeout)
-    wait = kernel.told(found[0], found[1])
+    wait = kernel.told(descriptor, first)
     more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
     return OutsideWait(
         kind=wait.kind, text=f"{wait.text}{more}", address=wait.address, pid=wait.pid, timeout_s=timeout, on=wait.on

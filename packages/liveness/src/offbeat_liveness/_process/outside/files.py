@@ -9,10 +9,10 @@ import socket
 from dataclasses import dataclass
 from typing import Final, Literal
 
-MAX_TABLE_BYTES: Final = 4 << 20
+from offbeat_liveness._process.kernel.sockets import LISTENS, MAX_TABLE_BYTES, tcp_sockets
+
 MAX_CHILDREN: Final = 16
 MAX_DESCRIPTORS: Final = 64
-LISTENS: Final = "0A"
 TERMINALS: Final = ("/dev/pts/", "/dev/tty", "/dev/console")
 
 
@@ -107,19 +107,13 @@ def _mounts() -> list[tuple[str, str, str]]:
 
 
 def _socket(name: str) -> Descriptor:
-    """Read from the kernel's table, since to ask the socket itself takes an object that may set its mode.
-
-    Source: proc_pid_net(5), tcp: local address, remote address and state are fields 1, 2 and 3, the inode field 9.
-    """
+    """Read from the kernel's table, since to ask the socket itself takes an object that may set its mode."""
     inode = name[len("socket:[") : -1]
-    for table in ("tcp", "tcp6"):
-        for line in _read(f"/proc/self/net/{table}").splitlines()[1:]:
-            fields = line.split(None, 10)
-            if len(fields) > 9 and fields[9] == inode:
-                own, peer = _address(fields[1]), _address(fields[2])
-                listens = fields[3] == LISTENS
-                return Descriptor(kind="socket", name=name, own=own, peer="" if listens else peer, listens=listens)
-    return Descriptor(kind="socket", name=name)
+    found = next((each for each in tcp_sockets() if each.inode == inode), None)
+    if found is None:
+        return Descriptor(kind="socket", name=name)
+    own, listens = _address(found.own), found.state == LISTENS
+    return Descriptor(kind="socket", name=name, own=own, peer="" if listens else _address(found.peer), listens=listens)
 
 
 def _address(field: str) -> str:

@@ -1,43 +1,56 @@
 """Waits for other processes of this host: subprocess, multiprocessing, DataLoader workers."""
 
 import itertools
+import re
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Final
 
 from offbeat_liveness._process.head import OutsideWait
-from offbeat_liveness._process.kernel.proc import pid_state
+from offbeat_liveness._process.kernel.proc import pid_state, state_and_letter
 from offbeat_liveness._process.outside import peek
 from offbeat_liveness._process.outside.rule import Look, Rule, seconds
 
 MAX_PIDS: Final = 16
 MAX_COMMAND: Final = 80
+SECRET: Final = re.compile(r"token(?!iz)|secret|passw|api.?key|authorization|bearer", re.IGNORECASE)
+FLAG: Final = re.compile(r"-[\w-]+")
+MASK: Final = "***"
 TOLD: Final = {"stopped": "is stopped", "gone": "is gone", "unknown": "its state is unknown"}
 
 
 def state_of(pid: int) -> str:
     """What has become of a process, as a text; of one that lives with the letter of its state."""
-    state = pid_state(pid)
-    return f"runs: {_letter(pid)}" if state == "runs" else TOLD[state]
-
-
-def _letter(pid: int) -> str:
-    """Source: proc_pid_stat(5): S and D wait, R is on a core or ready for one."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b") ")[2][:1].decode()
-    except OSError:
-        return "?"
+    state, letter = state_and_letter(pid)
+    return f"runs: {letter}" if state == "runs" else TOLD[state]
 
 
 def command_of(pid: int) -> str:
-    """The command line of a process, cut short; "a process" where it is not told."""
+    """The command line of a process, cut short and without secrets; "a process" where it is not told."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             words = file.read(4 * MAX_COMMAND).decode(errors="replace").replace("\0", " ")
     except OSError:
         return "a process"
-    return _cut(words.strip()) or "a process"
+    return _cut(without_secrets(words)) or "a process"
+
+
+def without_secrets(command: str) -> str:
+    """A command line with a mask in place of what looks like a key, since logs are read by many.
+
+    A word that names a secret is masked, and the word after it; of `--token` the word after it alone, of `TOKEN=abc`
+    what follows the sign.
+    """
+    told, is_secret = [], False
+    for word in command.split():
+        name, sign, value = word.partition("=")
+        names_it = SECRET.search(word) is not None
+        if is_secret or (names_it and not sign and not FLAG.fullmatch(word)):
+            told.append(MASK)
+        else:
+            told.append(f"{name}={MASK}" if names_it and sign else word)
+        is_secret = names_it and (not sign or SECRET.search(value) is not None)
+    return " ".join(told)
 
 
 def workers(owners: Sequence[object], what: str, *, timeout: object = None, rest: str = "") -> OutsideWait | None:
@@ -87,7 +100,7 @@ def _popen(frame: FrameType, look: Look) -> OutsideWait | None:
 
 def _words(arguments: object) -> str:
     words = [peek.text(arguments)] if type(arguments) not in (list, tuple) else map(peek.text, peek.members(arguments))
-    return _cut(" ".join(itertools.takewhile(bool, words)))
+    return _cut(without_secrets(" ".join(itertools.takewhile(bool, words))))
 
 
 def _join(frame: FrameType, look: Look) -> OutsideWait | None:

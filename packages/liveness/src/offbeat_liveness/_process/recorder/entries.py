@@ -180,15 +180,12 @@ def _parse(entry: RawEntry, state: RawEntry, **more: Any) -> Collective:
     """One operation; `state` is the entry that has its events."""
     frames = [CallSite(file=f["filename"], line=f["line"], function=f["name"]) for f in entry.get("frames", ())]
     sites = readable(frames) if frames else ()
-    backend = backend_of(entry)
     return Collective(
         group=group_of(entry),
         done=is_over(state),
         created_ns=int(entry["time_created_ns"]),
         thread=int(entry.get("thread_id") or 0),
-        backend=backend,
-        # gloo has no queue of its own. nccl learns of a start only with TORCH_NCCL_ENABLE_TIMING: else nobody knows.
-        started=backend == "gloo" or state["state"] != "scheduled" or bool(state.get("time_discovered_started_ns")),
+        backend=backend_of(entry),
         call_site=sites[0] if sites else None,
         **more,
     )

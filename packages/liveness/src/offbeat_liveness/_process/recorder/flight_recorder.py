@@ -16,7 +16,7 @@ What it gives in torch 2.13 (measured on gloo; for nccl as torch documents it):
 - `pg_config` does not tell gloo groups apart, so the members of a group are taken from torch.distributed's own tables.
 - Not recorded by either: root ranks and reduce operations, store waits, and anything outside torch.distributed.
 - Call sites: the first dump with stacks imports torch._inductor (800 modules, 3 to 7 s here) unless it is kept from
-  that (`_without_inductor`); then it costs milliseconds.
+  that (`_keep_inductor_out`); then it costs milliseconds.
 - nccl: a dump of entries asks the device about each that is not over, which can take for ever: `nccl_recorder` asks
   without standing still with it. A dump without entries asks nothing and takes no lock.
 - There are two recorders: nccl's groups write into one of their own, which `_dump_nccl_trace*` reads and only builds
@@ -25,33 +25,29 @@ What it gives in torch 2.13 (measured on gloo; for nccl as torch documents it):
 - Its tables of groups are read without their lock: `still_recorder` says when that is safe.
 """
 
-import contextlib
 import json
 import os
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from offbeat_liveness._process.recorder.entries import RawEntry, backend_of, group_of, parse_entries
+from offbeat_liveness._process.recorder.entries import RawEntry, backend_of, group_of
 from offbeat_liveness._process.recorder.nccl_recorder import NCCL
-from offbeat_liveness._process.stacks import is_importing
 
-__all__ = [
-    "RawEntry", "has_pending", "holds_all", "is_loaded", "is_off", "parse_entries", "read_entries", "status_text",
-]  # fmt: skip
-
-INDUCTOR: Final = "torch._inductor"
-CODECACHE: Final = "torch._inductor.codecache"
+INDUCTOR: Final = "_inductor"
 RECORDERS: Final = ("fr", "nccl")
 
 
 def is_loaded() -> bool:
-    """Whether this process has torch.distributed at all; nothing here imports it."""
-    module = sys.modules.get("torch.distributed.distributed_c10d")
-    is_whole = module is not None and not getattr(module.__spec__, "_initializing", False)
-    return is_whole and "torch._C._distributed_c10d" in sys.modules
+    """Whether this process has torch.distributed, and all of torch; nothing here imports it."""
+    needed = ("torch", "torch.distributed.distributed_c10d", "torch._C._distributed_c10d")
+    return all(_is_whole(sys.modules.get(name)) for name in needed)
+
+
+def _is_whole(module: types.ModuleType | None) -> bool:
+    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
 
 
 def status_text() -> str:
@@ -85,20 +81,21 @@ def read_entries(*, call_sites: bool = False) -> list[RawEntry]:
     Where nccl's does not answer, its entries are left out and `NCCL.asked_at_s` says since when.
 
     Args:
-        call_sites: with the Python frames of each; left out while a thread of this process imports something.
+        call_sites: with the Python frames of each.
     """
-    with_frames = call_sites and (CODECACHE in sys.modules or not is_importing())
-    with _without_inductor() if with_frames else contextlib.nullcontext():
-        # Pickled by this very process, in its own memory, a moment ago: nothing comes from outside.
-        # JSON takes twice the time, and holds no frames.
-        dump = _dump("fr", "_trace")
-        common = pickle.loads(_call(dump, with_frames))["entries"] if dump else []
-        nccl_dump = _dump("nccl", "_trace")
-        status = _status("nccl")
-        if nccl_dump is None or not json.loads(status).get("pg_status"):  # no nccl, or it was never used
-            return list(common)
-        nccl = NCCL.entries(status, lambda: _call(nccl_dump, with_frames), with_frames=with_frames)
-    return _merge([*common, *(nccl or [])])
+    if call_sites:
+        _keep_inductor_out()
+    dump, nccl_dump = _dump("fr", "_trace"), _dump("nccl", "_trace")
+    # All of torch's tables first, while they are known to be still: to unpickle takes far longer.
+    raw = _call(dump, call_sites) if dump else None
+    status = _status("nccl")
+    nccl = None
+    if nccl_dump is not None and json.loads(status).get("pg_status"):  # else no nccl, or it was never used
+        nccl = NCCL.entries(status, lambda: _call(nccl_dump, call_sites), with_frames=call_sites)
+    # Pickled by this very process, in its own memory, a moment ago: nothing comes from outside.
+    # JSON takes twice the time, and holds no frames.
+    common = list(pickle.loads(raw)["entries"]) if raw is not None else []
+    return _merge([*common, *nccl]) if nccl else common
 
 
 def _call(dump: Callable[..., bytes], with_frames: bool) -> bytes:
@@ -124,29 +121,33 @@ def holds_all(entries: Sequence[RawEntry]) -> bool:
     return not any(firsts.values()) if firsts else not is_off()
 
 
-@contextlib.contextmanager
-def _without_inductor() -> Iterator[None]:
+def _keep_inductor_out() -> None:
     """Keep torch from importing inductor to name the frames of compiled code while a run is stuck.
 
-    Expected: a dump with stacks reads what was recorded. What happens in torch 2.13: its symboliser imports
-    torch._inductor.codecache, 800 modules in 3 to 7 s, to ask for frames of compiled code; where that is not loaded,
-    there is no compiled code. A stand-in that knows of none is put in its place for the milliseconds of the dump, and
-    only while no thread imports. Can go when the symboliser looks into sys.modules itself.
+    Expected: a dump with stacks reads what was recorded. What happens in torch 2.13: its symboliser asks for
+    `torch._inductor`, which `torch.__getattr__` then imports (800 modules in 3 to 7 s). Where nobody has imported it,
+    there is no compiled code. So the symboliser is told that there is no such attribute, from the first dump on;
+    everybody else gets what torch gives. Can go when the symboliser looks into sys.modules itself.
+
+    Source: pytorch, torch/csrc/profiler/python/combined_traceback.cpp (appendSymbolized).
     """
-    if CODECACHE in sys.modules:
-        yield
+    torch = sys.modules["torch"]
+    given = getattr(torch, "__getattr__", None)
+    if given is None or getattr(given, "__module__", "") == __name__:
         return
-    stand_in: Any = types.ModuleType(CODECACHE)
-    stand_in.PyCodeCache = types.SimpleNamespace(stack_frames_for_code=lambda path, line: None)
-    made = {CODECACHE: stand_in}
-    if INDUCTOR not in sys.modules:
-        made[INDUCTOR] = types.ModuleType(INDUCTOR)
-    sys.modules.update(made)
-    try:
-        yield
-    finally:
-        for name in made:
-            sys.modules.pop(name, None)  # whoever does the same in another thread may have been first
+
+    def __getattr__(name: str) -> Any:  # noqa: N807 - in place of torch's
+        if name == INDUCTOR and _is_symboliser():
+            raise AttributeError(name)
+        return given(name)
+
+    vars(torch)["__getattr__"] = __getattr__
+
+
+def _is_symboliser() -> bool:
+    """Whether `torch.__getattr__` is called out of a dump: of this module's, or in a C++ thread of torch's server."""
+    caller = sys._getframe(1).f_back
+    return caller is None or caller.f_code is _call.__code__
 
 
 def _dump(recorder: str, what: str) -> Callable[..., bytes] | None:

@@ -104,10 +104,12 @@ class NcclRecorder:
             answer = self._converse(self._open, with_frames)
         except TimeoutError:
             return None  # the connection stays: its answer ends the question
-        except (OSError, http.client.HTTPException):
+        except (OSError, RuntimeError, http.client.HTTPException):  # torch raises RuntimeError without a server
             answer = None
         self._open.close()
-        self._open = self.asked_at_s = None
+        self._open = None
+        if answer is not None:
+            self.asked_at_s = None
         return answer
 
     def _converse(self, connection: socket.socket, with_frames: bool) -> bytes | None:
@@ -125,9 +127,13 @@ class NcclRecorder:
         """Path of the socket of torch's server, which is made when first needed and lives as long as the process."""
         if not self._path:
             folder = tempfile.mkdtemp(prefix="offbeat-recorder-")
-            atexit.register(_remove, folder, os.getpid())
             path = os.path.join(folder, "socket")
-            server = _binding()._WorkerServer(path)
+            try:
+                server = _binding()._WorkerServer(path)
+            except RuntimeError:  # the path is too long for a socket, for one
+                _remove(folder, os.getpid())
+                raise
+            atexit.register(_remove, folder, os.getpid())
             # Its destructor waits for its threads, one of which may wait for a device for ever: so nobody destroys it.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
             self.folder, self._path = folder, path
@@ -146,7 +152,9 @@ def _remove(folder: str, pid: int) -> None:
 
 
 def _is_answered(connection: socket.socket) -> bool:
-    return bool(select.select([connection], [], [], 0)[0])
+    poll = select.poll()  # select() takes no descriptor from 1024 on
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _has_server() -> bool:

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any, Final
 
 from offbeat_liveness._process.recorder import flight_recorder
-from offbeat_liveness._process.recorder.flight_recorder import RawEntry
+from offbeat_liveness._process.recorder.entries import RawEntry
 from offbeat_liveness._process.stacks import thread_frames
 
 SETTLED_S: Final = 0.01
