@@ -46,7 +46,8 @@ def find_failure(scene: Scene) -> Verdict | None:
     """
     gone = _failed(scene)
     names = {each.name for each in gone}
-    hurt = [head for head in scene.heads if head.name not in names and _is_hurt(head)]
+    on_its_way_out = [each.head for each in scene.absent if each.fate == "raised" and each.head is not None]
+    hurt = [head for head in [*scene.heads, *on_its_way_out] if head.name not in names and _is_hurt(head)]
     hurt = [head for head in hurt if any(_concerns(scene, each, head) for each in gone)]
     gone = [each for each in gone if any(_concerns(scene, each, head) for head in hurt)]
     if not gone:

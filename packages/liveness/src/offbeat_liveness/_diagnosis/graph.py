@@ -164,7 +164,7 @@ class Scene:
             edge
             for head in self.heads
             for wait in head.waits
-            if wait.kind != "outside" and wait.age_s >= least_s and self._is_held_up(head, wait)
+            if head.is_heard and wait.kind != "outside" and wait.age_s >= least_s and self._is_held_up(head, wait)
             for edge in self._edges_of(head, wait)
         ]
 
@@ -200,7 +200,10 @@ class Scene:
             (head, wait)
             for head in self.heads
             for wait in head.waits
-            if wait.kind != "outside" and wait.age_s >= self.stall_after_s and self._is_held_up(head, wait)
+            if head.is_heard
+            and wait.kind != "outside"
+            and wait.age_s >= self.stall_after_s
+            and self._is_held_up(head, wait)
         ]
         return sorted(found, key=lambda pair: -pair[1].age_s)
 

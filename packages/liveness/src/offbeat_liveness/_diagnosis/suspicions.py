@@ -136,7 +136,8 @@ def _nobodys_turn(scene: Scene, head: Head, edge: Edge) -> Verdict | None:
         f"key {wait.on!r}, which nobody has set" if wait.kind == "store" else (wait.on or "a producer it does not name")
     )
     headline = f"{head.name} waits in {wait.what} for {what}"
-    moving = [each.name for each in scene.heads if each is not head and scene.is_moving(each)]
+    stuck = {each.name for each, _ in scene.stalled}
+    moving = [each.name for each in scene.heads if each.name not in stuck and scene.is_moving(each)]
     if not moving:
         return build_verdict(scene, "starved", headline, [], edge, advice=ADVICE["starved"], everybody=True)
     if wait.age_s < _patience_s(scene, wait):

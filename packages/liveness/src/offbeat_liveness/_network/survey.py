@@ -144,7 +144,7 @@ class Survey:
         heads: Mapping[Key, Head],
         left: Mapping[Key, Head],
     ) -> dict[Key, Head]:
-        """Heads for those who have been silent in too few looks: who was in a wait of torch's is still in it."""
+        """Heads for those who have been silent in too few looks: who was in a wait of torch's has come so far."""
         still_s = max((wait.age_s for head in heads.values() for wait in head.waits), default=0.0)
         return {
             key: self._as_last_heard(key) or self._silences.stand_in(address, still_s)

@@ -229,7 +229,8 @@ class Head:
         listens: ports at which this process accepts connections.
         notes: what the monitor could not see, said once.
         left: last heads of processes that said goodbye to this one.
-        is_heard: False for one that has not answered this time: this is what it said before.
+        is_heard: False for one that has not answered this time. This is what it said before: it has come so far, but
+            may have gone on since.
     """
 
     key: str
