@@ -14,7 +14,9 @@ def train(rank: int) -> None:
 
 
 dist.init_process_group("gloo")
-dist.barrier()
+for _ in range(5):  # a few healthy steps
+    dist.barrier()
+    time.sleep(0.2)
 try:
     train(dist.get_rank())
 finally:
