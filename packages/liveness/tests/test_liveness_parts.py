@@ -1,14 +1,10 @@
-"""Parts of the monitor by themselves: settings, ledger, stacks, side channel, dumps, recorder's forms, fates."""
+"""Parts of the monitor by themselves: settings, ledger, stacks, side channel, fates."""
 
 import contextlib
-import dataclasses
-import faulthandler
 import gc
 import hashlib
-import json
 import linecache
 import os
-import pickle
 import queue
 import resource
 import signal
@@ -26,20 +22,15 @@ from typing import Any
 import pytest
 
 import offbeat_liveness as liveness
-from offbeat_liveness import LivenessError, _dumps
-from offbeat_liveness._cli import main
+from offbeat_liveness import LivenessError
 from offbeat_liveness._network.side_channel import Address, Listener, Message, ask, ask_all
 from offbeat_liveness._process import ledger, world_entry
-from offbeat_liveness._process.crash import CrashFile, path_of, read_crash
 from offbeat_liveness._process.errors_seen import exception_in_flight
 from offbeat_liveness._process.goodbye import describe
-from offbeat_liveness._process.head import Head, ThreadHead, Wait
-from offbeat_liveness._process.kernel.proc import HOST, birth, pid_state
+from offbeat_liveness._process.kernel.proc import birth, pid_state
 from offbeat_liveness._process.ledger import LEDGER, Entry, Ledger
 from offbeat_liveness._process.motion import Motion
 from offbeat_liveness._process.reading import read_head
-from offbeat_liveness._process.recorder import flight_recorder, nccl_recorder
-from offbeat_liveness._process.recorder.entries import parse_entries
 from offbeat_liveness._process.stacks import is_machinery, stack_of, thread_frames
 from offbeat_liveness._settings import read_settings
 
@@ -441,119 +432,6 @@ def test_fates_by_pid() -> None:
     assert pid_state(child.pid) == "gone"
 
 
-def entry_of(**changes: Any) -> dict[str, Any]:
-    """One entry as torch 2.13 dumps it."""
-    base = {
-        "collective_seq_id": 2,
-        "frames": [],
-        "input_dtypes": ["Float"],
-        "input_sizes": [[3, 5]],
-        "is_p2p": False,
-        "op_id": 2,
-        "output_dtypes": ["Float"],
-        "output_sizes": [[3, 5]],
-        "p2p_seq_id": 0,
-        "pg_id": 1,
-        "process_group": ["1", "tp"],
-        "profiling_name": "gloo:all_reduce",
-        "record_id": 5,
-        "retired": False,
-        "state": "scheduled",
-        "thread_id": "77",
-        "thread_name": "python",
-        "time_created_ns": 1000,
-        "time_discovered_completed_ns": None,
-        "time_discovered_started_ns": None,
-        "timeout_ms": 1800000,
-    }
-    return {**base, **changes}
-
-
-def test_a_gloo_entry() -> None:
-    (entry,) = parse_entries([entry_of()])
-    assert (entry.group, entry.seq, entry.op, entry.inputs) == ("1", 2, "all_reduce", ("Float[3, 5]",))
-    assert (entry.done, entry.backend, entry.thread) == (False, "gloo", 77)
-
-
-def test_nccl_entries_say_what_the_device_has_done() -> None:
-    states = ["scheduled", "started", "completed"]
-    entries = [entry_of(profiling_name="nccl:_all_gather_base", state=state) for state in states]
-    parsed = parse_entries([*entries, entry_of(profiling_name="nccl:send 0->1", is_p2p=True)])
-    assert [each.done for each in parsed] == [False, False, True]
-    assert {each.op for each in parsed} == {"all_gather_base"}
-
-
-def test_a_call_site_is_the_first_line_that_is_not_torchs() -> None:
-    frames = [
-        {"filename": "/v/site-packages/torch/distributed/distributed_c10d.py", "line": 3245, "name": "all_reduce"},
-        {"filename": "/home/me/train.py", "line": 8, "name": "step"},
-    ]
-    (entry,) = parse_entries([entry_of(frames=frames)])
-    assert str(entry.call_site) == "/home/me/train.py:8 in step"
-
-
-def test_the_status_shows_what_is_pending() -> None:
-    one = '{"pg_status": {"0": {"last_enqueued_collective": "%d", "last_completed_collective": "4"}}}'
-    assert flight_recorder.has_pending(one % 5)
-    assert not flight_recorder.has_pending(one % 4)
-    assert not flight_recorder.has_pending("{}")
-
-
-def a_recorder(entries: list[dict[str, Any]], last: int) -> dict[str, Callable[..., bytes]]:
-    """What a build of torch offers to read one of its recorders, with the words that it takes."""
-    status = {"pg_status": {"0": {"last_enqueued_collective": str(last), "last_completed_collective": "4"}}}
-
-    def dump(*, includeCollectives: bool, includeStackTraces: bool, onlyActive: bool) -> bytes:
-        return pickle.dumps({"entries": entries})
-
-    def dump_json(*, includeCollectives: bool) -> bytes:
-        return json.dumps(status).encode()
-
-    return {"trace": dump, "trace_json": dump_json}
-
-
-def test_the_recorder_of_nccl_is_read_beside_that_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    binding = sys.modules["torch._C._distributed_c10d"]
-    monkeypatch.setattr(nccl_recorder, "HANDLER", "nobody's")  # a build of torch may have the real one
-    monkeypatch.setattr(flight_recorder, "NCCL", nccl_recorder.NcclRecorder())
-    both = entry_of(profiling_name="nccl:all_reduce", record_id=0, time_created_ns=900, collective_seq_id=1)
-    late = entry_of(profiling_name="nccl:all_reduce", record_id=1, time_created_ns=1100)
-    sent = entry_of(profiling_name="nccl:send 0->1", record_id=2, is_p2p=True)
-    recorders = {"fr": a_recorder([entry_of(record_id=0), both], 4), "nccl": a_recorder([both, late, sent], 5)}
-    for name, functions in recorders.items():
-        for what, function in functions.items():
-            monkeypatch.setattr(binding, f"_dump_{name}_{what}", function, raising=False)
-    entries = flight_recorder.read_entries()
-    assert [entry["time_created_ns"] for entry in entries] == [900, 1000, 1000, 1100], "the one of both once, and p2p"
-    assert flight_recorder.has_pending(flight_recorder.status_text())
-    assert flight_recorder.holds_all(entries)
-    assert not flight_recorder.holds_all([entry_of(record_id=0), late]), "nccl's has forgotten its first"
-
-
-def test_all_tables_of_torch_are_read_before_anything_is_unpickled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check that they are still holds for a moment only, and to unpickle a full recorder takes 20 ms."""
-    binding, order = sys.modules["torch._C._distributed_c10d"], []
-
-    def dump(**_: bool) -> bytes:
-        order.append("entries")
-        return pickle.dumps({"entries": []})
-
-    def dump_json(**_: bool) -> bytes:
-        order.append("status of nccl")
-        return b"{}"
-
-    def loads(content: bytes) -> dict[str, Any]:
-        order.append("unpickle")
-        return {"entries": []}
-
-    monkeypatch.setattr(binding, "_dump_fr_trace", dump)
-    monkeypatch.setattr(binding, "_dump_nccl_trace", dump, raising=False)
-    monkeypatch.setattr(binding, "_dump_nccl_trace_json", dump_json, raising=False)
-    monkeypatch.setattr(pickle, "loads", loads)
-    flight_recorder.read_entries()
-    assert order == ["entries", "status of nccl", "unpickle"]
-
-
 def test_an_exception_in_one_line_without_gloos_place() -> None:
     place = "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]"
     text = f"{place} Connection closed by peer [::1]:1. This is typically caused by a"
@@ -585,94 +463,6 @@ def test_an_exception_in_flight_is_read_without_its_code_and_without_a_file(monk
     assert told == f"{name}: batch 7 is empty, 7, x on shard 3 (raised at {stack[0]})"
     assert stack[0].function == test_an_exception_in_flight_is_read_without_its_code_and_without_a_file.__name__
     assert (text, ToldError.asked) == (f"{name}: told on shard 3", 1), "asked by who describes the end alone"
-
-
-def test_last_words_of_a_crash_are_those_of_the_main_thread(tmp_path: Path) -> None:
-    code = (
-        "import faulthandler, sys, threading, time, ctypes, os\n"
-        "faulthandler.enable(open(sys.argv[1], 'w'))\n"
-        "threading.Thread(target=os.abort).start()\n"
-        "def stand():\n    time.sleep(20)\n"
-        "stand()\n"
-    )
-    script = tmp_path / "script.py"
-    script.write_text(code)
-    subprocess.run([sys.executable, script, path_of(tmp_path, "vm", 12)], check=False)
-    reason, stack = read_crash(tmp_path, "vm", 12)
-    assert reason == "Aborted"
-    assert stack[0].file == str(script)
-    assert read_crash(tmp_path, "vm", 13) == ("", ())
-    assert read_crash(tmp_path, "another/vm", 12) == ("", ()), "hosts that share a folder may have the same pids"
-
-
-def test_last_words_are_for_this_user_alone_and_are_written_into_no_file_of_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(faulthandler, "is_enabled", lambda: False)
-    monkeypatch.setattr(faulthandler, "enable", lambda _: None)
-    monkeypatch.setattr(faulthandler, "disable", lambda: None)
-    crash_file = CrashFile(tmp_path)
-    (path,) = tmp_path.iterdir()
-    assert path == path_of(tmp_path, HOST, os.getpid())
-    assert path.stat().st_mode & 0o777 == 0o600
-    crash_file.close()
-    (tmp_path / "another").write_text("kept")
-    path.symlink_to(tmp_path / "another")
-    CrashFile(tmp_path)
-    assert (tmp_path / "another").read_text() == "kept"
-
-
-def a_head(rank: int, *waits: Wait, name: str = "") -> Head:
-    return Head(
-        key=f"vm:{rank}", name=name or f"rank {rank}", rank=rank, world="w", world_size=2, pid=rank, host="vm",
-        time_s=1e9, waits=waits, still_s=90.0, threads=(ThreadHead(name="MainThread", still_s=90.0),),
-    )  # fmt: skip
-
-
-def test_dumps_are_read_back_and_the_name_before_the_rank_is_forgotten(tmp_path: Path) -> None:
-    _dumps.write_head(tmp_path, a_head(1, name="pid 1"))
-    _dumps.write_head(tmp_path, a_head(1))
-    _dumps.write_head(tmp_path, a_head(0))
-    assert [head.name for head in _dumps.read_heads(tmp_path)] == ["rank 0", "rank 1"]
-    assert not list(tmp_path.glob("*.partial"))
-
-
-def test_hosts_that_share_a_folder_and_have_the_same_pids_keep_their_dumps(tmp_path: Path) -> None:
-    for host in ("0", "node-0", "rank-1-node/0"):
-        _dumps.write_head(tmp_path, dataclasses.replace(a_head(1), host=host))
-    assert {head.host for head in _dumps.read_heads(tmp_path)} == {"0", "node-0", "rank-1-node/0"}
-
-
-def test_half_a_file_is_passed_over(tmp_path: Path) -> None:
-    _dumps.write_head(tmp_path, a_head(0))
-    (tmp_path / "head-rank-7-7.json").write_text('{"key": ')
-    assert [head.rank for head in _dumps.read_heads(tmp_path)] == [0]
-
-
-def test_the_secret_of_a_folder_is_one_and_private(tmp_path: Path) -> None:
-    found = {_dumps.shared_secret(tmp_path) for _ in range(3)}
-    assert len(found) == 1
-    assert (tmp_path / ".secret").stat().st_mode & 0o077 == 0
-
-
-def test_show_tells_from_heads_alone_what_was_stuck(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The run was killed before anybody could lead."""
-    _dumps.write_head(tmp_path, a_head(0, Wait(kind="declared", what="samples.get", on="rank 1", age_s=90.0)))
-    _dumps.write_head(tmp_path, a_head(1))
-    assert main(["show", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert "starved: rank 0 waits in samples.get; rank 1 is idle" in told
-    assert "rank 1 (pid 1 on vm): running, in no wait" in told
-
-
-def test_show_of_a_folder_without_dumps_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", str(tmp_path)]) == 2
-    assert "must hold dumps" in capsys.readouterr().err
-
-
-def test_running_a_script_that_is_not_there_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "/nowhere/train.py"]) == 2
-    assert "/nowhere/train.py" in capsys.readouterr().err
 
 
 def test_a_look_costs_little() -> None:
