@@ -57,6 +57,8 @@ class TwoTurns:
         return [{"role": "tool", "content": self.words}] if self.num_turns == 1 else None
 
     async def reward(self):
+        if self.index % 5 == 4 and "nan" in self.broken:
+            return RewardScore(value=float("nan"), parts={})
         return RewardScore(value=float(self.length), parts={"length": float(self.length), "turns": self.num_turns})
 
     async def close(self):
@@ -146,19 +148,45 @@ def test_environments_that_break_end_their_episodes_and_are_counted(
     forked_main: Main, config: Path, tmp_path: Path, environments: str
 ) -> None:
     run = tmp_path / "run"
-    words = settings(f"{environments}:TwoTurns", broken=["raises", "waits", "blocks"])
+    words = settings(f"{environments}:TwoTurns", broken=["raises", "waits", "blocks", "nan"])
     limit = ["--environment.step_timeout_s=0.5", "--eval.every_updates=0", "--checkpoint.every=1"]
     output = run_to_its_end(forked_main, "train", config, "--out", run, *words, *limit)
-    assert "left out because their environment failed: 2 " in output
+    assert "samples left out: 2 environment/" in output
     assert "ValueError: no bread today" in (run / "logs" / "environment-0.log").read_text()
     latest = RunFolder.open(run, write=False).checkpoints.latest()
     assert latest is not None
     statistics = json.loads((latest.path / "loop" / "state.json").read_text())["policy"]["statistics"]
-    assert statistics["filtered"] == 12  # prompts 0, 1 and 2 of each five
-    assert statistics["trained"] == 8
+    assert statistics["filtered"] == 16  # all prompts but the fourth of each five
+    assert statistics["trained"] == 4
     assert max(values_of(run, "environment/raised")) >= 2
     assert max(values_of(run, "environment/timed_out")) >= 2
+    assert max(values_of(run, "environment/not_finite")) >= 2
     assert not values_of(run, "environment/lost")
+
+
+def test_a_checkpoint_that_a_reward_has_poisoned_is_resumed(
+    forked_main: Main, config: Path, tmp_path: Path, environments: str
+) -> None:
+    """Runs of earlier versions kept groups with a reward of NaN: every resume died of them."""
+    run = tmp_path / "run"
+    words = settings(f"{environments}:TwoTurns")
+    ahead = ["--async.staleness_threshold=2", "--checkpoint.every=1", "--eval.every_updates=0", "--data.epochs=2"]
+    with RunningCommand(forked_main, "train", config, "--out", run, *words, *ahead) as process:
+        process.wait_until(lambda: len(values_of(run, "train/reward")) >= 2 if run.exists() else False, "updates")
+        started = process.descendants()
+        process.kill()
+        process.wait()
+    wait_until_gone(started, 20)
+    latest = RunFolder.open(run, write=False).checkpoints.latest()
+    assert latest is not None
+    buffer = latest.path / "loop" / "buffer.json"
+    groups = json.loads(buffer.read_text())
+    assert groups, "the engines should have been ahead of the trainer"
+    groups[0]["rewards"][0] = float("nan")
+    buffer.write_text(json.dumps(groups))
+    run_to_its_end(forked_main, "resume", run)
+    times = trained_prompts(run)
+    assert sum(times.values()) == 2 * NUM_TRAIN - 1
 
 
 def test_a_process_that_nothing_breaks_into_is_replaced(

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,11 +13,12 @@ from grpo_async_app._busy import BusyClock
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._engines import Engines
 from grpo_async_app._evaluation import validate
+from grpo_async_app._fleet import Fleet
 from grpo_async_app._groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._preflight import check_run, check_same_data
 from grpo_async_app._roles.batches import build_batch, split_batch
 from grpo_async_app._rollouts import Rollouts
-from offbeat_data import Prompt
+from offbeat_data import Prompt, RewardScore
 from offbeat_objectives import AlgorithmConfig
 from offbeat_run import check_limits, dump_config, load_config, parse_config
 from offbeat_testing import CommandLine
@@ -26,6 +28,7 @@ from offbeat_types import (
     ConfigError,
     GenerateRequest,
     Reply,
+    SamplingParams,
     TrainSequence,
     Trajectory,
     VersionSegment,
@@ -162,6 +165,50 @@ def test_corrections_reach_the_loss() -> None:
     ratio = np.exp((-1.0 - sequence.extras["rollout_logprobs"][sequence.loss_mask]).sum())
     assert sequence.extras["correction_weights"][sequence.loss_mask] == pytest.approx(min(ratio, 2.0), rel=1e-5)
     assert "correction/share_sequences_rejected" in batch.metrics
+
+
+def test_what_an_engine_has_aborted_is_neither_scored_nor_trained(config: Path) -> None:
+    """Whoever trained it would teach that an answer may break off anywhere."""
+    ended, aborted = (
+        Completion(
+            ids=np.arange(num, dtype=np.int32),
+            logprobs=np.zeros(num, np.float32),
+            segments=(VersionSegment(version=3, num_tokens=num),) if num else (),
+            stop_reason=reason,
+            text=reason,
+        )
+        for num, reason in ((4, "length"), (0, "aborted"))
+    )
+    scored: list[str] = []
+
+    class Asked:
+        environment = None
+
+        async def score(self, _: Prompt, texts: list[str]) -> list[RewardScore]:
+            scored.extend(texts)
+            return [RewardScore(value=1.0, parts={}) for _ in texts]
+
+        @property
+        def engines(self) -> "Asked":
+            return self
+
+        async def generate(self, *_: object) -> list[Completion]:
+            return [ended, aborted]
+
+    rollouts = Rollouts(load_config(config, GrpoConfig), cast("Fleet", Asked()), None)
+    prompt = Prompt(index=0, ids=np.array([1], np.int32), text="")
+    request = GenerateRequest(request_id="r", prompt_ids=prompt.ids, num_samples=2, params=SamplingParams(max_tokens=4))
+    samples = asyncio.run(rollouts.sample("rollout-0", prompt, request))
+    assert [sample.trajectory.stop_reason for sample in samples] == scored == ["length"]
+    assert rollouts.left_out == {"rollout/aborted": 1}
+
+
+def test_a_group_says_why_it_cannot_be_trained() -> None:
+    assert group(0, [3, 2], [1.0, 0.0]).flaw == ""
+    assert "reward" in group(0, [3, 2], [1.0, float("nan")]).flaw
+    assert "reward" in replace(group(0, [3, 2], [1.0, 0.0]), greedy_reward=float("inf")).flaw
+    assert "log-probability" in replace(group(0, [3], [1.0]), teacher_logprobs=[np.array([np.nan])]).flaw
+    assert "without a token" in group(0, [3, 0], [1.0, 0.0]).flaw
 
 
 def test_each_prompt_of_a_validation_draws_with_a_seed_of_its_own(config: Path) -> None:

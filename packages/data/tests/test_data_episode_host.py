@@ -88,6 +88,23 @@ def play(host: EpisodeHost, *texts: str) -> RewardScore | None:
     return asyncio.run(asyncio.wait_for(episode(), PATIENCE_S))
 
 
+def test_a_reward_that_is_no_finite_number_fails_its_episode() -> None:
+    class Unsure(Echo):
+        async def reward(self) -> RewardScore | None:
+            return RewardScore(value=float("nan"), parts={})
+
+    made: list[Unsure] = []
+
+    def make() -> Unsure:
+        made.append(Unsure({}))
+        return made[-1]
+
+    with pytest.raises(EnvironmentFailedError, match="finite number, got nan") as caught:
+        play(EpisodeHost(make, STEP_TIMEOUT_S), "end")
+    assert caught.value.reason == "not_finite"
+    assert made[0].is_closed
+
+
 def failing(deeds: dict[str, Callable[[], Any]], *texts: str) -> tuple[EnvironmentFailedError, Echo]:
     made: list[Echo] = []
 

@@ -81,8 +81,15 @@ class GrpoBackend:
             return GroupResult(oldest_version=self._policy.version, filtered=True)
         group = self._group(group_id, prompt, samples, greedy_reward)
         filtered = self._config.algorithm.filter_groups and not has_signal(group.rewards)
+        group = group if filtered else await self._taught(group)
+        if group.flaw:
+            self._rollouts.leave_out(
+                "rollout/untrainable", f"group {group_id} has {group.flaw}", len(group.trajectories)
+            )
+            self._journal.left_out(self._rollouts.left_out, self._rollouts.last_left_out)
+            filtered = True
         if not filtered:
-            self._groups[group_id] = await self._taught(group)
+            self._groups[group_id] = group
         return GroupResult(oldest_version=group.oldest_version, filtered=filtered)
 
     async def _taught(self, group: SampledGroup) -> SampledGroup:
@@ -117,9 +124,9 @@ class GrpoBackend:
         return samples[0].reward if samples else 0.0
 
     def _can_be_compared(self, samples: list[ScoredTrajectory]) -> bool:
-        """Whether enough of a group is left: the environment of a sample that is missing has failed."""
+        """Whether enough of a group is left."""
         if len(samples) < self._config.rollout.samples_per_prompt:
-            self._journal.environment_failed(self._rollouts.failures, self._rollouts.last_failure)
+            self._journal.left_out(self._rollouts.left_out, self._rollouts.last_left_out)
         return len(samples) >= min(2, self._config.rollout.samples_per_prompt)
 
     def _group(
@@ -192,7 +199,7 @@ class GrpoBackend:
             self._clock.lap(),
             self._policy.statistics,
             self._fleet.metrics(),
-            self._rollouts.failures,
+            self._rollouts.left_out,
         )
 
     async def _take_devices(self) -> None:
@@ -251,7 +258,7 @@ class GrpoBackend:
             self._journal.message(f"the validation of version {version} is left to the next sync: {error}")
             return
         finally:
-            self._rollouts.failures.update(rollouts.failures)
+            self._rollouts.left_out.update(rollouts.left_out)
         self._run.checkpoints.set_score(validation.version, validation.reward)
         self._journal.validated(validation)
 

@@ -1,6 +1,7 @@
 """Sampled groups: the n scored trajectories of one prompt, in memory and in a checkpoint."""
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +50,19 @@ class SampledGroup:
     def num_tokens(self) -> int:
         """Sampled tokens of all trajectories."""
         return sum(trajectory.num_tokens for trajectory in self.trajectories)
+
+    @property
+    def flaw(self) -> str:
+        """Why it cannot be trained on; empty when it can."""
+        numbers = [*self.rewards, self.greedy_reward]
+        if not all(map(math.isfinite, numbers)):
+            return f"a reward that is no finite number: {numbers}"
+        logprobs = [*(turn.logprobs for each in self.trajectories for turn in each.turns), *self.teacher_logprobs]
+        if not all(np.isfinite(each).all() for each in logprobs):
+            return "a log-probability that is no finite number"
+        if not all(each.num_tokens for each in self.trajectories):
+            return "a trajectory without a token"
+        return ""
 
 
 def save_groups(folder: Path, groups: Iterable[SampledGroup]) -> None:

@@ -37,7 +37,7 @@ class Journal:
         self._run, self._config = run, config
         self._log = RunLog(run, config.log, num_updates, last_step)
         self._last_wait_s = 0.0
-        self._num_failures_told = 0
+        self._num_left_out_told = 0
 
     def __enter__(self) -> "Journal":
         self._log.__enter__()
@@ -79,7 +79,7 @@ class Journal:
         shares: BusyShares,
         statistics: Statistics,
         accidents: Metrics,
-        failures: Mapping[str, int],
+        left_out: Mapping[str, int],
     ) -> None:
         """Write down one update.
 
@@ -91,7 +91,7 @@ class Journal:
             shares: of the time since the update before.
             statistics: of the policy; its lags do not hold this update yet.
             accidents: what has happened to the roles: restarts, stragglers.
-            failures: episodes whose environment failed since the start, by reason.
+            left_out: samples that were left out since the start, by metric.
         """
         values = {
             **trained,
@@ -108,7 +108,7 @@ class Journal:
             "groups/reissued": Metric(value=float(statistics.reissued), how="last"),
             **accidents,
         }
-        values.update({f"environment/{reason}": _count(number) for reason, number in failures.items()})
+        values.update({metric: _count(number) for metric, number in left_out.items()})
         self._log.write(version, {**values, "async/lag_histogram": _lag_histogram(groups, version - 1)})
         shown = groups[: self._config.log.train_generations]
         self._log.write_generations(_generation(version, group, prompts[group.item]) for group in shown)
@@ -139,13 +139,13 @@ class Journal:
             self._last_wait_s = clock_s()
             self._log.message(f"nothing moved for {idle_s:.0f} s: {wait}")
 
-    def environment_failed(self, failures: Mapping[str, int], last: str) -> None:
-        """Say that an environment failed: the first time, and then whenever there are twice as many."""
-        total = sum(failures.values())
-        if total >= 2 * self._num_failures_told:
-            self._num_failures_told = total
-            counts = ", ".join(f"{number} {reason}" for reason, number in sorted(failures.items()))
-            self._log.message(f"episodes left out because their environment failed: {counts}; {last}")
+    def left_out(self, samples: Mapping[str, int], last: str) -> None:
+        """Say that samples were left out: the first time, and then whenever there are twice as many."""
+        total = sum(samples.values())
+        if total >= 2 * self._num_left_out_told:
+            self._num_left_out_told = total
+            counts = ", ".join(f"{number} {metric}" for metric, number in sorted(samples.items()))
+            self._log.message(f"samples left out: {counts}; the latest: {last}")
 
     def message(self, text: str) -> None:
         """Print a line above the progress."""

@@ -44,8 +44,9 @@ class Rollouts:
         busy: wraps each use of the rollout engine it is called with.
 
     Attributes:
-        failures: episodes left out because their environment failed, by reason.
-        last_failure: the latest of them, in words.
+        left_out: samples that are not trained on, by the metric that counts them: their environment failed, or the
+            engine did not let them come to an end.
+        last_left_out: the latest of them, in words.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class Rollouts:
         self._fleet, self._template, self._busy = fleet, template, busy
         self._deadline_s = config.async_.group_deadline_s
         self._limits = EpisodeLimits.of(config.environment, config.rollout.max_tokens)
-        self.failures: Counter[str] = Counter()
-        self.last_failure = ""
+        self.left_out: Counter[str] = Counter()
+        self.last_left_out = ""
 
     async def sample(self, name: str, prompt: Prompt, request: GenerateRequest) -> list[ScoredTrajectory]:
         """Sample and score.
@@ -66,7 +67,7 @@ class Rollouts:
             request: for the first turn of all of them; the prompt's images are put into it here.
 
         Returns:
-            In order; fewer than asked for where environments failed, which is counted.
+            In order; fewer than asked for where environments failed or samples were aborted, which is counted.
 
         Raises:
             DataError: an image is broken.
@@ -74,7 +75,7 @@ class Rollouts:
         """
         request = replace(request, images=await asyncio.to_thread(lambda: prompt.images))
         if self._template is None:
-            completions = await self._generate(name, request)
+            completions = self._ended(await self._generate(name, request))
             scores = await self._fleet.score(prompt, [completion.text for completion in completions])
             return [
                 ScoredTrajectory(trajectory=Trajectory.of(completion), reward=score.value, parts=score.parts)
@@ -108,14 +109,28 @@ class Rollouts:
         try:
             async with self._fleet.environment.episode(prompt) as episode:
                 trajectory = await play_episode(prompt.ids, sample, episode.step, self._template, self._limits)
+                if not self._ended([trajectory.turns[-1]]):
+                    return None
                 score = await episode.finish()
         except EnvironmentFailedError as error:
-            self.failures[error.reason] += 1
-            self.last_failure = str(error)
+            self.leave_out(f"environment/{error.reason}", str(error))
             return None
         if score is None:
             [score] = await self._fleet.score(prompt, [trajectory.turns[-1].text])
         return ScoredTrajectory(trajectory=trajectory, reward=score.value, parts=score.parts)
+
+    def _ended(self, completions: list[Completion]) -> list[Completion]:
+        """Those that came to an end: what an engine has aborted is no answer, and has no worth."""
+        ended = [completion for completion in completions if completion.stop_reason != "aborted"]
+        for completion in completions:
+            if completion.stop_reason == "aborted":
+                self.leave_out("rollout/aborted", f"an engine ended a sample after {len(completion.ids)} tokens")
+        return ended
+
+    def leave_out(self, metric: str, why: str, num_samples: int = 1) -> None:
+        """Count samples that are not trained on."""
+        self.left_out[metric] += num_samples
+        self.last_left_out = why
 
     async def _generate(self, name: str, request: GenerateRequest) -> list[Completion]:
         with self._busy(name):

@@ -77,7 +77,11 @@ class _Session:
             return cls.from_start(preflight, run)
         config, state = preflight.config.async_, read_loop_state(checkpoint.path)
         policy = AsyncPolicy.restore(config, state["policy"], preflight.num_groups, preflight.max_updates)
-        return cls(preflight, run, policy, load_groups(checkpoint.path / LOOP_FOLDER), checkpoint)
+        groups = load_groups(checkpoint.path / LOOP_FOLDER)
+        flawed = {group_id for group_id, group in groups.items() if group.flaw}
+        policy.discard(flawed)  # of a run that was begun before rewards were looked at
+        sound = {group_id: group for group_id, group in groups.items() if group_id not in flawed}
+        return cls(preflight, run, policy, sound, checkpoint)
 
     @property
     def folder(self) -> Path | None:
@@ -162,9 +166,12 @@ async def _go_on(session: _Session, fleet: Fleet, journal: Journal) -> LoopSumma
         summary = await run_loop(policy, backend)
         if policy.ended_early:
             journal.message(f"ended early: {policy.ended_early}")
+        try:
+            await backend.prepare("checkpoint")
+        finally:  # the last validation may fail, or be interrupted: what was trained is kept
+            if session.step < policy.version:
+                await backend.checkpoint(policy.state())
         await backend.finish()
-        if session.step < policy.version:
-            await backend.checkpoint(policy.state())
         return summary
     finally:
         await backend.close()

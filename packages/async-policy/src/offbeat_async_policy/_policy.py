@@ -19,7 +19,7 @@ Legend: R groups per update, K updates per sync, σ staleness threshold, M large
 """
 
 from bisect import insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from heapq import nsmallest
 from typing import Any
 
@@ -232,6 +232,18 @@ class AsyncPolicy:
             raise ValueError(f"group {group_id} is not in flight")
         return self._in_flight.pop(group_id)
 
+    def discard(self, group_ids: Iterable[int]) -> None:
+        """Finished groups that cannot be trained after all count as filtered: others take their places.
+
+        Raises:
+            ValueError: a group is not finished.
+        """
+        for group_id in group_ids:
+            if group_id not in self._finished:
+                raise ValueError(f"group {group_id} is not finished")
+            del self._finished[group_id]
+            self.statistics.filtered += 1
+
     # ── where it stands ───────────────────────────────────────────────────────────────────────────────────────────
 
     @property
@@ -347,6 +359,8 @@ class AsyncPolicy:
         policy._finished = dict(snapshot.finished)
         policy._data_was_ended = snapshot.data_was_ended
         policy._filtered_in_a_row = snapshot.filtered_in_a_row
+        if policy.ended_early:  # whoever resumes such a run has mended what gave no signal, or is told so again
+            policy._filtered_in_a_row = 0
         policy._engine_version = snapshot.version
         policy._sync_requested = True
         policy._drops_decided_at = -1

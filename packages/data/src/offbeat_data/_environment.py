@@ -49,7 +49,7 @@ class EnvironmentFailedError(OffbeatError):
     """An environment broke: its episode has no reward and is not trained on.
 
     Args:
-        reason: to be counted: `raised`, `timed_out`, or `lost` with the process it ran in.
+        reason: to be counted: `raised`, `timed_out`, `not_finite` (its reward), or `lost` with the process it ran in.
         detail: what went wrong.
     """
 

@@ -1,6 +1,7 @@
 """Holds the environments of many episodes, and lets none of them take the others, or the process, with it."""
 
 import logging
+import math
 from collections.abc import Coroutine
 from typing import Any, Final, TypeVar
 
@@ -57,7 +58,10 @@ class EpisodeHost:
         """What an episode was worth, as `Environment.reward`. Raises as `reset`."""
 
         async def judge() -> RewardScore | None:
-            return await self._find(episode).reward()
+            score = await self._find(episode).reward()
+            if score is not None and not math.isfinite(score.value):
+                raise EnvironmentFailedError("not_finite", f"a reward must be a finite number, got {score.value}")
+            return score
 
         return await self._call(episode, judge())
 
