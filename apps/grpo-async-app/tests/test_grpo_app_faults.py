@@ -1,5 +1,6 @@
 """What befalls the processes of a run that goes on, for real: each ends with every prompt trained once per epoch."""
 
+import contextlib
 import resource
 import signal
 import threading
@@ -12,6 +13,7 @@ from role_faults import accounting_complaints, last_value, listening_addresses, 
 from run_faults import slowed
 
 from offbeat_cluster._role_actor import RoleActor
+from offbeat_rollout_torch._stepper import Stepper
 from offbeat_run import RunFolder, read_timeline
 from offbeat_testing import RunningCommand, wait_until_gone
 
@@ -82,6 +84,59 @@ def test_an_engine_without_memory_is_started_again(forked_main: Main, config: Pa
         resource.prlimit(starved, resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
         process.wait_until(lambda: role_pids(process).get("rollout-1", starved) != starved, "a new engine")
         assert_ends_well(process, run)
+
+
+def test_an_engine_whose_step_raises_is_started_again(
+    forked_main: Main, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose device has no memory left for a long batch; engines are forks of this process."""
+    run, once, step = tmp_path / "run", tmp_path / "once", Stepper.step
+
+    def without_memory(stepper: Stepper) -> None:
+        if stepper.version >= 2:
+            with contextlib.suppress(FileExistsError):
+                once.touch(exist_ok=False)
+                raise MemoryError("cannot allocate 1 GiB")
+        step(stepper)
+
+    monkeypatch.setattr(Stepper, "step", without_memory)
+    with RunningCommand(forked_main, "train", config, "--out", run, *COMMON, "--rollout.num_engines=2") as process:
+        assert_ends_well(process, run)
+        assert "raised MemoryError: cannot allocate 1 GiB" in " ".join(process.output.split())
+    assert once.exists()
+    assert last_value(run, "engines/restarts") == 1.0
+
+
+REWARD = """
+from pathlib import Path
+
+SEEN = Path(__file__).with_name("seen")
+
+def reward(prompt, completion):
+    SEEN.touch()
+    with SEEN.open("a") as file:
+        file.write(".")
+    if SEEN.stat().st_size > 4 + 40:  # the first validation, and all that is trained
+        raise ValueError("the judge is away")
+    return float(len(completion))
+"""
+
+
+def test_a_last_validation_that_fails_costs_no_update(
+    forked_main: Main, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, run = tmp_path / "modules", tmp_path / "run"
+    folder.mkdir()
+    (folder / "own_reward.py").write_text(REWARD)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.syspath_prepend(folder)
+    words = ["--reward.name=own_reward:reward", "--checkpoint.every=0", "--eval.every_updates=1000"]
+    with RunningCommand(forked_main, "train", config, "--out", run, *words) as process:
+        assert process.wait() != 0
+        assert "the judge is away" in process.output
+    latest = RunFolder.open(run, write=False).checkpoints.latest()
+    assert latest is not None
+    assert latest.step == 5
 
 
 def test_a_scorer_that_dies_is_started_again(forked_main: Main, config: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from offbeat_types import (
     GenerateRequest,
     ModelError,
     OffbeatError,
+    PeerFailedError,
     RolloutEngineConfig,
     SamplingParams,
     WeightSyncError,
@@ -220,6 +221,20 @@ def test_a_cancelled_caller_frees_its_place(folder):
             await task
         await engine.abort("nobody")  # goes through the same queue, after the abort
         assert (await engine.health()).num_running == 0
+
+    run(folder, check)
+
+
+def test_a_step_that_raises_says_that_the_engine_is_lost(folder, monkeypatch):
+    """Such as torch's error for a device without memory: only a new process mends that."""
+
+    def step(stepper):
+        raise MemoryError("cannot allocate 1 GiB")
+
+    async def check(engine):
+        monkeypatch.setattr(_worker.Stepper, "step", step)
+        with pytest.raises(PeerFailedError, match="raised MemoryError: cannot allocate 1 GiB"):
+            await engine.generate(request())
 
     run(folder, check)
 

@@ -147,8 +147,8 @@ class Engines:
         began_s = clock_s()
         try:
             completions = await handle.call("generate", request, returns=list[Completion], deadline_s=deadline_s)
-        except PeerFailedError:
-            self._give_up(engine, handle)
+        except PeerFailedError as error:
+            self._give_up(engine, handle, error.reason)
             raise
         self._note_speed(name, max((len(each.ids) for each in completions), default=0), clock_s() - began_s)
         return completions
@@ -207,7 +207,7 @@ class Engines:
         except (PeerFailedError, WeightSyncError) as error:
             if not await is_lost(handle, error):
                 raise  # it is not a matter of starting the engine again
-            self._give_up(engine, handle)
+            self._give_up(engine, handle, str(error))
             return False
         return True
 
@@ -238,11 +238,12 @@ class Engines:
         self._tasks.add(asyncio.create_task(self._look_after(engine)))
         return engine
 
-    def _give_up(self, engine: Engine, handle: ActorHandle) -> None:
+    def _give_up(self, engine: Engine, handle: ActorHandle, why: str) -> None:
         """Kill what is left of a process that has failed; who looks after the engine starts it again."""
         if engine.handle is handle:
             engine.serves.clear()  # at once: a dead engine has the fewest groups, and would get them all
         if handle.alive:
+            self._tell(f"{engine.name} is ended, because only a new process mends this: {why}")
             handle.kill()
 
     async def _look_after(self, engine: Engine) -> None:

@@ -19,6 +19,7 @@ from offbeat_types import (
     Floats,
     OffbeatError,
     PauseMode,
+    PeerFailedError,
     ScoreRequest,
     WeightProof,
     WeightStream,
@@ -137,7 +138,7 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - the boundary: every request in flight learns of it
             for request in list(scheduler.requests.values()):
                 scheduler.remove(request)
-                request.fail(error if isinstance(error, OffbeatError) else OffbeatError(f"generation failed: {error}"))
+                request.fail(error if isinstance(error, OffbeatError) else _broken(error))
         for request in scheduler.retire():
             request.finish()
         self._tell_drained()
@@ -284,3 +285,8 @@ def new_future() -> "Future[Any]":
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
+
+
+def _broken(error: Exception) -> PeerFailedError:
+    """What a step that raised leaves behind (no memory, a kernel that failed) only a new process mends."""
+    return PeerFailedError("the embedded engine", f"a step of generation raised {type(error).__name__}: {error}")
