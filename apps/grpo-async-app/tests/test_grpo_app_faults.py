@@ -139,6 +139,32 @@ def test_a_last_validation_that_fails_costs_no_update(
     assert latest.step == 5
 
 
+JUDGE = """
+import time
+
+def reward(prompt, completion):
+    time.sleep(0.4)
+    return float(len(completion))
+"""
+
+
+def test_a_slow_judge_is_no_stall(
+    forked_main: Main, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All wait for it for far longer than `async.stall_after_s`, and it gets on."""
+    folder, run = tmp_path / "modules", tmp_path / "run"
+    folder.mkdir()
+    (folder / "slow_judge.py").write_text(JUDGE)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.syspath_prepend(folder)
+    words = ["--reward.name=slow_judge:reward", "--reward.num_processes=1", "--async.stall_after_s=1.5"]
+    with RunningCommand(
+        forked_main, "train", config, "--out", run, *words, "--rollout.samples_per_prompt=8"
+    ) as process:
+        assert process.wait() == 0, process.output
+    assert accounting_complaints(run, NUM_TRAIN, 1, per_update=4) == []
+
+
 def test_a_scorer_that_dies_is_started_again(forked_main: Main, config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with begun(forked_main, config, run) as process:

@@ -307,7 +307,7 @@ class GrpoBackend:
         """Show the wait, and raise if a process has died without which nothing goes on."""
         self._fleet.raise_if_dead()
         self._journal.waiting(wait, idle_s)
-        return float(self._fleet.engines.num_tokens)
+        return self._fleet.progress
 
     # ── small things ──────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -47,7 +47,8 @@ class Engines:
     def __init__(
         self, config: GrpoConfig, start: Callable[[str], Awaitable[ActorHandle]], budget: RestartBudget, tell: Tell
     ) -> None:
-        self._config, self._start, self._budget, self._tell = config, start, budget, tell
+        self._config, self._start_process, self._budget, self._tell = config, start, budget, tell
+        self._num_starting = 0
         self._engines: dict[str, Engine] = {}
         self._joining: set[str] = set()
         self._wanted = config.rollout.num_engines
@@ -65,6 +66,18 @@ class Engines:
         names = [f"rollout-{number}" for number in range(self._wanted)]
         for name, handle in zip(names, await all_or_first_error([self._start(name) for name in names]), strict=True):
             self._add(name, handle)
+
+    async def _start(self, name: str) -> ActorHandle:
+        self._num_starting += 1
+        try:
+            return await self._start_process(name)
+        finally:
+            self._num_starting -= 1
+
+    @property
+    def are_starting(self) -> bool:
+        """Whether the process of one of them is being started."""
+        return self._num_starting > 0
 
     def let_others_join(self) -> None:
         """All roles are there: begin with what `scale` was asked for meanwhile."""

@@ -32,6 +32,7 @@ class EnvironmentProcess:
         self._handle: ActorHandle | None = None
         self._starting = asyncio.Lock()
         self._numbers = itertools.count()
+        self.num_answers = 0  # of all episodes; it tells slow from stuck
 
     async def start(self) -> ActorHandle:
         """Start the process unless it runs.
@@ -67,7 +68,7 @@ class EnvironmentProcess:
         """
         handle = self._handle if self._handle is not None and self._handle.alive else await self.start()
         try:
-            return await handle.call(method, *args, returns=returns, deadline_s=self._deadline_s)
+            answer = await handle.call(method, *args, returns=returns, deadline_s=self._deadline_s)
         except DeadlineError as error:
             # It blocks, and with it every episode of the process: this one, which sees it first, and others with it.
             handle.kill()
@@ -75,6 +76,8 @@ class EnvironmentProcess:
             raise EnvironmentFailedError("timed_out", str(error)) from error
         except PeerFailedError as error:
             raise EnvironmentFailedError("lost", f"{error.peer}: {error.reason}") from error
+        self.num_answers += 1
+        return answer
 
     async def _abandon(self, number: int) -> None:
         if self._handle is not None and self._handle.alive:

@@ -20,8 +20,9 @@ from grpo_async_app._role_specs import RoleSpecs
 from grpo_async_app._teachers import Teachers
 from grpo_async_app._trainers import Trainers, start_trainers
 from offbeat_cluster import ActorHandle, Launcher
-from offbeat_data import GuardedReward, Prompt, RewardScore
+from offbeat_data import Prompt, RewardPool, RewardScore
 from offbeat_recipes import Placement
+from offbeat_run import clock_s
 from offbeat_types import (
     ConfigError,
     DeadlineError,
@@ -78,9 +79,7 @@ class Fleet:
         self.environment = self._environment() if config.environment.name else None
         self.teachers = Teachers(config, self._start_teacher, self._budget, self.say) if config.teacher.is_set else None
         self._reward = (
-            GuardedReward(config.reward, start_timeout_s=config.cluster.start_timeout_s)
-            if config.reward.is_set
-            else None
+            RewardPool(config.reward, start_timeout_s=config.cluster.start_timeout_s) if config.reward.is_set else None
         )
 
     async def __aenter__(self) -> "Fleet":
@@ -181,7 +180,7 @@ class Fleet:
                 f"environment.name = {self._config.environment.name!r} leaves the last turn to the reward section: "
                 "give reward.name, or return a RewardScore from the environment"
             )
-        return await asyncio.to_thread(lambda: [reward.score(prompt, text) for text in texts])
+        return list(await asyncio.gather(*(asyncio.wrap_future(reward.submit(prompt, text)) for text in texts)))
 
     # ── the trainer ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -274,6 +273,14 @@ class Fleet:
             await asyncio.gather(task, return_exceptions=True)
 
     # ── how it goes ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def progress(self) -> float:
+        """A number that changes while anybody gets on: engines that sample or start, judges, environments."""
+        scored = self._reward.num_scored if self._reward is not None else 0
+        answered = self.environment.num_answers if self.environment is not None else 0
+        starting_s = clock_s() if self.engines.are_starting else 0.0  # which has a deadline of its own
+        return self.engines.num_tokens + scored + answered + starting_s
 
     def raise_if_dead(self) -> None:
         """Raise when a role is gone without which the run cannot go on."""

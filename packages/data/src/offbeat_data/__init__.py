@@ -44,6 +44,7 @@ from offbeat_data._reward import (
     build_reward,
 )
 from offbeat_data._reward_config import RewardConfig
+from offbeat_data._reward_pool import RewardPool
 from offbeat_data._tokenizer import (
     Tokenizer,
     load_tokenizer,
@@ -74,6 +75,7 @@ __all__ = [
     "Reward",
     "RewardConfig",
     "RewardError",
+    "RewardPool",
     "RewardScore",
     "RowCounts",
     "Tokenizer",

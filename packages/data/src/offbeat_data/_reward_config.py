@@ -36,6 +36,9 @@ class RewardConfig:
     tolerance: float = setting(1e-6, "number_match: relative difference that counts as equal.", ge=0, lt=1)
     function_options: dict[str, Any] = setting({}, "Keyword arguments for functions, by their module:function name.")
     timeout_s: float = setting(10.0, "Time to score one completion; after it the reward is 0 and counted.", "s", gt=0)
+    num_processes: int = setting(
+        8, "Processes that score side by side at most; one, and more only where completions wait.", "processes", ge=1
+    )
 
     @property
     def all_weights(self) -> Mapping[str, float]:
