@@ -11,7 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Final
 
 from offbeat_liveness._process.head import CallSite
@@ -50,8 +50,7 @@ class Goodbye:
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._hook(kind, error, trace)
-        is_console = sys._getframe(1).f_globals.get("__name__") == "code"  # pdb's too: it prints the error and goes on
-        if not is_console and not issubclass(kind, KeyboardInterrupt):
+        if not _is_console(sys._getframe().f_back) and not issubclass(kind, KeyboardInterrupt):
             self._say(error)
 
     def _on_exit(self) -> None:
@@ -71,6 +70,11 @@ def describe(error: BaseException) -> tuple[str, tuple[CallSite, ...]]:
     except Exception as other:  # noqa: BLE001 - of the program; traceback passes it over as well
         text = f"<its __str__ raised {peek.class_name(other)}>"
     return _in_one_line(error, text), _raised_at(error)
+
+
+def _is_console(caller: FrameType | None) -> bool:
+    """Whether a console has printed an error and goes on, pdb's too; at the end of a program nobody calls the hook."""
+    return caller is not None and caller.f_globals.get("__name__") == "code"
 
 
 def read_exception(error: BaseException) -> tuple[str, tuple[CallSite, ...]]:
