@@ -1,6 +1,7 @@
 """What befalls the processes of a run that goes on, for real: each ends with every prompt trained once per epoch."""
 
 import contextlib
+import os
 import resource
 import signal
 import threading
@@ -128,7 +129,7 @@ def test_a_last_validation_that_fails_costs_no_update(
     folder, run = tmp_path / "modules", tmp_path / "run"
     folder.mkdir()
     (folder / "own_reward.py").write_text(REWARD)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.syspath_prepend(folder)
     words = ["--reward.name=own_reward:reward", "--checkpoint.every=0", "--eval.every_updates=1000"]
     with RunningCommand(forked_main, "train", config, "--out", run, *words) as process:
@@ -155,11 +156,11 @@ def test_a_slow_judge_is_no_stall(
     folder, run = tmp_path / "modules", tmp_path / "run"
     folder.mkdir()
     (folder / "slow_judge.py").write_text(JUDGE)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.syspath_prepend(folder)
     words = ["--reward.name=slow_judge:reward", "--reward.num_processes=1", "--async.stall_after_s=1.5"]
     with RunningCommand(
-        forked_main, "train", config, "--out", run, *words, "--rollout.samples_per_prompt=8"
+        forked_main, "train", config, "--out", run, *words, "--rollout.samples_per_prompt=4"
     ) as process:
         assert process.wait() == 0, process.output
     assert accounting_complaints(run, NUM_TRAIN, 1, per_update=4) == []
