@@ -13,6 +13,7 @@ import pytest
 
 from offbeat_liveness._process.kernel import tree_usage as module
 from offbeat_liveness._process.kernel.tree_usage import TreeUsage, UsageRates, rates, tree_usage
+from offbeat_liveness._process.stacks import OwnThread
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux's /proc")
 LIMIT_S = 20.0
@@ -149,13 +150,14 @@ def test_the_watchs_own_threads_do_not_count() -> None:
         stop.wait()
 
     before = tree_usage(os.getpid())
-    thread = threading.Thread(target=compute, name="offbeat-liveness-answers")
+    thread = OwnThread(compute, "answers")
     thread.start()
     computed.wait(LIMIT_S)
     after = tree_usage(os.getpid())
     stop.set()
     thread.join()
     assert after.cpu_s - before.cpu_s <= 0.1
+    assert tree_usage(os.getpid()).cpu_s - before.cpu_s <= 0.1, "nor when they have ended"
 
 
 def test_children_are_found_where_the_kernel_does_not_list_them(monkeypatch: pytest.MonkeyPatch) -> None:

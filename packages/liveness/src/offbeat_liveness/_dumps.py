@@ -16,7 +16,7 @@ from typing import Any, Final
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._process.crash import plain_name
 from offbeat_liveness._process.head import Head, from_data, to_data
-from offbeat_liveness._process.stacks import OWN_THREADS
+from offbeat_liveness._process.stacks import OwnThread
 
 VERDICT: Final = "verdict.json"
 HEAD_PREFIX: Final = "head-"
@@ -93,7 +93,7 @@ class DumpWriter:
         with self._changed:
             add()
             if not self._is_writing:
-                thread = threading.Thread(target=self._write, name=f"{OWN_THREADS}-dumps", daemon=True)
+                thread = OwnThread(self._write, "dumps")
                 with contextlib.suppress(RuntimeError):  # the interpreter ends, or has no thread to spare
                     thread.start()
                     self._is_writing = True

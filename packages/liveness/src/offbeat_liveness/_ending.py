@@ -20,7 +20,7 @@ from offbeat_liveness._network.peers import Peers
 from offbeat_liveness._network.side_channel import ask_all
 from offbeat_liveness._process.head import Head
 from offbeat_liveness._process.recorder.nccl_recorder import remove_folder
-from offbeat_liveness._process.stacks import OWN_THREADS
+from offbeat_liveness._process.stacks import OwnThread
 
 EXIT_CODE: Final = 4  # the same as of a wait that is past its deadline, in all of offbeat
 STDERR: Final = 2
@@ -90,7 +90,7 @@ class Ending:
         self.has_begun = self._is_finishing = ends
         self._is_leading = leads
         try:
-            threading.Thread(target=self._run, args=(leads, ends), name=f"{OWN_THREADS}-end", daemon=True).start()
+            OwnThread(self._run, "end", [leads, ends]).start()
         except RuntimeError:  # the interpreter is on its way out already and starts no threads
             if ends:
                 leave()
@@ -185,7 +185,7 @@ class Ending:
 
 def leave() -> None:
     """End this process with exit code 4, whatever its threads stand in; flush what was printed if that is possible."""
-    flushing = threading.Thread(target=_flush, name=f"{OWN_THREADS}-flush", daemon=True)
+    flushing = OwnThread(_flush, "flush")
     with contextlib.suppress(RuntimeError):
         flushing.start()
         flushing.join(FLUSH_S)

@@ -29,7 +29,7 @@ from offbeat_liveness._process.left_groups import LeftGroups
 from offbeat_liveness._process.motion import Motion
 from offbeat_liveness._process.reading import read_head
 from offbeat_liveness._process.recorder import flight_recorder
-from offbeat_liveness._process.stacks import OWN_THREADS, join_own_threads
+from offbeat_liveness._process.stacks import OwnThread, join_own_threads
 from offbeat_liveness._settings import POLICY, STALL_AFTER, Policy, Settings
 
 PING_S: Final = 0.8  # on a machine under load: who gets no answer leads, and two that lead speak twice
@@ -106,7 +106,7 @@ class Monitor:
         self._crash_file = CrashFile(settings.directory) if settings.directory else None
         self._hook_torch()
         self._goodbye = Goodbye(self._say_goodbye)
-        threading.Thread(target=self._run, name=OWN_THREADS, daemon=True).start()
+        OwnThread(self._run).start()
 
     @property
     def verdict(self) -> Verdict | None:
@@ -228,7 +228,7 @@ class Monitor:
         is_suspect = time.monotonic() >= self._next_head_s and self._is_suspect(half_s)
         waits_long = is_suspect or self._motion.still_s() >= half_s
         if self._peers.needs_to_join(waits_long=waits_long) and not self._joining.locked():
-            threading.Thread(target=self._join, args=(waits_long,), name=f"{OWN_THREADS}-join", daemon=True).start()
+            OwnThread(self._join, "join", [waits_long]).start()
         if is_suspect and not self._alarm.is_set():
             self._examine()
         if self._alarm.is_set() or (self._is_leading and self._is_time_to_look()):

@@ -26,6 +26,7 @@ TREE_BUSY: Final = 0.1  # cores that a process and its descendants use together,
 COMPUTE_PATIENCE: Final = 10  # × stall_after_s for a process that computes
 ENDED: Final = ("killed", "crashed", "raised", "exited")
 """Fates that are certain: its host has said that the process is gone, or it has said so itself."""
+LATE_S: Final = 5.0  # by so much may torch be late with an error that is due
 MAX_STARTS: Final = 16
 MAX_TARGETS: Final = 64  # edges of one wait; with thousands of ranks the graph would be their square
 # Rendezvous at which the members of a world, or of the group to be made, meet each other.
@@ -104,7 +105,7 @@ class Edge:
         """
         if not self.is_certain or self.reason == "unknown" or self.wait.is_posted:
             return False
-        if self.wait.has_own_deadline and self.wait.age_s < (self.wait.timeout_s or 0.0):
+        if self.wait.has_own_deadline and self.wait.age_s < (self.wait.timeout_s or 0.0) + LATE_S:
             return False
         if self.wait.kind == "declared":
             return self.wait.deadline_s is None or self.wait.age_s >= self.wait.deadline_s

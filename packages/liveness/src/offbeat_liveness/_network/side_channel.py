@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 from offbeat_liveness._network import exchange
 from offbeat_liveness._network.exchange import Message as Message
 from offbeat_liveness._network.exchange import Question, RefusedError
-from offbeat_liveness._process.stacks import OWN_THREADS
+from offbeat_liveness._process.stacks import OwnThread
 
 Answer = Callable[[Message], Message]
 
@@ -95,7 +95,7 @@ class Listener:
         self._wake, self._waker = socket.socketpair()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._selector.register(self._socket, selectors.EVENT_READ)
-        threading.Thread(target=self._serve, name=f"{OWN_THREADS}-listen", daemon=True).start()
+        OwnThread(self._serve, "listen").start()
 
     def close(self) -> None:
         """Stop listening."""
@@ -198,7 +198,7 @@ class Listener:
                 return  # one of these goes on with it
             self._num_answering += 1
         try:
-            threading.Thread(target=self._answer_all, name=f"{OWN_THREADS}-answer", daemon=True).start()
+            OwnThread(self._answer_all, "answer").start()
         except RuntimeError:
             with self._counting:
                 self._num_answering -= 1

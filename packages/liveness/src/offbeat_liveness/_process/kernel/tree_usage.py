@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from offbeat_liveness._process.stacks import own_native_ids
+from offbeat_liveness._process.stacks import OwnThread, own_native_ids
 
 TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 READ_BYTES: Final = 1 << 16
@@ -88,7 +88,7 @@ def tree_usage(pid: int) -> TreeUsage:
         waiting += [child for child in children if child not in seen]
         seen.update(children)
     return TreeUsage(
-        cpu_s=ticks / TICKS_PER_S,
+        cpu_s=ticks / TICKS_PER_S - (OwnThread.ended_cpu_s if pid == os.getpid() else 0.0),
         io_bytes=io_bytes,
         at_work=at_work,
         time_s=time.monotonic(),
