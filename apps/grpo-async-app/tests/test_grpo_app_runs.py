@@ -55,6 +55,22 @@ def test_a_run_trains_every_prompt_once_and_leaves_all_it_promises(
     assert command("eval", run).code == 0
 
 
+def test_a_resumed_run_keeps_what_it_was_told_and_refuses_other_rows(
+    forked_main: Main, config: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run_to_its_end(forked_main, "train", config, "--out", run)
+    run_to_its_end(forked_main, "resume", run, "--data.epochs=2")
+    assert "epochs = 2" in (run / "config.toml").read_text()
+    run_to_its_end(forked_main, "resume", run)
+    assert set(trained_prompts(run).values()) == {2}
+    with (tmp_path / "sums.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "what is 99 and one?", "answer": "100"}) + "\n")
+    with RunningCommand(forked_main, "resume", run, "--data.epochs=3") as process:
+        assert process.wait() == 2
+        assert "begun with 20 training prompts and would go on with 21" in " ".join(process.output.split())
+
+
 @pytest.mark.parametrize("mode", ["synchronous", "stream", "stale", "decoupled with every extra"])
 def test_the_other_modes_train_every_prompt_once_too(
     forked_main: Main, config: Path, tmp_path: Path, mode: str

@@ -103,6 +103,13 @@ def test_a_process_killed_while_writing_leaves_the_checkpoint_before(tmp_path: P
     assert latest.step == 1
 
 
+def test_what_a_kill_has_left_of_a_removal_is_removed_the_next_time(tmp_path: Path) -> None:
+    held = checkpoints(tmp_path, 1, 2)
+    (tmp_path / "step-000001" / "checkpoint.json").unlink()  # the first that is removed
+    held.prune(keep=5)
+    assert sorted(each.name for each in tmp_path.glob("step-*")) == ["step-000002"]
+
+
 # The disk decides how long an example takes, so none has a deadline.
 @settings(deadline=None, max_examples=30)
 @given(

@@ -1,8 +1,9 @@
 """What the asynchronous loop asks for, done: groups sampled and scored, updates, syncs, checkpoints, validation."""
 
 import asyncio
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from offbeat_async_policy import AsyncPolicy, GroupResult
 from offbeat_data import EpochOrder, Prompt, TurnTemplate
 from offbeat_objectives import has_signal, overlong_penalty
 from offbeat_run import RunFolder, clock_s
-from offbeat_types import GenerateRequest, Metrics, SamplingParams, Trajectory
+from offbeat_types import ConfigError, GenerateRequest, Metrics, SamplingParams, Trajectory
 
 LOOP_FOLDER = "loop"
 """Beside the model in a checkpoint: what the loop needs to go on. A folder, so that nobody takes it for weights."""
@@ -298,7 +299,8 @@ class GrpoBackend:
                     deadline_s=self._config.async_.update_deadline_s,
                 )
                 save_groups(folder / LOOP_FOLDER, groups)
-                (folder / LOOP_FOLDER / "state.json").write_text(json.dumps({"policy": dict(state)}))
+                loop = {"policy": dict(state), "prompts": mark_of(self._prompts)}
+                (folder / LOOP_FOLDER / "state.json").write_text(json.dumps(loop))
         self._run.checkpoints.prune(self._config.checkpoint.keep)
 
     # ── watching ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -323,3 +325,26 @@ class GrpoBackend:
 def read_loop_state(folder: Path) -> dict[str, Any]:
     """The loop's state in a checkpoint folder."""
     return dict(json.loads((folder / LOOP_FOLDER / "state.json").read_text()))
+
+
+def mark_of(prompts: Sequence[Prompt]) -> dict[str, int | str]:
+    """How many prompts there are, and which: with the settings, the order of training is a function of these."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(len(prompt.ids).to_bytes(8, "little") + prompt.ids.tobytes())
+    return {"number": len(prompts), "sha256": digest.hexdigest()}
+
+
+def check_same_prompts(state: Mapping[str, Any], prompts: Sequence[Prompt], run: Path) -> None:
+    """Refuse to go on with other prompts than those that a checkpoint's state was written with.
+
+    Raises:
+        ConfigError: rows were added, removed or changed.
+    """
+    begun, now = state.get("prompts"), mark_of(prompts)  # older checkpoints have none
+    if begun and begun != now:
+        raise ConfigError(
+            f"{run} was begun with {begun['number']} training prompts and would go on with {now['number']}, not all of "
+            "them the same: some would be trained twice and others never; resume with the rows it was begun with, or "
+            "start a new run with model.path set to its latest checkpoint"
+        )

@@ -82,6 +82,7 @@ def _resume(words: CommandWords, folder: str) -> int:
         config = load_config(run.config, GrpoConfig, words.overrides)
         check_same_data(load_config(run.config, GrpoConfig, ()), config)
         preflight = check_run(config)
+        run.write_config(preflight.config)  # the next resume goes on with it
         return _conclude(preflight, resume(preflight, run), run)
 
 

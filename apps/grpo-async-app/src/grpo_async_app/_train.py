@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpo_async_app._backend import LOOP_FOLDER, GrpoBackend, read_loop_state
+from grpo_async_app._backend import LOOP_FOLDER, GrpoBackend, check_same_prompts, read_loop_state
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._evaluation import Validation, validate
 from grpo_async_app._fleet import Fleet
@@ -76,6 +76,7 @@ class _Session:
         if checkpoint is None:
             return cls.from_start(preflight, run)
         config, state = preflight.config.async_, read_loop_state(checkpoint.path)
+        check_same_prompts(state, preflight.prompts.train, run.path)
         policy = AsyncPolicy.restore(config, state["policy"], preflight.num_groups, preflight.max_updates)
         groups = load_groups(checkpoint.path / LOOP_FOLDER)
         flawed = {group_id for group_id, group in groups.items() if group.flaw}

@@ -104,7 +104,9 @@ class Checkpoints:
         for each in removed:
             # The manifest goes first, so that a half-removed checkpoint is never taken for a whole one.
             (each.path / _MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(each.path)
+        for folder in self.path.glob("step-*"):  # also what a kill has left of an earlier removal
+            if not (folder / _MANIFEST).exists():
+                shutil.rmtree(folder)
         return removed
 
 
