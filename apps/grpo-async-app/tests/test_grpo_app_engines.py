@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from grpo_async_app._backend import GrpoBackend
@@ -17,19 +18,27 @@ from grpo_async_app._evaluation import Validation
 from grpo_async_app._fleet import Fleet
 from grpo_async_app._handover import hand_over
 from grpo_async_app._restarts import RestartBudget
+from grpo_async_app._roles import rollout as rollout_role
+from grpo_async_app._rollouts import ScoredTrajectory
 from grpo_async_app._scaling import take_asked_engines
 from offbeat_async_policy import AsyncPolicy
 from offbeat_cluster._specs import Wait
 from offbeat_data import Prompt
 from offbeat_run import RunFolder, load_config
 from offbeat_types import (
+    Completion,
+    ConfigError,
     DeadlineError,
     EngineHealth,
     GenerateRequest,
     OffbeatError,
     PeerFailedError,
+    RolloutCapabilities,
+    RolloutEngineConfig,
     RunFolderError,
     SamplingParams,
+    Trajectory,
+    VersionSegment,
 )
 
 REQUEST = GenerateRequest(request_id="1", prompt_ids=(1,), params=SamplingParams(max_tokens=1))
@@ -334,3 +343,52 @@ def test_a_validation_that_cannot_be_written_down_ends_the_run(
 
     monkeypatch.setattr("grpo_async_app._backend.validate", answered)
     run(scenario)
+
+
+def test_the_greedy_sample_ends_and_is_worth_as_the_others_do(config: Path, model: Path, tmp_path: Path) -> None:
+    """ReMax subtracts it: what is taken off for length, and where a sample stops, must be the same."""
+    words = ['--rollout.stop=["x"]', "--algorithm.advantage=remax", "--algorithm.overlong_buffer_tokens=4"]
+    chosen = load_config(config, GrpoConfig, words)
+    requests: list[GenerateRequest] = []
+    long = Completion(
+        ids=np.arange(8, dtype=np.int32),
+        logprobs=np.zeros(8, np.float32),
+        segments=(VersionSegment(version=0, num_tokens=8),),
+        stop_reason="length",
+    )
+
+    async def scenario() -> None:
+        backend = open_backend(chosen, Fleet(chosen, str(model), tmp_path))
+
+        async def sample(_name: str, _prompt: Prompt, request: GenerateRequest) -> list[ScoredTrajectory]:
+            requests.append(request)
+            return [ScoredTrajectory(trajectory=Trajectory.of(long), reward=1.0, parts={})]
+
+        backend._rollouts.sample = sample  # type: ignore[method-assign]
+        greedy = await backend._sample_greedy(3, backend._prompt(0), "rollout-0")
+        assert greedy == 0.0, "a whole buffer over: the reward less the factor of 1"
+
+    run(scenario)
+    assert requests[0].params.stop == ("x",)
+
+
+def test_an_engine_that_cannot_hold_a_sample_across_a_sync_is_refused_at_its_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[bool] = []
+
+    class NeverHolds:
+        capabilities = RolloutCapabilities(pause_modes=("abort", "wait"))
+
+        @classmethod
+        async def create(cls, _: RolloutEngineConfig) -> "NeverHolds":
+            return cls()
+
+        async def close(self) -> None:
+            closed.append(True)
+
+    monkeypatch.setattr(rollout_role, "load_backend", lambda *_: NeverHolds)
+    role = rollout_role.RolloutRole(backend="slow", config=RolloutEngineConfig(model_path="m"), interrupts=True)
+    with pytest.raises(ConfigError, match=r"set async\.partial_rollout = false"):
+        asyncio.run(role.start())
+    assert closed == [True]

@@ -54,6 +54,8 @@ class TwoTurns:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
             while True:
                 pass
+        if kind == 0 and "pictures" in self.broken:
+            return [{"role": "tool", "content": [{"type": "image", "image": b""}]}]
         return [{"role": "tool", "content": self.words}] if self.num_turns == 1 else None
 
     async def reward(self):
@@ -162,6 +164,17 @@ def test_environments_that_break_end_their_episodes_and_are_counted(
     assert max(values_of(run, "environment/timed_out")) >= 2
     assert max(values_of(run, "environment/not_finite")) >= 2
     assert not values_of(run, "environment/lost")
+
+
+def test_an_environment_that_says_what_is_no_text_ends_its_episode_only(
+    forked_main: Main, config: Path, tmp_path: Path, environments: str
+) -> None:
+    run = tmp_path / "run"
+    words = settings(f"{environments}:TwoTurns", broken=["pictures"])
+    output = run_to_its_end(forked_main, "train", config, "--out", run, *words, "--eval.every_updates=0")
+    assert "an environment may say texts only" in " ".join(output.split())
+    assert sum(trained_prompts(run).values()) == 16
+    assert max(values_of(run, "environment/unreadable")) >= 2
 
 
 def test_a_checkpoint_that_a_reward_has_poisoned_is_resumed(

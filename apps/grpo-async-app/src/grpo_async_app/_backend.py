@@ -119,10 +119,11 @@ class GrpoBackend:
         """Reward of the greedy sample that ReMax compares with; 0 for other advantages."""
         if not self._config.algorithm.needs_greedy_reward:
             return 0.0
-        params = SamplingParams(max_tokens=self._config.rollout.max_tokens, temperature=0.0)
+        rollout = self._config.rollout
+        params = SamplingParams(max_tokens=rollout.max_tokens, temperature=0.0, stop=tuple(rollout.stop))
         request = GenerateRequest(request_id=f"greedy-{group_id}", prompt_ids=prompt.ids, params=params)
         samples = await self._rollouts.sample(name, prompt, request)
-        return samples[0].reward if samples else 0.0
+        return self._worth(samples[0]) if samples else 0.0
 
     def _can_be_compared(self, samples: list[ScoredTrajectory]) -> bool:
         """Whether enough of a group is left."""
@@ -139,10 +140,14 @@ class GrpoBackend:
             prompt_ids=prompt.ids,
             pictures=prompt.pictures,
             trajectories=[sample.trajectory for sample in samples],
-            rewards=[sample.reward + self._overlong_penalty(sample.trajectory) for sample in samples],
+            rewards=[self._worth(sample) for sample in samples],
             parts=[sample.parts for sample in samples],
             greedy_reward=greedy_reward,
         )
+
+    def _worth(self, sample: ScoredTrajectory) -> float:
+        """What is trained on: the reward, and what is taken off it for length."""
+        return sample.reward + self._overlong_penalty(sample.trajectory)
 
     def _overlong_penalty(self, trajectory: Trajectory) -> float:
         algorithm = self._config.algorithm

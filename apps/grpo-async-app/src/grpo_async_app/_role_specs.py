@@ -61,6 +61,7 @@ class RoleSpecs:
                 **self._config.endpoint(name),
                 "trace": self._trace_plan(name),
                 "trace_s": self._config.profile.rollout_s,
+                "interrupts": self._config.async_.partial_rollout,
             },
             num_threads=self._threads["rollout"],
             log_path=self._log_folder / f"{name}.log",

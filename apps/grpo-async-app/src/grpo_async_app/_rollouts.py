@@ -11,7 +11,7 @@ from grpo_async_app._config import GrpoConfig
 from grpo_async_app._fleet import Fleet
 from grpo_async_app._gathering import all_or_first_error
 from offbeat_data import EnvironmentFailedError, EpisodeLimits, Prompt, TurnTemplate, play_episode
-from offbeat_types import Completion, GenerateRequest, Ids, Trajectory
+from offbeat_types import Completion, DataError, GenerateRequest, Ids, Trajectory
 
 TURN_SEEDS = 1 << 36
 """Turn t draws with the seed of its sample plus t times this: far beyond the seeds of other groups."""
@@ -114,6 +114,9 @@ class Rollouts:
                 score = await episode.finish()
         except EnvironmentFailedError as error:
             self.leave_out(f"environment/{error.reason}", str(error))
+            return None
+        except DataError as error:  # it said what is no text, or in a role that the chat template refuses
+            self.leave_out("environment/unreadable", str(error))
             return None
         if score is None:
             [score] = await self._fleet.score(prompt, [trajectory.turns[-1].text])

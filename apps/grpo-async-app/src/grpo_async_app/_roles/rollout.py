@@ -41,6 +41,7 @@ class RolloutRole:
         serve_deadline_s: seconds one of their requests may take.
         trace: under which weights it traces itself; None for none.
         trace_s: longest stretch of one trace.
+        interrupts: weight syncs hold what is being sampled, and let it go on under the new weights.
     """
 
     _engine: RolloutEngine
@@ -54,7 +55,9 @@ class RolloutRole:
         serve_deadline_s: float = 600.0,
         trace: TracePlan | None = None,
         trace_s: float = 10.0,
+        interrupts: bool = False,
     ) -> None:
+        self._interrupts = interrupts
         self._backend, self._config = backend, replace(config, trace_folder=trace.folder) if trace else config
         self._serve_port, self._serve_deadline_s = serve_port, serve_deadline_s
         self._server: RolloutServer | None = None
@@ -65,7 +68,7 @@ class RolloutRole:
         """Load the model.
 
         Raises:
-            ConfigError: it is to hold FP8 weights, and cannot.
+            ConfigError: it is to hold FP8 weights, or samples across a weight sync, and cannot.
             BackendError: it is to be served to others, and offbeat-serve is not installed.
         """
         self._engine = await load_backend("offbeat.rollout", self._backend).create(self._config)
@@ -74,6 +77,12 @@ class RolloutRole:
             raise ConfigError(
                 f"rollout.weight_format = fp8: an engine of rollout.backend = {self._backend!r} takes no FP8 blocks "
                 "from the trainer; set it to dtype (rollout.options may quantise by themselves), or take backend torch"
+            )
+        if self._interrupts and "keep" not in self._engine.capabilities.pause_modes:
+            await self._engine.close()
+            raise ConfigError(
+                f"async.partial_rollout = true: an engine of rollout.backend = {self._backend!r} cannot go on with a "
+                "sample under other weights; set async.partial_rollout = false, or take backend torch or vllm"
             )
         if self._plan is not None:
             self._trace = StretchTrace(self._plan, self._recorder(self._plan), self._trace_s)
