@@ -20,6 +20,7 @@ class Rollout:
     dtype: str = setting("float32", "Format.", choices=("float32", "bfloat16"))
     seed: int | None = setting(None, "Seed.")
     stop: tuple[str, ...] = setting((), "Stop strings.")
+    ends: tuple[str, ...] = setting((), "Texts as they are.", is_text=True)
     ids: list[int] = setting([], "Token ids.", ge=0)
     pair: tuple[int, str] = setting((1, "a"), "A pair.")
     mode: Literal["fast", "slow"] = setting("fast", "Mode.")
@@ -96,6 +97,13 @@ def test_without_a_file_defaults_and_overrides_are_the_configuration() -> None:
         (["--rollout.stop", "a,b"], "stop", ("a", "b")),
         (["--rollout.stop", '["a,b"]'], "stop", ("a,b",)),
         (["--rollout.stop="], "stop", ()),
+        (["--rollout.ends", "\n"], "ends", ("\n",)),
+        (["--rollout.ends", "Question: "], "ends", ("Question: ",)),
+        (["--rollout.ends", "a, b"], "ends", ("a, b",)),
+        (["--rollout.ends", "42"], "ends", ("42",)),
+        (["--rollout.ends", '["a, b", "\\n"]'], "ends", ("a, b", "\n")),
+        (["--rollout.ends", '"two\\nlines"'], "ends", ("two\nlines",)),
+        (["--rollout.ends="], "ends", ()),
         (["--rollout.ids", "1,2"], "ids", [1, 2]),
         (["--rollout.ignore_eos", "true"], "ignore_eos", True),
         (["--rollout.options.a.b", "3", "--rollout.options.c=x"], "options", {"a": {"b": 3}, "c": "x"}),

@@ -40,7 +40,7 @@ class RolloutConfig(RolloutEngineSettings):
     top_p: float = setting(1.0, "Sample from the smallest set of tokens with this much probability.", gt=0, le=1)
     top_k: int = setting(0, "Sample from the k likeliest tokens; 0 from all.", "tokens", ge=0)
     min_p: float = setting(0.0, "Leave out tokens less likely than this share of the likeliest.", ge=0, lt=1)
-    stop: list[str] = setting([], "Texts that end a completion.")
+    stop: list[str] = setting([], "Texts that end a completion.", is_text=True)
     seed: int = setting(0, "Seed of sampling; every sample draws from a stream of its own.", ge=0)
     sync_bucket_bytes: int = setting(64 * 2**20, "Weights travel in buckets of this size.", "bytes", ge=4096)
     serve_port: int | None = setting(

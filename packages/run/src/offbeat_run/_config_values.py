@@ -206,9 +206,15 @@ def parse_scalar(text: str) -> Any:
 def fit_override(text: str, annotation: Any, setting: Setting) -> Any:
     """Fit the text of an override: as TOML, else as a bare string, else as a list separated by commas.
 
+    Where `setting.is_text`, it is TOML or one entry of a list, as it is.
+
     Raises:
         ValueProblemError: no reading fits; it speaks of the first one.
     """
+    if setting.is_text:
+        value = parse_scalar(text) if text else []
+        entry = value if isinstance(value, str) else text
+        return fit(value if isinstance(value, list) else [entry], annotation, setting)
     pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
     readings: list[Any] = [parse_scalar(text), text, [parse_scalar(piece) for piece in pieces], pieces]
     first: ValueProblemError | None = None

@@ -26,6 +26,8 @@ class Setting:
         unit: such as "s", "tokens", "bytes", "nats"; empty for a pure number, a name or a path.
         ge, gt, le, lt: bounds on a number, each optional.
         choices: the only values allowed, or empty for any.
+        is_text: of a list of texts: the words of an override are one entry, blanks and commas and all, unless they are
+            written as a TOML list.
     """
 
     def __init__(
@@ -38,8 +40,9 @@ class Setting:
         le: float | None = None,
         lt: float | None = None,
         choices: Sequence[str] = (),
+        is_text: bool = False,
     ) -> None:
-        self.doc, self.unit, self.choices = doc, unit, tuple(choices)
+        self.doc, self.unit, self.choices, self.is_text = doc, unit, tuple(choices), is_text
         self.ge, self.gt, self.le, self.lt = ge, gt, le, lt
 
     def complaint(self, value: object) -> str | None:
@@ -69,7 +72,7 @@ def setting(default: Any, doc: str, unit: str = "", **bounds: Any) -> Any:
         default: its value when the file names none; `REQUIRED` for no default; lists and dicts are copied per instance.
         doc: what it does, for `--explain`.
         unit: see `Setting`.
-        bounds: `ge`, `gt`, `le`, `lt`, `choices` of `Setting`.
+        bounds: `ge`, `gt`, `le`, `lt`, `choices`, `is_text` of `Setting`.
 
     Returns:
         A dataclass field, typed as the field's own annotation.
