@@ -233,6 +233,9 @@ _NAMES = {
     "policy/ratio_mean": "train/ratio_mean",
     "policy/ratio_max": "train/ratio_max",
     "policy/share_kept": "train/share_kept",
+}
+_LOSSES = {
+    "loss": "train/loss",
     "loss/policy": "train/loss_policy",
     "loss/kl": "train/loss_kl",
     "loss/entropy": "train/loss_entropy",
@@ -246,8 +249,9 @@ def _named(metrics: Metrics) -> Metrics:
     clips = [metric for name, metric in metrics.items() if name.startswith("policy/clip_")]
     if clips:
         named["train/clip_fraction"] = replace(clips[0], value=sum(clip.value for clip in clips))
-    # Each optimizer step has a loss of its own: their mean is the update's.
-    named["train/loss"] = Metric(value=metrics["loss"].value if "loss" in metrics else 0.0)
+    # Each optimizer step has a loss of its own, and parts of it: their mean is the update's.
+    named |= {_LOSSES[name]: Metric(value=metric.value) for name, metric in metrics.items() if name in _LOSSES}
+    named.setdefault("train/loss", Metric(value=0.0))
     # The engine's own names have no slash: see `TrainEngine.forward_backward`.
     named |= {f"engine/{name}": metric for name, metric in metrics.items() if "/" not in name and name != "loss"}
     return {**named, **{name: metric for name, metric in metrics.items() if name.startswith("correction/")}}
