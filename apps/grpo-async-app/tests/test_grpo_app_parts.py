@@ -17,6 +17,7 @@ from grpo_async_app._fleet import Fleet
 from grpo_async_app._groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._preflight import check_run, check_same_data
 from grpo_async_app._roles.batches import build_batch, split_batch
+from grpo_async_app._roles.trainer import _named
 from grpo_async_app._rollouts import Rollouts
 from offbeat_data import Prompt, RewardScore
 from offbeat_objectives import AlgorithmConfig
@@ -27,12 +28,14 @@ from offbeat_types import (
     Completion,
     ConfigError,
     GenerateRequest,
+    Metric,
     Reply,
     SamplingParams,
     TrainSequence,
     Trajectory,
     VersionSegment,
     installed_backends,
+    merge_metrics,
 )
 
 
@@ -145,6 +148,13 @@ def test_what_an_environment_says_is_read_and_never_learned() -> None:
 
 def test_lag_counts_from_the_oldest_turn() -> None:
     assert group(4, [3], [1.0], num_turns=3).oldest_version == 4
+
+
+def test_parts_of_a_loss_are_means_over_the_steps_of_an_update_as_the_loss_is() -> None:
+    """Within a step the parts of micro-batches add up; so do not the steps."""
+    step = {"loss": Metric(value=3.0, how="sum"), "loss/policy": Metric(value=3.0, how="sum")}
+    update = merge_metrics([_named(step), _named(step)])
+    assert (update["train/loss"].value, update["train/loss_policy"].value) == (3.0, 3.0)
 
 
 def test_mini_batches_split_by_group() -> None:
