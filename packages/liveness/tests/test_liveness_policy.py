@@ -1,6 +1,7 @@
 """What is done about a stall under `abort`: healthy runs go on whatever they wait for, proofs end a run, gently."""
 
 import ctypes
+import dataclasses
 import os
 import queue
 import signal
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from liveness_launch import ABORTED, STALL_S, Body, launch, step
 
 import offbeat_liveness as liveness
-from offbeat_liveness import _ending
+from offbeat_liveness import _ending, _monitor
 from offbeat_liveness._announcer import Announcer
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._dumps import DumpWriter
@@ -298,6 +299,29 @@ def test_who_only_reports_tells_the_others_when_the_time_is_over(
         found = verdict(due_in_s=due_in_s)
         announcer.announce(found, ends_run=must_end(found, "report"), is_due=must_end(found, "abort"))
     assert told == [1700.0, -6.0]
+
+
+LATE = verdict(kind="straggler")
+GONE = verdict(kind="dead-peer", certainty="proof")
+
+
+@pytest.mark.parametrize(
+    ("looks", "found"),
+    [
+        ([LATE, GONE, None], None),  # rank 1 came and left while the heads were read
+        ([LATE, LATE], LATE),
+        ([LATE, GONE, GONE, GONE], GONE),
+        ([GONE, GONE, LATE, LATE], LATE),
+        ([GONE, GONE, LATE] * 3, dataclasses.replace(GONE, certainty="suspicion")),
+    ],
+)
+def test_looks_must_agree_one_after_the_other(
+    looks: list[Verdict | None], found: Verdict | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_monitor, "CONFIRM_S", 0.0)
+    left = iter(looks)
+    monitor: Any = SimpleNamespace(verdict=None, _look=lambda: (next(left), None))
+    assert _monitor.Monitor._find(monitor)[0] == found
 
 
 CONSOLE = """
