@@ -167,7 +167,7 @@ def test_a_proof_ends_the_run_before_its_timeout(body: Body, kind: str, tmp_path
     outcome = launch(body, 2, tmp_path, policy="abort")
     assert outcome.only.kind == kind
     assert outcome.only.is_proof
-    assert outcome.only.stalled_s <= STALL_S + 5  # 2 s on a quiet machine (docs/liveness.md), and what others take of it
+    assert outcome.only.stalled_s <= STALL_S + 5  # 2 s on a quiet machine; others take their part of it
     assert outcome.exit_codes == [ABORTED] * 2
 
 
