@@ -279,11 +279,14 @@ def announcer() -> Announcer:
 def test_a_pause_is_told_again_when_it_lasts_twice_as_long_as_it_ever_did(
     announcer: Announcer, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def told_of(stalled_s: float) -> int:
-        announcer.announce(verdict(stalled_s=stalled_s, time_s=time.time()), ends_run=False, is_due=False)
+    def told_of(stalled_s: float, missing: str = "rank 1") -> int:
+        late = verdict(stalled_s=stalled_s, time_s=time.time(), missing=(missing,))
+        announcer.announce(late, ends_run=False, is_due=False)
         return capfd.readouterr().err.count("suspicion")
 
     assert told_of(70.0) == 1
+    announcer.announce_movement()
+    assert told_of(70.0, "rank 2") == 0, "each in its turn"
     announcer.announce_movement()
     assert [told_of(80.0), told_of(100.0), told_of(139.0), told_of(141.0), told_of(200.0)] == [0, 0, 0, 1, 0]
 
