@@ -1,6 +1,7 @@
 """What is done about a stall under `abort`: healthy runs go on whatever they wait for, proofs end a run, gently."""
 
 import ctypes
+import dataclasses
 import os
 import queue
 import signal
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from liveness_launch import ABORTED, STALL_S, Body, launch, step
 
 import offbeat_liveness as liveness
-from offbeat_liveness import _ending
+from offbeat_liveness import _ending, _monitor
 from offbeat_liveness._announcer import Announcer
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._dumps import DumpWriter
@@ -166,7 +167,7 @@ def test_a_proof_ends_the_run_before_its_timeout(body: Body, kind: str, tmp_path
     outcome = launch(body, 2, tmp_path, policy="abort")
     assert outcome.only.kind == kind
     assert outcome.only.is_proof
-    assert outcome.only.stalled_s <= STALL_S + 2
+    assert outcome.only.stalled_s <= STALL_S + 5  # 2 s on a quiet machine; others take their part of it
     assert outcome.exit_codes == [ABORTED] * 2
 
 
@@ -278,11 +279,14 @@ def announcer() -> Announcer:
 def test_a_pause_is_told_again_when_it_lasts_twice_as_long_as_it_ever_did(
     announcer: Announcer, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def told_of(stalled_s: float) -> int:
-        announcer.announce(verdict(stalled_s=stalled_s, time_s=time.time()), ends_run=False, is_due=False)
+    def told_of(stalled_s: float, missing: str = "rank 1") -> int:
+        late = verdict(stalled_s=stalled_s, time_s=time.time(), missing=(missing,))
+        announcer.announce(late, ends_run=False, is_due=False)
         return capfd.readouterr().err.count("suspicion")
 
     assert told_of(70.0) == 1
+    announcer.announce_movement()
+    assert told_of(70.0, "rank 2") == 0, "each in its turn"
     announcer.announce_movement()
     assert [told_of(80.0), told_of(100.0), told_of(139.0), told_of(141.0), told_of(200.0)] == [0, 0, 0, 1, 0]
 
@@ -298,6 +302,29 @@ def test_who_only_reports_tells_the_others_when_the_time_is_over(
         found = verdict(due_in_s=due_in_s)
         announcer.announce(found, ends_run=must_end(found, "report"), is_due=must_end(found, "abort"))
     assert told == [1700.0, -6.0]
+
+
+LATE = verdict(kind="straggler")
+GONE = verdict(kind="dead-peer", certainty="proof")
+
+
+@pytest.mark.parametrize(
+    ("looks", "found"),
+    [
+        ([LATE, GONE, None], None),  # rank 1 came and left while the heads were read
+        ([LATE, LATE], LATE),
+        ([LATE, GONE, GONE, GONE], GONE),
+        ([GONE, GONE, LATE, LATE], LATE),
+        ([GONE, GONE, LATE] * 3, dataclasses.replace(GONE, certainty="suspicion")),
+    ],
+)
+def test_looks_must_agree_one_after_the_other(
+    looks: list[Verdict | None], found: Verdict | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_monitor, "CONFIRM_S", 0.0)
+    left = iter(looks)
+    monitor: Any = SimpleNamespace(verdict=None, _look=lambda: (next(left), None))
+    assert _monitor.Monitor._find(monitor)[0] == found
 
 
 CONSOLE = """

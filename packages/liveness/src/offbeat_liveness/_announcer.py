@@ -136,7 +136,7 @@ class Announcer:
         if self._spoken is None:
             before_s = self._longest_s.get(verdict.topic)
             return before_s is None or verdict.stalled_s >= LONGER * before_s
-        if is_known or verdict.topic == self._spoken.topic or time.monotonic() - self._spoke_s < self._quiet_s:
+        if is_known or time.monotonic() - self._spoke_s < self._quiet_s:
             return False
         self._quiet_s *= LONGER
         return True

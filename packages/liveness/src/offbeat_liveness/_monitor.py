@@ -39,6 +39,7 @@ CONFIRM_S: Final = 0.25
 FRESH_S: Final = 0.05  # a head this young need not be read again
 NUM_LOOKS: Final = 3
 """So many looks in a row must find the same proof: heads are not read at one instant."""
+MAX_LOOKS: Final = 7
 ACT_AFTER_S: Final = 5.0
 """So long after the timeout of what is waited in, a suspicion is acted upon: torch itself comes first."""
 JOIN_THREADS_S: Final = 3.0
@@ -333,20 +334,25 @@ class Monitor:
             self._ending.begin(leads=True, ends=ends and self._error is None)
 
     def _find(self) -> tuple[Verdict | None, Scene]:
-        """A verdict on which several looks agree: heads are read one by one, so a run that moves may look stuck.
+        """A verdict on which several looks in a row agree; looks that never do make a suspicion.
 
-        What a process and its descendants do is known from the second look on.
+        Heads are read one by one, so a run that moves may look stuck. What a process and its descendants do is known
+        from the second look on.
         """
-        first, scene = self._look()
-        if first is None or (self.verdict is not None and first.key == self.verdict.key):
-            return first, scene
-        for _ in range(NUM_LOOKS - 1 if must_end(first, "abort") else 1):
+        before: Verdict | None = None
+        num_alike = 0
+        for _ in range(MAX_LOOKS):
+            found, scene = self._look()
+            if found is None or (self.verdict is not None and found.key == self.verdict.key):
+                return found, scene
+            is_alike = before is not None and (before.certainty, before.kind) == (found.certainty, found.kind)
+            num_alike = num_alike + 1 if is_alike else 1
+            if num_alike == (NUM_LOOKS if must_end(found, "abort") else 2):
+                return found, scene
+            before = found
             time.sleep(CONFIRM_S)
-            again, scene = self._look()
-            if again is None or (again.certainty, again.kind) != (first.certainty, first.kind):
-                return None if again is None else dataclasses.replace(again, certainty="suspicion"), scene
-            first = again
-        return first, scene
+        assert found is not None
+        return dataclasses.replace(found, certainty="suspicion"), scene
 
     def _look(self) -> tuple[Verdict | None, Scene]:
         scene = self._look_around(self.settings.stall_after_s)

@@ -117,8 +117,8 @@ class Verdict:
 
     @property
     def topic(self) -> tuple[Any, ...]:
-        """What a pause that comes again and again has in common; the number of the collective is not part of it."""
-        return self.group, self.members, self.op, self.missing
+        """What a pause that comes again and again has in common: not the number of the call, nor who is late."""
+        return self.group, self.members, self.op
 
     @property
     def is_proof(self) -> bool:
