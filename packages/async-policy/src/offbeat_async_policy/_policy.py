@@ -359,8 +359,6 @@ class AsyncPolicy:
         policy._finished = dict(snapshot.finished)
         policy._data_was_ended = snapshot.data_was_ended
         policy._filtered_in_a_row = snapshot.filtered_in_a_row
-        if policy.ended_early:  # whoever resumes such a run has mended what gave no signal, or is told so again
-            policy._filtered_in_a_row = 0
         policy._engine_version = snapshot.version
         policy._sync_requested = True
         policy._drops_decided_at = -1
