@@ -44,6 +44,20 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Writes a module of a user's own, by name and text, where this process and those it starts import it."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])))
+
+    def write(name: str, text: str) -> None:
+        (folder / f"{name}.py").write_text(text)
+
+    return write
+
+
+@pytest.fixture
 def forked_main() -> Callable[[], object]:
     """The command line for a `RunningCommand` whose processes are all forks: killed often, it imports torch once."""
     return offbeat_testing.forked_main("grpo_async_app", "offbeat_engine_torch", "offbeat_rollout_torch")

@@ -21,6 +21,7 @@ from grpo_async_app._restarts import RestartBudget
 from grpo_async_app._roles import rollout as rollout_role
 from grpo_async_app._rollouts import ScoredTrajectory
 from grpo_async_app._scaling import take_asked_engines
+from grpo_async_app._watching import wait_gone
 from offbeat_async_policy import AsyncPolicy
 from offbeat_cluster._specs import Wait
 from offbeat_data import Prompt
@@ -118,6 +119,19 @@ def test_an_engine_that_ends_while_it_fetches_weights_keeps_no_trainer_waiting()
             await hand_over(take(), send, withdraw)
         assert send.done()
         assert not send.cancelled(), "the trainer itself has ended it"
+
+    run(scenario)
+
+
+def test_an_engine_that_answers_with_errors_alone_is_ended_as_one_that_is_silent() -> None:
+    async def scenario() -> None:
+        handle = Handle("rollout-0", fails_in="health")
+
+        async def ask(*, deadline_s: float) -> None:
+            await handle.call("health")
+
+        cause = await wait_gone(handle, ask, 0.4)  # type: ignore[arg-type]
+        assert "errors alone (CUDA out of memory) for 0.4 s" in cause
 
     run(scenario)
 

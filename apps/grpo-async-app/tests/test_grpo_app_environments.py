@@ -74,13 +74,9 @@ class Unjudged(TwoTurns):
 
 
 @pytest.fixture
-def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def environments(own_module: Callable[[str, str], None]) -> str:
     """Name of a module of a user's own."""
-    folder = tmp_path / "modules"
-    folder.mkdir()
-    (folder / "own_environments.py").write_text(ENVIRONMENTS)
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    own_module("own_environments", ENVIRONMENTS)
     return "own_environments"
 
 
@@ -112,6 +108,16 @@ def run_to_its_end(main: Main, *words: object) -> str:
         return process.output
 
 
+def train_and_kill(main: Main, *words: object, run: Path) -> None:
+    """A run that is killed, driver and all, after some updates."""
+    with RunningCommand(main, "train", *words, "--out", run) as process:
+        process.wait_until(lambda: len(values_of(run, "train/reward")) >= 2 if run.exists() else False, "updates")
+        started = process.descendants()
+        process.kill()
+        process.wait()
+    wait_until_gone(started, 20)  # forks hold the lock of the run folder, which processes of their own do not
+
+
 def test_a_trainer_scores_every_turn_in_the_context_it_was_sampled_in(
     forked_main: Main, config: Path, tmp_path: Path, environments: str
 ) -> None:
@@ -135,12 +141,7 @@ def test_turns_go_on_across_weight_syncs_and_a_resume(
     run = tmp_path / "run"
     words = settings(f"{environments}:TwoTurns")
     two = ["--rollout.num_engines=2", "--async.staleness_threshold=1", "--data.epochs=3", "--checkpoint.every=1"]
-    with RunningCommand(forked_main, "train", config, "--out", run, *words, *two) as process:
-        process.wait_until(lambda: len(values_of(run, "train/reward")) >= 2 if run.exists() else False, "updates")
-        started = process.descendants()
-        process.kill()
-        process.wait()
-    wait_until_gone(started, 20)  # forks hold the lock of the run folder, which processes of their own do not
+    train_and_kill(forked_main, config, *words, *two, run=run)
     run_to_its_end(forked_main, "resume", run)
     assert set(trained_prompts(run).values()) == {3}
     assert max(values_of(run, "train/lag_max")) >= 1.0
@@ -184,12 +185,7 @@ def test_a_checkpoint_that_a_reward_has_poisoned_is_resumed(
     run = tmp_path / "run"
     words = settings(f"{environments}:TwoTurns")
     ahead = ["--async.staleness_threshold=2", "--checkpoint.every=1", "--eval.every_updates=0", "--data.epochs=2"]
-    with RunningCommand(forked_main, "train", config, "--out", run, *words, *ahead) as process:
-        process.wait_until(lambda: len(values_of(run, "train/reward")) >= 2 if run.exists() else False, "updates")
-        started = process.descendants()
-        process.kill()
-        process.wait()
-    wait_until_gone(started, 20)
+    train_and_kill(forked_main, config, *words, *ahead, run=run)
     latest = RunFolder.open(run, write=False).checkpoints.latest()
     assert latest is not None
     buffer = latest.path / "loop" / "buffer.json"

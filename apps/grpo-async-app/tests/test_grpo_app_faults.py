@@ -1,7 +1,6 @@
 """What befalls the processes of a run that goes on, for real: each ends with every prompt trained once per epoch."""
 
 import contextlib
-import os
 import resource
 import signal
 import threading
@@ -19,6 +18,7 @@ from offbeat_run import RunFolder, read_timeline
 from offbeat_testing import RunningCommand, wait_until_gone
 
 Main = Callable[[], object]
+OwnModule = Callable[[str, str], None]
 NUM_TRAIN, NUM_EPOCHS = 20, 8
 COMMON = (f"--data.epochs={NUM_EPOCHS}", "--eval.every_updates=10")
 
@@ -79,8 +79,9 @@ def test_a_trainer_that_dies_again_and_again_ends_the_run_with_its_cause(
 
 
 def test_an_engine_without_memory_is_started_again(forked_main: Main, config: Path, tmp_path: Path) -> None:
+    """Whatever cannot be had first: it ends by itself, answers with errors alone, or not at all."""
     run = tmp_path / "run"
-    with begun(forked_main, config, run, "--rollout.num_engines=2") as process:
+    with begun(forked_main, config, run, "--rollout.num_engines=2", "--cluster.silent_after_s=5") as process:
         starved = role_pids(process)["rollout-1"]
         resource.prlimit(starved, resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
         process.wait_until(lambda: role_pids(process).get("rollout-1", starved) != starved, "a new engine")
@@ -124,13 +125,10 @@ def reward(prompt, completion):
 
 
 def test_a_last_validation_that_fails_costs_no_update(
-    forked_main: Main, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    forked_main: Main, config: Path, tmp_path: Path, own_module: OwnModule
 ) -> None:
-    folder, run = tmp_path / "modules", tmp_path / "run"
-    folder.mkdir()
-    (folder / "own_reward.py").write_text(REWARD)
-    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.syspath_prepend(folder)
+    run = tmp_path / "run"
+    own_module("own_reward", REWARD)
     words = ["--reward.name=own_reward:reward", "--checkpoint.every=0", "--eval.every_updates=1000"]
     with RunningCommand(forked_main, "train", config, "--out", run, *words) as process:
         assert process.wait() != 0
@@ -149,15 +147,10 @@ def reward(prompt, completion):
 """
 
 
-def test_a_slow_judge_is_no_stall(
-    forked_main: Main, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_judge_is_no_stall(forked_main: Main, config: Path, tmp_path: Path, own_module: OwnModule) -> None:
     """All wait for it for far longer than `async.stall_after_s`, and it gets on."""
-    folder, run = tmp_path / "modules", tmp_path / "run"
-    folder.mkdir()
-    (folder / "slow_judge.py").write_text(JUDGE)
-    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.syspath_prepend(folder)
+    run = tmp_path / "run"
+    own_module("slow_judge", JUDGE)
     words = ["--reward.name=slow_judge:reward", "--reward.num_processes=1", "--async.stall_after_s=1.5"]
     with RunningCommand(
         forked_main, "train", config, "--out", run, *words, "--rollout.samples_per_prompt=4"

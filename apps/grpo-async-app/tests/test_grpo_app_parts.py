@@ -249,6 +249,7 @@ def test_the_configuration_stays_small_and_documented() -> None:
     # in, where data says what it is asked and reward what its last words are worth.
     # The rest is for runs on clusters: where roles lie, when a silent one is given up, how often one is started again.
     # A teacher is a model served of its own: where it is, who serves it, on what. Traces: which steps of which roles.
+    # Rewards are scored in so many processes: how many a machine can spare, nobody else knows.
     check_limits(GrpoConfig, max_keys=157)
 
 

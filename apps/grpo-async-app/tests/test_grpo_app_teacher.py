@@ -67,7 +67,7 @@ def test_a_policy_comes_nearer_to_its_teacher(
     assert accounting_complaints(run, NUM_TRAIN, 8, per_update=4) == []
     divergence = [line.values["distillation/kl"] for line in read_metrics(run / "metrics.jsonl")]
     assert len(divergence) == 40
-    assert np.mean(divergence[-10:]) < 0.8 * np.mean(divergence[:5]), divergence
+    assert np.mean(divergence[-10:]) < 0.7 * np.mean(divergence[:5]), divergence
     events = read_timeline(run / "timeline.json")
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     scored = {tracks[event["tid"]] for event in events if event["ph"] == "X" and event["name"] == "score"}

@@ -7,10 +7,11 @@ from typing import get_args
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat_liveness._diagnosis.cycles import find_cycle
 from offbeat_liveness._diagnosis.diagnosis import find_verdict
 from offbeat_liveness._diagnosis.difference import difference
 from offbeat_liveness._diagnosis.failure import find_failure, is_secondary
-from offbeat_liveness._diagnosis.graph import Absent, Edge, Fate, Scene, find_cycle
+from offbeat_liveness._diagnosis.graph import Absent, Edge, Fate, Scene
 from offbeat_liveness._diagnosis.verdict import Verdict, join_names, join_ranks
 from offbeat_liveness._process.head import (
     CallSite,

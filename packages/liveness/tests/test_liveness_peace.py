@@ -28,6 +28,14 @@ def use(group: dist.ProcessGroup) -> None:
     dist.all_reduce(torch.ones(1), group=group)
 
 
+def two_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Of both ranks, and used already."""
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+    use(first)
+    use(second)
+    return first, second
+
+
 def two_broadcasts_at_once(rank: int) -> None:
     """One of the world that goes on beside one of each half; the halves have roots of their own."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -40,9 +48,7 @@ def two_broadcasts_at_once(rank: int) -> None:
 
 
 def a_new_thread_takes_a_group_over(rank: int) -> None:
-    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
-    use(first)
-    use(second)
+    first, second = two_groups()
     time.sleep(0.5)
 
     def serve() -> None:
@@ -72,9 +78,7 @@ def a_side_group_is_made_again(rank: int) -> None:
 
 def an_operation_is_posted_before_an_answer_is_awaited(rank: int) -> None:
     """Rank 0 has posted in one group and reads from a socket; rank 1 is in the other group, which comes next there."""
-    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
-    use(first)
-    use(second)
+    first, second = two_groups()
     if rank == 0:
         work = dist.all_reduce(torch.ones(1), group=first, async_op=True)
         here, there = socket.socketpair()
@@ -89,9 +93,7 @@ def an_operation_is_posted_before_an_answer_is_awaited(rank: int) -> None:
 
 
 def an_operation_is_asked_for_now_and_then(rank: int) -> None:
-    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
-    use(first)
-    use(second)
+    first, second = two_groups()
     if rank == 0:
         work = dist.all_reduce(torch.ones(1), group=first, async_op=True)
         end_s = time.monotonic() + PAUSE_S
@@ -138,9 +140,7 @@ def a_timeout_of_a_call_is_an_answer(rank: int) -> None:
 
 
 def a_wait_is_tried_again(rank: int) -> None:
-    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
-    use(first)
-    use(second)
+    first, second = two_groups()
     if rank == 0:
         work = dist.all_reduce(torch.ones(1), group=first, async_op=True)
         with contextlib.suppress(RuntimeError):

@@ -8,8 +8,8 @@ from typing import Final
 from offbeat_liveness._diagnosis.verdict import Verdict, join_names
 from offbeat_liveness._dumps import DumpWriter
 from offbeat_liveness._ending import say
-from offbeat_liveness._network.peers import Peers
-from offbeat_liveness._network.side_channel import Message, ask_all
+from offbeat_liveness._network.peers import Key, Peers
+from offbeat_liveness._network.side_channel import Address, Message, ask_all
 from offbeat_liveness._process.goodbye import describe
 from offbeat_liveness._process.head import Head
 from offbeat_liveness._settings import Settings
@@ -54,6 +54,8 @@ class Announcer:
         self._written: Verdict | None = None
         self._spoke_s = -1e9
         self._is_speaker = False  # whoever told a stall tells its end
+        self._told: tuple[object, bool] | None = None  # what all were told of, and whether it ends the run
+        self._unheard: dict[Key, Address] = {}  # who has not answered to it
         self._quiet_s = QUIET_STALLS * settings.stall_after_s
 
     def announce(self, verdict: Verdict, *, ends_run: bool, is_due: bool) -> None:
@@ -62,7 +64,7 @@ class Announcer:
         Args:
             verdict: of this look.
             ends_run: this process's policy ends it now.
-            is_due: somebody's policy may: the others are told again, whatever the policy here.
+            is_due: somebody's policy may: the others are told so, whatever the policy here.
         """
         is_known = self.verdict is not None and self.verdict.key == verdict.key
         verdict = dataclasses.replace(verdict, directory=str(self._settings.directory or ""))
@@ -72,10 +74,14 @@ class Announcer:
         if ends_run or self._is_news(verdict, is_known=is_known):
             say(verdict.text)
             self._spoken, self._spoke_s, self._is_speaker = verdict, time.monotonic(), True
-        if is_known and not ends_run and not is_due:
-            return
         message = {"ask": "verdict", "verdict": verdict.to_data(), "leader": self._peers.own_name()}
-        self._tell_others(message, num_tries=NUM_TRIES if is_due or ends_run else 1)
+        ends = ends_run or is_due
+        if self._told in ((verdict.key, True), (verdict.key, ends)):
+            if ends and self._unheard:
+                self._tell_others(message, num_tries=1)
+            return
+        self._told, self._unheard = (verdict.key, ends), self._peers.running()
+        self._tell_others(message, num_tries=NUM_TRIES if ends else 1)
         self._tell_program(verdict)
         self._written = verdict
         self._dumps.write_verdict(verdict)
@@ -83,11 +89,10 @@ class Announcer:
 
     def _tell_others(self, message: Message, *, num_tries: int) -> None:
         """Whoever does not hear that a run is ended would stay behind: those that were busy are told again."""
-        left = self._peers.running()
         for _ in range(num_tries):
-            heard = ask_all(left, message, self._peers.secret, TELL_S)
-            left = {key: each for key, each in left.items() if key not in heard}
-            if not left:
+            heard = ask_all(self._unheard, message, self._peers.secret, TELL_S)
+            self._unheard = {key: each for key, each in self._unheard.items() if key not in heard}
+            if not self._unheard:
                 return
 
     def announce_movement(self) -> None:
@@ -105,11 +110,11 @@ class Announcer:
 
     def hear(self, verdict: Verdict, leader: str, *, ends_run: bool) -> None:
         """The leader's announcement; should this process lead next, what was told is told."""
-        is_told = self.verdict == verdict  # whoever is slow to answer is told again
         self.verdict = self._spoken = self._written = verdict
         self._spoke_s, self._is_speaker = time.monotonic(), False
-        if is_told:
+        if self._told == (verdict.key, ends_run):  # whoever was slow to answer is told again
             return
+        self._told, self._unheard = (verdict.key, ends_run), {}
         if verdict.is_proof or ends_run:
             say(f"offbeat liveness: {self._peers.own_name()}: {verdict.kind}, told in full by {leader}")
         self._tell_program(verdict)
@@ -122,6 +127,7 @@ class Announcer:
     def _note_end(self) -> tuple[Verdict | None, float]:
         """The stall is over: what it was, and how long it lasted."""
         stuck, self.verdict, self._spoken, self._is_speaker = self.verdict, None, None, False
+        self._told, self._unheard = None, {}
         self._quiet_s = QUIET_STALLS * self._settings.stall_after_s
         if stuck is None:
             return None, 0.0

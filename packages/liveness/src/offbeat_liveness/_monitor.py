@@ -11,7 +11,7 @@ from typing import Any, Final
 from offbeat_liveness._announcer import Announcer
 from offbeat_liveness._diagnosis.diagnosis import find_verdict, is_over
 from offbeat_liveness._diagnosis.failure import find_failure, is_secondary
-from offbeat_liveness._diagnosis.graph import Scene
+from offbeat_liveness._diagnosis.graph import LATE_S, Scene
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._dumps import DumpWriter
 from offbeat_liveness._ending import Ending, leave, say
@@ -40,8 +40,6 @@ FRESH_S: Final = 0.05  # a head this young need not be read again
 NUM_LOOKS: Final = 3
 """So many looks in a row must find the same proof: heads are not read at one instant."""
 MAX_LOOKS: Final = 7
-ACT_AFTER_S: Final = 5.0
-"""So long after the timeout of what is waited in, a suspicion is acted upon: torch itself comes first."""
 JOIN_THREADS_S: Final = 3.0
 REPLACED_BY_AGENTS: Final = ("killed", "crashed", "raised")
 """Ends of a process after which torchrun's agents on several hosts form the group anew, by themselves."""
@@ -69,7 +67,7 @@ def must_end(verdict: Verdict, policy: Policy) -> bool:
     """Whether a policy ends a process now: on a proof, and on a suspicion once its timeout is over."""
     if policy == "report" or not verdict.may_end:
         return False
-    is_due = verdict.due_in_s is not None and verdict.due_in_s <= -ACT_AFTER_S
+    is_due = verdict.due_in_s is not None and verdict.due_in_s <= -LATE_S
     if is_elastic(os.environ) and verdict.fate in REPLACED_BY_AGENTS:
         return is_due
     return verdict.is_proof or is_due or policy == "strict"

@@ -12,8 +12,9 @@ There are four kinds, and only these end a run before the timeout of what is wai
 from collections.abc import Sequence
 
 from offbeat_liveness._diagnosis.build import build_verdict
+from offbeat_liveness._diagnosis.cycles import find_cycle
 from offbeat_liveness._diagnosis.failure import find_failure, first_fate
-from offbeat_liveness._diagnosis.graph import ENDED, Edge, Scene, find_cycle
+from offbeat_liveness._diagnosis.graph import ENDED, Edge, Scene
 from offbeat_liveness._diagnosis.verdict import Verdict, VerdictKind, join_names, name_of_group
 from offbeat_liveness._diagnosis.wording import (
     ADVICE,
@@ -123,7 +124,7 @@ def _cycle(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
 def _is_held(scene: Scene, edge: Edge, following: Edge) -> bool:
     """Whether nobody but the thread that stands in the next wait of the cycle could do what an edge waits for."""
     head = scene.head_by_name[edge.target]
-    return head.is_heard and (edge.actor == following.wait.thread or not head.free_threads)
+    return edge.actor == following.wait.thread or not head.free_threads
 
 
 def cycle_verdict(scene: Scene, cycle: Sequence[Edge], *, is_proof: bool) -> Verdict:

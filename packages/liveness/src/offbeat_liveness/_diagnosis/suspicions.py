@@ -6,7 +6,8 @@ A suspicion is said once, with names and lines, and acted upon only at the timeo
 from collections.abc import Sequence
 
 from offbeat_liveness._diagnosis.build import build_verdict
-from offbeat_liveness._diagnosis.graph import COMPUTE_PATIENCE, ENDED, Edge, Scene, find_cycle
+from offbeat_liveness._diagnosis.cycles import find_cycle
+from offbeat_liveness._diagnosis.graph import COMPUTE_PATIENCE, ENDED, Edge, Scene
 from offbeat_liveness._diagnosis.proofs import cycle_verdict
 from offbeat_liveness._diagnosis.verdict import Verdict, VerdictKind, join_names, name_of_group
 from offbeat_liveness._diagnosis.wording import (

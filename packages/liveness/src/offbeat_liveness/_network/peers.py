@@ -61,9 +61,8 @@ class Peers:
         self._formed_s = -math.inf
         self._world: World | None = None
         self._book: dict[Key, Address] = {}
-        promised = job_store.promised_world()
-        self.rank: int | None = None
-        self._promised, self.rank, self.world_size = promised or ("", None, 0)
+        self.rank: int | None
+        self._promised, self.rank, self.world_size = job_store.promised_world() or ("", None, 0)
         self.problem = ""
 
     @property

@@ -157,9 +157,7 @@ class Survey:
         head = self._said.get(key)
         if head is None or all(wait.kind == "outside" for wait in head.waits):
             return None
-        passed_s = time.time() - head.time_s
-        waits = tuple(dataclasses.replace(wait, age_s=wait.age_s + passed_s) for wait in head.waits)
-        return dataclasses.replace(head, waits=waits, still_s=head.still_s + passed_s, is_heard=False)
+        return dataclasses.replace(head, is_heard=False)
 
     def _ask_witnesses(
         self, quiet: Mapping[Key, Address], heads: Mapping[Key, Head]

@@ -175,9 +175,9 @@ class _Threads:
         frame = self.frame(ident)
         if frame is None or stands_in_torch(frame):
             return False
-        return not self.asks(ident) and (backend.startswith("gloo") or self._outside_of(ident) is not None)
+        return not self.polls(ident) and (backend.startswith("gloo") or self._outside_of(ident) is not None)
 
-    def asks(self, ident: int) -> bool:
+    def polls(self, ident: int) -> bool:
         """Whether a thread sleeps for moments, as one that asks again and again whether an operation is over."""
         outside = self._outside_of(ident)
         is_sleep = outside is not None and outside.kind == "sleep"
@@ -250,7 +250,7 @@ def _recorded_wait(group: GroupHead, entry: Collective, threads: _Threads) -> Wa
         group=group.name,
         timeout_s=group.timeout_s if own_s is None else own_s,
         stack=stack_of(threads.frame(entry.thread)),
-        is_posted=threads.asks(entry.thread),
+        is_posted=threads.polls(entry.thread),
         has_own_deadline=own_s is not None,
     )
 
