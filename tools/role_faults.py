@@ -152,10 +152,17 @@ def signal_role(process: RunningCommand, role: str, number: signal.Signals) -> i
 
 
 def kill_one(process: RunningCommand, draw: random.Random, *, may_be_driver: bool) -> str:
-    """`kill -9` of a process drawn at random, every second time the driver where that may be; its role."""
-    roles = {**role_pids(process), DRIVER: process.pid}
-    is_driver = may_be_driver and draw.random() < 0.5
-    role = DRIVER if is_driver else draw.choice(sorted(roles.keys() - {DRIVER}))
+    """`kill -9` of a process drawn at random, every second time the driver where that may be.
+
+    Returns:
+        Its role, "" where a run that ends has none left.
+    """
+    roles = role_pids(process)
+    if may_be_driver and draw.random() < 0.5:
+        roles = {DRIVER: process.pid}
+    if not roles:
+        return ""
+    role = draw.choice(sorted(roles))
     with suppress(ProcessLookupError):
         os.kill(roles[role], signal.SIGKILL)
     return role
@@ -191,7 +198,7 @@ def disturb(
             if has_ended(process):
                 return killed
             time.sleep(0.1)
-        killed.append(kill_one(process, draw, may_be_driver=may_be_driver))
+        killed += filter(None, [kill_one(process, draw, may_be_driver=may_be_driver)])
     return killed
 
 
