@@ -184,8 +184,8 @@ def test_an_engine_that_is_never_ready_is_named_within_its_deadline(
         async with launcher(ray_cluster) as started:
             await started.place(plan(ray_cluster, groups), groups)
             ready = started.start(role("rollout-0", "Patient", role_env, tmp_path))
-            never = started.start(role("rollout-1", "NeverReady", role_env, tmp_path), deadline_s=3)
-            with pytest.raises(DeadlineError, match=r"starting rollout-1: waited 3 s for rollout-1"):
+            never = started.start(role("rollout-1", "NeverReady", role_env, tmp_path), deadline_s=8)
+            with pytest.raises(DeadlineError, match=r"starting rollout-1: waited 8 s for rollout-1"):
                 await asyncio.gather(ready, never)
 
     asyncio.run(scenario())

@@ -344,7 +344,8 @@ class AsyncPolicy:
         """Go on from a checkpoint: what was finished stays finished, what was in flight is issued again first.
 
         The first action is a Sync, as the engines may hold any weights. Settings may differ from those of the state;
-        when fewer groups are wanted now, those that were finished or in flight are trained nevertheless.
+        when fewer groups are wanted now, those that were finished or in flight are trained nevertheless. A run that
+        had ended early for lack of signal begins to count anew: whoever resumes it has mended something.
 
         Raises:
             RunFolderError: the state is damaged or of another format.
@@ -359,6 +360,8 @@ class AsyncPolicy:
         policy._finished = dict(snapshot.finished)
         policy._data_was_ended = snapshot.data_was_ended
         policy._filtered_in_a_row = snapshot.filtered_in_a_row
+        if policy.ended_early:
+            policy._filtered_in_a_row = 0
         policy._engine_version = snapshot.version
         policy._sync_requested = True
         policy._drops_decided_at = -1
