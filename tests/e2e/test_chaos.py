@@ -14,8 +14,9 @@ from role_faults import DRIVER, Job, disturb, final_reward, has_ended, last_valu
 CHAOS_S = float(os.environ.get("OFFBEAT_CHAOS_S", "24"))
 KILL_EVERY_S = 20.0 if CHAOS_S >= 120 else 6.0
 NUM_KILLS = round(CHAOS_S / KILL_EVERY_S)
-SCORE_S = 0.05
-NUM_EPOCHS = round(CHAOS_S / (40 * SCORE_S))  # scoring alone takes as long as the run is disturbed
+NUM_SCORERS = 2
+SCORE_S = 0.05 * NUM_SCORERS
+NUM_EPOCHS = round(CHAOS_S * NUM_SCORERS / (40 * SCORE_S))  # scoring alone takes as long as the run is disturbed
 LAUNCHER = os.environ.get("OFFBEAT_CHAOS_LAUNCHER", "local")
 SEED = int(os.environ.get("OFFBEAT_CHAOS_SEED", "0"))
 pytestmark = pytest.mark.timeout(1500 + 5 * CHAOS_S)
@@ -25,7 +26,12 @@ pytestmark = pytest.mark.timeout(1500 + 5 * CHAOS_S)
 def test_random_kills_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_be_driver: bool) -> None:
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # the job adds to it
     job, draw, killed = Job.make(tmp_path, NUM_EPOCHS, score_s=SCORE_S), random.Random(SEED), []
-    command, code = job.train(f"--cluster.launcher={LAUNCHER}", "--cluster.connect_timeout_s=600"), None
+    words = [
+        f"--cluster.launcher={LAUNCHER}",
+        "--cluster.connect_timeout_s=600",
+        f"--reward.num_processes={NUM_SCORERS}",
+    ]
+    command, code = job.train(*words), None
     while code is None:
         done = len(updates(job.run))
         with command as process:

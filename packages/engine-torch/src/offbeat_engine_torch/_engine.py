@@ -261,6 +261,7 @@ class TorchTrainEngine:
 
         Raises:
             ModelError: the folder is not a whole checkpoint of this model.
+            PeerFailedError: another rank has found it so.
         """
         with self._ranks.together("load"):
             self._asleep.refuse("load", Asleep.WEIGHTS, Asleep.OPTIMIZER)

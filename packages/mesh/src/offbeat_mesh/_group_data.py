@@ -173,14 +173,15 @@ class DataGroup:
 
         A member that raises inside it tells the others: those in a call of the group raise at once, those that still
         work raise when they come to their next call or to the end. The end waits for all members, so after it
-        everybody knows that everybody has succeeded.
+        everybody knows that everybody has succeeded. Where several fail at a time, the first to do so raises its own
+        error, and each other one its own or the first one's, whichever it meets sooner.
 
         Args:
             what: the work, for people.
             deadline_s: for the members to come to the end; None takes the group's.
 
         Raises:
-            PeerFailedError: another member failed.
+            PeerFailedError: another member failed; its text is the other's error.
         """
         self._calls.check()
         try:
