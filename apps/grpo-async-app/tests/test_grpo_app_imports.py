@@ -314,7 +314,7 @@ def test_what_stays_open_is_something_to_put_right(command: CommandLine, tmp_pat
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["openrlhf", "x.sh"], "import knows verl and trl: got 'openrlhf'"),
+        (["openrlhf", "x.sh"], "import knows verl and trl and prime-rl: got 'openrlhf'"),
         (["verl", "/nowhere.sh"], "cannot be read"),
         (["verl"], "import takes FRAMEWORK FILE"),
     ],

@@ -1,4 +1,4 @@
-"""`grpo-async-app import verl|trl FILE`: writes our TOML, and tells what did not come along."""
+"""`grpo-async-app import verl|trl|prime-rl FILE`: writes our TOML, and tells what did not come along."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import Any, Final
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._imports.draft import Draft
 from grpo_async_app._imports.options import read_options
+from grpo_async_app._imports.prime_rl import import_prime_rl
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
 from grpo_async_app._preflight import check_settings
@@ -28,11 +29,15 @@ class _Framework:
     is_hydra: bool
 
 
-_FRAMEWORKS: Final = {"verl": _Framework(import_verl, is_hydra=True), "trl": _Framework(import_trl, is_hydra=False)}
+_FRAMEWORKS: Final = {
+    "verl": _Framework(import_verl, is_hydra=True),
+    "trl": _Framework(import_trl, is_hydra=False),
+    "prime-rl": _Framework(import_prime_rl, is_hydra=False),
+}
 
 
 def import_command(words: CommandWords, framework: str, file: str) -> int:
-    """`import verl|trl FILE [--out NEW_FILE]`.
+    """`import verl|trl|prime-rl FILE [--out NEW_FILE]`.
 
     Raises:
         ConfigError: no such framework, or a file without options.

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +18,8 @@ _OTHER_OPTION: Final = re.compile(r"\$\{(?:oc\.select:)?(?P<name>[\w.]+)(?:,\s*(
 _MAX_REFERENCES: Final = 8
 """An option may refer to one that refers to another; two that refer to each other never end."""
 _WORDS: Final[dict[str, Any]] = {"true": True, "false": False, "null": None, "none": None, "": None}
-_STRUCTURED: Final = (".yaml", ".yml", ".json")
+_READERS: Final[Mapping[str, Callable[[str], Any]]] = {".json": json.loads, ".toml": tomllib.loads}
+_STRUCTURED: Final = (".yaml", ".yml", ".json", ".toml")
 
 
 def read_options(path: Path, *, is_hydra: bool) -> dict[str, Any]:
@@ -36,7 +38,12 @@ def read_options(path: Path, *, is_hydra: bool) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error}; give a file of options") from error
     if path.suffix in _STRUCTURED:
         held = _parse(path, text)
-        options = _resolved(dict(_flat(held))) if is_hydra else {name: _plain(value) for name, value in held.items()}
+        if is_hydra:
+            options = _resolved(dict(_flat(held)))
+        elif path.suffix == ".toml":
+            options = dict(_flat(held))
+        else:
+            options = {name: _plain(value) for name, value in held.items()}
     elif is_hydra:
         options = {name: read_value(value) for name, value in read_shell(text).items()}
     else:
@@ -48,7 +55,7 @@ def read_options(path: Path, *, is_hydra: bool) -> dict[str, Any]:
 
 def _parse(path: Path, text: str) -> dict[str, Any]:
     try:
-        held = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        held = _READERS.get(path.suffix, yaml.safe_load)(text)
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if held is None:  # an empty YAML file, or one of comments

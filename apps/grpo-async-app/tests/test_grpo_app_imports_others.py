@@ -1,0 +1,119 @@
+"""Options of prime-rl and OpenRLHF become a configuration that loads, and what does not carry over is told."""
+
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from offbeat_data import Prompt
+from offbeat_testing import CommandLine
+
+# Options of PrimeIntellect-ai/prime-rl 559b4477 (2026-08-21), of configs/basic/hendrycks-sanity/rl.toml and of
+# examples/advanced/qwen3-30b-a3b/math.toml.
+PRIME_RL = """
+max_steps = 5000
+[deployment]
+type = "multi_node"
+num_train_nodes = 2
+num_infer_nodes = 2
+[model]
+name = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
+[monitors.wandb]
+project = "hendrycks-sanity"
+[weight_broadcast]
+type = "nccl"
+[orchestrator]
+batch_size = 512
+group_size = 8
+seq_len = 8192
+max_off_policy_steps = 8
+[[orchestrator.train.source]]
+name = "hendrycks-math"
+[orchestrator.train.source.env.taskset]
+id = "math-env"
+dataset_name = "mikasenghaas/Sanity-Test-R1D-1.5B"
+[orchestrator.eval]
+interval = 50
+[[orchestrator.eval.source]]
+name = "aime2024"
+[trainer.model]
+seq_len = 16384
+ep = 8
+[trainer.optim]
+lr = 1e-6
+[ckpt]
+interval = 100
+[inference]
+[inference.vllm]
+tensor_parallel_size = 8
+max_model_len = 8192
+"""
+
+
+def imported(
+    command: CommandLine, framework: str, source: Path, *words: str
+) -> tuple[dict[str, dict[str, object]], str]:
+    """Sections of what was written, and what was said."""
+    target = source.with_name("mine.toml")
+    ended = command("import", framework, source, "--out", target)
+    assert ended.code == 0, ended.err
+    return tomllib.loads(target.read_text()), ended.out
+
+
+def test_a_configuration_of_prime_rl_becomes_ours(command: CommandLine, tmp_path: Path) -> None:
+    source = tmp_path / "rl.toml"
+    source.write_text(PRIME_RL)
+    held, said = imported(command, "prime-rl", source)
+    assert held["data"]["path"] == "verifiers:math-env"
+    assert held["data"]["task_options"] == {"dataset_name": "mikasenghaas/Sanity-Test-R1D-1.5B"}
+    assert (held["engine"]["num_ranks"], held["rollout"]["num_engines"], held["rollout"]["tensor_parallel"]) == (
+        16,
+        2,
+        8,
+    )
+    assert held["engine"]["options"] == {"expert_parallel": 8}
+    assert (held["async"]["mini_batch_size"], held["async"]["max_version_lag"]) == (64, 8)
+    assert held["rollout"]["max_model_len"] == 8192
+    assert (held["engine"]["max_updates"], held["eval"]["every_updates"], held["checkpoint"]["every"]) == (
+        5000,
+        50,
+        100,
+    )
+    assert held["algorithm"]["advantage"] == "dr_grpo"
+    assert "512 are 64 prompts" in said
+    missing = said.partition("has no counterpart:")[2]
+    assert "orchestrator.eval.source" in missing
+    assert "weight_broadcast" not in missing
+
+
+def test_what_is_for_another_command_of_prime_rl_is_refused(command: CommandLine, tmp_path: Path) -> None:
+    source = tmp_path / "sft.toml"
+    source.write_text("max_steps = 100\n[data]\nname = 'x'\n")
+    ended = command("import", "prime-rl", source)
+    assert ended.code == 2
+    assert "section orchestrator is required" in ended.err
+
+
+# Reward functions with the signatures of the three, as the page for those who move expects them.
+REWARDS = {
+    "my_verl_reward": "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    "    return {'score': float(solution_str == ground_truth and data_source == 'sums' and extra_info is None)}\n",
+    "my_trl_reward": "def reward(prompts, completions, data_source, **columns):\n"
+    "    return [float(said.startswith('4') and asked == '2+2=') for asked, said in zip(prompts, completions)]\n",
+    "my_openrlhf_reward": "import torch\n\ndef reward_func(queries, prompts, labels):\n"
+    "    return {'rewards': torch.tensor([float(each == p + a) for each, p, a in zip(queries, prompts, labels)])}\n",
+}
+
+
+def test_reward_functions_of_others_are_called_as_the_page_says(own_module: Callable[[str, str], None]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text()
+    shown = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(shown) == len(REWARDS)
+    prompt = Prompt(index=0, ids=np.array([1], np.int32), text="2+2=", answer="4", fields={"data_source": "sums"})
+    for text, (name, module) in zip(shown, REWARDS.items(), strict=True):
+        own_module(name, module)
+        held: dict[str, Callable[[Prompt, str], float]] = {}
+        exec(text, held)
+        assert [held["score"](prompt, said) for said in ("4", "5")] == [1.0, 0.0], name
