@@ -1,16 +1,23 @@
 """Values as plain JSON data, so that prompts travel between processes and are read by people."""
 
+import operator
 from typing import Any
 
 
 def to_plain(value: Any) -> Any:
-    """Lists, dicts with text keys, texts, numbers, booleans and None; anything else becomes its text."""
+    """Lists, dicts with text keys, texts, numbers, booleans and None; anything else becomes its text.
+
+    What is plain already, as most rows are, is given back itself and not copied.
+    """
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if isinstance(value, dict):
-        return {str(key): to_plain(item) for key, item in value.items()}
+        made = {str(key): to_plain(item) for key, item in value.items()}
+        return value if all(made.get(key, made) is item for key, item in value.items()) else made
     if isinstance(value, list | tuple):
-        return [to_plain(item) for item in value]
+        items = [to_plain(item) for item in value]
+        is_same = isinstance(value, list) and all(map(operator.is_, items, value))
+        return value if is_same else items
     return f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)
 
 

@@ -17,6 +17,8 @@ import tokenizers
 from offbeat_data._chat_template import ChatTemplate
 from offbeat_types import BackendError, Ids, ModelError
 
+_BLOCK = 256
+"""Texts encoded at a time: an encoding holds some hundred bytes a token, of which four are kept."""
 _OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
@@ -76,8 +78,12 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Ids]:
         """Token ids of each text, [T] int32; with or without the bos or eos that the tokenizer puts around a text."""
-        encodings = self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
-        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+        found: list[Ids] = []
+        for first in range(0, len(texts), _BLOCK):
+            block = list(texts[first : first + _BLOCK])
+            encodings = self._backend.encode_batch(block, add_special_tokens=add_special_tokens)
+            found += [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+        return found
 
     def encode_with_offsets(self, text: str) -> tuple[Ids, npt.NDArray[np.int64]]:
         """Token ids [T] int32 and the character range [T, 2] int64 of each; nothing is put around the text."""
