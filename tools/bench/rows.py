@@ -14,24 +14,7 @@ from pathlib import Path
 
 from offbeat_data import DataConfig, load_prompts, load_tokenizer
 
-WORDS = [
-    "find",
-    "the",
-    "value",
-    "of",
-    "x",
-    "such",
-    "that",
-    "integral",
-    "matrix",
-    "triangle",
-    "vertex",
-    "modulo",
-    "prime",
-    "sequence",
-    "sum",
-    "product",
-]
+WORDS = ("find", "the", "value", "of", "x", "such", "that", "integral", "matrix", "triangle", "modulo", "prime")
 NUM_WORDS = 90
 
 
