@@ -16,7 +16,8 @@ Asynchronous GRPO: rollouts and training overlap, and no process waits without a
                  [--cluster 4x8]            … on 4 nodes x 8, on a FILE of nodes, or on the live Ray cluster
                  [--fit NEW_FILE]           … and write the recipe with the changes that make it fit
                  [--shrink]                 … of the rehearsal
-  grpo-async-app import WHOSE FILE          write what another framework's options say as a TOML file (--out FILE)
+  grpo-async-app import verl FILE           write what its options say as a TOML file (--out FILE); or trl, openrlhf,
+                                            prime-rl
   grpo-async-app resume RUN                 go on from the latest checkpoint of a run folder
   grpo-async-app scale RUN --engines N      let rollout engines join or leave while a run goes on
   grpo-async-app eval RUN                   validate the best checkpoint of a run
