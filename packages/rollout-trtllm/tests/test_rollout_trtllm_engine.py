@@ -38,9 +38,11 @@ def folder(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("trtllm") / "qwen3", "qwen3")
 
 
-def request(request_id="r", **params):
+def request(request_id="r", num_samples=1, **params):
     params = {"max_tokens": 8, "ignore_eos": True, "seed": 1, **params}
-    return GenerateRequest(request_id=request_id, prompt_ids=PROMPT, params=SamplingParams(**params))
+    return GenerateRequest(
+        request_id=request_id, prompt_ids=PROMPT, num_samples=num_samples, params=SamplingParams(**params)
+    )
 
 
 def open_in(folder, device_ids):
@@ -192,7 +194,7 @@ def test_a_cancelled_call_and_a_client_that_goes_end_at_the_engine_too(folder, s
             await task
         await asyncio.wait_for(until(is_idle), 5)
 
-        params = to_engine_params(SamplingParams(max_tokens=200), index=0, eos_ids=(), max_tokens=200)
+        params = to_engine_params(SamplingParams(max_tokens=200), seed=0, eos_ids=(), max_tokens=200)
         body = {"sample_id": "gone", "prompt_ids": PROMPT.tolist(), "params": params}
         async with aclosing(http.lines("/offbeat/generate", body)) as lines:
             assert "delta" in await anext(lines)
@@ -319,6 +321,64 @@ def test_routers_tables_and_vision_models_stay_out_of_fp8(folder, tmp_path):
             find_release("1.2.0"),
             functools.partial(open_in, tmp_path),
         )
+
+
+def test_temperature_1_without_cuts_draws_from_the_whole_distribution(folder, start_engine, tmp_path):
+    with torch.no_grad():
+        wanted = reference_model(folder)(torch.from_numpy(PROMPT.astype(np.int64))[None]).logits[0, -1].softmax(-1)
+    rare = set(wanted.argsort()[: len(wanted) // 2].tolist())
+
+    async def check(engine):
+        drawn = [int(each.ids[0]) for each in await engine.generate(request(num_samples=200, max_tokens=1))]
+        share = sum(token in rare for token in drawn) / len(drawn)
+        assert share == pytest.approx(float(wanted[list(rare)].sum()), abs=0.1)
+
+    with_engine(start_engine(folder), folder, tmp_path, check)
+
+
+def test_requests_without_a_seed_differ_on_one_engine_and_from_engine_to_engine(folder, start_engine, tmp_path):
+    drawn = []
+
+    async def check(engine):
+        for request_id in "ab":
+            drawn.extend(tuple(each.ids) for each in await engine.generate(request(request_id, 2, seed=None)))
+
+    for _ in range(2):
+        with_engine(start_engine(folder), folder, tmp_path, check)
+    assert len(set(drawn)) == 8
+
+
+def test_a_request_whose_id_is_in_flight_is_refused_and_the_first_can_still_be_aborted(folder, start_engine, tmp_path):
+    async def check(engine):
+        first = asyncio.create_task(engine.generate(request(max_tokens=200)))
+        await until(lambda: num_tokens(engine))
+        with pytest.raises(OffbeatError, match="'r' is in flight already"):
+            await engine.generate(request())
+        await engine.abort("r")
+        assert (await first)[0].stop_reason == "aborted"
+        assert (await engine.generate(request()))[0].stop_reason == "length"
+
+    with_engine(start_engine(folder), folder, tmp_path, check)
+
+
+def test_clients_of_one_server_abort_their_own_requests_alone(folder, start_engine, tmp_path):
+    process = start_engine(folder)
+    process.ask("POST", "/standin/faults", {"token_delay_s": 0.01})
+
+    async def check(mine):
+        theirs = await TrtllmRolloutEngine.create(mine._config)
+        long = [asyncio.create_task(each.generate(request(max_tokens=100))) for each in (mine, theirs)]
+        await until(lambda: num_tokens(mine))
+        await until(lambda: num_tokens(theirs))
+        await mine.abort("r")
+        assert [(await each)[0].stop_reason for each in long] == ["aborted", "length"]
+        await theirs.close()
+
+    with_engine(process, folder, tmp_path, check)
+
+
+async def num_tokens(engine):
+    return (await engine.health()).num_tokens
 
 
 def test_greedy_logprobs_are_those_at_temperature_one(folder, start_engine, tmp_path):
