@@ -12,6 +12,7 @@ import torch
 from trtllm_peers import HostHandles
 
 from offbeat_rollout_trtllm import ModelFolder, TrtllmRolloutEngine, find_release, is_fp8_weight
+from offbeat_rollout_trtllm._handles import tensors_checksum
 from offbeat_rollout_trtllm._http import HttpEngine
 from offbeat_rollout_trtllm._sampling import to_engine_params
 from offbeat_rollout_trtllm._server_link import ServerLink
@@ -216,6 +217,23 @@ def test_a_server_that_takes_a_call_and_says_nothing_ends_at_the_deadline(folder
         silent.close()
 
     asyncio.run(asyncio.wait_for(check(), 20))
+
+
+def test_each_flush_is_hashed_once_however_many_workers_open_it(folder, start_engine, tmp_path, monkeypatch):
+    hashed = []
+
+    def noted(tensors):
+        hashed.append(len(tensors))
+        return tensors_checksum(tensors)
+
+    monkeypatch.setattr("offbeat_rollout_trtllm._loading.tensors_checksum", noted)
+    process = start_engine(folder, num_workers=2)
+
+    async def check(engine):
+        await engine.update_weights(FakeWeightStream(changed_weights(reference_model(folder)), 1), 1)
+
+    with_engine(process, folder, tmp_path, check, bucket_bytes=1 << 14)
+    assert 1 < len(hashed) == len(process.ask("GET", "/standin/record")["flushes"]) // 2
 
 
 def test_bytes_that_changed_on_their_way_are_not_served(folder, start_engine, tmp_path):
