@@ -26,6 +26,7 @@ from offbeat_types import (
     OffbeatError,
     PeerFailedError,
     RolloutEngineConfig,
+    RolloutEngineSettings,
     SamplingParams,
     WeightSyncError,
 )
@@ -484,3 +485,13 @@ def test_versions_that_are_not_listed_are_refused_or_tried_on_request(version):
 def test_what_is_not_installed_is_said_with_what_is_possible_all_the_same():
     with pytest.raises(BackendError, match=r"options\.server alone; it comes with NVIDIA's"):
         TrtllmRolloutEngine.check_installed()
+
+
+def test_a_plan_without_a_server_is_refused_where_torch_is_another_than_the_engine_s(monkeypatch):
+    settings = RolloutEngineSettings(options={"kv_cache_fraction": 0.5})
+    with pytest.raises(ConfigError, match=r"rollout\.options\.server must .* pins torch 2\.9 and here is torch 2\.1"):
+        TrtllmRolloutEngine.notices_of(settings)
+    for options in ({"server": "127.0.0.1:8000"}, {"allow_unlisted_version": True}):
+        assert TrtllmRolloutEngine.notices_of(RolloutEngineSettings(options=options)) == []
+    monkeypatch.setattr("offbeat_rollout_trtllm._versions.metadata.version", lambda name: "2.9.1+cu130")
+    assert TrtllmRolloutEngine.notices_of(settings) == []

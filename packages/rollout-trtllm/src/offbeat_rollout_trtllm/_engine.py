@@ -18,7 +18,7 @@ from offbeat_rollout_trtllm._options import TrtllmOptions
 from offbeat_rollout_trtllm._samples import Sample
 from offbeat_rollout_trtllm._sampling import check_cut, draw_seed, to_engine_params
 from offbeat_rollout_trtllm._server_link import ServerLink
-from offbeat_rollout_trtllm._versions import Release, find_release, installed_version
+from offbeat_rollout_trtllm._versions import Release, check_same_torch, find_release, installed_version
 from offbeat_types import (
     Completion,
     ConfigError,
@@ -31,6 +31,7 @@ from offbeat_types import (
     PeerFailedError,
     RolloutCapabilities,
     RolloutEngineConfig,
+    RolloutEngineSettings,
     WeightProof,
     WeightStream,
     WeightSyncError,
@@ -72,6 +73,18 @@ class TrtllmRolloutEngine:
         self._client_id = uuid.uuid4().hex  # a server may have other clients, whose requests are named alike
         self._version, self._closed = 0, False
         self._asleep: set[str] = set()
+
+    @staticmethod
+    def notices_of(settings: RolloutEngineSettings) -> list[str]:
+        """What is known to speak against settings, which is nothing or an error; TensorRT-LLM need not be here.
+
+        Raises:
+            ConfigError: an option that cannot be, or no server where this environment's torch keeps the engine out.
+        """
+        options = TrtllmOptions.parse(settings.options)
+        if not options.server and not options.allow_unlisted_version:
+            check_same_torch()
+        return []
 
     @classmethod
     def check_installed(cls) -> None:
