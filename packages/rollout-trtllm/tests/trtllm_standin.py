@@ -26,7 +26,7 @@ import torch
 
 VERSION = "1.2.1"
 
-# DefaultDecodingParams, cpp/include/tensorrt_llm/layers/defaultDecodingParams.h at 21c8b6d4; TOP_K_MAX of layerUtils.h.
+# defaultDecodingParams.h of cpp/include/tensorrt_llm/layers (21c8b6d4, 30f34f00), samplingTopKKernels.h: see `cut`.
 DEFAULT_TOP_K, DEFAULT_TOP_P, TOP_K_MAX = 0, 0.0, 1024
 
 
@@ -106,8 +106,8 @@ class SamplingParams:
     def cut(self, probabilities: torch.Tensor) -> torch.Tensor:
         """Set to 0 what is never drawn.
 
-        Source: regularizeTopKTopP in cpp/tensorrt_llm/layers/layerUtils.h, called by setup() of topKSamplingLayer.cpp
-        (89fd9b74) and topPSamplingLayer.cpp (57fc4a8a); SamplingConfig.validate in
+        Source: regularizeTopKTopP in cpp/tensorrt_llm/kernels/samplingTopKKernels.h (stored 264519637), called by
+        setup() of topKSamplingLayer.cpp (89fd9b74) and topPSamplingLayer.cpp (57fc4a8a); SamplingConfig.validate in
         cpp/include/tensorrt_llm/runtime/samplingConfig.h (09e2cf77) for temperature 0.
         """
         top_k = DEFAULT_TOP_K if self.top_k is None else min(self.top_k, TOP_K_MAX)

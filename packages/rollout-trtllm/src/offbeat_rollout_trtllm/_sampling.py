@@ -26,8 +26,9 @@ def to_engine_params(params: SamplingParams, *, seed: int, eos_ids: Iterable[int
     together for greedy decoding, whatever the temperature; tensorrt_llm/sampling_params.py, which says that top_p
     defaults to 1, passes None on. topK = 0 with topP = 1 is the whole distribution.
     Source: getTopK and getTopP in cpp/include/tensorrt_llm/layers/defaultDecodingParams.h (21c8b6d4);
-    regularizeTopKTopP in cpp/tensorrt_llm/layers/layerUtils.h, called by topKSamplingLayer.cpp (89fd9b74) and
-    topPSamplingLayer.cpp (57fc4a8a); SamplingParams._get_sampling_config (a98a9061).
+    regularizeTopKTopP in cpp/tensorrt_llm/kernels/samplingTopKKernels.h (stored 264519637), called by
+    cpp/tensorrt_llm/layers/topKSamplingLayer.cpp (89fd9b74) and topPSamplingLayer.cpp (57fc4a8a);
+    SamplingParams._get_sampling_config (a98a9061).
 
     The end of sequence is given as a stop token, for then the token stays in the output; stop strings are found by the
     adapter, because the engine compares tokens and would miss a string that lies across a token border.
