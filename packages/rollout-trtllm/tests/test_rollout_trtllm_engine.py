@@ -413,6 +413,7 @@ def test_greedy_logprobs_are_those_at_temperature_one(folder, start_engine, tmp_
     [
         ({"top_p": 0.9}, ConfigError, "before the cut"),
         ({"top_k": 5}, ConfigError, "allow_cut_sampling"),
+        ({"top_k": 2000}, ConfigError, "at most 1024"),
         ({"min_p": 0.1}, ConfigError, "before the cut"),
         ({"max_tokens": 0}, ConfigError, "at least 1"),
         ({"temperature": -1.0}, ConfigError, "at least 0"),

@@ -7,6 +7,8 @@ from typing import Any, Final
 from offbeat_types import ConfigError, SamplingParams
 
 SEED_MASK: Final = (1 << 64) - 1
+MAX_TOP_K: Final = 1024
+"""Source: TOP_K_MAX and clampTopK in cpp/tensorrt_llm/kernels/samplingTopKKernels.h (stored 264519637)."""
 
 
 def draw_seed() -> int:
@@ -58,11 +60,13 @@ def to_engine_params(params: SamplingParams, *, seed: int, eos_ids: Iterable[int
 
 
 def check_cut(params: SamplingParams, *, allow_cut: bool) -> None:
-    """Refuse a cut whose log-probabilities would be others than asked for, unless that is allowed.
+    """Refuse a cut that the engine would change, and one that its log-probabilities do not show, if not allowed.
 
     Raises:
         ConfigError: with the parameters.
     """
+    if params.top_k > MAX_TOP_K:
+        raise ConfigError(f"top_k must be at most {MAX_TOP_K}, to which TensorRT-LLM clips it, got {params.top_k}")
     is_cut = params.top_p < 1 or params.top_k > 1 or params.min_p > 0
     if params.temperature and is_cut and not allow_cut:
         raise ConfigError(
