@@ -12,7 +12,15 @@ from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_rollout_vllm._form import new_future, settle
 from offbeat_rollout_vllm._samples import Delta
 from offbeat_testing import FakeWeightStream, changed_weights, reference_model, tiny_model
-from offbeat_types import GenerateRequest, OffbeatError, RolloutEngineConfig, SamplingParams, WeightSyncError
+from offbeat_types import (
+    DeadlineError,
+    GenerateRequest,
+    OffbeatError,
+    PeerFailedError,
+    RolloutEngineConfig,
+    SamplingParams,
+    WeightSyncError,
+)
 
 DEADLINE_S = 30.0
 OPERATIONS = {
@@ -186,6 +194,38 @@ def test_an_update_whose_caller_gives_up_and_that_fails_leaves_an_engine_that_re
         with pytest.raises(WeightSyncError, match="update to version 4 failed half way"):
             await engine.generate(request())
         assert (await engine.health()).version == 0
+
+    run(check)
+
+
+def test_an_update_that_vllm_does_not_answer_leaves_an_engine_that_says_it_is_lost(run, weights, monkeypatch):
+    async def check(engine, form):
+        monkeypatch.setattr("offbeat_rollout_vllm._control.GRACE_S", 0.0)
+        engine._workers.deadline_s = 0.05
+        form.publish = lambda label: Future()
+        stream = SlowStream(weights, 4)
+        stream.go_on.set()
+        with pytest.raises(DeadlineError, match=r"rollout-vllm\.publish"):
+            await engine.update_weights(stream, 4)
+        for call in (engine.generate(request()), engine.update_weights(stream, 4)):
+            with pytest.raises(PeerFailedError, match="close this engine and make a new one"):
+                await call
+        assert (await engine.health()).version == 0
+
+    run(check)
+
+
+def test_closing_during_an_update_takes_no_memory_from_under_it(run, weights):
+    async def check(engine, form):
+        stream = SlowStream(weights, 4)
+        await given_up(engine, form, stream)
+        await engine.close()
+        assert engine._loader._arena is not None
+        with pytest.raises(OffbeatError, match="closed; make a new one"):
+            await engine.resume()
+        stream.go_on.set()
+        while engine._loader._arena is not None:
+            await asyncio.sleep(0.001)
 
     run(check)
 
