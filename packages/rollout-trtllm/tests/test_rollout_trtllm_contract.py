@@ -56,7 +56,7 @@ def test_arguments_of_the_engine_are_fields_of_its_settings():
 
 def test_sampling_parameters_are_fields_of_theirs():
     params = SamplingParams(top_k=3, top_p=0.5, min_p=0.1, seed=1, stop_token_ids=(4,))
-    given = to_engine_params(params, index=0, eos_ids=(2,), max_tokens=5)
+    given = to_engine_params(params, seed=-1, eos_ids=(2,), max_tokens=5)
     assert not given.keys() - names_of(symbol("sampling_params.py", "SamplingParams"))
 
 

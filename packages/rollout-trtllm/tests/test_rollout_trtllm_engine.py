@@ -12,6 +12,7 @@ import torch
 from trtllm_peers import HostHandles
 
 from offbeat_rollout_trtllm import ModelFolder, TrtllmRolloutEngine, find_release, is_fp8_weight
+from offbeat_rollout_trtllm._handles import tensors_checksum
 from offbeat_rollout_trtllm._http import HttpEngine
 from offbeat_rollout_trtllm._sampling import to_engine_params
 from offbeat_rollout_trtllm._server_link import ServerLink
@@ -25,6 +26,7 @@ from offbeat_types import (
     OffbeatError,
     PeerFailedError,
     RolloutEngineConfig,
+    RolloutEngineSettings,
     SamplingParams,
     WeightSyncError,
 )
@@ -38,9 +40,11 @@ def folder(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("trtllm") / "qwen3", "qwen3")
 
 
-def request(request_id="r", **params):
+def request(request_id="r", num_samples=1, **params):
     params = {"max_tokens": 8, "ignore_eos": True, "seed": 1, **params}
-    return GenerateRequest(request_id=request_id, prompt_ids=PROMPT, params=SamplingParams(**params))
+    return GenerateRequest(
+        request_id=request_id, prompt_ids=PROMPT, num_samples=num_samples, params=SamplingParams(**params)
+    )
 
 
 def open_in(folder, device_ids):
@@ -192,7 +196,7 @@ def test_a_cancelled_call_and_a_client_that_goes_end_at_the_engine_too(folder, s
             await task
         await asyncio.wait_for(until(is_idle), 5)
 
-        params = to_engine_params(SamplingParams(max_tokens=200), index=0, eos_ids=(), max_tokens=200)
+        params = to_engine_params(SamplingParams(max_tokens=200), seed=0, eos_ids=(), max_tokens=200)
         body = {"sample_id": "gone", "prompt_ids": PROMPT.tolist(), "params": params}
         async with aclosing(http.lines("/offbeat/generate", body)) as lines:
             assert "delta" in await anext(lines)
@@ -214,6 +218,23 @@ def test_a_server_that_takes_a_call_and_says_nothing_ends_at_the_deadline(folder
         silent.close()
 
     asyncio.run(asyncio.wait_for(check(), 20))
+
+
+def test_each_flush_is_hashed_once_however_many_workers_open_it(folder, start_engine, tmp_path, monkeypatch):
+    hashed = []
+
+    def noted(tensors):
+        hashed.append(len(tensors))
+        return tensors_checksum(tensors)
+
+    monkeypatch.setattr("offbeat_rollout_trtllm._loading.tensors_checksum", noted)
+    process = start_engine(folder, num_workers=2)
+
+    async def check(engine):
+        await engine.update_weights(FakeWeightStream(changed_weights(reference_model(folder)), 1), 1)
+
+    with_engine(process, folder, tmp_path, check, bucket_bytes=1 << 14)
+    assert 1 < len(hashed) == len(process.ask("GET", "/standin/record")["flushes"]) // 2
 
 
 def test_bytes_that_changed_on_their_way_are_not_served(folder, start_engine, tmp_path):
@@ -321,6 +342,64 @@ def test_routers_tables_and_vision_models_stay_out_of_fp8(folder, tmp_path):
         )
 
 
+def test_temperature_1_without_cuts_draws_from_the_whole_distribution(folder, start_engine, tmp_path):
+    with torch.no_grad():
+        wanted = reference_model(folder)(torch.from_numpy(PROMPT.astype(np.int64))[None]).logits[0, -1].softmax(-1)
+    rare = set(wanted.argsort()[: len(wanted) // 2].tolist())
+
+    async def check(engine):
+        drawn = [int(each.ids[0]) for each in await engine.generate(request(num_samples=200, max_tokens=1))]
+        share = sum(token in rare for token in drawn) / len(drawn)
+        assert share == pytest.approx(float(wanted[list(rare)].sum()), abs=0.1)
+
+    with_engine(start_engine(folder), folder, tmp_path, check)
+
+
+def test_requests_without_a_seed_differ_on_one_engine_and_from_engine_to_engine(folder, start_engine, tmp_path):
+    drawn = []
+
+    async def check(engine):
+        for request_id in "ab":
+            drawn.extend(tuple(each.ids) for each in await engine.generate(request(request_id, 2, seed=None)))
+
+    for _ in range(2):
+        with_engine(start_engine(folder), folder, tmp_path, check)
+    assert len(set(drawn)) == 8
+
+
+def test_a_request_whose_id_is_in_flight_is_refused_and_the_first_can_still_be_aborted(folder, start_engine, tmp_path):
+    async def check(engine):
+        first = asyncio.create_task(engine.generate(request(max_tokens=200)))
+        await until(lambda: num_tokens(engine))
+        with pytest.raises(OffbeatError, match="'r' is in flight already"):
+            await engine.generate(request())
+        await engine.abort("r")
+        assert (await first)[0].stop_reason == "aborted"
+        assert (await engine.generate(request()))[0].stop_reason == "length"
+
+    with_engine(start_engine(folder), folder, tmp_path, check)
+
+
+def test_clients_of_one_server_abort_their_own_requests_alone(folder, start_engine, tmp_path):
+    process = start_engine(folder)
+    process.ask("POST", "/standin/faults", {"token_delay_s": 0.01})
+
+    async def check(mine):
+        theirs = await TrtllmRolloutEngine.create(mine._config)
+        long = [asyncio.create_task(each.generate(request(max_tokens=100))) for each in (mine, theirs)]
+        await until(lambda: num_tokens(mine))
+        await until(lambda: num_tokens(theirs))
+        await mine.abort("r")
+        assert [(await each)[0].stop_reason for each in long] == ["aborted", "length"]
+        await theirs.close()
+
+    with_engine(process, folder, tmp_path, check)
+
+
+async def num_tokens(engine):
+    return (await engine.health()).num_tokens
+
+
 def test_greedy_logprobs_are_those_at_temperature_one(folder, start_engine, tmp_path):
     async def check(engine):
         (completion,) = await engine.generate(request(temperature=0.0))
@@ -334,6 +413,7 @@ def test_greedy_logprobs_are_those_at_temperature_one(folder, start_engine, tmp_
     [
         ({"top_p": 0.9}, ConfigError, "before the cut"),
         ({"top_k": 5}, ConfigError, "allow_cut_sampling"),
+        ({"top_k": 2000}, ConfigError, "at most 1024"),
         ({"min_p": 0.1}, ConfigError, "before the cut"),
         ({"max_tokens": 0}, ConfigError, "at least 1"),
         ({"temperature": -1.0}, ConfigError, "at least 0"),
@@ -406,3 +486,13 @@ def test_versions_that_are_not_listed_are_refused_or_tried_on_request(version):
 def test_what_is_not_installed_is_said_with_what_is_possible_all_the_same():
     with pytest.raises(BackendError, match=r"options\.server alone; it comes with NVIDIA's"):
         TrtllmRolloutEngine.check_installed()
+
+
+def test_a_plan_without_a_server_is_refused_where_torch_is_another_than_the_engine_s(monkeypatch):
+    settings = RolloutEngineSettings(options={"kv_cache_fraction": 0.5})
+    with pytest.raises(ConfigError, match=r"rollout\.options\.server must .* pins torch 2\.9 and here is torch 2\.1"):
+        TrtllmRolloutEngine.notices_of(settings)
+    for options in ({"server": "127.0.0.1:8000"}, {"allow_unlisted_version": True}):
+        assert TrtllmRolloutEngine.notices_of(RolloutEngineSettings(options=options)) == []
+    monkeypatch.setattr("offbeat_rollout_trtllm._versions.metadata.version", lambda name: "2.9.1+cu130")
+    assert TrtllmRolloutEngine.notices_of(settings) == []

@@ -12,6 +12,19 @@ sys.exit(", ".join(name for name in ("torch", "tensorrt_llm", "ray", "transforme
 """
 
 
+SERVE = """
+import sys
+sys.modules |= dict.fromkeys(["offbeat_mesh", "offbeat_weightsync"])  # as if they were not installed
+import offbeat_rollout_trtllm.serve
+import offbeat_rollout_trtllm._worker_updates
+"""
+
+
+def test_the_server_needs_nothing_that_wants_another_torch_than_the_container_s():
+    done = subprocess.run([sys.executable, "-c", SERVE], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_importing_is_light():
     done = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

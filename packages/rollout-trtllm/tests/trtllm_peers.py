@@ -14,7 +14,7 @@ import torch
 import trtllm_standin
 from torch import Tensor
 
-from offbeat_rollout_trtllm._handles import Packed, tensors_checksum
+from offbeat_rollout_trtllm._handles import Packed
 from offbeat_rollout_trtllm._http import HttpEngine
 from offbeat_rollout_trtllm.serve import serve
 from offbeat_types import RolloutEngineConfig
@@ -46,7 +46,7 @@ class HostHandles:
                 described.append([key, dtype, list(tensor.shape), start, len(content)])
                 start += len(content)
         text = base64.b64encode(json.dumps({"file": name, "tensors": described}).encode()).decode()
-        return Packed(text, tensors_checksum(tensors), tuple(tensor for _, tensor in tensors))
+        return Packed(text, tuple(tensor for _, tensor in tensors))
 
 
 class EngineProcess:

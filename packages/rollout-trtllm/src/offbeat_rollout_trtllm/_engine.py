@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import uuid
 from contextlib import aclosing, suppress
 from typing import ClassVar, Final, Self
 
@@ -15,9 +16,9 @@ from offbeat_rollout_trtllm._local_link import LocalLink
 from offbeat_rollout_trtllm._model_folder import ModelFolder
 from offbeat_rollout_trtllm._options import TrtllmOptions
 from offbeat_rollout_trtllm._samples import Sample
-from offbeat_rollout_trtllm._sampling import check_cut, to_engine_params
+from offbeat_rollout_trtllm._sampling import check_cut, draw_seed, to_engine_params
 from offbeat_rollout_trtllm._server_link import ServerLink
-from offbeat_rollout_trtllm._versions import Release, find_release, installed_version
+from offbeat_rollout_trtllm._versions import Release, check_same_torch, find_release, installed_version
 from offbeat_types import (
     Completion,
     ConfigError,
@@ -30,6 +31,7 @@ from offbeat_types import (
     PeerFailedError,
     RolloutCapabilities,
     RolloutEngineConfig,
+    RolloutEngineSettings,
     WeightProof,
     WeightStream,
     WeightSyncError,
@@ -68,8 +70,21 @@ class TrtllmRolloutEngine:
             link, self._folder, open_handles, bucket_bytes=self._options.bucket_bytes, fp8_blocks=fp8
         )
         self._in_flight = InFlight()
+        self._client_id = uuid.uuid4().hex  # a server may have other clients, whose requests are named alike
         self._version, self._closed = 0, False
         self._asleep: set[str] = set()
+
+    @staticmethod
+    def notices_of(settings: RolloutEngineSettings) -> list[str]:
+        """What is known to speak against settings, which is nothing or an error; TensorRT-LLM need not be here.
+
+        Raises:
+            ConfigError: an option that cannot be, or no server where this environment's torch keeps the engine out.
+        """
+        options = TrtllmOptions.parse(settings.options)
+        if not options.server and not options.allow_unlisted_version:
+            check_same_torch()
+        return []
 
     @classmethod
     def check_installed(cls) -> None:
@@ -108,33 +123,39 @@ class TrtllmRolloutEngine:
         Raises:
             DataError: the prompt is empty, holds unknown ids, or leaves no room.
             ConfigError: a sampling parameter that cannot be, an image, an adapter.
+            OffbeatError: a request of this id is in flight.
             WeightSyncError: an update failed half way, and no whole one has come since.
             PeerFailedError: the engine's server died.
         """
         self._check(request)
+        first_seed = draw_seed() if request.params.seed is None else request.params.seed
         async with self._in_flight.request(request.request_id) as aborted:
-            samples = [self._sample(request, index, aborted) for index in range(request.num_samples)]
+            samples = [self._sample(request, index, first_seed, aborted) for index in range(request.num_samples)]
             results = await asyncio.gather(*samples, return_exceptions=True)
         for each in results:
             if isinstance(each, BaseException):
                 raise each
         return [each for each in results if isinstance(each, Completion)]
 
-    async def _sample(self, request: GenerateRequest, index: int, aborted: asyncio.Event) -> Completion:
+    async def _sample(
+        self, request: GenerateRequest, index: int, first_seed: int, aborted: asyncio.Event
+    ) -> Completion:
         sample = Sample(request.params, self._eos_ids, self._tokenizer)
         async with self._in_flight.sampling(aborted) as may_sample:
             if may_sample:
-                await self._follow(request, index, sample, aborted)
+                sample_id = f"{self._client_id}/{request.request_id}/{index}"
+                await self._follow(request, sample_id, first_seed + index, sample, aborted)
         return sample.completion()
 
-    async def _follow(self, request: GenerateRequest, index: int, sample: Sample, aborted: asyncio.Event) -> None:
+    async def _follow(
+        self, request: GenerateRequest, sample_id: str, seed: int, sample: Sample, aborted: asyncio.Event
+    ) -> None:
         """Take the engine's tokens until the sample ends, or is told to."""
         self._check_awake()
-        sample_id = f"{request.request_id}/{index}"
         room = self._config.max_model_len - len(request.prompt_ids)
         params = to_engine_params(
             request.params,
-            index=index,
+            seed=seed,
             eos_ids=self._eos_ids,
             max_tokens=min(request.params.max_tokens, room),
         )

@@ -17,12 +17,10 @@ class Packed(NamedTuple):
 
     Args:
         text: what the engine's worker decodes.
-        checksum: of names and bytes, see `tensors_checksum`.
         tensors: the memory behind the handles.
     """
 
     text: str
-    checksum: str
     tensors: tuple[Tensor, ...]
 
 
@@ -63,7 +61,7 @@ class CudaHandles:
         there = [(name, tensor.detach().to(self._device).contiguous()) for name, tensor in tensors]
         torch.cuda.current_stream(self._device).synchronize()
         text = encode_handles([(name, reduce(tensor)) for name, tensor in there])
-        return Packed(text, tensors_checksum(there), tuple(tensor for _, tensor in there))
+        return Packed(text, tuple(tensor for _, tensor in there))
 
 
 def encode_handles(handles: list[tuple[str, Any]]) -> str:

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from offbeat_types import DeadlineError
+from offbeat_types import DeadlineError, OffbeatError
 
 
 class InFlight:
@@ -44,12 +44,18 @@ class InFlight:
 
     @asynccontextmanager
     async def request(self, request_id: str) -> AsyncIterator[asyncio.Event]:
-        """A request's life; the event is set when it is to end."""
+        """A request's life; the event is set when it is to end.
+
+        Raises:
+            OffbeatError: a request of this id is in flight.
+        """
+        if request_id in self._aborts:
+            raise OffbeatError(f"request_id {request_id!r} is in flight already; give each request its own")
         self._aborts[request_id] = aborted = asyncio.Event()
         try:
             yield aborted
         finally:
-            self._aborts.pop(request_id, None)
+            del self._aborts[request_id]
 
     def abort(self, request_id: str) -> None:
         """Tell a request to end; unknown ids are ignored."""

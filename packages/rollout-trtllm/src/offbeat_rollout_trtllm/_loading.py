@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from offbeat_rollout_trtllm._fp8 import is_fp8_weight
-from offbeat_rollout_trtllm._handles import HandleFormat, Packed
+from offbeat_rollout_trtllm._handles import HandleFormat, Packed, tensors_checksum
 from offbeat_rollout_trtllm._links import EngineLink
 from offbeat_rollout_trtllm._model_folder import ModelFolder
 from offbeat_types import WeightProof, WeightStream, WeightSyncError
@@ -54,15 +54,13 @@ class WeightLoader:
         formats = self._open_handles(await self._link.device_ids())
         await self._link.begin_weights()
         held: dict[str, Tensor] = {}
-        sent: dict[str, list[str]] = {each.device_id: [] for each in formats}
+        checksums: list[str] = []
         flushes = self._flushes(self._checked(stream, held))
-        while (packed := await asyncio.to_thread(_pack_next, flushes, formats)) is not None:
+        while (packed := await asyncio.to_thread(_pack_next, flushes, formats, checksums)) is not None:
             await self._link.update_weights({device: each.text for device, each in packed.items()})
-            for device, each in packed.items():
-                sent[device].append(each.checksum)
         self._check_complete(held)
         proof = await asyncio.to_thread(stream.prove, _reader(held))
-        _compare(await self._link.weight_arrivals(), sent)
+        _compare(await self._link.weight_arrivals(), [each.device_id for each in formats], checksums)
         await self._link.finish_weights(version)
         return proof
 
@@ -103,11 +101,14 @@ class WeightLoader:
 
 
 def _pack_next(
-    flushes: Iterator[list[tuple[str, Tensor]]], formats: Sequence[HandleFormat]
+    flushes: Iterator[list[tuple[str, Tensor]]], formats: Sequence[HandleFormat], checksums: list[str]
 ) -> dict[str, Packed] | None:
-    """The next flush, for each device; None after the last. Reads the stream, so it may wait."""
+    """The next flush, for each device, its checksum noted once; None after the last. Reads the stream, so may wait."""
     flush = next(flushes, None)
-    return None if flush is None else {each.device_id: each.pack(flush) for each in formats}
+    if flush is None:
+        return None
+    checksums.append(tensors_checksum(flush))
+    return {each.device_id: each.pack(flush) for each in formats}
 
 
 def _reader(held: Mapping[str, Tensor]) -> Callable[[str], Any]:
@@ -119,10 +120,10 @@ def _reader(held: Mapping[str, Tensor]) -> Callable[[str], Any]:
     return read
 
 
-def _compare(arrived: Mapping[str, list[str]], sent: Mapping[str, list[str]]) -> None:
-    for device, checksums in sent.items():
-        if arrived.get(device) != checksums:
+def _compare(arrived: Mapping[str, list[str]], device_ids: Sequence[str], checksums: list[str]) -> None:
+    for device_id in device_ids:
+        if arrived.get(device_id) != checksums:
             raise WeightSyncError(
-                f"the worker on {device} opened other bytes than were sent: {len(arrived.get(device, []))} flushes "
-                f"reported, {len(checksums)} sent; the engine must not serve them"
+                f"the worker on {device_id} opened other bytes than were sent: {len(arrived.get(device_id, []))} "
+                f"flushes reported, {len(checksums)} sent; the engine must not serve them"
             )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offbeat_mesh import Mesh
 from offbeat_rollout_trtllm._flushes import plan_flushes
-from offbeat_rollout_trtllm._handles import HandleFormat, Packed
+from offbeat_rollout_trtllm._handles import HandleFormat, Packed, tensors_checksum
 from offbeat_types import OffbeatError, WeightProof, WeightSyncError
 from offbeat_weightsync import BucketPlan, describe_tensors
 
@@ -116,7 +116,7 @@ class ReplicaWeights:
 
     def _flush(self, tensors: Iterator[tuple[str, Tensor]], indices: tuple[int, ...]) -> str:
         """Hand over the handles of some tensors; they are kept until the engine has loaded them."""
-        packed, failure = self._pack(tensors, indices)
+        packed, checksum, failure = self._pack(tensors, indices)
         message = {"error": str(failure)} if packed is None else {self._handles.device_id: packed.text}
         gathered: list[Any] | None = self._group.gather_data(message, deadline_s=self._deadline_s)
         try:
@@ -126,16 +126,17 @@ class ReplicaWeights:
                 raise failure from None  # its own, rather than the leader's word of it
             raise
         assert packed is not None, "the leader goes on only if all ranks have packed"
-        return packed.checksum
+        return checksum
 
     def _pack(
         self, tensors: Iterator[tuple[str, Tensor]], indices: tuple[int, ...]
-    ) -> tuple[Packed | None, Exception | None]:
-        """The handles of this rank, or why there are none: the others hear of it at the leader."""
+    ) -> tuple[Packed | None, str, Exception | None]:
+        """The handles of this rank and their checksum, or why there are none: the others hear of it at the leader."""
         try:
-            return self._handles.pack([self._next(tensors, index) for index in indices]), None
+            named = [self._next(tensors, index) for index in indices]
+            return self._handles.pack(named), tensors_checksum(named), None
         except Exception as error:  # noqa: BLE001 - raised again once all ranks have heard of it
-            return None, error
+            return None, "", error
 
     def _next(self, tensors: Iterator[tuple[str, Tensor]], index: int) -> tuple[str, Tensor]:
         spec = self._plan.specs[index]

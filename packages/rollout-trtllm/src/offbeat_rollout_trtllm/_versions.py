@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Final
 
-from offbeat_types import BackendError
+from offbeat_types import BackendError, ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,21 @@ def installed_version() -> str:
         raise BackendError(
             f"TensorRT-LLM is not installed here, so it serves with options.server alone; it comes with {CONTAINER}"
         ) from None
+
+
+def check_same_torch() -> None:
+    """See whether an engine could run in this process: its wheels pin a torch.
+
+    Raises:
+        ConfigError: no series in the table pins the torch that is here.
+    """
+    found, releases = metadata.version("torch"), SUPPORTED_VERSIONS.values()
+    if not any(found.startswith(f"{each.torch}.") for each in releases):
+        pinned = ", ".join(f"TensorRT-LLM {each.series} pins torch {each.torch}" for each in releases)
+        raise ConfigError(
+            f"rollout.options.server must be the host:port of an engine server: {pinned} and here is torch {found}, so "
+            f"it cannot run in this process; start `python -m offbeat_rollout_trtllm.serve MODEL` in {CONTAINER}"
+        )
 
 
 def find_release(version: str, *, allow_unlisted: bool = False) -> Release:

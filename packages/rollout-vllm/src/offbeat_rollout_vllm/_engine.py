@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from offbeat_rollout_vllm._adapters import Adapters
+from offbeat_rollout_vllm._control import EngineControl
 from offbeat_rollout_vllm._environment import remove_shared_memory
 from offbeat_rollout_vllm._flights import Flight, draw_seed
 from offbeat_rollout_vllm._fp8 import BlockFolder, values_of
@@ -17,8 +18,8 @@ from offbeat_rollout_vllm._peft_folder import PeftFolder
 from offbeat_rollout_vllm._requests import Requests
 from offbeat_rollout_vllm._sampling import check_request
 from offbeat_rollout_vllm._scoring import check_scores, read_scores, score_flights
-from offbeat_rollout_vllm._served import MODEL, ServedVersions
 from offbeat_rollout_vllm._setup import Setup, notices_of
+from offbeat_rollout_vllm._torchvision import check_torchvision
 from offbeat_rollout_vllm._update import WeightLoader
 from offbeat_rollout_vllm._versions import installed_engine, supported_version
 from offbeat_rollout_vllm._workers import Workers
@@ -57,17 +58,17 @@ class VllmRolloutEngine:
         self._config, self._options, self._folder, self._form = setup.config, setup.options, setup.folder, setup.form
         self._workers = Workers(self._form, setup.num_workers, self._options.worker_deadline_s)
         self._requests = Requests(self._form, self._workers, self._folder.eos_ids, config.max_model_len)
-        self._frozen = self._updating = self._closed = False
-        self._version, self._served, self._started_s = 0, ServedVersions(), time.monotonic()
+        self._closed, self._started_s = False, time.monotonic()
 
     @classmethod
     def check_installed(cls) -> None:
-        """See whether vLLM is here, in a version that is supported.
+        """See whether vLLM is here, in a version that is supported, and can import what it imports.
 
         Raises:
-            BackendError: it is not.
+            BackendError: it is not, or cannot.
         """
         supported_version(*installed_engine())
+        check_torchvision()
 
     @classmethod
     async def create(cls, config: RolloutEngineConfig) -> "VllmRolloutEngine":
@@ -110,6 +111,7 @@ class VllmRolloutEngine:
         limits, dtype = self._setup.limits, about["adapter_dtype"]
         self._adapters = Adapters(self._workers, self._folder, limits, dtype, self._loader.reserve)
         self._requests.adapters = self._adapters
+        self._control = EngineControl(self._form, self._workers, self._requests, self._loader, self._adapters)
         self._started_s = time.monotonic()
 
     def _check_device(self) -> None:
@@ -140,7 +142,7 @@ class VllmRolloutEngine:
         await self._fly(flight)
 
         def versions(labels: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-            return self._served.segments(labels, request.adapter)
+            return self._control.served.segments(labels, request.adapter)
 
         return [sample.completion(self._form.decode, versions) for sample in flight.samples]
 
@@ -175,31 +177,19 @@ class VllmRolloutEngine:
     # Pausing
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `RolloutEngine`."""
+        """See `RolloutEngine`.
+
+        Raises:
+            ConfigError: there is no such mode.
+            OffbeatError: `wait`, and the engine sleeps on samples that `keep` holds.
+        """
         if mode not in self.capabilities.pause_modes:
             raise ConfigError(f"pause mode must be one of {', '.join(self.capabilities.pause_modes)}, got {mode!r}")
-        drained = await self._owned(self._requests.pause, mode)
-        if mode == "keep":
-            await self._freeze()
-        else:
-            await asyncio.wrap_future(drained)
+        await asyncio.wrap_future(await self._control.run(self._control.pause, mode))
 
     async def resume(self) -> None:
         """See `RolloutEngine`."""
-        if self._requests.unusable and not self._requests.asleep:
-            await self._owned(self._requests.abort_all)
-        await self._thaw()
-        await self._owned(self._requests.resume)
-
-    async def _freeze(self) -> None:
-        if not self._frozen:
-            await asyncio.wrap_future(self._form.freeze())
-            self._frozen = True
-
-    async def _thaw(self) -> None:
-        if self._frozen and not self._requests.asleep:
-            await asyncio.wrap_future(self._form.thaw())
-            self._frozen = False
+        await self._control.run(self._control.resume)
 
     # Weights
 
@@ -210,50 +200,15 @@ class VllmRolloutEngine:
 
         The stream is iterated in a thread of its own. When it fails after the first bucket was loaded the engine
         refuses to serve until a whole update arrives, because weights are written in place. An adapter is taken whole
-        before anything changes. Adapters stay through an update of the model.
+        before anything changes. Adapters stay through an update of the model. An update whose caller is cancelled goes
+        on to its end, and pauses, sleep and further updates wait for it.
         """
         self.capabilities.check_adapter(adapter, "rollout-vllm")
-        self._requests.refuse_if_broken()
-        if "weights" in self._requests.asleep:
-            raise OffbeatError("the rollout engine sleeps without weights; call wake(('weights',)) first")
-        if self._updating:
-            raise OffbeatError("an update is under way; wait for it")
         if stream.version != version:
             raise WeightSyncError(f"update_weights: asked for version {version}, the stream holds {stream.version}")
-        if adapter is not None:
-            self._adapters.check_room(adapter.name)
-        self._updating = True
-        try:
-            await self._freeze()
-            proof = await self._load(stream, version, adapter)
-            if self._requests.mode != "keep":
-                await self._thaw()
-            return proof
-        finally:
-            self._updating = False
-
-    async def _load(self, stream: WeightStream, version: int, adapter: LoraAdapter | None) -> WeightProof:
-        name = adapter.name if adapter else MODEL
-        try:
-            if adapter is None:
-                if self._setup.is_fp8 and not self._setup.holds_blocks:
-                    stream = values_of(stream)
-                proof = await asyncio.to_thread(self._loader.load, stream, version)
-            else:
-                source = f"adapter {name!r} of version {version}"
-                proof = await asyncio.to_thread(self._adapters.load, adapter, stream, source)
-            await asyncio.wrap_future(self._form.publish(self._served.next_label))
-        except BaseException as error:
-            if (self._adapters if adapter else self._loader).touched:
-                reason = f"the update to version {version} failed half way ({error})"
-                await self._owned(self._requests.spoil, name, reason)
-            if self._requests.mode != "keep":
-                await self._thaw()
-            raise
-        self._served.update(version, name)
-        self._version = version
-        if adapter is None:
-            self._requests.unusable = ""
+        if adapter is None and self._setup.is_fp8 and not self._setup.holds_blocks:
+            stream = values_of(stream)
+        proof: WeightProof = await self._control.run(self._control.update, stream, version, adapter)
         return proof
 
     async def load_adapter(self, name: str, folder: str | Path, version: int = 0) -> WeightProof:
@@ -275,38 +230,20 @@ class VllmRolloutEngine:
         """See `RolloutEngine`."""
         if not name or not self.capabilities.lora:
             return
-        if await self._owned(self._requests.use, name):
-            raise OffbeatError(f"requests in flight use the adapter {name!r}: abort them or wait for them first")
-        await asyncio.to_thread(self._adapters.drop, name)
+        await self._control.run(self._control.drop_adapter, name)
 
     async def sleep(self, level: int) -> None:
         """See `RolloutEngine`. After level 2, `wake` needs an `update_weights` before anything is sampled."""
         if level not in self.capabilities.sleep_levels:
             levels = ", ".join(map(str, self.capabilities.sleep_levels)) or "none (see options.enable_sleep_mode)"
             raise ConfigError(f"sleep level must be one of: {levels}; got {level!r}")
-        if "weights" in self._requests.asleep:
-            raise OffbeatError("the rollout engine sleeps already: wake it before it sleeps again")
-        await self._freeze()
-        await asyncio.wrap_future(self._form.sleep(level))
-        self._requests.asleep = {"kv_cache", "weights"}
-        if level == 2:
-            self._requests.unusable = "they were given back by sleep(2)"
-            self._adapters.spoil_all(self._requests.unusable)
+        await self._control.run(self._control.sleep, level)
 
     async def wake(self, tags: tuple[str, ...] = ()) -> None:
         """See `RolloutEngine`."""
         if unknown := set(tags) - {"weights", "kv_cache"}:
             raise ConfigError(f"wake knows the tags weights and kv_cache, got {', '.join(sorted(unknown))}")
-        if wanted := self._requests.asleep & set(tags or ("weights", "kv_cache")):
-            if self._requests.unusable and wanted == self._requests.asleep:
-                # Fully awake, vLLM steps at once: with weights that are not there.
-                await self._owned(self._requests.abort_all)
-            await asyncio.wrap_future(self._form.wake(tuple(wanted)))
-            self._requests.asleep -= wanted
-            # Fully awake, vLLM's scheduler runs again: not before we say so.
-            await asyncio.wrap_future(self._form.freeze())
-        if self._requests.mode is None:
-            await self.resume()
+        await self._control.run(self._control.wake, tags)
 
     # Life
 
@@ -322,7 +259,7 @@ class VllmRolloutEngine:
         """See `RolloutEngine`."""
         requests, flights = self._requests, self._requests.flights
         return EngineHealth(
-            version=self._version,
+            version=self._control.version,
             num_running=flights.num_running,
             num_waiting=requests.num_waiting,
             num_tokens=flights.num_tokens,
@@ -346,5 +283,5 @@ class VllmRolloutEngine:
                 logger.debug("vLLM did not end its requests; closing it all the same")
         if not await asyncio.to_thread(self._form.close, CLOSE_DEADLINE_S):
             raise DeadlineError("rollout.close", "vLLM's thread", CLOSE_DEADLINE_S)
-        self._loader.close()
+        self._control.close()
         remove_shared_memory(self.workers[0]["shared_memory"])

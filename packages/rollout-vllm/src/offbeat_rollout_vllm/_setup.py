@@ -9,6 +9,7 @@ from offbeat_rollout_vllm._form import EngineForm
 from offbeat_rollout_vllm._form_choice import choose_form
 from offbeat_rollout_vllm._fp8 import FP8, block_arguments, holds_blocks, with_scales
 from offbeat_rollout_vllm._options import AdapterLimits, VllmRolloutOptions, drop_expert_layouts, sleep_levels
+from offbeat_rollout_vllm._torchvision import check_torchvision
 from offbeat_rollout_vllm._traces import WorkerTraces
 from offbeat_rollout_vllm._versions import (
     LIBRARY,
@@ -56,7 +57,7 @@ class Setup:
         """Check a configuration.
 
         Raises:
-            BackendError: vLLM is not installed, or in a version that is not supported.
+            BackendError: vLLM is not installed, in a version that is not supported, or beside a torchvision that fails.
             ModelError: the folder is missing or corrupt.
             ConfigError: an option or device that cannot be.
         """
@@ -64,6 +65,7 @@ class Setup:
         options, notices = VllmRolloutOptions.parse(config.options)
         if not options.any_version:
             supported_version(name, version)
+        check_torchvision()
         path = Path(config.model_path).expanduser()
         config, folder = replace(config, model_path=str(path)), ModelFolder.read(path)
         is_cpu, limits = is_cpu_build(name, version), AdapterLimits.read(options.engine)

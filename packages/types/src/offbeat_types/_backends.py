@@ -11,7 +11,7 @@ AUTOLOAD: Final = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 INSTALL_LINES: Final = {
     ("offbeat.rollout", "torch"): "pip install offbeat-rollout-torch",
     ("offbeat.rollout", "vllm"): 'pip install "offbeat-rollout-vllm[engine]"',
-    ("offbeat.rollout", "trtllm"): "pip install offbeat-rollout-trtllm, in the container of TensorRT-LLM",
+    ("offbeat.rollout", "trtllm"): "pip install offbeat-rollout-trtllm",
     ("offbeat.engine", "torch"): "pip install offbeat-engine-torch",
     ("offbeat.engine", "megatron"): 'pip install "offbeat-engine-megatron[engine]"',
     ("offbeat.launcher", "local"): "pip install offbeat-cluster",

