@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from offbeat_engine_torch._load_checks import check_family
 from offbeat_engine_torch._lora import add_lora, initial_adapters
-from offbeat_engine_torch._model import CausalModel, check_isolation, load_model, outline_model
+from offbeat_engine_torch._model import CausalModel, load_model, outline_model
 from offbeat_engine_torch._options import TorchEngineOptions
 from offbeat_engine_torch._pieces import Piece, find_pieces, slices
 from offbeat_engine_torch._policy import Policy
@@ -43,6 +44,7 @@ def _load_whole(
     config: TrainEngineConfig, options: TorchEngineOptions, device: torch.device
 ) -> tuple[CausalModel, list[Piece]]:
     model = load_model(config.model_path, device=device, trust_remote_code=config.trust_remote_code)
+    check_family(model, Path(config.model_path).expanduser())
     _choose_trained(model, config, options)
     pieces = find_pieces(model)
     _copy(dict(initial_adapters(model.whole, config.seed)), pieces)
@@ -62,7 +64,7 @@ def _load_parts(
     with torch.no_grad():
         _copy(dict(initial_adapters(model.whole, config.seed)), pieces)
         read_weights(folder, [piece for piece in pieces if not _is_adapter(piece)], config)
-        check_isolation(model, folder)
+        check_family(model, folder)
     free_gathered(model)
     return model, pieces
 

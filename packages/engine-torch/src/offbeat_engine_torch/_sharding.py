@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from offbeat_engine_torch._logprobs import VocabularyPart
 from offbeat_engine_torch._lora import LoraLinear
 from offbeat_engine_torch._model import CausalModel
-from offbeat_engine_torch._tensor_parallel import TensorParallel, cut_embedding, cut_linear, cut_rows
+from offbeat_engine_torch._tensor_parallel import TensorParallel, cut_embedding, cut_linear
 from offbeat_mesh import Mesh
 from offbeat_types import ConfigError, ModelError
 
@@ -158,7 +158,7 @@ def _cut_vocabulary(model: CausalModel, tp: TensorParallel) -> None:
     if head.out_features % tp.size or embedding.num_embeddings % tp.size:
         return
     cut_embedding(embedding, tp)
-    cut_rows(head, tp)
+    cut_linear(head, tp, columns=True)
     model.whole.tie_weights()
     model.part = VocabularyPart(first=tp.rank * (head.out_features // tp.size), tp=tp)
 
