@@ -85,8 +85,8 @@ def _check_logprobs(model: CausalModel, folder: Path) -> None:
     error = float((found_N - wanted_N).abs().quantile(TOKENS_WITHIN))
     if not error <= TOLERANCE_NATS:
         raise ModelError(
-            f"{folder}: {_name(model)} computes other log-probabilities than this engine does ({error:.2g} nats apart, "
-            f"{TOLERANCE_NATS} allowed): family not supported"
+            f"{folder}: {_name(model)} computes other log-probabilities than this engine does: family not supported "
+            f"({error:.2g} nats apart, {TOLERANCE_NATS} allowed)"
         )
 
 

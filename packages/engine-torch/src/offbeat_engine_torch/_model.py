@@ -1,6 +1,7 @@
 """Loads a Hugging Face causal language model, and refuses what the engine could not train faithfully."""
 
 import json
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -264,8 +265,8 @@ def _readable(folder: Path) -> Iterator[None]:
 
 
 def one_line(error: Exception) -> str:
-    """Its message: transformers' come in paragraphs."""
-    return " ".join(str(error).split())
+    """Its message, in one line of a bearable length: transformers' come in paragraphs, with lists of all families."""
+    return textwrap.shorten(str(error), 500, placeholder=" …")
 
 
 @contextmanager
