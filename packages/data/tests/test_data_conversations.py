@@ -231,7 +231,7 @@ def test_tools_reach_the_template_and_a_call_needs_no_content(
 def test_tools_that_are_none_are_named(
     make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
 ) -> None:
-    with pytest.raises(DataError, match="row 1: column tools must be a list of function schemas.*'a hammer'"):
+    with pytest.raises(DataError, match=r"row 1: column tools must be a list of function schemas.*'a hammer'"):
         _load(make_tokenizer("tools"), write_jsonl([{"messages": TURNS, "tools": "a hammer"}]))
 
 

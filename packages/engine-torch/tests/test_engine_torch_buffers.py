@@ -1,4 +1,4 @@
-"""Buffers that are saved with the weights, such as the bias by which a router chooses experts: read, kept, handed on."""
+"""Buffers that belong to the weights, such as the bias by which a router chooses experts: read, kept, handed on."""
 
 from pathlib import Path
 
@@ -12,10 +12,23 @@ from offbeat_testing import reference_logprobs, reference_model
 from offbeat_types import TrainEngineConfig
 
 SHAPE = {
-    **{"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16},
-    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8},
-    **{"num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "initializer_range": 0.2},
-    **{"n_group": 1, "topk_group": 1, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "initializer_range": 0.2,
+    "n_group": 1,
+    "topk_group": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
 }
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 FAMILIES = {
@@ -45,7 +58,7 @@ def config(folder):
 
 
 def assert_agrees(engine, folder, sequences):
-    """Log-probabilities are those of transformers on what lies in `folder`, and its biases are handed on as they are."""
+    """Log-probabilities are those of transformers on what lies in `folder`; its biases are handed on as they are."""
     model = reference_model(folder)
     for sequence, found in zip(sequences, engine.logprobs(sequences), strict=True):
         wanted = reference_logprobs(model, sequence.ids) * sequence.loss_mask

@@ -33,7 +33,8 @@ def load_conversations(config: ConversationConfig, tokenizer: Tokenizer) -> Conv
 
     The columns decide what a row is: `messages_column` a conversation, with loss on the assistant's turns;
     `prompt_column` with `completion_column` one exchange, with loss on the completion; `text_column` plain text, with
-    loss on all of it. A conversation may have images, and tools in a column `tools`; one that is too long is left out and never cut off.
+    loss on all of it. A conversation may have images, and tools in a column `tools`. One with images that is too
+    long is left out and never cut off.
 
     Raises:
         DataError: no such file, empty, broken, a column missing, turns that cannot be found, or every row too long.

@@ -32,7 +32,7 @@ def grouped_experts(experts: Any, hidden_TE: Tensor, expert_TK: Tensor, weight_T
         [T, E] in the format of `hidden_TE`.
     """
     kind = hidden_TE.device.type
-    asked = _Cast(experts, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else experts
+    asked: Any = _Cast(experts, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else experts
     summed: Tensor = grouped_mm_experts_forward(asked, hidden_TE, expert_TK, weight_TK)
     return summed
 

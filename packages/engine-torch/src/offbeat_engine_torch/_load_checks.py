@@ -66,9 +66,7 @@ def _check_isolation(model: CausalModel, folder: Path) -> None:
         plan = AttentionPlan((Segment(start=0, length=len(real)),), device)
         alone = model(ids[index], positions[index], plan, "rows")
         if not torch.allclose(packed[index], alone, rtol=1e-2, atol=1e-2 * float(alone.abs().max())):
-            raise ModelError(
-                f"{folder}: {_name(model)} gives other results for packed sequences: family not supported"
-            )
+            raise ModelError(f"{folder}: {_name(model)} gives other results for packed sequences: family not supported")
 
 
 def _check_logprobs(model: CausalModel, folder: Path) -> None:

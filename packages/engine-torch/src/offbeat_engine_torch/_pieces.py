@@ -170,5 +170,6 @@ def memory_of(pieces: Sequence[Piece]) -> list[Tensor]:
 
     Buffers, a few kilobytes, stay where they are.
     """
-    parameters = [piece.parameter for piece in pieces if not piece.shared]
-    return [*(piece.local for piece in pieces if not piece.shared), *(each for each in parameters if not isinstance(each, DTensor))]
+    cut = [piece for piece in pieces if not piece.shared]
+    parameters = [piece.parameter for piece in cut]
+    return [*(piece.local for piece in cut), *(each for each in parameters if not isinstance(each, DTensor))]

@@ -196,6 +196,7 @@ def _notices(config: AlgorithmConfig) -> Complaints:
     if config.loss in SEQUENCE_LOSSES and config.resolved_aggregation != "sequence_mean":
         yield f"aggregation: {config.loss} is defined with sequence_mean; {config.aggregation} is another weighting"
     if config.advantage == "dr_grpo" and config.aggregation != "fixed_length":
-        yield f"aggregation: Dr. GRPO is defined with fixed_length; {config.resolved_aggregation} brings its length bias back"
+        how = config.resolved_aggregation
+        yield f"aggregation: Dr. GRPO is defined with fixed_length; {how} brings its length bias back"
     if config.filter_groups and config.advantage not in GROUP_ADVANTAGES:
         yield f"filter_groups drops prompts of equal rewards, which {config.advantage} could still learn from"
