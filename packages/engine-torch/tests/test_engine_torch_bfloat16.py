@@ -53,3 +53,29 @@ def test_experts_compute_in_bfloat16(tmp_path, make_groups, monkeypatch):
     coarse.step()
     moved = {name: tensor.dtype for name, tensor in coarse.weights() if not torch.equal(tensor, before[name])}
     assert moved["model.layers.0.mlp.experts.gate_up_proj"] == torch.float32
+
+
+@pytest.mark.mesh(dp=2, compare=False)
+def test_ranks_gather_bfloat16_and_keep_no_copy_of_a_layer(mesh, tmp_path, make_groups):
+    """The backward pass gathers anew what it needs of the weights; those of the optimizer are float32."""
+    if mesh.rank == 0:
+        tiny_model(tmp_path / "moe", "qwen3_moe", hidden_size=32)
+    mesh.group("dp").barrier()
+    settings = TrainEngineConfig(model_path=str(tmp_path / "moe"), device="cpu", dtype="bfloat16")
+    engine = TorchTrainEngine.create(settings, mesh)
+    kept = []
+
+    def keep(tensor):
+        if tensor.ndim == 3 and len(tensor) == 4:  # weights of four experts: no activation has such a shape
+            kept.append(tensor)
+        return tensor
+
+    def loss(tokens):
+        assert [tensor.dtype for tensor in kept] == [torch.bfloat16] * 4  # two in each of two layers
+        assert not any(tensor.untyped_storage().nbytes() for tensor in kept)
+        return -tokens.logprobs_N.sum() / tokens.total_tokens, {}
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        engine.forward_backward(make_groups(), loss)
+    assert engine.step()["grad_norm"].value > 0
+    assert {tensor.dtype for _, tensor in engine.weights()} == {torch.float32}

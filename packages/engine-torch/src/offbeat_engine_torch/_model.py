@@ -125,11 +125,13 @@ class CausalModel(nn.Module):
             autocast: format of the backbone's matrix products; None for that of the weights.
             patches: of the pack's images; None where no rank has one in this micro-batch.
         """
+        computing = torch.autocast(ids_T.device.type, dtype=autocast) if autocast else nullcontext()
         if positions_T is None:
-            logits_TV: Tensor = self.whole(input_ids=ids_T[None], use_cache=False).logits[0]
-            return logits_TV
+            with computing:
+                logits_TV: Tensor = self.whole(input_ids=ids_T[None], use_cache=False).logits[0]
+            return logits_TV.float()
         rest = {"position_ids": positions_T.unsqueeze(-2), "use_cache": False, "plan": plan, "kernel": kernel}
-        with torch.autocast(ids_T.device.type, dtype=autocast) if autocast else nullcontext():
+        with computing:
             if patches is None:
                 out = self.backbone(input_ids=ids_T[None], **rest)
             else:
