@@ -256,6 +256,13 @@ def sight(session: nox.Session) -> None:
 
 
 @nox.session(tags=["nightly"], default=False)
+def models(session: nox.Session) -> None:
+    """Every causal family of transformers, tiny: trained faithfully, or refused in one line, as docs/models.md says."""
+    renew = os.environ.get("OFFBEAT_RENEW")
+    pytest(session, "models", "tests/nightly/test_models.py", OFFBEAT_RENEW=renew)
+
+
+@nox.session(tags=["nightly"], default=False)
 def simulation(session: nox.Session) -> None:
     """The simulator beside real runs."""
     pytest(session, "simulation", "tests/nightly/test_simulation_meets_runs.py")

@@ -83,7 +83,14 @@ VISION = (
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{{ m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}{{ call | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 TEMPLATES = {
+    "tools": TOOLS,
     "chatml": CHATML,
     "chatml_tagged": CHATML_TAGGED,
     "llama3": LLAMA3,

@@ -1,5 +1,6 @@
 """Loss masks, token by token, against segments encoded one by one."""
 
+import json
 from collections.abc import Callable
 
 import numpy as np
@@ -206,6 +207,32 @@ def test_messages_of_another_form_are_named(
 ) -> None:
     with pytest.raises(DataError, match=r"row 1: (a chat message needs|chat messages must be)"):
         _load(make_tokenizer("chatml"), write_jsonl([{"messages": messages}]))
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_tools_reach_the_template_and_a_call_needs_no_content(
+    as_json: bool, make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [TURNS[0], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "12"}, TURNS[1]]
+    tokenizer = make_tokenizer("tools")
+    path = write_jsonl([{"messages": messages, "tools": json.dumps(tools) if as_json else tools}])
+    [sequence] = _load(tokenizer, path)
+    segments: Segments = [(f"<|im_start|>system\n{json.dumps(tools)}<|im_end|>\n", False)]
+    for turn, text in zip(messages, (TURNS[0]["content"], json.dumps(call), "12", TURNS[1]["content"]), strict=True):
+        segments += [(f"<|im_start|>{turn['role']}\n", False), (f"{text}<|im_end|>", turn["role"] == "assistant")]
+        segments += [("\n", False)]
+    ids, mask = _expected(tokenizer, segments)
+    assert sequence.ids.tolist() == ids
+    assert sequence.loss_mask.tolist() == mask
+
+
+def test_tools_that_are_none_are_named(
+    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+) -> None:
+    with pytest.raises(DataError, match=r"row 1: column tools must be a list of function schemas.*'a hammer'"):
+        _load(make_tokenizer("tools"), write_jsonl([{"messages": TURNS, "tools": "a hammer"}]))
 
 
 def test_turns_that_cannot_be_found_say_what_to_do(

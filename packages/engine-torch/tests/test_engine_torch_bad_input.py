@@ -3,6 +3,8 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from transformers import Gemma2Config, MambaConfig
 
 from offbeat_engine_torch import TorchTrainEngine
@@ -92,6 +94,44 @@ def test_a_family_the_engine_would_get_wrong(copy, settings):
     (copy / "config.json").write_text(settings.to_json_string(use_diff=False))
     with pytest.raises(ModelError):
         create(copy)
+
+
+SMALL = {"vocab_size": 300, **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)}
+LAYERS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+OTHERS = {
+    "ModernBertDecoder": (LAYERS, "computes other log-probabilities"),
+    "Doge": (LAYERS, "computes other log-probabilities"),
+    "Mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 2}, "does not run on packed sequences"),
+    "GPTJ": ({"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 8}, "cannot be exchanged"),
+}
+
+
+def other_family(folder, family):
+    """A random model of a family that the engine does not train."""
+    config = getattr(transformers, f"{family}Config")(**SMALL, **OTHERS[family][0])
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.add_(torch.randn_like(tensor) * 0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_family_that_computes_otherwise_is_refused_in_one_line(family, tmp_path):
+    with pytest.raises(ModelError, match=OTHERS[family][1]) as raised:
+        create(other_family(tmp_path, family))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.mesh(dp=2, compare=False)
+def test_ranks_refuse_a_family_together(mesh, tmp_path):
+    if mesh.rank == 0:
+        other_family(tmp_path, "ModernBertDecoder")
+    mesh.group("dp").barrier()
+    settings = TrainEngineConfig(model_path=str(tmp_path), device="cpu")
+    with pytest.raises(ModelError, match="ModernBertDecoderForCausalLM computes other log-probabilities"):
+        TorchTrainEngine.create(settings, mesh)
 
 
 def test_a_device_that_is_not_there(model_folder):

@@ -1,7 +1,9 @@
 import numpy as np
 import pytest
+import torch
 
 from offbeat_engine_torch import TorchTrainEngine
+from offbeat_testing import tiny_model
 from offbeat_types import TrainEngineConfig
 
 
@@ -23,3 +25,57 @@ def test_bfloat16_stays_near_float32_and_learns(model_folder, make_groups, head)
         losses.append(coarse.forward_backward(sequences, nll)["loss"].value)
         assert coarse.step()["steps_refused"].value == 0
     assert losses[-1] < losses[0] - 0.1
+
+
+def test_experts_compute_in_bfloat16(tmp_path, make_groups, monkeypatch):
+    """Products of experts too, which autocast leaves in float32; their gradients and weights are float32."""
+    formats = set()
+    product = torch.nn.functional.grouped_mm
+
+    def watched(one, other, **settings):
+        formats.update((one.dtype, other.dtype))
+        return product(one, other, **settings)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", watched)
+    folder = tiny_model(tmp_path / "moe", "qwen3_moe", hidden_size=32)
+    settings = {"model_path": str(folder), "device": "cpu", "learning_rate": 1e-2}
+    exact = TorchTrainEngine.create(TrainEngineConfig(**settings))
+    coarse = TorchTrainEngine.create(TrainEngineConfig(**settings, dtype="bfloat16"))
+    assert formats == {torch.float32}
+    formats.clear()
+    sequences = make_groups()
+    for one, other in zip(exact.logprobs(sequences), coarse.logprobs(sequences), strict=True):
+        np.testing.assert_allclose(one, other, atol=0.2)
+    formats.clear()
+    before = {name: tensor.clone() for name, tensor in coarse.weights()}
+    coarse.forward_backward(sequences, lambda tokens: (-tokens.logprobs_N.sum() / tokens.total_tokens, {}))
+    assert formats == {torch.bfloat16}
+    coarse.step()
+    moved = {name: tensor.dtype for name, tensor in coarse.weights() if not torch.equal(tensor, before[name])}
+    assert moved["model.layers.0.mlp.experts.gate_up_proj"] == torch.float32
+
+
+@pytest.mark.mesh(dp=2, compare=False)
+def test_ranks_gather_bfloat16_and_keep_no_copy_of_a_layer(mesh, tmp_path, make_groups):
+    """The backward pass gathers anew what it needs of the weights; those of the optimizer are float32."""
+    if mesh.rank == 0:
+        tiny_model(tmp_path / "moe", "qwen3_moe", hidden_size=32)
+    mesh.group("dp").barrier()
+    settings = TrainEngineConfig(model_path=str(tmp_path / "moe"), device="cpu", dtype="bfloat16")
+    engine = TorchTrainEngine.create(settings, mesh)
+    kept = []
+
+    def keep(tensor):
+        if tensor.ndim == 3 and len(tensor) == 4:  # weights of four experts: no activation has such a shape
+            kept.append(tensor)
+        return tensor
+
+    def loss(tokens):
+        assert [tensor.dtype for tensor in kept] == [torch.bfloat16] * 4  # two in each of two layers
+        assert not any(tensor.untyped_storage().nbytes() for tensor in kept)
+        return -tokens.logprobs_N.sum() / tokens.total_tokens, {}
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        engine.forward_backward(make_groups(), loss)
+    assert engine.step()["grad_norm"].value > 0
+    assert {tensor.dtype for _, tensor in engine.weights()} == {torch.float32}

@@ -82,6 +82,13 @@ def test_lora_trains_adapters_only_and_merges_exactly(model_folder, tmp_path, ma
         np.testing.assert_allclose(found[sequence.loss_mask], wanted, atol=1e-5)
 
 
+def test_experts_without_adapters_are_said(tmp_path, caplog):
+    folder = tiny_model(tmp_path / "moe", "qwen3_moe", hidden_size=32)
+    engine = TorchTrainEngine.create(config(folder, lora_rank=4))
+    assert not any("experts" in name for name in engine._optimizer.parameters)
+    assert "4 weights of fused experts, first layers.0.mlp.experts.gate_up_proj, get no adapters" in caplog.text
+
+
 def test_peft_reads_the_adapters(model_folder, tmp_path, make_groups, weighted_loss):
     peft = pytest.importorskip("peft")
     engine = TorchTrainEngine.create(config(model_folder, lora_rank=4))

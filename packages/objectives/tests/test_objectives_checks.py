@@ -118,7 +118,7 @@ def test_the_two_parameter_sets_of_the_reference_recipe_pass():
     [
         ({"correction": "sequence_tis_geometric_rs", "rs_low": 0.6, "rs_high": 1.6}, "usual for token_rs"),
         ({"correction": "token_rs", "rs_low": 0.999, "rs_high": 1.001}, "usual for geometric_rs"),
-        ({"loss": "gspo"}, "sequence_mean"),
+        ({"loss": "gspo", "aggregation": "token_mean"}, "sequence_mean"),
         ({"advantage": "dr_grpo"}, "fixed_length"),
         ({"advantage": "reinforce_plus_plus", "filter_groups": True}, "could still learn"),
     ],
@@ -126,6 +126,13 @@ def test_the_two_parameter_sets_of_the_reference_recipe_pass():
 def test_what_works_but_is_probably_not_meant_is_said(changes, words):
     (notice,) = check_algorithm(AlgorithmConfig(**changes), samples_per_prompt=4)
     assert words in notice
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "sapo", "gmpo"])
+def test_a_loss_has_the_aggregation_of_its_paper(loss):
+    config = AlgorithmConfig(loss=loss)
+    assert config.resolved_aggregation == ("token_mean" if loss in ("ppo_clip", "cispo") else "sequence_mean")
+    assert check_algorithm(config, samples_per_prompt=4) == ()
 
 
 def test_all_complaints_come_at_once():

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat_objectives import AlgorithmConfig, build_loss, sft_loss
+from offbeat_objectives import AlgorithmConfig, build_loss, kl_per_token, sft_loss
 from offbeat_types import LossTokens, ShapeError, merge_metrics
 
 LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "gmpo")
@@ -177,7 +177,7 @@ def test_on_the_old_policy_every_ratio_loss_has_the_policy_gradient():
         total_sequences=2,
     )
     for loss in LOSSES:
-        value, _ = build_loss(AlgorithmConfig(loss=loss))(tokens)
+        value, _ = build_loss(config_of(loss))(tokens)
         torch.testing.assert_close(torch.autograd.grad(value, logprobs_N)[0], -advantages_N / 3)
 
 
@@ -204,6 +204,18 @@ def test_kl_and_entropy_enter_the_loss_with_their_coefficients(estimator, tokens
     assert value.item() == pytest.approx(expected.item() + 0.3 * kl - 0.2 * entropy, rel=1e-9, abs=1e-12)
     assert metrics["loss/kl"].value == pytest.approx(0.3 * kl, abs=1e-12)
     assert metrics["loss/total"].value == pytest.approx(value.item())
+
+
+def test_a_capped_k3_is_that_of_verl():
+    """Value and gradient, on both sides of the cap (verl: clamp(exp(x) - x - 1, -10, 10))."""
+    other_N = torch.tensor([-30.0, -12.0, -1.0, 0.0, 1.0, 2.5, 2.8, 30.0], dtype=torch.float64)
+    logprobs_N = torch.zeros_like(other_N, requires_grad=True)
+    found_N = kl_per_token(logprobs_N, other_N, "k3_capped")
+    x_N = (other_N - logprobs_N).clamp(-20, 20)
+    wanted_N = (x_N.exp() - x_N - 1).clamp(-10, 10)
+    torch.testing.assert_close(found_N, wanted_N)
+    gradients_N = [torch.autograd.grad(values_N.sum(), logprobs_N)[0] for values_N in (found_N, wanted_N)]
+    torch.testing.assert_close(*gradients_N)
 
 
 def take(tokens, order):

@@ -6,11 +6,13 @@ A name may lead into the objects that a row holds: `reward_model.ground_truth` i
 
 import difflib
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 from offbeat_data._files import Row
 from offbeat_types import DataError
+
+TOOLS: Final = "tools"
 
 
 def has_column(row: Row, column: str) -> bool:
@@ -68,15 +70,40 @@ def as_text(value: Any) -> str:
 def as_messages(value: Any, number: int, source: str) -> list[dict[str, Any]]:
     """A list of chat messages, with the empty keys that columnar files put into each left out.
 
+    A turn that calls tools may come without content.
+
     Raises:
-        DataError: it is not a list of objects with `role` and `content`.
+        DataError: it is not a list of objects with `role`, and `content` or `tool_calls`.
     """
     if not isinstance(value, list) or not value:
         raise DataError(f"{source}, row {number}: chat messages must be a list of at least one, got {value!r:.80}")
     for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+        speaks = isinstance(message, dict) and ("content" in message or message.get("tool_calls"))
+        if not speaks or not isinstance(message.get("role"), str):
             raise DataError(f"{source}, row {number}: a chat message needs role and content, got {message!r:.80}")
     return [{key: item for key, item in message.items() if item is not None or key == "content"} for message in value]
+
+
+def with_tools(row: Row, options: Mapping[str, Any], number: int, source: str) -> Mapping[str, Any]:
+    """Variables of the chat template, with the tools of the row's column `tools`, if it has some.
+
+    Raises:
+        DataError: they are neither a list nor a list in JSON.
+    """
+    tools = row.get(TOOLS)
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            tools = {}
+    if not tools and not isinstance(tools, dict):
+        return options
+    if not isinstance(tools, list):
+        raise DataError(
+            f"{source}, row {number}: column tools must be a list of function schemas, or one in JSON, got "
+            f"{row[TOOLS]!r:.80}; mend it, or rename a column that is something else"
+        )
+    return {"tools": tools, **options}
 
 
 def with_system(messages: list[dict[str, Any]], system_prompt: str) -> list[dict[str, Any]]:

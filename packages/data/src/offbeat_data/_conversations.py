@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from offbeat_data._assistant_turns import encode_marked, mark_assistant_turns
-from offbeat_data._columns import as_messages, as_text, find_column, has_column, require_column, with_system
+from offbeat_data._columns import as_messages, as_text, find_column, has_column, require_column, with_system, with_tools
 from offbeat_data._config import ConversationConfig
 from offbeat_data._files import Row
 from offbeat_data._image_prompts import IMAGES, RowImages, with_images
@@ -33,7 +33,8 @@ def load_conversations(config: ConversationConfig, tokenizer: Tokenizer) -> Conv
 
     The columns decide what a row is: `messages_column` a conversation, with loss on the assistant's turns;
     `prompt_column` with `completion_column` one exchange, with loss on the completion; `text_column` plain text, with
-    loss on all of it. A conversation may have images; one that is too long is left out and never cut off.
+    loss on all of it. A conversation may have images, and tools in a column `tools`. One with images that is too
+    long is left out and never cut off.
 
     Raises:
         DataError: no such file, empty, broken, a column missing, turns that cannot be found, or every row too long.
@@ -120,7 +121,7 @@ class _SequenceBuilder:
         self, messages: list[dict[str, Any]], first: int, row: Row, number: int, source: str
     ) -> Iterator[TrainSequence]:
         messages = with_system(messages, self.config.system_prompt)
-        options = self.config.template_options
+        options = with_tools(row, self.config.template_options, number, source)
         try:
             pictures = self._images.read(row, source)
             messages = self._images.place(messages, row, len(pictures))

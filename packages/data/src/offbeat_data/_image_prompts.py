@@ -68,13 +68,16 @@ class RowImages:
         """
         if IMAGES not in row:
             return messages
-        placed = [{**message, "content": _parts(message["content"])} for message in messages]
-        found = sum(part.get("type") == "image" for message in placed for part in _list(message["content"]))
+        placed = [
+            {**message, "content": _parts(message["content"])} if "content" in message else message
+            for message in messages
+        ]
+        found = sum(part.get("type") == "image" for message in placed for part in _list(message.get("content")))
         if found not in ((0, num_images) if num_images else (0,)):
             raise DataError(f"the prompt has {found} places for images ({MARK}), and the row {num_images} images")
         if found < num_images:
             first = next((message for message in placed if message["role"] == "user"), placed[0])
-            first["content"] = [{"type": "image"}] * num_images + _list(first["content"])
+            first["content"] = [{"type": "image"}] * num_images + _list(first.get("content"))
         return placed
 
     def expand(self, chat: RenderedChat, pictures: Sequence[Picture]) -> RenderedChat:

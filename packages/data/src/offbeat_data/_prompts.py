@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from offbeat_data._chat_template import RenderedChat
-from offbeat_data._columns import as_messages, as_text, find_column, require_column, with_system
+from offbeat_data._columns import as_messages, as_text, find_column, require_column, with_system, with_tools
 from offbeat_data._config import DataConfig, SourceConfig
 from offbeat_data._files import Row
 from offbeat_data._image_prompts import IMAGES, RowImages, with_images
@@ -175,9 +175,8 @@ class _PromptBuilder:
                 f"{source}, row {number}: the prompt is a list of chat messages: set data.chat_template to auto"
             )
         messages = with_system(as_messages(value, number, source), self.config.system_prompt)
-        template, options = self.tokenizer.require_template(), self.config.template_options
-        if isinstance(tools := row.get("tools"), list) and tools:
-            options = {"tools": tools, **options}
+        template = self.tokenizer.require_template()
+        options = with_tools(row, self.config.template_options, number, source)
         try:
             pictures = self._images.read(row, source)
             messages = self._images.place(messages, row, len(pictures))

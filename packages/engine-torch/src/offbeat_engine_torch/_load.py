@@ -6,11 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from offbeat_engine_torch._load_checks import check_family
 from offbeat_engine_torch._lora import add_lora, initial_adapters
-from offbeat_engine_torch._model import CausalModel, check_isolation, load_model, outline_model
+from offbeat_engine_torch._model import CausalModel, load_model, outline_model
 from offbeat_engine_torch._options import TorchEngineOptions
 from offbeat_engine_torch._pieces import Piece, find_pieces, slices
-from offbeat_engine_torch._policy import Policy
+from offbeat_engine_torch._policy import FORMATS, Policy
 from offbeat_engine_torch._ranks import Ranks
 from offbeat_engine_torch._sharding import free_gathered, shard_model
 from offbeat_engine_torch._tensor_files import TensorReader
@@ -43,6 +44,7 @@ def _load_whole(
     config: TrainEngineConfig, options: TorchEngineOptions, device: torch.device
 ) -> tuple[CausalModel, list[Piece]]:
     model = load_model(config.model_path, device=device, trust_remote_code=config.trust_remote_code)
+    check_family(model, Path(config.model_path).expanduser())
     _choose_trained(model, config, options)
     pieces = find_pieces(model)
     _copy(dict(initial_adapters(model.whole, config.seed)), pieces)
@@ -55,14 +57,15 @@ def _load_parts(
     """Cut the model over the mesh; each rank only ever holds its own part and one layer."""
     model = outline_model(config.model_path, trust_remote_code=config.trust_remote_code)
     _choose_trained(model, config, options)
-    shard_model(model, mesh, device)
+    autocast = FORMATS[config.dtype] if mesh.axes["dp"] > 1 else None
+    shard_model(model, mesh, device, autocast)
     dp, tp = mesh.group("dp"), mesh.group("tp")
     pieces = find_pieces(model, dp=(dp.rank, dp.size), tp=(tp.rank, tp.size))
     folder = Path(config.model_path).expanduser()
     with torch.no_grad():
         _copy(dict(initial_adapters(model.whole, config.seed)), pieces)
         read_weights(folder, [piece for piece in pieces if not _is_adapter(piece)], config)
-        check_isolation(model, folder)
+        check_family(model, folder, autocast)
     free_gathered(model)
     return model, pieces
 

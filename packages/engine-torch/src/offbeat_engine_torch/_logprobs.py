@@ -65,6 +65,23 @@ def token_logprobs(
     return logprobs, entropy if entropy_gradient else entropy.detach()
 
 
+def logprobs_of_logits(logits_NV: Tensor, target_N: Tensor, part: VocabularyPart | None = None) -> Tensor:
+    """[N] log-probability of each target, without gradient, where all logits of a few tokens are in memory.
+
+    Args:
+        logits_NV: of this rank's part of the vocabulary, floating point.
+        target_N: int64 ids in the whole vocabulary.
+        part: which columns they are; None for all.
+    """
+    column_N, here_N = _columns(target_N, logits_NV.shape[1], part)
+    chosen_N, lse_N = logits_NV.gather(1, column_N[:, None])[:, 0], logits_NV.logsumexp(1)
+    if part is not None and here_N is not None:
+        top_N = part.tp.largest(lse_N.clone())
+        chosen_N, total_N = part.tp.add(torch.stack([chosen_N * here_N, (lse_N - top_N).exp()]))
+        lse_N = total_N.log() + top_N
+    return chosen_N - lse_N
+
+
 class _HeadLogprobs(torch.autograd.Function):
     """The head in chunks. Autocast does not reach inside: formats are chosen here."""
 

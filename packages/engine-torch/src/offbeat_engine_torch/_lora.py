@@ -4,6 +4,7 @@ Source: LoRA (arXiv:2106.09685); the file format is that of Hugging Face PEFT.
 """
 
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from offbeat_types import ModelError
+
+log = logging.getLogger(__name__)
 
 ADAPTER_FOLDER = "adapter"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -54,7 +57,8 @@ class LoraLinear(nn.Module):
 def add_lora(backbone: nn.Module, *, rank: int, alpha: float) -> None:
     """Freeze the backbone and put adapters on all its linear layers (the vocabulary head is not part of it).
 
-    Their values are those of `initial_adapters`, once someone has put them there.
+    Their values are those of `initial_adapters`, once someone has put them there. Fused experts, which are no linear
+    layers, get none: a warning says so.
     """
     backbone.requires_grad_(requires_grad=False)
     places = [
@@ -65,6 +69,13 @@ def add_lora(backbone: nn.Module, *, rank: int, alpha: float) -> None:
     ]
     if not places:
         raise ModelError(f"LoRA needs linear layers: {type(backbone).__name__} has none; set lora_rank to 0")
+    fused = [name for name, parameter in backbone.named_parameters() if parameter.ndim == 3]
+    if fused:
+        log.warning(
+            "lora_rank = %d: %d weights of fused experts, first %s, get no adapters and are not trained; set lora_rank "
+            "to 0 to train them",
+            *(rank, len(fused), fused[0]),
+        )
     for parent, name, layer in places:
         setattr(parent, name, LoraLinear(layer, rank, alpha))
 

@@ -1,6 +1,7 @@
 """Loads a Hugging Face causal language model, and refuses what the engine could not train faithfully."""
 
 import json
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils import logging as hf_logging
 
 from offbeat_engine_torch._attention import ATTENTION_NAME, register_attention
+from offbeat_engine_torch._experts import EXPERTS_NAME, register_experts
 from offbeat_engine_torch._logprobs import VocabularyPart, token_logprobs
-from offbeat_engine_torch._packing import Segment
 from offbeat_engine_torch._rows import AttentionPlan
 from offbeat_engine_torch._tensor_parallel import here
 from offbeat_engine_torch._vision import ImagePatches
@@ -24,6 +25,7 @@ from offbeat_types import ModelError
 # transformers has no error of its own for a folder it cannot read
 UNREADABLE = (ValueError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, AttributeError, ImportError)
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_SCALING_IS_A_FACTOR = {"hyperclovax"}
 _ATTENTION = {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config": "sdpa"}
 
 
@@ -89,29 +91,47 @@ class CausalModel(nn.Module):
         head: nn.Linear = self.whole.get_output_embeddings()
         return head
 
+    @contextmanager
+    def own_attention(self) -> Iterator[None]:
+        """Let the decoder attend as transformers writes it down for its family, on one sequence at a time."""
+        config = self.whole.config
+        config._attn_implementation = {**_ATTENTION, "": "eager", "text_config": "eager"}
+        try:
+            yield
+        finally:
+            config._attn_implementation = _ATTENTION
+
     def forward(
         self,
         ids_T: Tensor,
-        positions_T: Tensor,
-        plan: AttentionPlan,
-        kernel: str,
+        positions_T: Tensor | None = None,
+        plan: AttentionPlan | None = None,
+        kernel: str = "rows",
         asked: Asked | None = None,
         autocast: torch.dtype | None = None,
         patches: ImagePatches | None = None,
     ) -> Any:
         """[N] log-probabilities and [N] entropies of the loss tokens asked for; [T, E] hidden states for None.
 
+        Of ids alone it gives the [T, V] logits of the transformers model itself.
+
         Args:
             ids_T: token ids of one pack.
-            positions_T: position of each in its own sequence; [3, T] where a position has three axes.
+            positions_T: position of each in its own sequence; [3, T] where a position has three axes. None for the
+                model's own logits.
             plan: who attends to whom.
             kernel: of the packed attention.
             asked: what the head computes.
             autocast: format of the backbone's matrix products; None for that of the weights.
             patches: of the pack's images; None where no rank has one in this micro-batch.
         """
+        computing = torch.autocast(ids_T.device.type, dtype=autocast) if autocast else nullcontext()
+        if positions_T is None:
+            with computing:
+                logits_TV: Tensor = self.whole(input_ids=ids_T[None], use_cache=False).logits[0]
+            return logits_TV.float()
         rest = {"position_ids": positions_T.unsqueeze(-2), "use_cache": False, "plan": plan, "kernel": kernel}
-        with torch.autocast(ids_T.device.type, dtype=autocast) if autocast else nullcontext():
+        with computing:
             if patches is None:
                 out = self.backbone(input_ids=ids_T[None], **rest)
             else:
@@ -175,6 +195,7 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
             config=config,
             dtype=torch.float32,
             attn_implementation=_ATTENTION,
+            experts_implementation=EXPERTS_NAME,
             trust_remote_code=trust_remote_code,
             local_files_only=True,
             output_loading_info=True,
@@ -187,9 +208,7 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
         )
     whole.to(device).eval()
     whole.tie_weights()  # torch keeps ties on the way to some kinds of device only: not to one of a plugin's
-    model = _take_apart(whole, folder)
-    check_isolation(model, folder)
-    return model
+    return _take_apart(whole, folder)
 
 
 def outline_model(path: str, *, trust_remote_code: bool = False) -> CausalModel:
@@ -202,7 +221,11 @@ def outline_model(path: str, *, trust_remote_code: bool = False) -> CausalModel:
     config = read_config(path, trust_remote_code=trust_remote_code)
     with _readable(folder), torch.device("meta"):
         whole: Any = _kind(config).from_config(
-            config, dtype=torch.float32, attn_implementation=_ATTENTION, trust_remote_code=trust_remote_code
+            config,
+            dtype=torch.float32,
+            attn_implementation=_ATTENTION,
+            experts_implementation=EXPERTS_NAME,
+            trust_remote_code=trust_remote_code,
         )
     if (folder / "generation_config.json").is_file():
         whole.generation_config = GenerationConfig.from_pretrained(folder)
@@ -218,6 +241,7 @@ def read_config(path: str, *, trust_remote_code: bool = False) -> Any:
     folder = Path(path).expanduser()
     _check_folder(folder)
     register_attention()
+    register_experts()
     with _readable(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     _check_config(config, folder)
@@ -235,7 +259,16 @@ def _readable(folder: Path) -> Iterator[None]:
     try:
         yield
     except UNREADABLE as error:
-        raise ModelError(f"{folder}: transformers cannot load a causal language model from it: {error}") from error
+        if ATTENTION_NAME in str(error):
+            reason = "its family's attention layers cannot be exchanged for packed ones: family not supported"
+        else:
+            reason = f"transformers cannot load a causal language model from it: {one_line(error)}"
+        raise ModelError(f"{folder}: {reason}") from error
+
+
+def one_line(error: Exception) -> str:
+    """Its message, in one line of a bearable length: transformers' come in paragraphs, with lists of all families."""
+    return textwrap.shorten(str(error), 500, placeholder=" …")
 
 
 @contextmanager
@@ -295,28 +328,10 @@ def _take_apart(whole: Any, folder: Path) -> CausalModel:
     for module in whole.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # the policy that is trained must be the policy that was sampled
-    divisor, factor = getattr(whole.config, "logits_scaling", None), getattr(whole.config, "logit_scale", None)
-    scale = (1.0 / divisor if divisor else 1.0) * (factor or 1.0)
-    return CausalModel(whole, scale)
+    return CausalModel(whole, _logit_scale(whole.config))
 
 
-@torch.no_grad()
-def check_isolation(model: CausalModel, folder: Path) -> None:
-    """Run two sequences packed and alone: a family that lets packed sequences see each other must not be trained.
-
-    Raises:
-        ModelError: the results differ.
-    """
-    device = model.head.weight.device
-    ids = torch.tensor([1, 2, 3, 2, 1], device=device) % model.head.out_features
-    positions = torch.tensor([0, 1, 2, 2, 0], device=device)
-    segments = (Segment(start=0, length=2), Segment(start=2, length=1, parent=0), Segment(start=3, length=1, parent=0))
-    together = (*segments, Segment(start=4, length=1))
-    packed = model(ids, positions, AttentionPlan(together, device), "rows")
-    for real in ([0, 1, 2], [0, 1, 3], [4]):
-        index = torch.tensor(real, device=device)
-        plan = AttentionPlan((Segment(start=0, length=len(real)),), device)
-        alone = model(ids[index], positions[index], plan, "rows")
-        if not torch.allclose(packed[index], alone, rtol=1e-2, atol=1e-2 * float(alone.abs().max())):
-            name = type(model.whole).__name__
-            raise ModelError(f"{folder}: {name} gives other results for packed sequences: family not supported")
+def _logit_scale(config: Any) -> float:
+    """Factor on the logits: `logit_scale` of Cohere, 1 / `logits_scaling` of Granite, `logits_scaling` of some."""
+    scaling, factor = getattr(config, "logits_scaling", None) or 1.0, getattr(config, "logit_scale", None) or 1.0
+    return float(factor * scaling if config.model_type in _SCALING_IS_A_FACTOR else factor / scaling)

@@ -1,4 +1,5 @@
-"""Which part of each parameter a rank holds, as a box of indices in the whole tensor.
+"""Which part of each parameter a rank holds, as a box of indices in the whole tensor; of what is saved beside them
+(a router's correction bias, say), every rank holds the whole.
 
 A box is what sharded training, loading and resharding have in common: a rank reads its box out of a file, writes its
 box into a checkpoint, and finds in the boxes of other ranks what it needs when the number of ranks has changed.
@@ -20,25 +21,27 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Piece:
-    """One parameter, and the part of it that this rank holds.
+    """One parameter or persistent buffer, and the part of it that this rank holds.
 
     Args:
         name: Hugging Face name, adapters included.
         shape: of the whole tensor.
         box: this rank's part.
         local: the values in `box`; memory shared with the model.
-        parameter: as the model holds it; gradients arrive there.
+        parameter: as the model holds it; gradients arrive there. A buffer, which has none, where `shared`.
         tp_dim: dimension cut along the mesh axis tp; None where every tp rank holds the same.
         owned: this rank counts and writes the part; False for a copy of what tp rank 0 holds.
+        shared: a buffer: nothing cuts or trains it, and every rank holds the same.
     """
 
     name: str
     shape: tuple[int, ...]
     box: Box
     local: Tensor
-    parameter: nn.Parameter
+    parameter: Tensor
     tp_dim: int | None = None
     owned: bool = True
+    shared: bool = False
 
     def take_gradient(self) -> Tensor | None:
         """The gradient of `local`, taken away from the model."""
@@ -95,7 +98,7 @@ def cut_box(shape: tuple[int, ...], tp_dim: int | None, *, dp: tuple[int, int], 
 
 
 def find_pieces(model: CausalModel, *, dp: tuple[int, int] = (0, 1), tp: tuple[int, int] = (0, 1)) -> list[Piece]:
-    """List what this rank holds, in the model's own order.
+    """List what this rank holds: parameters in the model's own order, then persistent buffers.
 
     Args:
         model: plain, or sharded over the axes dp (rows of what tp left) and tp.
@@ -110,7 +113,7 @@ def trained_parameters(pieces: Sequence[Piece]) -> dict[str, nn.Parameter]:
     return {
         piece.name: nn.Parameter(piece.local) if isinstance(piece.parameter, DTensor) else piece.parameter
         for piece in pieces
-        if piece.parameter.requires_grad and num_elements(piece.box)
+        if isinstance(piece.parameter, nn.Parameter) and piece.parameter.requires_grad and num_elements(piece.box)
     }
 
 
@@ -140,9 +143,20 @@ def _pieces(model: CausalModel, dp: tuple[int, int], tp: tuple[int, int]) -> Ite
             tp_dim=tp_dim,
             owned=tp_dim is not None or tp[0] == 0,
         )
+    for name, buffer in _saved_buffers(model.whole):
+        shape = tuple(buffer.shape)
+        yield Piece(name=name, shape=shape, box=whole_box(shape), local=buffer, parameter=buffer, shared=True)
 
 
-def _tp_dim(parameter: nn.Parameter) -> int | None:
+def _saved_buffers(whole: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that belong to a checkpoint: those that torch calls persistent."""
+    for path, module in whole.named_modules():
+        for name, buffer in module.named_buffers(prefix=path, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def _tp_dim(parameter: Tensor) -> int | None:
     """Dimension that tensor parallelism cut: its placement comes after that of the data-parallel axis."""
     if not isinstance(parameter, DTensor) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
         return None
@@ -152,6 +166,10 @@ def _tp_dim(parameter: nn.Parameter) -> int | None:
 
 
 def memory_of(pieces: Sequence[Piece]) -> list[Tensor]:
-    """Memory of a model's parameters on this rank, and, where the model is not cut, everybody who shares it."""
-    parameters = [piece.parameter for piece in pieces]
-    return [*(piece.local for piece in pieces), *(each for each in parameters if not isinstance(each, DTensor))]
+    """Memory of a model's parameters on this rank, and, where the model is not cut, everybody who shares it.
+
+    Buffers, a few kilobytes, stay where they are.
+    """
+    cut = [piece for piece in pieces if not piece.shared]
+    parameters = [piece.parameter for piece in cut]
+    return [*(piece.local for piece in cut), *(each for each in parameters if not isinstance(each, DTensor))]

@@ -20,7 +20,7 @@ from offbeat_engine_torch._vision import Blind, Vision, see
 from offbeat_mesh import Device
 from offbeat_types import TrainEngineConfig, TrainSequence
 
-_FORMATS = {"float32": None, "bfloat16": torch.bfloat16}
+FORMATS = {"float32": None, "bfloat16": torch.bfloat16}
 
 
 class Policy:
@@ -46,7 +46,7 @@ class Policy:
         self.sight: Vision | Blind = see(model.backbone, config.model_path)
         self.kernel: str = getattr(device, "packed_attention", "rows")
         self._device, self._options = device.torch_device, options
-        self._autocast = _FORMATS[config.dtype]
+        self._autocast = FORMATS[config.dtype]
 
     @property
     def vocabulary_size(self) -> int:

@@ -161,7 +161,7 @@ class Team:
     def gather(self, piece: Piece) -> Tensor:
         """Gather a few rows of every part at a time, so that the transport's own buffers stay small."""
         group = self._dp if piece.tp_dim is None else self._all
-        if group.size == 1:
+        if group.size == 1 or piece.shared:
             return piece.local
         whole = piece.local.new_empty(piece.shape)
         boxes = [self._box_of(piece, rank) for rank in group.ranks]

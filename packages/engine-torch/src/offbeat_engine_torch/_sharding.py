@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from offbeat_engine_torch._logprobs import VocabularyPart
 from offbeat_engine_torch._lora import LoraLinear
 from offbeat_engine_torch._model import CausalModel
-from offbeat_engine_torch._tensor_parallel import TensorParallel, cut_embedding, cut_linear, cut_rows
+from offbeat_engine_torch._tensor_parallel import TensorParallel, cut_embedding, cut_linear
 from offbeat_mesh import Mesh
 from offbeat_types import ConfigError, ModelError
 
@@ -24,13 +24,15 @@ COLUMNS, ROWS, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
 EMBEDDING = "embedding_rowwise"  # some versions of transformers add it for tied models (5.19), others do not (5.23)
 
 
-def shard_model(model: CausalModel, mesh: Mesh, device: torch.device) -> None:
+def shard_model(model: CausalModel, mesh: Mesh, device: torch.device, autocast: torch.dtype | None = None) -> None:
     """Give an outlined model memory on `device` for what this rank holds of it. The values are left open.
 
     Args:
         model: from `outline_model`, with adapters where they are wanted.
         mesh: of all ranks.
         device: of this rank.
+        autocast: format in which the layers compute, and in which their weights are gathered; None for float32.
+            Gradients are added up in float32, and so is what the layers hand on: embedding and head stay float32.
 
     Raises:
         ConfigError: the family has no plan for tensor parallelism, or its sizes cannot be cut into tp parts.
@@ -43,7 +45,7 @@ def shard_model(model: CausalModel, mesh: Mesh, device: torch.device) -> None:
     within_layers = {id(module) for layer in layers for module in layer.modules()}
     for layer in layers:
         layer.to_empty(device=device)
-        _fully_shard(layer, dp_mesh)
+        _fully_shard(layer, dp_mesh, autocast)
     for module in model.modules():
         if id(module) not in within_layers:
             module.to_empty(device=device, recurse=False)
@@ -94,10 +96,11 @@ def _layers(model: CausalModel) -> list[nn.Module]:
     return layers
 
 
-def _fully_shard(module: nn.Module, mesh: DeviceMesh) -> None:
+def _fully_shard(module: nn.Module, mesh: DeviceMesh, autocast: torch.dtype | None = None) -> None:
     """Shard rows; gradients are added up, not averaged: losses are divided by the totals of the whole update."""
     if mesh.size() > 1:
-        sharded = fully_shard(module, mesh=mesh)
+        policy = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(enable=True)
 
@@ -158,7 +161,7 @@ def _cut_vocabulary(model: CausalModel, tp: TensorParallel) -> None:
     if head.out_features % tp.size or embedding.num_embeddings % tp.size:
         return
     cut_embedding(embedding, tp)
-    cut_rows(head, tp)
+    cut_linear(head, tp, columns=True)
     model.whole.tie_weights()
     model.part = VocabularyPart(first=tp.rank * (head.out_features // tp.size), tp=tp)
 

@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Final
 
-from offbeat_objectives._config import REJECTIONS, AlgorithmConfig
+from offbeat_objectives._config import REJECTIONS, SEQUENCE_LOSSES, AlgorithmConfig
 from offbeat_objectives._preset import LOG_RATIO_BOUND, Preset, read_preset
 from offbeat_types import METADATA_KEY, ConfigError
 
 GROUP_ADVANTAGES: Final = ("grpo", "dr_grpo", "rloo", "opo")
-SEQUENCE_LOSSES: Final = ("gspo", "sapo", "gmpo")
 LEAST_RATIO: Final = math.exp(-LOG_RATIO_BOUND)
 LARGEST_RATIO: Final = math.exp(LOG_RATIO_BOUND)
 
@@ -94,7 +93,7 @@ def _loss(config: AlgorithmConfig) -> Complaints:
     if config.aggregation == "fixed_length" and config.fixed_length is None:
         yield "aggregation = fixed_length needs fixed_length, usually the longest completion allowed"
     if config.aggregation != "fixed_length" and config.fixed_length is not None:
-        yield f"fixed_length has no effect with aggregation = {config.aggregation}"
+        yield f"fixed_length has no effect with aggregation = {config.resolved_aggregation}"
 
 
 def _penalties(config: AlgorithmConfig, max_tokens: int | None) -> Complaints:
@@ -194,9 +193,10 @@ def _notices(config: AlgorithmConfig) -> Complaints:
             f"rs_low and rs_high: {bounds} are narrow for r of a {preset.rejection or 'token'}, and may reject almost "
             "everything; they are usual for geometric_rs"
         )
-    if config.loss in SEQUENCE_LOSSES and config.aggregation != "sequence_mean":
+    if config.loss in SEQUENCE_LOSSES and config.resolved_aggregation != "sequence_mean":
         yield f"aggregation: {config.loss} is defined with sequence_mean; {config.aggregation} is another weighting"
     if config.advantage == "dr_grpo" and config.aggregation != "fixed_length":
-        yield f"aggregation: Dr. GRPO is defined with fixed_length; {config.aggregation} brings its length bias back"
+        how = config.resolved_aggregation
+        yield f"aggregation: Dr. GRPO is defined with fixed_length; {how} brings its length bias back"
     if config.filter_groups and config.advantage not in GROUP_ADVANTAGES:
         yield f"filter_groups drops prompts of equal rewards, which {config.advantage} could still learn from"

@@ -19,6 +19,9 @@ CORRECTIONS: Final = (
     "icepop",
 )
 
+SEQUENCE_LOSSES: Final = ("gspo", "sapo", "gmpo")
+"""Losses that weigh all sequences alike, by their definition."""
+
 DEFAULT_CLIPS: Final = {
     "ppo_clip": (0.2, 0.2),
     "gspo": (3e-4, 4e-4),
@@ -70,10 +73,11 @@ class AlgorithmConfig:
     sapo_tau: tuple[float, ...] = setting(
         (), "Steepness of sapo's gates: where the advantage is positive, and elsewhere; [1.0, 1.05] if not given."
     )
-    aggregation: str = setting(
-        "token_mean",
+    aggregation: str | None = setting(
+        None,
         "How token losses become one number: token_mean weighs all tokens of the update alike, sequence_mean all "
-        "sequences alike, fixed_length divides each sequence's sum by one constant.",
+        "sequences alike, fixed_length divides each sequence's sum by one constant. If not given: sequence_mean for "
+        "gspo, sapo and gmpo, as in their papers; token_mean for the others.",
         choices=("token_mean", "sequence_mean", "fixed_length"),
     )
     fixed_length: int | None = setting(
@@ -81,7 +85,11 @@ class AlgorithmConfig:
     )
     kl_coefficient: float = setting(0.0, "Weight of the KL penalty towards the reference policy; 0: none.", ge=0)
     kl_estimator: str | None = setting(
-        None, "k1, k2 or k3; if not given, k3 in the loss and k1 in the reward.", "nats", choices=("k1", "k2", "k3")
+        None,
+        "k1, k2, k3, or k3_capped: k3 of at most 10, without gradient beyond, as verl computes it. If not given, k3 in "
+        "the loss and k1 in the reward.",
+        "nats",
+        choices=("k1", "k2", "k3", "k3_capped"),
     )
     kl_in: str = setting("loss", "Where the KL penalty enters: the loss or the reward.", choices=("loss", "reward"))
     entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus; 0: none.", ge=0)
@@ -163,6 +171,11 @@ class AlgorithmConfig:
     def resolved_kl_estimator(self) -> str:
         """The KL estimator in use: given, or the usual one of its place."""
         return self.kl_estimator or ("k3" if self.kl_in == "loss" else "k1")
+
+    @property
+    def resolved_aggregation(self) -> str:
+        """The aggregation in use: given, or that of the loss's own paper."""
+        return self.aggregation or ("sequence_mean" if self.loss in SEQUENCE_LOSSES else "token_mean")
 
     def clip_range(self) -> tuple[float, float]:
         """(clip_low, clip_high) in use; the loss must be one that clips."""

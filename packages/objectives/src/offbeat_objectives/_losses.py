@@ -127,7 +127,7 @@ class PolicyLoss:
             torch.where(keep_N > 0, losses_N, 0.0),
             tokens.sequence_N,
             tokens.num_sequences,
-            how=self.config.aggregation,
+            how=self.config.resolved_aggregation,
             total_tokens=tokens.total_tokens,
             total_sequences=tokens.total_sequences,
             fixed_length=self.config.fixed_length,
