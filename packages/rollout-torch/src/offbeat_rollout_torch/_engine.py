@@ -4,7 +4,7 @@ import asyncio
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import torch
 
@@ -69,7 +69,10 @@ class TorchRolloutEngine:
 
     Attributes:
         capabilities: what it can do; it takes images where the model does.
+        whole_logprobs: it reports log-probabilities before a cut too; known before there is an engine.
     """
+
+    whole_logprobs: ClassVar[bool] = True
 
     def __init__(self, config: RolloutEngineConfig) -> None:
         folder = Path(config.model_path).expanduser()
@@ -88,6 +91,7 @@ class TorchRolloutEngine:
             multimodal=self._eyes is not None,
             scores=True,
             scores_images=self._eyes is not None,
+            whole_logprobs=self.whole_logprobs,
             fp8_weights=True,
         )
         self._tokenizer = load_tokenizer(folder)
