@@ -49,7 +49,11 @@ class TorchRolloutOptions:
     """Extras of this engine, given as `RolloutEngineConfig.options`."""
 
     kv_cache_tokens: int = setting(
-        0, "Budget of cached tokens; 0: max_running times max_model_len, or a quarter of memory.", "tokens", ge=0
+        0,
+        "Budget of cached tokens, exceeded by an eighth or one longest row at most; 0: max_running times max_model_len, "
+        "or a quarter of memory.",
+        "tokens",
+        ge=0,
     )
     max_prefill_tokens: int = setting(2048, "Prompt tokens of one step; longer prompts take several.", "tokens", ge=16)
     pack_weights: bool = setting(True, "Hold large matrices in oneDNN's layout on the CPU: 2 to 3 times as fast.")
@@ -169,9 +173,10 @@ class TorchRolloutEngine:
             raise
 
     async def score(self, request: ScoreRequest) -> list[Floats]:
-        """See `ScoringEngine`: at any temperature."""
+        """See `ScoringEngine`: at any temperature, in the memory of the cache that samples leave, or give up for it."""
         request.check(self._architecture.vocab_size, self._ending.max_model_len)
         request.check_images(self.capabilities, "rollout-torch")
+        self._check_room(request.request_id, request.longest)
         pictures = await self._look(request)
         return await asyncio.wrap_future(self._worker.call(lambda: self._worker.score(request, pictures)))
 
@@ -185,10 +190,13 @@ class TorchRolloutEngine:
         self.capabilities.check(request, "rollout-torch")
         longest = self._ending.max_model_len
         request.check(self._architecture.vocab_size, longest)
-        needed = _capacity(min(len(request.prompt_ids) + request.params.max_tokens, longest))
+        self._check_room(request.request_id, min(len(request.prompt_ids) + request.params.max_tokens, longest))
+
+    def _check_room(self, request_id: str, num_tokens: int) -> None:
+        needed = _capacity(num_tokens)
         if needed > self._budget_tokens:
             raise DataError(
-                f"request {request.request_id!r}: prompt and completion may take {needed} tokens of cache, and "
+                f"request {request_id!r}: prompt and completion may take {needed} tokens of cache, and "
                 f"kv_cache_tokens is {self._budget_tokens}; raise it, or lower max_tokens"
             )
 
