@@ -50,8 +50,8 @@ class TorchRolloutOptions:
 
     kv_cache_tokens: int = setting(
         0,
-        "Budget of cached tokens, exceeded by an eighth or one longest row at most; 0: max_running times max_model_len, "
-        "or a quarter of memory.",
+        "Budget of cached tokens, exceeded by an eighth or one longest row at most; 0: max_running times "
+        "max_model_len, or a quarter of memory.",
         "tokens",
         ge=0,
     )

@@ -54,7 +54,8 @@ class ScoreRequest:
             )
         if self.longest > max_model_len:
             raise DataError(
-                f"{name}: prompt and continuation have {self.longest} tokens and max_model_len is {max_model_len}; raise it"
+                f"{name}: prompt and continuation have {self.longest} tokens and max_model_len is {max_model_len}; "
+                "raise it"
             )
 
     def check_images(self, capabilities: RolloutCapabilities, engine: str) -> None:
