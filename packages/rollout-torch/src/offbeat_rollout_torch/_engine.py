@@ -32,6 +32,7 @@ from offbeat_types import (
     RolloutCapabilities,
     RolloutEngineConfig,
     ScoreRequest,
+    TellToken,
     WeightProof,
     WeightStream,
     read_options,
@@ -153,6 +154,18 @@ class TorchRolloutEngine:
             ConfigError: a sampling parameter that cannot be, an adapter; an image, and the model takes none.
             WeightSyncError: an update failed half way, and no whole one has come since.
         """
+        return await self._generate(request)
+
+    async def stream(self, request: GenerateRequest, tell: TellToken) -> list[Completion]:
+        """See `StreamingEngine`."""
+        loop = asyncio.get_running_loop()
+
+        def pass_on(sample: int, token: int, logprob: float) -> None:
+            loop.call_soon_threadsafe(tell, sample, token, logprob)
+
+        return await self._generate(request, pass_on)
+
+    async def _generate(self, request: GenerateRequest, tell: TellToken | None = None) -> list[Completion]:
         self._check(request)
         done: Future[list[Completion]] = new_future()
 
@@ -162,7 +175,7 @@ class TorchRolloutEngine:
             else:
                 done.set_result(outcome)
 
-        in_flight = RequestInFlight(request, self._tokenizer, deliver, await self._look(request))
+        in_flight = RequestInFlight(request, self._tokenizer, deliver, await self._look(request), tell)
         if not in_flight.samples:
             return []
         try:
