@@ -21,7 +21,7 @@ from offbeat_serve._access import Access
 from offbeat_serve._answering import Answerer, Sampled
 from offbeat_serve._answers import HealthAnswer, ModelCard, ModelList
 from offbeat_serve._body import read_json
-from offbeat_serve._generation import ClientGoneError, Generation
+from offbeat_serve._generation import ClientGoneError, Generation, heard
 from offbeat_serve._openapi import describe
 from offbeat_serve._prompts import Prompter
 from offbeat_serve._refusals import RefusedError, error_answer, refusal_of
@@ -209,6 +209,7 @@ class Endpoint:
         """Begin to answer. What is refused at once is an answer with that status, as it is without a stream."""
         news: asyncio.Queue[tuple[int, int, int, float] | None] = asyncio.Queue()
         work = asyncio.ensure_future(self._sample(request, requests, lambda *token: news.put_nowait(token)))
+        work.add_done_callback(heard)
         work.add_done_callback(lambda _: news.put_nowait(None))
         try:
             tokens = await _next(news, REFUSAL_S)

@@ -102,7 +102,7 @@ class Generation:
         else:
             work = [asyncio.ensure_future(self._engine.generate(request)) for request in requests]
         done, leaving = asyncio.gather(*work), asyncio.ensure_future(gone())
-        done.add_done_callback(_heard)
+        done.add_done_callback(heard)
         request_ids = [request.request_id for request in requests]
         self._request_ids.update(request_ids)
         try:
@@ -146,7 +146,7 @@ class Generation:
                 _log.warning("the engine did not end a request: %s", outcome)
 
 
-def _heard(outcome: "asyncio.Future[list[list[Completion]]]") -> None:
+def heard(outcome: "asyncio.Future[Any]") -> None:
     """Take note of how it ended, so that asyncio does not complain where nobody waits for it any more."""
     if not outcome.cancelled():
         outcome.exception()
