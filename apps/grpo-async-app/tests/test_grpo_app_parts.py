@@ -20,7 +20,9 @@ from grpo_async_app._roles.batches import build_batch, split_batch
 from grpo_async_app._roles.trainer import _named
 from grpo_async_app._rollouts import Rollouts
 from offbeat_data import Prompt, RewardScore
+from offbeat_engine_torch import TorchTrainEngine
 from offbeat_objectives import AlgorithmConfig
+from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_run import check_limits, dump_config, load_config, parse_config
 from offbeat_testing import CommandLine
 from offbeat_types import (
@@ -256,6 +258,39 @@ def test_the_configuration_stays_small_and_documented() -> None:
 def test_the_resolved_configuration_loads_back(config: Path) -> None:
     loaded = load_config(config, GrpoConfig, [])
     assert parse_config(dump_config(loaded), GrpoConfig) == loaded
+
+
+@pytest.mark.parametrize("cut", ["top_p=0.5", "top_k=3", "min_p=0.2"])
+def test_trainer_and_engine_agree_on_log_probabilities_under_a_cut(config: Path, cut: str) -> None:
+    settings = load_config(config, GrpoConfig, [f"--rollout.{cut}", "--rollout.temperature=0.7"])
+    prompt = np.arange(3, 15, dtype=np.int32)
+
+    async def sample() -> list[Completion]:
+        engine = await TorchRolloutEngine.create(settings.rollout_engine(settings.model.path, 1))
+        params = replace(settings.rollout.sampling(seed=1), ignore_eos=True)
+        completions = await engine.generate(
+            GenerateRequest(request_id="1", prompt_ids=prompt, num_samples=4, params=params)
+        )
+        await engine.close()
+        return completions
+
+    completions = asyncio.run(sample())
+    trainer = TorchTrainEngine.create(settings.train_engine(settings.model.path, 1, 1))
+    sequences = [
+        TrainSequence(ids=np.append(prompt, one.ids), loss_mask=np.arange(len(prompt) + len(one.ids)) >= len(prompt))
+        for one in completions
+    ]
+    for one, scored, sequence in zip(completions, trainer.logprobs(sequences), sequences, strict=True):
+        np.testing.assert_allclose(one.logprobs, scored[sequence.loss_mask], atol=1e-4)
+
+
+def test_a_cut_is_refused_where_the_engine_does_not_give_what_the_trainer_scores(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TorchRolloutEngine, "whole_logprobs", False)
+    check_run(load_config(config, GrpoConfig, []))
+    with pytest.raises(ConfigError, match=r"rollout\.top_p = 0\.9, .* set them to 1, 0 and 0"):
+        check_run(load_config(config, GrpoConfig, ["--rollout.top_p=0.9"]))
 
 
 def test_the_run_ends_with_its_data_or_its_updates(config: Path) -> None:

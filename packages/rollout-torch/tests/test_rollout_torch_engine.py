@@ -3,12 +3,15 @@
 import asyncio
 import queue
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from offbeat_rollout_torch import TorchRolloutEngine, _worker
+from offbeat_rollout_torch._families import read_architecture
 from offbeat_testing import FakeWeightStream, changed_weights, reference_logprobs, reference_model, tiny_model
 from offbeat_types import (
     ConfigError,
@@ -19,6 +22,7 @@ from offbeat_types import (
     PeerFailedError,
     RolloutEngineConfig,
     SamplingParams,
+    ScoreRequest,
     WeightSyncError,
 )
 
@@ -100,6 +104,44 @@ def test_running_out_of_cache_sets_samples_back_and_changes_nothing(folder):
     tight = run(folder, check, options={"kv_cache_tokens": 512})
     assert_same(tight, roomy)
     assert all(len(one.ids) == 200 for one in tight)
+
+
+def test_allocated_keys_and_values_stay_within_the_budget_and_one_block(folder, monkeypatch):
+    """Rows grow, leave one behind in each band, move on, and a request is scored beside them."""
+    held, most = [0], [0]
+    new_zeros = torch.Tensor.new_zeros
+
+    def count(change):
+        held[0] += change
+        most[0] = max(most[0], held[0])
+
+    def counted(self, *shape):
+        made = new_zeros(self, *shape)
+        if len(shape) == 6:  # of the cache
+            count(made.nbytes)
+            weakref.finalize(made, count, -made.nbytes)
+        return made
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", counted)
+    requests = [
+        request(str(i), prompt=5 + 9 * i, seed=i, max_tokens=20 + 29 * (i % 9), num_samples=3) for i in range(16)
+    ]
+    ids = np.full(200, 7, np.int32)
+    scored = ScoreRequest(request_id="s", prompt_ids=requests[0].prompt_ids, continuations=(ids,) * 12)
+
+    async def check(engine):
+        sampling = asyncio.ensure_future(together(engine, requests))
+        while (await engine.health()).num_tokens < 1500:
+            await asyncio.sleep(0.001)
+        await engine.score(scored)
+        assert not sampling.done()
+        return await sampling
+
+    tight = run(folder, check, options={"kv_cache_tokens": 4096})
+    architecture = read_architecture(folder)
+    token_bytes = 2 * 4 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim
+    assert 2048 * token_bytes < most[0] <= (4096 + 512) * token_bytes
+    assert_same(tight, run(folder, check))
 
 
 def test_long_prompts_are_prefilled_in_chunks(folder):

@@ -9,7 +9,7 @@ from offbeat_rollout_torch._cache import KVCache
 from offbeat_rollout_torch._decoder import decode_hidden, decode_logits
 from offbeat_rollout_torch._families import read_architecture, rotations
 from offbeat_rollout_torch._loading import load_weights
-from offbeat_rollout_torch._weights import DecoderWeights
+from offbeat_rollout_torch._weights import DecoderWeights, WeightWriter
 from offbeat_testing import reference_model, tiny_model
 
 LLAMA3 = {
@@ -106,7 +106,7 @@ def test_prefill_chunks_and_decoding_agree_with_transformers(folder, pack):
             assert float((ours - theirs).abs().max()) < 1e-4
 
 
-def test_every_tensor_reads_back_as_it_is_in_the_folder(folder):
+def test_every_tensor_reads_back_as_it_is_in_the_folder(folder, monkeypatch):
     with torch.inference_mode():
         weights = load(folder)
         parameters = dict(reference_model(folder).named_parameters())
@@ -117,6 +117,13 @@ def test_every_tensor_reads_back_as_it_is_in_the_folder(folder):
         assert weights.layers[0].down._packed is not None
         for name, tensor in parameters.items():
             assert torch.equal(weights.read(name), tensor), f"{name} after packing again"
+        weights.freeze()
+        monkeypatch.setattr(torch.Tensor, "to_dense", None)  # a whole update unpacks nothing
+        writer = WeightWriter(weights, ValueError, "an update")
+        for name, tensor in parameters.items():
+            writer.write(name, tensor + 1)
+        for name, tensor in parameters.items():
+            assert torch.equal(weights.read(name), tensor + 1), f"{name} after an update"
 
 
 def test_bfloat16_stays_close(tmp_path):

@@ -38,15 +38,15 @@ cuts = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(params=st.lists(cuts, min_size=1, max_size=4), seed=st.integers(0, 1000), spread=st.sampled_from([0.1, 1, 5]))
 def test_cuts_are_those_of_the_definition(params, seed, spread):
-    """Also where the first candidates do not reach: 8 of 300 here."""
+    """Also where the first candidates do not reach: 8, then 30 of 300 here."""
     logits = np.random.default_rng(seed).normal(size=(len(params), 300)) * spread
     probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    before = _sampling.FIRST_CANDIDATES
-    _sampling.FIRST_CANDIDATES = 8
+    before = _sampling.CANDIDATES
+    _sampling.CANDIDATES = (8, 30)
     try:
         got = cut_distribution(torch.from_numpy(probs).float(), params).numpy()
     finally:
-        _sampling.FIRST_CANDIDATES = before
+        _sampling.CANDIDATES = before
     for row, p, one in zip(got, probs, params, strict=True):
         expected = slow_cut(p, one)
         # A token on the very edge of top_p may fall on either side in float32.
@@ -96,6 +96,44 @@ def test_invert_draws_each_token_as_often_as_its_probability():
     largest = torch.tensor([1 - 2.0**-23])
     assert invert(probs, largest).item() == 4
     assert invert(probs, torch.zeros(1)).item() == 1
+
+
+def test_a_row_of_high_entropy_does_not_have_the_others_sorted(monkeypatch):
+    sorted_rows = []
+    topk = torch.topk
+    monkeypatch.setattr(torch, "topk", lambda p, k: (sorted_rows.extend([k] * len(p)), topk(p, k))[1])
+    logits = torch.randn(8, 5000, generator=torch.Generator().manual_seed(0)) * 8
+    logits[3] = 0.0
+    cut_distribution(torch.softmax(logits, -1), [SamplingParams(top_p=0.9)] * 8)
+    assert sorted_rows.count(5000) == 1
+
+
+def test_a_running_sum_that_is_not_monotone_draws_no_token_of_probability_zero(monkeypatch):
+    """As CUDA's, whose last bits depend on how the sum was split."""
+    cumsum = torch.cumsum
+
+    def rough(probs, dim):
+        noise = torch.rand(probs.shape, generator=torch.Generator().manual_seed(0)) - 0.5
+        return cumsum(probs, dim) + noise * 1e-2
+
+    monkeypatch.setattr(torch, "cumsum", rough)
+    probs = torch.zeros(4000, 50)
+    probs[:, [7, 8, 30]] = torch.tensor([0.3, 0.3, 0.4])
+    drawn = invert(probs, (torch.arange(4000) + 0.5) / 4000)[:, 0]
+    assert set(drawn.tolist()) == {7, 8, 30}
+    share = torch.bincount(drawn, minlength=50)[[7, 8, 30]] / 4000
+    torch.testing.assert_close(share, probs[0, [7, 8, 30]], atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_whole_logprobs_are_those_before_the_cut(temperature):
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    kinds = [{"top_p": 0.5}, {"top_k": 3, "min_p": 0.1}, {}]
+    params = [SamplingParams(temperature=temperature, whole_logprobs=i != 2, **kind) for i, kind in enumerate(kinds)]
+    drawn = draw(logits.clone(), params, torch.tensor([0.3, 0.9, 0.5]))
+    whole = torch.log_softmax(logits / temperature, -1)
+    for row, token, logprob in zip(whole, drawn.ids, drawn.logprobs, strict=True):
+        assert logprob == pytest.approx(float(row[token]), abs=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

@@ -182,7 +182,19 @@ async def test_a_stream_is_the_answer_in_chunks(serving):
         assert "".join(one.delta.content or "" for one in told) == choice.message.content
         assert [ids for one in told for ids in getattr(one, "token_ids", [])] == choice.token_ids
         assert told[-1].finish_reason == choice.finish_reason
+        assert [one.delta.role for one in told] == ["assistant"] + [None] * (len(told) - 1)
     assert chunks[0].prompt_token_ids == whole.prompt_token_ids
+
+
+@pytest.mark.asyncio
+async def test_fields_that_change_nothing_are_taken(serving):
+    neutral = {"parallel_tool_calls": True, "store": False, "metadata": {"run": "1"}, "logit_bias": {}}
+    async with serving() as served:
+        for more in ({}, {"tool_choice": "none"}, {"tool_choice": "auto"}):
+            ask = {"model": "tiny", "messages": QUESTION, "max_tokens": 2, "extra_body": EXTRA, **more}
+            plain = await served.openai.chat.completions.create(**ask, seed=1)
+            fuller = await served.openai.chat.completions.create(**ask, seed=1, **neutral)
+            assert fuller.choices == plain.choices
 
 
 @pytest.mark.parametrize(
@@ -195,6 +207,9 @@ async def test_a_stream_is_the_answer_in_chunks(serving):
         ({"top_logprobs": 2, "logprobs": True}, "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"store": True}, "store"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
     ],
     ids=str,
 )

@@ -1,6 +1,7 @@
 """/v1/completions through OpenAI's own client, on the real embedded engine."""
 
 import asyncio
+import json
 
 import numpy as np
 import openai
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_data import load_tokenizer
+from offbeat_serve import _endpoint
 from offbeat_serve._answering import Answerer, Sampled
 from offbeat_serve._requests import CompletionRequest
 from offbeat_types import Completion, GenerateRequest, SamplingParams, VersionSegment
@@ -88,11 +90,59 @@ async def test_a_stream_tells_what_the_whole_answer_says(serving):
         whole = await served.openai.completions.create(**ask)
         stream = await served.openai.completions.create(**ask, stream=True, stream_options={"include_usage": True})
         chunks = [chunk async for chunk in stream]
-    told = [choice for chunk in chunks for choice in chunk.choices]
-    assert [choice.token_ids for choice in told] == [choice.token_ids for choice in whole.choices]
-    assert [choice.text for choice in told] == [choice.text for choice in whole.choices]
-    assert [choice.finish_reason for choice in told] == [choice.finish_reason for choice in whole.choices]
+    assert len(chunks) > 3, "no token was told of before the end"
+    for choice in whole.choices:
+        told = [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
+        assert [token for one in told for token in one.token_ids] == choice.token_ids
+        assert "".join(one.text for one in told) == choice.text
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            assert [item for one in told for item in getattr(one.logprobs, name)] == getattr(choice.logprobs, name)
+        assert [one.finish_reason for one in told] == [None] * (len(told) - 1) + [choice.finish_reason]
+        assert told[0].prompt_token_ids == choice.prompt_token_ids
+        assert told[-1].version_segments == choice.version_segments
     assert chunks[-1].usage == whole.usage
+
+
+@pytest.mark.parametrize("stop", [["e"], ["a", "th"], []])
+async def test_a_stream_never_tells_what_a_stop_text_takes_back(serving, stop):
+    ask = {"model": "tiny", "prompt": PROMPT, "n": 4, "max_tokens": 80, "seed": 5, "stop": stop}
+    async with serving() as served:
+        whole = await served.openai.completions.create(**ask)
+        texts = [""] * 4
+        async for chunk in await served.openai.completions.create(**ask, stream=True):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices]
+
+
+async def test_a_stream_begins_at_once_tells_of_tokens_as_they_come_and_of_errors(serving, monkeypatch):
+    monkeypatch.setattr(_endpoint, "KEEP_ALIVE_S", 0.05)
+    ask = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    async with serving(generate_deadline_s=10.0) as served:
+        await served.engine.pause("keep")
+        async with served.http.stream("POST", "/v1/completions", json=ask) as answer:
+            assert (answer.status_code, answer.headers["X-Policy-Version"]) == (200, "0")
+            lines = answer.aiter_lines()
+            assert [await anext(lines) for _ in range(3)] == [": sampling", "", ": sampling"]
+            await served.engine.resume()
+            while not (line := await anext(lines)).startswith("data: "):
+                pass
+            assert (await served.engine.health()).num_running == 1, "the first token was told of at the end"
+            assert json.loads(line.removeprefix("data: "))["choices"][0]["finish_reason"] is None
+        await until_idle(served)  # who leaves ends the samples
+    async with serving(generate_deadline_s=0.4) as served:
+        await served.engine.pause("keep")
+        stream = await served.openai.completions.create(model="tiny", prompt=PROMPT, stream=True)
+        with pytest.raises(openai.APIError, match=r"waited 0\.4 s"):
+            [chunk async for chunk in stream]
+        too_long = await served.post("/v1/completions", **{**ask, "prompt": "a b c " * 300})
+    assert too_long.status_code == 400
+
+
+async def until_idle(served):
+    async with asyncio.timeout(60):
+        while (health := await served.engine.health()).num_running + health.num_waiting:
+            await asyncio.sleep(0.005)
 
 
 @given(st.text(max_size=12), st.lists(st.text(min_size=1, max_size=3), max_size=3))

@@ -82,6 +82,17 @@ def test_the_newest_versions_are_kept(tmp_path: Path, weights: dict[str, Tensor]
         pass
 
 
+def test_a_run_that_goes_back_keeps_the_versions_it_writes_and_ends_the_abandoned_ones(
+    tmp_path: Path, weights: dict[str, Tensor]
+) -> None:
+    for version in (7, 8, 9, 4):
+        write(tmp_path, weights, version, keep=2)
+    assert list_versions(tmp_path) == [4, 9]
+    write(tmp_path, weights, 5, keep=2)
+    assert list_versions(tmp_path) == [4, 5]
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in take(tmp_path, 5).items())
+
+
 def test_a_version_that_is_removed_while_it_is_read_is_read_to_its_end(
     tmp_path: Path, weights: dict[str, Tensor]
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offbeat_types import WeightSyncError
-from offbeat_weightsync import BucketPlan, SharedMemorySender, _shared_sender, describe_tensors, receive
+from offbeat_weightsync import BucketPlan, SharedMemorySender, _connections, _shared_sender, describe_tensors, receive
 from offbeat_weightsync._addresses import kernel_address
 
 
@@ -56,6 +56,18 @@ def test_who_connects_and_says_nothing_does_not_stop_a_sync(
         engine = start_engine(address)
         sender.send(weights.items(), 1, 1)
         assert engine.next_text().startswith("holds 8 tensors")
+
+
+def test_an_engine_takes_no_weights_from_another_users_process(
+    address: str, weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_connections.os, "getuid", lambda: os.geteuid() + 1)  # as if the sender's were another
+    with (
+        make_sender(address, weights),
+        pytest.raises(WeightSyncError, match=f"who listens at {address} is another user's process"),
+        receive(address, 1, 5),
+    ):
+        pass
 
 
 def test_a_socket_path_that_is_too_long_is_refused(weights: dict[str, Tensor]) -> None:

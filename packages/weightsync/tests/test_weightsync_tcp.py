@@ -113,10 +113,16 @@ def test_an_engine_finds_a_false_sender_out(weights: dict[str, Tensor]) -> None:
     assert "a token" not in str(found[0])
 
 
-def test_who_connects_and_says_nothing_does_not_stop_a_sync(sender: TcpSender, weights: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize("said", [b"", b"half a token"], ids=["nothing", "half"])
+def test_who_connects_and_says_nothing_does_not_stop_a_sync(
+    sender: TcpSender, weights: dict[str, Tensor], said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_tcp_sender, "_GREETING_S", 100.0)
     place = TcpAddress.parse(sender.address)
     assert place is not None
-    with sender, socket.create_connection((place.host, place.port)), socket.create_connection((place.host, place.port)):
+    with sender, contextlib.ExitStack() as strangers:
+        for _ in range(2):
+            strangers.enter_context(socket.create_connection((place.host, place.port))).sendall(said)
         friend, held = take(sender.address)
         sender.send(weights.items(), 1, 1)
         friend.join()

@@ -51,7 +51,7 @@ class RolloutConfig(RolloutEngineSettings):
     )
 
     def sampling(self, seed: int) -> SamplingParams:
-        """How training samples are drawn, with the seed of one group."""
+        """How training samples are drawn, with the seed of one group, and reported as the trainer scores them."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -60,6 +60,7 @@ class RolloutConfig(RolloutEngineSettings):
             min_p=self.min_p,
             stop=tuple(self.stop),
             seed=seed,
+            whole_logprobs=True,
         )
 
 

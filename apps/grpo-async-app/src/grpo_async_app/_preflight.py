@@ -101,7 +101,7 @@ def check_run(config: GrpoConfig) -> Preflight:
     placement = place_run(config, site)
     model = inspect_model(config.model.path)
     _check_positions(config, model)
-    load_backend("offbeat.rollout", config.rollout.backend)
+    _check_cut(config)
     backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
     _check_turns(config, backend)
     _check_devices(config, site)
@@ -271,6 +271,18 @@ def _count_updates(config: GrpoConfig, num_prompts: int) -> int:
     """Updates of the whole run, when no group is filtered or dropped."""
     of_data = -(-config.data.epochs * num_prompts // config.async_.groups_per_update) or None
     return min(number for number in (of_data, config.engine.max_updates or None) if number is not None)
+
+
+def _check_cut(config: GrpoConfig) -> None:
+    """The engines are there, and report the log-probabilities that the trainer scores."""
+    rollout = config.rollout
+    engine = load_backend("offbeat.rollout", rollout.backend)
+    if rollout.sampling(rollout.seed).is_cut and not getattr(engine, "whole_logprobs", False):
+        raise ConfigError(
+            f"rollout.top_p = {rollout.top_p:g}, top_k = {rollout.top_k}, min_p = {rollout.min_p:g} cut the sampled "
+            f"distribution, rollout.backend = {rollout.backend!r} reports log-probabilities of what is left and the "
+            'trainer scores the whole: set them to 1, 0 and 0, or rollout.backend = "torch"'
+        )
 
 
 def _check_turns(config: GrpoConfig, backend: TrainBackend) -> None:

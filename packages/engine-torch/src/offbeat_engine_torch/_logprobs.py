@@ -46,6 +46,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target under softmax(scale * (hidden @ weight.T + bias)), and that softmax's entropy.
 
+    Of the whole softmax, whatever a sampler has cut: see `SamplingParams.whole_logprobs`.
+
     Args:
         hidden_NE: hidden states, floating point; gradient flows to them and to weight and bias.
         weight_VE: the head's weight.

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
-from offbeat_rollout_torch._cache import Band, Row, flat_positions
+from offbeat_rollout_torch._cache import Band, Block, Row, flat_positions
 from offbeat_rollout_torch._families import Architecture
 
 
@@ -30,20 +30,19 @@ class DecodeAttention:
 
     def __init__(self, bands: Sequence[Band], architecture: Architecture, like: Tensor) -> None:
         self._num_heads, self._num_kv_heads = architecture.num_heads, architecture.num_kv_heads
-        self._bands = [band for band in bands if band.rows]
         self._scale = architecture.head_dim**-0.5
-        self._parts = [self._plan(band, like) for band in self._bands]
+        self._parts = [self._plan(block, rows, like) for band in bands for block, rows in band.used_blocks]
         self.positions_N = torch.cat([part.positions for part in self._parts])
 
-    def _plan(self, band: Band, like: Tensor) -> "_DecodePart":
-        cached = [row.cached for row in band.rows]
+    def _plan(self, block: Block, rows: Sequence[Row], like: Tensor) -> "_DecodePart":
+        cached = [row.cached for row in rows]
         positions = torch.tensor(cached, device=like.device)
-        store = flat_positions(band, torch.arange(len(cached), device=like.device), positions, self._num_kv_heads)
+        store = flat_positions(block, torch.arange(len(cached), device=like.device), positions, self._num_kv_heads)
         # Multiples of 16 keep the number of different shapes small: some kernels are compiled per shape.
-        length = min(band.capacity, -(-(max(cached) + 1) // 16) * 16)
+        length = min(block.capacity, -(-(max(cached) + 1) // 16) * 16)
         hidden = torch.arange(length, device=like.device) > positions[:, None]
         mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
-        return _DecodePart(band, positions, store, mask.repeat_interleave(self._num_kv_heads, 0)[:, None])
+        return _DecodePart(block, positions, store, mask.repeat_interleave(self._num_kv_heads, 0)[:, None])
 
     def __call__(self, layer: int, qkv_NhD: Tensor) -> Tensor:
         outputs, start = [], 0
@@ -55,20 +54,20 @@ class DecodeAttention:
 
     def _attend(self, layer: int, qkv: Tensor, part: "_DecodePart") -> Tensor:
         n, H, K, D = qkv.shape[0], self._num_heads, self._num_kv_heads, qkv.shape[-1]
-        part.band.flat[layer].index_copy_(0, part.store, qkv[:, H:].reshape(-1, D))
+        part.block.flat[layer].index_copy_(0, part.store, qkv[:, H:].reshape(-1, D))
         # The G query heads of a kv head are the rows of one small product: keys are read once and never repeated.
         queries = qkv[:, :H].reshape(n * K, H // K, D)
         length = part.mask.shape[-1]
-        keys, values = part.band.keys[layer][: n * K, :length], part.band.values[layer][: n * K, :length]
+        keys, values = part.block.keys[layer][: n * K, :length], part.block.values[layer][: n * K, :length]
         scores = torch.baddbmm(part.mask, queries, keys.transpose(1, 2), alpha=self._scale)
         return torch.bmm(torch.softmax(scores, -1), values).view(n, H * D)
 
 
 @dataclass(frozen=True)
 class _DecodePart:
-    """One band's share of a decoding step: n rows, [n] positions, where to store, [n * K, 1, C] additive mask."""
+    """One block's share of a decoding step: n rows, [n] positions, where to store, [n * K, 1, C] additive mask."""
 
-    band: Band
+    block: Block
     positions: Tensor
     store: Tensor
     mask: Tensor
@@ -89,7 +88,7 @@ class PrefillAttention:
         self._num_heads, self._num_kv_heads = architecture.num_heads, architecture.num_kv_heads
         positions = [torch.arange(c.row.cached, c.row.cached + c.num_tokens) for c in chunks]
         self.positions_N = torch.cat(positions).to(like.device)
-        groups: dict[tuple[int, int], list[Chunk]] = {}
+        groups: dict[tuple[int, int, int], list[Chunk]] = {}
         for chunk in chunks:
             groups.setdefault(prefill_group(chunk), []).append(chunk)
         self._groups, start = [], 0
@@ -104,25 +103,26 @@ class PrefillAttention:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def prefill_group(chunk: Chunk) -> tuple[int, int]:
-    """Chunks of one band and of similar length are padded to each other: by less than a factor of 2."""
-    return chunk.row.band.capacity, chunk.num_tokens.bit_length()
+def prefill_group(chunk: Chunk) -> tuple[int, int, int]:
+    """Chunks of one block and of similar length are padded to each other: by less than a factor of 2."""
+    row = chunk.row
+    return row.band.capacity, row.index // row.band.block_rows, chunk.num_tokens.bit_length()
 
 
 class _PrefillGroup:
     """Chunks that attend in one call."""
 
     def __init__(self, chunks: Sequence[Chunk], positions: Tensor, num_kv_heads: int, like: Tensor) -> None:
-        self._band, self._num_kv_heads = chunks[0].row.band, num_kv_heads
+        self._block, self._num_kv_heads = chunks[0].row.block, num_kv_heads
         counts = [chunk.num_tokens for chunk in chunks]
-        rows = torch.tensor([chunk.row.index for chunk in chunks], device=like.device)
+        slots = torch.tensor([chunk.row.slot for chunk in chunks], device=like.device)
         self._num, self._width = len(chunks), max(counts)
-        token_rows = rows.repeat_interleave(torch.tensor(counts, device=like.device))
-        self._store = flat_positions(self._band, token_rows, positions, num_kv_heads)
+        token_slots = slots.repeat_interleave(torch.tensor(counts, device=like.device))
+        self._store = flat_positions(self._block, token_slots, positions, num_kv_heads)
         self._length = max(chunk.row.cached + chunk.num_tokens for chunk in chunks)
-        first, last = chunks[0].row.index, chunks[-1].row.index
-        in_order = all(chunk.row.index == first + i for i, chunk in enumerate(chunks))
-        self._rows = slice(first, last + 1) if in_order else rows
+        first, last = chunks[0].row.slot, chunks[-1].row.slot
+        in_order = all(chunk.row.slot == first + i for i, chunk in enumerate(chunks))
+        self._slots = slice(first, last + 1) if in_order else slots
         self._padding = None
         if min(counts) < self._width:
             offsets = torch.arange(self._width, device=like.device).expand(self._num, -1)
@@ -142,13 +142,13 @@ class _PrefillGroup:
     def attend(self, layer: int, qkv: Tensor, num_heads: int) -> Tensor:
         """[tokens of the group, H + 2 K, D] to [tokens of the group, H * D]."""
         D = qkv.shape[-1]
-        self._band.flat[layer].index_copy_(0, self._store, qkv[:, num_heads:].reshape(-1, D))
+        self._block.flat[layer].index_copy_(0, self._store, qkv[:, num_heads:].reshape(-1, D))
         queries = qkv[:, :num_heads]
         if self._padding is not None:
             padded = qkv.new_zeros(self._num * self._width, num_heads, D)
             queries = padded.index_copy_(0, self._padding, queries)
         queries = queries.view(self._num, self._width, num_heads, D).transpose(1, 2)
-        kv = self._band.kv[layer][:, self._rows, :, : self._length]
+        kv = self._block.kv[layer][:, self._slots, :, : self._length]
         out = F.scaled_dot_product_attention(
             queries, kv[0], kv[1], attn_mask=self._mask, is_causal=self._mask is None, enable_gqa=True
         )

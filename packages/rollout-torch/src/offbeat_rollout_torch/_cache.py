@@ -1,9 +1,10 @@
 """Keys and values of the samples being decoded.
 
-Samples of similar length share a *band*: one dense tensor [L, 2, rows, kv heads, capacity, head_dim] whose capacity
-is 64, 128, 256 ... tokens. A sample that outgrows its band moves to the next. So attention reads rows in place, with
-no gathering of pages, pads to less than twice the length, and is one product per band and layer. Rows stay dense:
-when a sample leaves, the last row takes its place.
+Samples of similar length share a *band*, whose rows have room for 64, 128, 256 ... tokens. A sample that outgrows its
+band moves to the next. So attention reads rows in place, with no gathering of pages, and pads to less than twice the
+length. Rows stay dense: when a sample leaves, the last row takes its place. A band's memory is cut into *blocks*, dense
+tensors [L, 2, rows, kv heads, capacity, head_dim] and one product per layer each, all of them full but the last. That
+one alone is ever made anew in another size, so that no more than a block is held twice.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 from offbeat_rollout_torch._families import Architecture
 
 SMALLEST_CAPACITY: Final = 64
+BLOCKS_IN_BUDGET: Final = 8
 
 
 @dataclass(eq=False)
@@ -26,53 +28,89 @@ class Row:
     index: int
     cached: int = 0
 
+    @property
+    def block(self) -> "Block":
+        """The memory it lies in."""
+        return self.band.blocks[self.index // self.band.block_rows]
+
+    @property
+    def slot(self) -> int:
+        """Its number in the block."""
+        return self.index % self.band.block_rows
+
+    @property
+    def kv(self) -> Tensor:
+        """[L, 2, kv heads, capacity, head_dim]; keys, then values."""
+        return self.block.kv[:, :, self.slot]
+
+
+class Block:
+    """Memory of some rows. It is zero at first: masked values must be finite."""
+
+    def __init__(self, num_rows: int, capacity: int, architecture: Architecture, like: Tensor) -> None:
+        a = architecture
+        self.num_rows, self.capacity = num_rows, capacity
+        self.kv = like.new_zeros(a.num_layers, 2, num_rows, a.num_kv_heads, capacity, a.head_dim)
+        self.flat = list(self.kv.view(a.num_layers, -1, a.head_dim).unbind())
+        self.keys, self.values = (
+            list(self.kv[:, which].view(a.num_layers, -1, capacity, a.head_dim).unbind()) for which in (0, 1)
+        )
+
 
 class Band:
-    """All rows of one capacity."""
+    """All rows of one capacity.
 
-    def __init__(self, capacity: int, architecture: Architecture, like: Tensor) -> None:
-        self.capacity, self.rows = capacity, list[Row]()
+    Args:
+        capacity: tokens of a row.
+        block_rows: rows of a full block.
+        architecture: of the model.
+        like: a tensor of the dtype and device wanted.
+    """
+
+    def __init__(self, capacity: int, block_rows: int, architecture: Architecture, like: Tensor) -> None:
+        self.capacity, self.block_rows = capacity, block_rows
+        self.rows, self.blocks = list[Row](), list[Block]()
         self._architecture, self._like = architecture, like
-        self._kv: Tensor | None = None
-        self.flat: list[Tensor] = []
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
 
     @property
     def num_allocated(self) -> int:
         """Rows there is memory for."""
-        return 0 if self._kv is None else self._kv.shape[2]
+        return sum(block.num_rows for block in self.blocks)
 
     @property
-    def kv(self) -> Tensor:
-        """[L, 2, rows, kv heads, capacity, head_dim]; keys, then values."""
-        assert self._kv is not None
-        return self._kv
+    def used_blocks(self) -> list[tuple[Block, list[Row]]]:
+        """Each block that holds rows, and these."""
+        starts = range(0, len(self.rows), self.block_rows)
+        return [(self.rows[at].block, self.rows[at : at + self.block_rows]) for at in starts]
 
-    def reserve(self, num_rows: int) -> None:
-        """Have memory for this many rows; it grows by doubling. New memory is zero: masked values must be finite."""
-        if num_rows <= self.num_allocated:
-            return
-        a, old = self._architecture, self._kv
-        rows = max(num_rows, 2 * self.num_allocated)
-        kv = self._like.new_zeros(a.num_layers, 2, rows, a.num_kv_heads, self.capacity, a.head_dim)
-        if old is not None:
-            kv[:, :, : old.shape[2]] = old
-        self._kv = kv
-        self.flat = list(kv.view(a.num_layers, -1, a.head_dim).unbind())
-        self.keys, self.values = (
-            list(kv[:, which].view(a.num_layers, -1, self.capacity, a.head_dim).unbind()) for which in (0, 1)
-        )
+    def resize(self, num_rows: int) -> None:
+        """Have memory for just so many rows, no fewer than are in use; they keep what they hold."""
+        num_full, rest = divmod(num_rows, self.block_rows)
+        wanted = [self.block_rows] * num_full + [rest] * (rest > 0)
+        del self.blocks[len(wanted) :]
+        for at, size in enumerate(wanted):
+            if at == len(self.blocks):
+                self.blocks.append(self._block(size))
+            elif self.blocks[at].num_rows != size:
+                new, kept = self._block(size), min(size, self.blocks[at].num_rows)
+                new.kv[:, :, :kept] = self.blocks[at].kv[:, :, :kept]
+                self.blocks[at] = new
+
+    def _block(self, num_rows: int) -> Block:
+        return Block(num_rows, self.capacity, self._architecture, self._like)
 
     def drop(self) -> None:
         """Give the memory back; the rows keep their places and hold nothing."""
-        self._kv, self.flat, self.keys, self.values = None, [], [], []
+        self.blocks = []
         for row in self.rows:
             row.cached = 0
 
 
 class KVCache:
     """Hands out rows under a budget.
+
+    What is allocated is never more than the budget and one block: while rows move, a row of half the capacity and half
+    a block at most are held twice.
 
     Args:
         architecture: of the model.
@@ -86,7 +124,15 @@ class KVCache:
         capacities = [SMALLEST_CAPACITY]
         while capacities[-1] < max_length:
             capacities.append(2 * capacities[-1])
-        self.bands = [Band(capacity, architecture, like) for capacity in capacities]
+        self.block_tokens = max(budget_tokens // BLOCKS_IN_BUDGET, capacities[-1])
+        self.bands = [
+            Band(capacity, max(self.block_tokens // 2 // capacity, 1), architecture, like) for capacity in capacities
+        ]
+
+    @property
+    def allocated_tokens(self) -> int:
+        """Tokens there is memory for."""
+        return sum(band.capacity * band.num_allocated for band in self.bands)
 
     @property
     def held_tokens(self) -> int:
@@ -113,9 +159,8 @@ class KVCache:
         band = row.band
         last = band.rows.pop()
         if last is not row:
-            if last.cached and band.num_allocated:
-                n = last.cached
-                band.kv[:, :, row.index, :, :n] = band.kv[:, :, last.index, :, :n]
+            if n := last.cached:
+                row.kv[:, :, :, :n] = last.kv[:, :, :, :n]
             last.index = row.index
             band.rows[row.index] = last
 
@@ -125,7 +170,7 @@ class KVCache:
         if row.cached:
             self.allocate()
             n = row.cached
-            new.band.kv[:, :, new.index, :, :n] = row.band.kv[:, :, row.index, :, :n]
+            new.kv[:, :, :, :n] = row.kv[:, :, :, :n]
             new.cached = n
         self.remove(row)
         return new
@@ -133,26 +178,32 @@ class KVCache:
     def share(self, source: Row, targets: Sequence[Row], num_tokens: int) -> None:
         """Copy the first keys and values of one row to others: a prompt computed once for all its samples."""
         self.allocate()
-        prefix = source.band.kv[:, :, source.index, :, :num_tokens]
-        for band in {row.band.capacity: row.band for row in targets}.values():
-            indices = sorted(row.index for row in targets if row.band is band)
-            if indices[-1] - indices[0] + 1 == len(indices):
-                band.kv[:, :, indices[0] : indices[-1] + 1, :, :num_tokens] = prefix.unsqueeze(2)
+        prefix = source.kv[:, :, :, :num_tokens]
+        for block in {id(row.block): row.block for row in targets}.values():
+            slots = sorted(row.slot for row in targets if row.block is block)
+            if slots[-1] - slots[0] + 1 == len(slots):
+                block.kv[:, :, slots[0] : slots[-1] + 1, :, :num_tokens] = prefix.unsqueeze(2)
             else:
-                for index in indices:
-                    band.kv[:, :, index, :, :num_tokens] = prefix
+                for slot in slots:
+                    block.kv[:, :, slot, :, :num_tokens] = prefix
         for row in targets:
             row.cached = num_tokens
 
     def allocate(self) -> None:
-        """Have memory for every row in use; a band that needs more takes it from bands that stand empty."""
-        if all(len(band.rows) <= band.num_allocated for band in self.bands):
+        """Have memory for every row in use; where the budget ends, bands give back what no row of theirs uses."""
+        short = [band for band in self.bands if len(band.rows) > band.num_allocated]
+        if not short:
             return
+        missing = sum(band.capacity * (len(band.rows) - band.num_allocated) for band in short)
+        is_tight = self.allocated_tokens + missing > self.budget_tokens
         for band in self.bands:
-            if not band.rows:
-                band.drop()
-        for band in self.bands:
-            band.reserve(len(band.rows))
+            if band not in short and (is_tight or not band.rows):
+                band.resize(len(band.rows))
+        spare = max(self.budget_tokens - self.allocated_tokens - missing, 0)
+        for band in short:  # twice as many as there were, where there is room: few blocks are then made anew
+            more = min(max(2 * band.num_allocated - len(band.rows), 0), spare // band.capacity)
+            spare -= more * band.capacity
+            band.resize(len(band.rows) + more)
 
     def drop(self) -> None:
         """Forget all keys and values and give their memory back."""
@@ -160,20 +211,20 @@ class KVCache:
             band.drop()
 
 
-def flat_positions(band: Band, rows: Tensor, positions: Tensor, num_kv_heads: int) -> Tensor:
+def flat_positions(block: Block, slots: Tensor, positions: Tensor, num_kv_heads: int) -> Tensor:
     """Index, in the flat view of a layer, of each token's keys then values.
 
     Args:
-        band: whose memory is addressed.
-        rows: [N] int64 row of each token.
+        block: whose memory is addressed.
+        slots: [N] int64 slot of each token's row.
         positions: [N] int64 place of each token in its row.
         num_kv_heads: key and value heads.
 
     Returns:
         [N * 2 * kv heads] int64, token by token, keys before values.
     """
-    half = band.num_allocated * num_kv_heads * band.capacity
-    heads = torch.arange(num_kv_heads, device=rows.device) * band.capacity
+    half = block.num_rows * num_kv_heads * block.capacity
+    heads = torch.arange(num_kv_heads, device=slots.device) * block.capacity
     offsets = torch.cat((heads, heads + half))
-    first = rows * (num_kv_heads * band.capacity) + positions
+    first = slots * (num_kv_heads * block.capacity) + positions
     return (first[:, None] + offsets).view(-1)

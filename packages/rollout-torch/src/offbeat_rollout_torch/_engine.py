@@ -4,7 +4,7 @@ import asyncio
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import torch
 
@@ -32,6 +32,7 @@ from offbeat_types import (
     RolloutCapabilities,
     RolloutEngineConfig,
     ScoreRequest,
+    TellToken,
     WeightProof,
     WeightStream,
     read_options,
@@ -49,7 +50,11 @@ class TorchRolloutOptions:
     """Extras of this engine, given as `RolloutEngineConfig.options`."""
 
     kv_cache_tokens: int = setting(
-        0, "Budget of cached tokens; 0: max_running times max_model_len, or a quarter of memory.", "tokens", ge=0
+        0,
+        "Budget of cached tokens, exceeded by an eighth or one longest row at most; 0: max_running times "
+        "max_model_len, or a quarter of memory.",
+        "tokens",
+        ge=0,
     )
     max_prefill_tokens: int = setting(2048, "Prompt tokens of one step; longer prompts take several.", "tokens", ge=16)
     pack_weights: bool = setting(True, "Hold large matrices in oneDNN's layout on the CPU: 2 to 3 times as fast.")
@@ -69,7 +74,10 @@ class TorchRolloutEngine:
 
     Attributes:
         capabilities: what it can do; it takes images where the model does.
+        whole_logprobs: it reports log-probabilities before a cut too; known before there is an engine.
     """
+
+    whole_logprobs: ClassVar[bool] = True
 
     def __init__(self, config: RolloutEngineConfig) -> None:
         folder = Path(config.model_path).expanduser()
@@ -88,6 +96,7 @@ class TorchRolloutEngine:
             multimodal=self._eyes is not None,
             scores=True,
             scores_images=self._eyes is not None,
+            whole_logprobs=self.whole_logprobs,
             fp8_weights=True,
         )
         self._tokenizer = load_tokenizer(folder)
@@ -145,6 +154,18 @@ class TorchRolloutEngine:
             ConfigError: a sampling parameter that cannot be, an adapter; an image, and the model takes none.
             WeightSyncError: an update failed half way, and no whole one has come since.
         """
+        return await self._generate(request)
+
+    async def stream(self, request: GenerateRequest, tell: TellToken) -> list[Completion]:
+        """See `StreamingEngine`."""
+        loop = asyncio.get_running_loop()
+
+        def pass_on(sample: int, token: int, logprob: float) -> None:
+            loop.call_soon_threadsafe(tell, sample, token, logprob)
+
+        return await self._generate(request, pass_on)
+
+    async def _generate(self, request: GenerateRequest, tell: TellToken | None = None) -> list[Completion]:
         self._check(request)
         done: Future[list[Completion]] = new_future()
 
@@ -154,7 +175,7 @@ class TorchRolloutEngine:
             else:
                 done.set_result(outcome)
 
-        in_flight = RequestInFlight(request, self._tokenizer, deliver, await self._look(request))
+        in_flight = RequestInFlight(request, self._tokenizer, deliver, await self._look(request), tell)
         if not in_flight.samples:
             return []
         try:
@@ -165,9 +186,10 @@ class TorchRolloutEngine:
             raise
 
     async def score(self, request: ScoreRequest) -> list[Floats]:
-        """See `ScoringEngine`: at any temperature."""
+        """See `ScoringEngine`: at any temperature, in the memory of the cache that samples leave, or give up for it."""
         request.check(self._architecture.vocab_size, self._ending.max_model_len)
         request.check_images(self.capabilities, "rollout-torch")
+        self._check_room(request.request_id, request.longest)
         pictures = await self._look(request)
         return await asyncio.wrap_future(self._worker.call(lambda: self._worker.score(request, pictures)))
 
@@ -181,10 +203,13 @@ class TorchRolloutEngine:
         self.capabilities.check(request, "rollout-torch")
         longest = self._ending.max_model_len
         request.check(self._architecture.vocab_size, longest)
-        needed = _capacity(min(len(request.prompt_ids) + request.params.max_tokens, longest))
+        self._check_room(request.request_id, min(len(request.prompt_ids) + request.params.max_tokens, longest))
+
+    def _check_room(self, request_id: str, num_tokens: int) -> None:
+        needed = _capacity(num_tokens)
         if needed > self._budget_tokens:
             raise DataError(
-                f"request {request.request_id!r}: prompt and completion may take {needed} tokens of cache, and "
+                f"request {request_id!r}: prompt and completion may take {needed} tokens of cache, and "
                 f"kv_cache_tokens is {self._budget_tokens}; raise it, or lower max_tokens"
             )
 

@@ -57,6 +57,11 @@ class Linear:
             self._packed = None
         return self._plain
 
+    def discard(self) -> None:
+        """Forget the packed weight: all of it will be written anew, and need not be unpacked."""
+        if not self._shared:
+            self._packed = None
+
     def freeze(self) -> None:
         """Pack, and drop the plain weight unless it is shared. Packing only moves values: it is exact."""
         if self._pack and self._plain is not None:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from offbeat_rollout_torch._cache import Row
 from offbeat_rollout_torch._text import StopStrings
 from offbeat_rollout_torch._vision import Pictures
-from offbeat_types import Completion, GenerateRequest, SamplingParams, StopReason, VersionSegment
+from offbeat_types import Completion, GenerateRequest, SamplingParams, StopReason, TellToken, VersionSegment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,8 @@ class Sample:
             self.stop_reason = "stop"
         elif self.num_drawn >= self.params.max_tokens or len(self.tokens) >= ending.max_model_len:
             self.stop_reason = "length"
+        if self.request.tell is not None:
+            self.request.tell(self.index, token, logprob)
 
     def completion(self, tokenizer: Tokenizer) -> Completion:
         """Return what the sample became; unfinished ones are marked aborted."""
@@ -85,6 +87,7 @@ class RequestInFlight:
         tokenizer: for stop strings and text.
         deliver: called once with the completions, or with the error that ended the request.
         pictures: the request's images, prepared; None without any.
+        tell: called for each token in the engine's thread; None: nobody listens.
     """
 
     def __init__(
@@ -93,8 +96,9 @@ class RequestInFlight:
         tokenizer: Tokenizer,
         deliver: Callable[[list[Completion] | Exception], None],
         pictures: Pictures | None = None,
+        tell: TellToken | None = None,
     ) -> None:
-        self.pictures = pictures
+        self.pictures, self.tell = pictures, tell
         self.request_id, self.params = request.request_id, request.params
         self.prompt: list[int] = np.asarray(request.prompt_ids).tolist()
         self._tokenizer, self._deliver = tokenizer, deliver

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from offbeat_types import SamplingParams
 
-FIRST_CANDIDATES: Final = 256
-"""Sorting a vocabulary costs far more than this many largest; the rest is sorted only when they do not reach."""
+CANDIDATES: Final = (256, 2048)
+"""So many largest are looked at before a whole vocabulary is sorted, which costs far more; each time only in the rows
+that need more."""
 
 
 def uniforms(seeds: Sequence[int], counts: Sequence[int]) -> Tensor:
@@ -65,18 +66,20 @@ def draw(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor
     temperatures = [p.temperature or 1.0 for p in params]
     if any(t != 1.0 for t in temperatures):
         logits_BV.div_(_column(temperatures, logits_BV))
-    probs = torch.softmax(logits_BV, -1)
-    cut = [i for i, p in enumerate(params) if not greedy[i] and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)]
+    whole = probs = torch.softmax(logits_BV, -1)
+    cut = [i for i, p in enumerate(params) if not greedy[i] and p.is_cut]
     if len(cut) == len(params):
-        probs = cut_distribution(probs, params)
+        probs = cut_distribution(whole, params)
     elif cut:
-        probs[cut] = cut_distribution(probs[cut], [params[i] for i in cut])
+        probs = whole.clone()
+        probs[cut] = cut_distribution(whole[cut], [params[i] for i in cut])
     ids = probs.argmax(-1, keepdim=True) if any(greedy) else None
     if not all(greedy):
         drawn = invert(probs, uniforms_B.to(probs.device))
         ids = drawn if ids is None else torch.where(_column(greedy, probs).bool(), ids, drawn)
     assert ids is not None
-    logprobs = probs.gather(-1, ids).log_()[:, 0]
+    wants_whole = _column([p.whole_logprobs for p in params], probs).bool()
+    logprobs = torch.where(wants_whole, whole.gather(-1, ids), probs.gather(-1, ids)).log_()[:, 0]
     return Drawn(ids[:, 0].tolist(), logprobs.tolist())
 
 
@@ -85,24 +88,47 @@ def invert(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     running = torch.cumsum(probs_BV, -1)
     target = running[:, -1:] * uniforms_B[:, None]
     # A distribution that is not finite has no such token; its log-probability says so.
-    return torch.searchsorted(running, target, right=True).clamp_(max=probs_BV.shape[-1] - 1)
+    ids = torch.searchsorted(running, target, right=True).clamp_(max=probs_BV.shape[-1] - 1)
+    # CUDA sums in parallel: what it makes of a token that adds nothing may be a bit above the sum before it.
+    impossible = probs_BV.gather(-1, ids)[:, 0] == 0
+    if impossible.any():
+        ids[impossible] = _nearest_possible(probs_BV[impossible], ids[impossible])
+    return ids
+
+
+def _nearest_possible(probs_RV: Tensor, ids_R1: Tensor) -> Tensor:
+    """[R, 1] int64: the token nearest to each id that has a probability."""
+    distance_RV = (torch.arange(probs_RV.shape[-1], device=probs_RV.device) - ids_R1).abs_()
+    return distance_RV.masked_fill_(probs_RV == 0, probs_RV.shape[-1]).argmin(-1, keepdim=True)
 
 
 def cut_distribution(probs_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Cut by top_k, then top_p of what is left, then min_p, and renormalise. [R, V] to [R, V]."""
     vocabulary = probs_RV.shape[-1]
     top_k = [p.top_k if 0 < p.top_k < vocabulary else vocabulary for p in params]
-    width = max(top_k)
-    first = max([FIRST_CANDIDATES, *(k for k in top_k if k < vocabulary)])
-    for candidates in (min(first, width), width):
-        values, order = torch.topk(probs_RV, candidates)
-        kept = _kept(values, params, top_k, vocabulary)
-        # Enough when the smallest candidate is refused in every row, or when no more may be asked for.
-        if candidates == width or not bool(kept[:, -1].any()):
+    cut_RV, left = torch.zeros_like(probs_RV), list(range(len(params)))
+    for some in (*CANDIDATES, vocabulary):
+        candidates = min(some, max(top_k[i] for i in left))
+        values, order = torch.topk(probs_RV if len(left) == len(params) else probs_RV[left], candidates)
+        kept = _kept(values, [params[i] for i in left], [top_k[i] for i in left], vocabulary)
+        # Enough where all k are here, or where there is no k and the smallest candidate is refused.
+        refused = (~kept[:, -1]).tolist()
+        is_done = [
+            top_k[i] <= candidates or (top_k[i] == vocabulary and no_more)
+            for i, no_more in zip(left, refused, strict=True)
+        ]
+        values = values * kept
+        values /= values.sum(-1, keepdim=True)
+        if all(is_done) and len(left) == len(params):
+            return cut_RV.scatter_(-1, order, values)
+        if any(is_done):
+            done = [at for at, it_is in enumerate(is_done) if it_is]
+            rows = torch.tensor([left[at] for at in done], device=probs_RV.device)[:, None]
+            cut_RV[rows, order[done]] = values[done]
+        left = [i for i, it_is in zip(left, is_done, strict=True) if not it_is]
+        if not left:
             break
-    values = values * kept
-    values /= values.sum(-1, keepdim=True)
-    return torch.zeros_like(probs_RV).scatter_(-1, order, values)
+    return cut_RV
 
 
 def _kept(values_RC: Tensor, params: Sequence[SamplingParams], top_k: Sequence[int], vocabulary: int) -> Tensor:

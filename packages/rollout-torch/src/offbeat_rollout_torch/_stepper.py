@@ -52,12 +52,17 @@ class Stepper:
         self.busy_s += time.monotonic() - start_s
 
     def score(self, request: ScoreRequest, pictures: Pictures | None = None) -> list[Floats]:
-        """Score tokens that others have sampled, beside the samples and in a cache that goes when it is done."""
+        """Score tokens that others have sampled, in a cache that goes when it is done.
+
+        It has the room that the samples leave; where that is too little they give up theirs, and are computed again.
+        """
         start_s = time.monotonic()
-        weights, scheduler = self.weights, self.scheduler
-        cache = KVCache(
-            weights.architecture, scheduler.cache.budget_tokens, self._ending.max_model_len, weights.final_norm
-        )
+        weights, scheduler, samples = self.weights, self.scheduler, self.scheduler.cache
+        longest = samples.band_for(request.longest).capacity
+        if samples.allocated_tokens + 2 * longest > samples.budget_tokens:  # the prompt, and one continuation
+            samples.drop()
+        room = samples.budget_tokens - samples.allocated_tokens
+        cache = KVCache(weights.architecture, room, self._ending.max_model_len, weights.final_norm)
         scorer = Scorer(weights, self._rotations, self._axes, cache, scheduler.max_prefill_tokens)
         scores = scorer.score(request, pictures)
         self.busy_s += time.monotonic() - start_s

@@ -62,9 +62,14 @@ class LayerWeights:
         self.up = linear(a.intermediate_size, a.hidden_size, a.mlp_bias)
         self.down = linear(a.hidden_size, a.intermediate_size, a.mlp_bias)
 
+    @property
+    def matrices(self) -> tuple[Linear, ...]:
+        """All linear maps."""
+        return self.qkv, self.out, self.gate, self.up, self.down
+
     def freeze(self, architecture: Architecture) -> None:
         """Pack the matrices and lay the head norms out for one product over queries and keys."""
-        for matrix in (self.qkv, self.out, self.gate, self.up, self.down):
+        for matrix in self.matrices:
             matrix.freeze()
         heads = [self.q_norm] * architecture.num_heads + [self.k_norm] * architecture.num_kv_heads
         self.qk_norm = torch.stack(heads)
@@ -159,6 +164,14 @@ class DecoderWeights:
         self.parameters, self.layers = {}, []
         self.embedding, self.head, self.tower = self.final_norm, None, None
 
+    def discard(self) -> None:
+        """Forget what is packed: a whole update follows."""
+        if self.head is not None:
+            self.head.discard()
+        for layer in self.layers:
+            for matrix in layer.matrices:
+                matrix.discard()
+
     def freeze(self) -> None:
         """Make ready to serve: pack. Call after every write, and after reads."""
         if self.head is not None:
@@ -191,12 +204,15 @@ class WeightWriter:
         source = tensor if isinstance(tensor, Tensor) else torch.as_tensor(tensor)
         if tuple(source.shape) != parameter.shape:
             raise self._error(f"{self._source}: {name!r} must have shape {parameter.shape}, got {tuple(source.shape)}")
+        is_tied = target in self.written
+        if not self.written:
+            self._weights.discard()
+        self.written |= {name, target}  # what was there is gone, whatever happens now
         view = parameter.view()
         source = source.reshape(view.shape)
-        if target in self.written and not torch.equal(view, source.to(view)):
+        if is_tied and not torch.equal(view, source.to(view)):
             raise self._error(f"{self._source}: {name!r} and {target!r} are one tied tensor, but their values differ")
         view.copy_(source)
-        self.written |= {name, target}
 
     def finish(self) -> None:
         """Check that nothing is missing."""

@@ -68,20 +68,20 @@ class Answerer:
         ]
         return CompletionAnswer(choices=choices, **self._answer(request_id, sampled, version))
 
-    def chat(self, request: ChatRequest, request_id: str, sampled: Sampled, version: int) -> ChatAnswer:
-        """Answer /v1/chat/completions."""
-        calls_tools = bool(request.tools) and request.tool_choice != "none"
+    def chat(self, request: ChatRequest, request_id: str, sampled: Sequence[Sampled], version: int) -> ChatAnswer:
+        """Answer /v1/chat/completions: the choices of its one prompt."""
+        [only] = sampled
         choices = []
-        for index, completion in enumerate(sampled.completions):
-            message = _message(text_before(completion, request.stops), calls_tools=calls_tools)
+        for index, completion in enumerate(only.completions):
+            message = _message(text_before(completion, request.stops), calls_tools=request.calls_tools)
             choice = _choice(index, completion, request)
             if message.tool_calls is not UNSET and choice["finish_reason"] == "stop":
                 choice["finish_reason"] = "tool_calls"
             message.token_ids = choice["token_ids"]
             logprobs = self._chat_logprobs(completion) if request.logprobs else None
             choices.append(ChatChoice(message=message, logprobs=logprobs, **choice))
-        prompt_ids = sampled.prompt_ids.tolist() if request.return_token_ids else UNSET
-        answer = self._answer(request_id, [sampled], version)
+        prompt_ids = only.prompt_ids.tolist() if request.return_token_ids else UNSET
+        answer = self._answer(request_id, sampled, version)
         return ChatAnswer(choices=choices, prompt_token_ids=prompt_ids, **answer)
 
     def _answer(self, request_id: str, sampled: Sequence[Sampled], version: int) -> dict[str, Any]:

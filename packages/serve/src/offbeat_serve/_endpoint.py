@@ -1,8 +1,10 @@
 """The ASGI application: who may ask, what is asked, the answer, and the error where there is none."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
 from uuid import uuid4
@@ -17,9 +19,9 @@ from starlette.routing import Route
 from offbeat_data import Tokenizer
 from offbeat_serve._access import Access
 from offbeat_serve._answering import Answerer, Sampled
-from offbeat_serve._answers import ChatAnswer, CompletionAnswer, HealthAnswer, ModelCard, ModelList
+from offbeat_serve._answers import HealthAnswer, ModelCard, ModelList
 from offbeat_serve._body import read_json
-from offbeat_serve._generation import ClientGoneError, Generation
+from offbeat_serve._generation import ClientGoneError, Generation, heard
 from offbeat_serve._openapi import describe
 from offbeat_serve._prompts import Prompter
 from offbeat_serve._refusals import RefusedError, error_answer, refusal_of
@@ -29,13 +31,17 @@ from offbeat_serve._requests import (
     bounded_types,
 )
 from offbeat_serve._settings import ServedModel, ServeSettings
-from offbeat_serve._stream import events
+from offbeat_serve._stream import KEEP_ALIVE, AnswerStream, MakeAnswer, error_event
 from offbeat_types import GenerateRequest, Ids, RolloutEngine
 
 T = TypeVar("T", bound=SamplingRequest)
 Handler = Callable[[Request], Awaitable[Response]]
 VERSION_HEADER: Final = "X-Policy-Version"
 """Header of answers: the policy version that is served now."""
+REFUSAL_S: Final = 0.2
+"""So long an engine may take to refuse what is to be streamed; after that its refusal is a part of the stream."""
+KEEP_ALIVE_S: Final = 10.0
+"""A stream says after so long without a token that it is alive, for clients and proxies that time silence."""
 
 
 class Endpoint:
@@ -53,6 +59,7 @@ class Endpoint:
         self, engine: RolloutEngine, tokenizer: Tokenizer, model: ServedModel, settings: ServeSettings, access: Access
     ) -> None:
         self._model, self._settings, self._access = model, settings, access
+        self._tokenizer = tokenizer
         self._prompter, self._answerer = Prompter(tokenizer, settings.max_prompts), Answerer(tokenizer, model.name)
         self.generation = Generation(engine, settings)
         types = bounded_types(model, settings)
@@ -135,20 +142,17 @@ class Endpoint:
         body = await self._read(request, self._completion_decoder)
         prompts = await asyncio.to_thread(self._prompter.of_completion, body)
         request_id = f"cmpl-{uuid4().hex}"
-        sampled = await self._sample(request, request_id, body, prompts, body.max_tokens, COMPLETION_TOKENS)
-        version = (await self.generation.health()).version
-        answer = await asyncio.to_thread(self._answerer.completion, body, request_id, sampled, version)
-        return _told(body, answer)
+        requests = self._requests(request_id, body, prompts, body.max_tokens, COMPLETION_TOKENS)
+        return await self._answer(request, body, requests, partial(self._answerer.completion, body, request_id))
 
     async def _chat(self, request: Request) -> Response:
         body = await self._read(request, self._chat_decoder)
+        body.check()
         prompt = await asyncio.to_thread(self._prompter.of_chat, body)
         request_id = f"chatcmpl-{uuid4().hex}"
         max_tokens = body.max_completion_tokens or body.max_tokens
-        [sampled] = await self._sample(request, request_id, body, [prompt], max_tokens, self._model.max_model_len)
-        version = (await self.generation.health()).version
-        answer = await asyncio.to_thread(self._answerer.chat, body, request_id, sampled, version)
-        return _told(body, answer)
+        requests = self._requests(request_id, body, [prompt], max_tokens, self._model.max_model_len)
+        return await self._answer(request, body, requests, partial(self._answerer.chat, body, request_id))
 
     # ── what routes share ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -159,16 +163,15 @@ class Endpoint:
             raise RefusedError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
         return body
 
-    async def _sample(
+    def _requests(
         self,
-        request: Request,
         request_id: str,
         body: SamplingRequest,
         prompts: Sequence[Ids],
         max_tokens: int | None,
         default_max_tokens: int,
-    ) -> list[Sampled]:
-        """Complete every prompt n times."""
+    ) -> list[GenerateRequest]:
+        """What the engine is asked, a request for each prompt."""
         wanted = max_tokens or self._settings.default_max_tokens or default_max_tokens
         requests = [
             GenerateRequest(
@@ -179,26 +182,86 @@ class Endpoint:
             )
             for number, prompt in enumerate(prompts)
         ]
-        with self.generation.admitted(len(prompts) * body.num_samples):
-            completions = await self.generation.generate(requests, lambda: _gone(request))
-        return [Sampled(prompt, found) for prompt, found in zip(prompts, completions, strict=True)]
+        for one in requests:
+            one.check(self._model.vocab_size, self._model.max_model_len)
+        return requests
+
+    async def _answer(
+        self, request: Request, body: SamplingRequest, requests: Sequence[GenerateRequest], make: MakeAnswer
+    ) -> Response:
+        """Complete every prompt n times and tell of it, at the end or all the while."""
+        if body.stream:
+            return await self._stream(request, body, requests, make)
+        sampled = await self._sample(request, requests)
+        version = (await self.generation.health()).version
+        return _json(await asyncio.to_thread(make, sampled, version), version)
+
+    async def _sample(
+        self, request: Request, requests: Sequence[GenerateRequest], tell: Callable[..., None] | None = None
+    ) -> list[Sampled]:
+        with self.generation.admitted(sum(one.num_samples for one in requests)):
+            completions = await self.generation.generate(requests, lambda: _gone(request), tell)
+        return [Sampled(one.prompt_ids, found) for one, found in zip(requests, completions, strict=True)]
+
+    async def _stream(
+        self, request: Request, body: SamplingRequest, requests: Sequence[GenerateRequest], make: MakeAnswer
+    ) -> Response:
+        """Begin to answer. What is refused at once is an answer with that status, as it is without a stream."""
+        news: asyncio.Queue[tuple[int, int, int, float] | None] = asyncio.Queue()
+        work = asyncio.ensure_future(self._sample(request, requests, lambda *token: news.put_nowait(token)))
+        work.add_done_callback(heard)
+        work.add_done_callback(lambda _: news.put_nowait(None))
+        try:
+            tokens = await _next(news, REFUSAL_S)
+            if work.done():
+                work.result()
+            version = (await self.generation.health()).version
+        except BaseException:
+            work.cancel()
+            raise
+        prompts = [one.prompt_ids for one in requests]
+        stream = AnswerStream(body, prompts, version, make, self._tokenizer)
+
+        async def events() -> AsyncIterator[bytes]:
+            nonlocal tokens
+            try:
+                yield KEEP_ALIVE
+                while tokens or not work.done():
+                    for event in stream.deltas(tokens):
+                        yield event
+                    tokens = await _next(news, KEEP_ALIVE_S)
+                    if not tokens:
+                        yield KEEP_ALIVE
+                sampled = work.result()
+                now = (await self.generation.health()).version
+                for event in stream.rest(await asyncio.to_thread(make, sampled, now)):
+                    yield event
+            except ClientGoneError:
+                pass  # nobody reads it
+            except Exception as error:  # noqa: BLE001  the boundary: whoever asked hears what went wrong
+                yield error_event(refusal_of(error))
+            finally:
+                work.cancel()
+
+        headers = {VERSION_HEADER: str(version), "Cache-Control": "no-cache"}
+        return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+
+
+async def _next(news: "asyncio.Queue[Any]", timeout_s: float) -> list[Any]:
+    """The tokens that have come, once there is one, the sampling has ended, or it takes too long."""
+    found: list[Any] = []
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            found.append(await news.get())
+    while not news.empty():
+        found.append(news.get_nowait())
+    return [token for token in found if token is not None]
 
 
 async def _gone(request: Request) -> None:
     """Return when the client has left. Its body has been read, so nothing else can come."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _told(body: SamplingRequest, answer: ChatAnswer | CompletionAnswer) -> Response:
-    """The answer as JSON, or as a stream."""
-    if not body.stream:
-        return _json(answer, answer.policy_version)
-    include_usage = bool(body.stream_options and body.stream_options.include_usage)
-    headers = {VERSION_HEADER: str(answer.policy_version)}
-    return StreamingResponse(
-        events(answer, include_usage=include_usage), media_type="text/event-stream", headers=headers
-    )
 
 
 def _json(value: Any, version: int) -> Response:

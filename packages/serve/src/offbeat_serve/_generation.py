@@ -4,12 +4,21 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 from offbeat_serve._refusals import RefusedError
 from offbeat_serve._settings import ServeSettings
-from offbeat_types import Completion, DeadlineError, EngineHealth, GenerateRequest, OffbeatError, RolloutEngine
+from offbeat_types import (
+    Completion,
+    DeadlineError,
+    EngineHealth,
+    GenerateRequest,
+    OffbeatError,
+    RolloutEngine,
+    StreamingEngine,
+)
 
 _RETRY_AFTER_S = 1
 _log = logging.getLogger(__name__)
@@ -70,22 +79,30 @@ class Generation:
             self._num_in_flight -= num_samples
 
     async def generate(
-        self, requests: Sequence[GenerateRequest], gone: Callable[[], Awaitable[None]]
+        self,
+        requests: Sequence[GenerateRequest],
+        gone: Callable[[], Awaitable[None]],
+        tell: Callable[[int, int, int, float], None] | None = None,
     ) -> list[list[Completion]]:
         """Complete every prompt. Whatever ends the wait, the engine is told to end what it still does for it.
 
         Args:
             requests: one per prompt.
             gone: returns when the client has left.
+            tell: called for each token with the number of its prompt and what `TellToken` is, where the engine streams.
 
         Raises:
             ClientGoneError: the client has left.
             DeadlineError: the engine takes too long.
             OffbeatError: of the engine.
         """
-        work = [asyncio.ensure_future(self._engine.generate(request)) for request in requests]
+        if tell is not None and isinstance(self._engine, StreamingEngine):
+            streams = [self._engine.stream(request, partial(tell, at)) for at, request in enumerate(requests)]
+            work = [asyncio.ensure_future(stream) for stream in streams]
+        else:
+            work = [asyncio.ensure_future(self._engine.generate(request)) for request in requests]
         done, leaving = asyncio.gather(*work), asyncio.ensure_future(gone())
-        done.add_done_callback(_heard)
+        done.add_done_callback(heard)
         request_ids = [request.request_id for request in requests]
         self._request_ids.update(request_ids)
         try:
@@ -129,7 +146,7 @@ class Generation:
                 _log.warning("the engine did not end a request: %s", outcome)
 
 
-def _heard(outcome: "asyncio.Future[list[list[Completion]]]") -> None:
+def heard(outcome: "asyncio.Future[Any]") -> None:
     """Take note of how it ended, so that asyncio does not complain where nobody waits for it any more."""
     if not outcome.cancelled():
         outcome.exception()

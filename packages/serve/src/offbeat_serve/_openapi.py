@@ -10,7 +10,7 @@ import msgspec
 
 from offbeat_serve._answers import ChatAnswer, CompletionAnswer, HealthAnswer, ModelList
 from offbeat_serve._refusals import ErrorAnswer
-from offbeat_serve._requests import LOWEST_TEMPERATURE, RequestTypes
+from offbeat_serve._requests import LOWEST_TEMPERATURE, ONE_VALUE, RequestTypes
 from offbeat_serve._settings import ServedModel, ServeSettings
 
 _JSON: Final = "application/json"
@@ -93,7 +93,7 @@ def _error(status: str, schema: Any) -> dict[str, Any]:
 
 
 def _tell_what_types_cannot(components: dict[str, Any], settings: ServeSettings) -> None:
-    """Checks made by hand, in words: prompts are of one kind, and temperatures next to 0 are refused."""
+    """Checks made by hand: prompts are of one kind, temperatures next to 0 and one of two truth values are refused."""
     text, many = components["CompletionRequest"]["properties"]["prompt"]["anyOf"]
     kinds: list[dict[str, Any]] = many["items"]["anyOf"]
     token, texts, ids = (
@@ -102,6 +102,9 @@ def _tell_what_types_cannot(components: dict[str, Any], settings: ServeSettings)
     some = {"type": "array", "minItems": 1, "maxItems": settings.max_prompts}
     prompts = [text, many | {"items": token}, some | {"items": texts}, some | {"items": ids}]
     components["CompletionRequest"]["properties"]["prompt"] = {"anyOf": prompts}
+    for name, served in ONE_VALUE.items():
+        described = components["ChatRequest"]["properties"][name]["anyOf"]
+        described[0] = {"const": served} | {key: text for key, text in described[0].items() if key == "description"}
     temperature = [{"const": 0}, {"type": "number", "minimum": LOWEST_TEMPERATURE}, {"type": "null"}]
     for name in ("CompletionRequest", "ChatRequest"):
         components[name]["properties"]["temperature"] = {"anyOf": temperature, "default": None}

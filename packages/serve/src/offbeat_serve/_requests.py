@@ -27,6 +27,9 @@ MAX_STOPS: Final = 16
 COMPLETION_TOKENS: Final = 16
 """OpenAI's default of /v1/completions."""
 
+ONE_VALUE: Final = {"parallel_tool_calls": True, "store": False}
+"""Fields of chats that are known with the value that changes nothing."""
+
 Neutral = Annotated[float, Meta(ge=0, le=0, description="Not served: 0 only.")] | None
 Text = Annotated[str, Meta(min_length=1)]
 
@@ -55,12 +58,18 @@ class SamplingRequest(_Request, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     seed: Annotated[int, Meta(ge=0, le=LARGEST_SEED, description="Sample i draws with seed + i.")] | None = None
-    stream: Annotated[bool, Meta(description="Chunks come when all samples are finished.")] | None = None
+    stream: Annotated[bool, Meta(description="Tokens come as they are sampled; with tools, at the end.")] | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: Annotated[bool, Meta(description="Add the ids of prompt and samples.")] | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=0, description="Not served: empty only.")] | None = None
     presence_penalty: Neutral = None
     frequency_penalty: Neutral = None
     user: str | None = None
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether calls are looked for in what is sampled."""
+        return False
 
     @property
     def num_samples(self) -> int:
@@ -199,8 +208,28 @@ class ChatRequest(SamplingRequest, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=0, description="Those of other tokens are not known.")] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Annotated[bool, Meta(description="Calls are not held to one: true only.")] | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(description="Variables of the chat template.")] | None = None
+    store: Annotated[bool, Meta(description="Nothing is stored: false only.")] | None = None
+    metadata: Annotated[dict[str, str], Meta(description="Of what is stored, so of nothing.")] | None = None
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether calls are looked for in what is sampled."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def check(self) -> None:
+        """Refuse what types cannot.
+
+        Raises:
+            RefusedError: a field that is served with one value only has the other.
+        """
+        for name, served in ONE_VALUE.items():
+            if getattr(self, name) not in (None, served):
+                text = str(served).lower()
+                message = f"{name} must be {text} or left out: nothing else is served"
+                raise RefusedError(HTTPStatus.BAD_REQUEST, message, param=name)
 
 
 @dataclass(frozen=True)

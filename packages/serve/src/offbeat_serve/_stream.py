@@ -1,49 +1,190 @@
-"""Finished answers as server-sent events, for clients that know nothing else.
+"""Answers as server-sent events: what is sampled as it is sampled, then what is left of the finished answer.
 
-An engine returns whole completions, so the chunks of a stream come all at once, when the last sample is finished.
+Deltas are prefixes of the finished answer: text is held back while it may be a part of a character or the beginning of
+a stop text, and all of it where tools may be called. Where the engine is no `StreamingEngine`, all comes at the end.
 
 Source: https://platform.openai.com/docs/api-reference/chat/streaming; https://html.spec.whatwg.org (event streams)
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import msgspec
+import numpy as np
 
+from offbeat_data import Tokenizer
+from offbeat_serve._answering import Sampled
 from offbeat_serve._answers import ChatAnswer, CompletionAnswer
+from offbeat_serve._refusals import RefusedError, error_answer
+from offbeat_serve._requests import SamplingRequest
+from offbeat_types import Completion, Ids, VersionSegment
 
-_DONE = b"data: [DONE]\n\n"
+MakeAnswer = Callable[[Sequence[Sampled], int], ChatAnswer | CompletionAnswer]
+"""Builds the answer of what was sampled and the policy version served now."""
+
+KEEP_ALIVE: Final = b": sampling\n\n"
+"""A comment, which clients pass over."""
+_DONE: Final = b"data: [DONE]\n\n"
 
 
-def events(answer: ChatAnswer | CompletionAnswer, *, include_usage: bool) -> Iterator[bytes]:
-    """The events of a finished answer.
+@dataclass
+class _Choice:
+    """What has come of one sample, and how much of it was told."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    decoded: int = 0
+    context: int = 0
+    told_tokens: int = 0
+    told_chars: int = 0
+    token_chars: int = 0
+
+    def decode(self, tokenizer: Tokenizer) -> None:
+        """Add the text of the tokens that are new, unless it ends within a character.
+
+        Source: vllm, vllm/transformers_utils/detokenizer_utils.py: the tokens before decide about a leading space.
+        """
+        before = tokenizer.decode(self.ids[self.context : self.decoded])
+        after = tokenizer.decode(self.ids[self.context :])
+        if not after.endswith("\ufffd"):
+            self.text += after[len(before) :]
+            self.context, self.decoded = self.decoded, len(self.ids)
+
+    def tellable(self, stops: Sequence[str]) -> int:
+        """Characters that no stop text can take back."""
+        found = [at for stop in stops if (at := self.text.find(stop, self.told_chars)) >= 0]
+        return min(found, default=len(self.text) - max((len(stop) - 1 for stop in stops), default=0))
+
+
+class AnswerStream:
+    """The events of one answer.
 
     Args:
-        answer: to be told.
-        include_usage: end with a chunk that holds the usage and no choice.
+        request: what was asked.
+        prompts: each [P] int32, of as many choices as the request has samples.
+        version: policy version served at the beginning.
+        make: builds the answer.
+        tokenizer: of the model.
     """
-    whole: dict[str, Any] = msgspec.to_builtins(answer)
-    usage, choices = whole.pop("usage"), whole.pop("choices")
+
+    def __init__(
+        self, request: SamplingRequest, prompts: Sequence[Ids], version: int, make: MakeAnswer, tokenizer: Tokenizer
+    ) -> None:
+        self._request, self._prompts, self._version = request, prompts, version
+        self._make, self._tokenizer = make, tokenizer
+        self._choices = [_Choice() for _ in range(len(prompts) * request.num_samples)]
+        self._told_prompts = set[int]()
+
+    def deltas(self, tokens: Sequence[tuple[int, int, int, float]]) -> Iterator[bytes]:
+        """The events of new tokens: (prompt, sample, id, log-probability) each."""
+        if self._request.calls_tools:
+            return
+        grown = set[int]()
+        for prompt, sample, token, logprob in tokens:
+            index = prompt * self._request.num_samples + sample
+            self._choices[index].ids.append(token)
+            self._choices[index].logprobs.append(logprob)
+            grown.add(index)
+        for index in sorted(grown):
+            choice = self._choices[index]
+            choice.decode(self._tokenizer)
+            if (end := choice.tellable(self._request.stops)) > choice.told_chars:
+                yield self._delta(index, choice, end)
+
+    def _delta(self, index: int, choice: _Choice, end: int) -> bytes:
+        """A chunk up to a character of the text, with all tokens there are."""
+        start, prompt = choice.told_tokens, self._prompts[index // self._request.num_samples]
+        partial = Completion(
+            ids=np.asarray(choice.ids[start:], np.int32),
+            logprobs=np.asarray(choice.logprobs[start:], np.float32),
+            segments=(VersionSegment(version=self._version, num_tokens=len(choice.ids) - start),),
+            stop_reason="aborted",
+            text=choice.text[choice.told_chars : end],
+        )
+        head, [chunk] = _parts(self._make([Sampled(prompt, [partial])], self._version))
+        chunk |= {"index": index, "finish_reason": None}
+        del chunk["ended_by"], chunk["version_segments"]
+        if offsets := (chunk["logprobs"] or {}).get("text_offset"):
+            chunk["logprobs"]["text_offset"] = [offset + choice.token_chars for offset in offsets]
+            choice.token_chars += offsets[-1] + len(chunk["logprobs"]["tokens"][-1])
+        if "message" in chunk:
+            chunk["delta"] = _said(chunk.pop("message"), is_first=not start)
+        choice.told_chars, choice.told_tokens = end, len(choice.ids)
+        return self._event(head, chunk)
+
+    def rest(self, answer: ChatAnswer | CompletionAnswer) -> Iterator[bytes]:
+        """The events of what was not told of a finished answer, and the end."""
+        head, chunks = _parts(answer)
+        for index, chunk in enumerate(chunks):
+            told = self._choices[index]
+            _leave_out(chunk, told)
+            if "message" not in chunk:
+                yield self._event(head, chunk)
+                continue
+            said = _said(chunk.pop("message"), is_first=not told.told_tokens)
+            spoken = {"index": index, "delta": said, "finish_reason": None}
+            spoken |= {name: chunk.pop(name) for name in ("logprobs", "token_ids") if name in chunk}
+            yield self._event(head, spoken)
+            yield self._event(head, {**chunk, "delta": {}})
+        options = self._request.stream_options
+        if options and options.include_usage:
+            yield _event({**head, "choices": [], "usage": msgspec.to_builtins(answer.usage)})
+        yield _DONE
+
+    def _event(self, head: dict[str, Any], chunk: dict[str, Any]) -> bytes:
+        """One chunk; the ids of a prompt are in the first one alone."""
+        owner = head if "prompt_token_ids" in head else chunk
+        prompt_ids = owner.pop("prompt_token_ids", None)
+        which = 0 if owner is head else chunk["index"]
+        extra: dict[str, Any] = {}
+        if prompt_ids is not None and which not in self._told_prompts:
+            self._told_prompts.add(which)
+            extra = {"prompt_token_ids": prompt_ids}
+        if owner is head:
+            return _event({**head, **extra, "choices": [chunk]})
+        return _event({**head, "choices": [{**chunk, **extra}]})
+
+
+def error_event(refusal: RefusedError) -> bytes:
+    """What ends a stream whose status was told before it failed."""
+    return _event(msgspec.to_builtins(error_answer(refusal)))
+
+
+def _parts(answer: ChatAnswer | CompletionAnswer) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What every chunk has, and the choices."""
+    head: dict[str, Any] = msgspec.to_builtins(answer)
+    choices: list[dict[str, Any]] = head.pop("choices")
+    del head["usage"]
     if isinstance(answer, ChatAnswer):
-        whole["object"] = "chat.completion.chunk"
-        choices = [chunk for choice in choices for chunk in _chat_chunks(choice)]
-    for choice in choices:
-        yield _event({**whole, "choices": [choice]})
-        whole.pop("prompt_token_ids", None)  # in the first chunk only
-    if include_usage:
-        yield _event({**whole, "choices": [], "usage": usage})
-    yield _DONE
+        head["object"] = "chat.completion.chunk"
+    return head, choices
 
 
-def _chat_chunks(choice: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A choice as two chunks: what was said, with its tokens, then how it ended."""
-    message = choice.pop("message")
+def _said(message: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
+    """A message as a delta."""
     message.pop("token_ids", None)  # the choice has them
     for number, call in enumerate(message.get("tool_calls", ())):
         call["index"] = number
-    spoken = {"index": choice["index"], "delta": message, "finish_reason": None}
-    spoken |= {name: choice.pop(name) for name in ("logprobs", "token_ids") if name in choice}
-    return spoken, {**choice, "delta": {}}
+    if not is_first:
+        del message["role"]  # clients add up what deltas say
+    return message
+
+
+def _leave_out(chunk: dict[str, Any], told: _Choice) -> None:
+    """Take out of a finished choice what was told of it."""
+    if not told.told_tokens:
+        return
+    if "token_ids" in chunk:
+        chunk["token_ids"] = chunk["token_ids"][told.told_tokens :]
+    if chunk["logprobs"]:
+        lists = {name: value for name, value in chunk["logprobs"].items() if value is not None}
+        chunk["logprobs"] |= {name: value[told.told_tokens :] for name, value in lists.items()}
+    if "message" in chunk:
+        chunk["message"]["content"] = (chunk["message"]["content"] or "")[told.told_chars :]
+    else:
+        chunk["text"] = chunk["text"][told.told_chars :]
 
 
 def _event(chunk: dict[str, Any]) -> bytes:

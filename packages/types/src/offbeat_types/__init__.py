@@ -63,6 +63,7 @@ from offbeat_types._settings import (
     read_options,
     setting,
 )
+from offbeat_types._streaming import StreamingEngine, TellToken
 from offbeat_types._tensor_specs import TENSOR_DTYPES, TensorSpec, tensor_file_header, tensor_file_index
 from offbeat_types._tracing import TracePlan, TracingEngine
 from offbeat_types._training import (
@@ -130,6 +131,8 @@ __all__ = [
     "ShapeError",
     "SleepingTrainEngine",
     "StopReason",
+    "StreamingEngine",
+    "TellToken",
     "TensorSpec",
     "TracePlan",
     "TracingEngine",

@@ -35,6 +35,14 @@ class SamplingParams:
     The sampled distribution is softmax(logits / temperature), cut by top_k, then top_p, then min_p, and
     renormalised; log-probabilities reported are those of that distribution. Temperature 0 means greedy, and
     reports the log-probability at temperature 1.
+
+    With `whole_logprobs` those of softmax(logits / temperature) before the cut are reported, as a trainer needs them,
+    which scores the whole softmax: p_new / p_old is then 1 where the policies are equal, whatever was cut, which is
+    what clipping, truncation and rejection take for granted. Against the cut distribution, p_old / m with the mass m
+    that was kept, it would be m p_new / p_old: a sequence's weight falls to the product of all m although no policy has
+    changed. (The ratio of the two cut policies has the factor m_old / m_new besides, and needs the kept set at the
+    trainer: "keep sampling mask" of DeepSeek-V3.2, arXiv:2512.02556.) vLLM's `logprobs_mode` knows the distribution
+    after the cut (`processed_logprobs`) and that of temperature 1 (`raw_logprobs`), but not this one.
     """
 
     max_tokens: int = 256
@@ -46,6 +54,12 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    whole_logprobs: bool = False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether some tokens are left out."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def check(self) -> None:
         """Refuse what would sample something nobody meant.

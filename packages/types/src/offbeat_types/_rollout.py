@@ -72,6 +72,7 @@ class RolloutCapabilities:
         partial_update: an update may bring some of the tensors.
         multimodal: requests may hold images.
         lora: updates may bring an adapter, and requests name one.
+        whole_logprobs: it reports log-probabilities before a cut (`SamplingParams.whole_logprobs`).
         fp8_weights: it takes and holds matrices as FP8 blocks (`RolloutEngineSettings.weight_format`).
         scores: it is a `ScoringEngine`: it gives log-probabilities of tokens that others have sampled.
         scores_images: of prompts with images, too.
@@ -84,6 +85,7 @@ class RolloutCapabilities:
     partial_update: bool = False
     multimodal: bool = False
     lora: bool = False
+    whole_logprobs: bool = False
     fp8_weights: bool = False
     scores: bool = False
     scores_images: bool = False
@@ -97,7 +99,7 @@ class RolloutCapabilities:
             engine: what to call the engine in the error, such as "rollout-torch".
 
         Raises:
-            ConfigError: an image or an adapter, and the engine takes none.
+            ConfigError: an image or an adapter, and the engine takes none; log-probabilities it does not give.
             DataError: an image that is not one.
         """
         name = f"request {request.request_id!r}"
@@ -110,6 +112,11 @@ class RolloutCapabilities:
             raise ConfigError(
                 f"{name} holds {len(request.images)} image{'s' * (len(request.images) > 1)}, and this {engine} is not "
                 "multimodal: use an engine, and a model, that declare it"
+            )
+        if request.params.whole_logprobs and request.params.is_cut and not self.whole_logprobs:
+            raise ConfigError(
+                f"{name} cuts by top_p, top_k or min_p and wants log-probabilities before the cut, which this {engine} "
+                "does not give: leave the cuts out, or use an engine that declares whole_logprobs"
             )
         check_images(request.images, name)
 

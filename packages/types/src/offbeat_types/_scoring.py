@@ -29,6 +29,11 @@ class ScoreRequest:
     temperature: float = 1.0
     images: tuple[Image, ...] = ()
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the prompt and the longest continuation."""
+        return len(self.prompt_ids) + max((len(ids) for ids in self.continuations), default=0)
+
     def check(self, vocab_size: int, max_model_len: int) -> None:
         """Refuse what no model of this size can score.
 
@@ -47,10 +52,10 @@ class ScoreRequest:
             raise DataError(
                 f"{name}: ids must be in [0, {vocab_size}), got {low} to {high}; teacher and student need one tokenizer"
             )
-        longest = len(self.prompt_ids) + max((len(ids) for ids in self.continuations), default=0)
-        if longest > max_model_len:
+        if self.longest > max_model_len:
             raise DataError(
-                f"{name}: prompt and continuation have {longest} tokens and max_model_len is {max_model_len}; raise it"
+                f"{name}: prompt and continuation have {self.longest} tokens and max_model_len is {max_model_len}; "
+                "raise it"
             )
 
     def check_images(self, capabilities: RolloutCapabilities, engine: str) -> None:

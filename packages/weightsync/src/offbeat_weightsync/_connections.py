@@ -165,6 +165,11 @@ class Connection:
         while done < len(room):
             done += self._read(partial(self._socket.recv_into, room[done:]), what)
 
+    def receive_some(self, num_bytes: int) -> bytes:
+        """Return what has come, at least one byte and at most so many; raises as `receive` does."""
+        room = bytearray(num_bytes)
+        return bytes(room[: self._read(partial(self._socket.recv_into, room), "its greeting")])
+
     def signal(self, number: int) -> None:
         """Send a number, at a tenth of a message's cost; raises as `send` does."""
         self.send_bytes(memoryview(number.to_bytes(_SIGNAL_BYTES, "little")))

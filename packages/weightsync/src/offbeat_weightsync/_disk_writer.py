@@ -49,7 +49,7 @@ def write_weights(
         plan: the tensors, in the order in which they come, and the dtypes in which they are held.
         tensors: (name, tensor) as planned; converted on the way.
         version: policy version, at least 0.
-        keep: complete versions to keep, this one among them.
+        keep: complete versions to keep: this one, and those written last before it.
         file_bytes: about as long is a file; a longer tensor has one of its own.
 
     Raises:

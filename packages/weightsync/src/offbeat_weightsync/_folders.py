@@ -43,10 +43,19 @@ def list_versions(root: str | Path) -> list[int]:
 
 
 def remove_old_versions(root: str | Path, keep: int) -> None:
-    """Remove all complete versions but the newest `keep`. Who reads one already reads on: it has the files open."""
+    """Remove all complete versions but the `keep` written last, which need not be the highest: a run may go back.
+
+    Who reads one already reads on: it has the files open.
+
+    Raises:
+        WeightSyncError: `keep` is below 1.
+    """
     if keep < 1:
         raise WeightSyncError(f"at least one version must be kept: got keep={keep}")
-    for version in list_versions(root)[:-keep]:
+    written = {
+        version: (version_folder(Path(root), version) / MANIFEST).stat().st_mtime_ns for version in list_versions(root)
+    }
+    for version in sorted(written, key=lambda version: (written[version], version))[:-keep]:
         doomed = version_folder(Path(root), version)
         hidden = doomed.with_name(f".{doomed.name}.removed")  # first, so that it is never seen half gone
         os.replace(doomed, hidden)

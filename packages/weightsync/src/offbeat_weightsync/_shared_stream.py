@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offbeat_types import WeightSyncError
 from offbeat_weightsync._addresses import kernel_address
-from offbeat_weightsync._connections import Connection, Deadline
+from offbeat_weightsync._connections import Connection, Deadline, same_user
 from offbeat_weightsync._cuda_ipc import OpenedCudaSlots
 from offbeat_weightsync._filling import Copies, cut_copies
 from offbeat_weightsync._messages import Hello
@@ -85,7 +85,7 @@ def connect_shared(socket_path: str | Path, deadline: Deadline) -> Connection:
     """Connect to a `SharedMemorySender`.
 
     Raises:
-        WeightSyncError: it is not there.
+        WeightSyncError: it is not there, or is somebody else's.
         DeadlineError: it does not answer.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -98,6 +98,9 @@ def connect_shared(socket_path: str | Path, deadline: Deadline) -> Connection:
     except OSError as error:
         sock.close()
         raise WeightSyncError(f"no sender listens at {socket_path}: {error.strerror or error}") from error
+    if not same_user(sock):  # a name in the kernel is free for whoever takes it first
+        sock.close()
+        raise WeightSyncError(f"who listens at {socket_path} is another user's process: run both as the same user")
     return Connection(sock, "the sender", deadline)
 
 

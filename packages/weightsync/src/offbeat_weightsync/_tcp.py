@@ -25,6 +25,8 @@ from offbeat_weightsync._messages import Join, JoinLane
 
 _NONCE_BYTES: Final = 32
 _MAC_BYTES: Final = 32
+ANSWER_BYTES: Final = _NONCE_BYTES + _MAC_BYTES
+"""What a receiver says before it is let in."""
 
 
 def listen_tcp(address: TcpAddress) -> tuple[socket.socket, TcpAddress]:
@@ -106,16 +108,13 @@ def greet(connection: Connection) -> bytes:
     return ours
 
 
-def admit(connection: Connection, ours: bytes, token: bytes) -> bool:
-    """The sender's part, second half: whether the other side, whose answer is here, knows the token.
+def admit(connection: Connection, ours: bytes, answer: bytes, token: bytes) -> bool:
+    """The sender's part, second half: whether the other side knows the token, by its answer of `ANSWER_BYTES`.
 
     Raises:
         WeightSyncError: it is gone.
-        DeadlineError: it does not say all of it.
     """
-    answer = bytearray(_NONCE_BYTES + _MAC_BYTES)
-    connection.receive_bytes(memoryview(answer), "its token")
-    theirs, mac = bytes(answer[:_NONCE_BYTES]), bytes(answer[_NONCE_BYTES:])
+    theirs, mac = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
     if not hmac.compare_digest(mac, _mac(token, b"receiver", ours, theirs)):
         return False
     connection.send_bytes(memoryview(_mac(token, b"sender", theirs, ours)))

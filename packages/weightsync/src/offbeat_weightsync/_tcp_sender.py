@@ -2,6 +2,7 @@
 
 import selectors
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -13,11 +14,11 @@ from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._rounds import Round
 from offbeat_weightsync._sender import WeightSender
 from offbeat_weightsync._shared_sender import SharedMemorySender
-from offbeat_weightsync._tcp import admit, greet, listen_tcp
+from offbeat_weightsync._tcp import ANSWER_BYTES, admit, greet, listen_tcp
 from offbeat_weightsync._tcp_rounds import TcpRound
 
 _GREETING_S: Final = 5.0
-"""For a connection that has begun to speak to say who it is: others wait meanwhile."""
+"""For a receiver that knows the token to say the rest of what it has begun to say: others wait meanwhile."""
 
 _MAX_STRANGERS: Final = 64
 """Connections that have not spoken yet. One more, and the oldest has to go."""
@@ -42,6 +43,15 @@ def open_sender(
     return TcpSender(str(address), plan, deadline_s=deadline_s, name=name)
 
 
+@dataclass
+class _Stranger:
+    """Somebody who has connected: the nonce it was sent, what it has answered, and whether it knows the token."""
+
+    nonce: bytes
+    answer: bytes = b""
+    is_admitted: bool = False
+
+
 class TcpSender(WeightSender):
     """Sends weights to receivers on any host that have the address's token: see `WeightSender`.
 
@@ -61,7 +71,7 @@ class TcpSender(WeightSender):
             raise WeightSyncError(f"a TcpSender listens at an address from new_address(host): got {address}")
         self._listener, self._place = listen_tcp(place)
         super().__init__(self._place.with_token(), plan, deadline_s=deadline_s, name=name)
-        self._strangers: dict[Connection, bytes] = {}
+        self._strangers: dict[Connection, _Stranger] = {}
         self._early: list[tuple[Connection, Join]] = []
         self._lanes: dict[str, dict[int, Connection]] = {}
         self._tickets: dict[Connection, str] = {}
@@ -110,7 +120,7 @@ class TcpSender(WeightSender):
                 self._part(peer)
 
     def _await_news(self, deadline: Deadline, missing: str) -> None:
-        """Wait a moment for somebody to connect, or to say who it is. Who is silent holds nobody up."""
+        """Wait a moment for somebody to connect, or to say who it is. A stranger who falls silent holds nobody up."""
         if not deadline.left_s():
             raise deadline.missed(missing)  # also while strangers keep coming
         with selectors.DefaultSelector() as selector:
@@ -133,19 +143,26 @@ class TcpSender(WeightSender):
         connection = Connection(sock, "a receiver", Deadline("greeting of a receiver", _GREETING_S))
         if len(self._strangers) == _MAX_STRANGERS:
             self._send_away(next(iter(self._strangers)))
-        self._strangers[connection] = b""
+        self._strangers[connection] = _Stranger(b"")
         try:
-            self._strangers[connection] = greet(connection)
+            self._strangers[connection] = _Stranger(greet(connection))
         except (WeightSyncError, DeadlineError):
             self._send_away(connection)
 
     def _admit(self, connection: Connection, seconds: float) -> None:
-        """Let it in if it knows the token, and note what it is."""
+        """Hear what it says now, let it in if it knows the token, and note what it is."""
+        stranger = self._strangers[connection]
         connection.deadline = Deadline("greeting of a receiver", seconds)
         try:
-            if admit(connection, self._strangers[connection], self._place.token.encode()):
+            if stranger.is_admitted:
                 self._note(connection, connection.receive_any("its request"))
                 del self._strangers[connection]
+                return
+            stranger.answer += connection.receive_some(ANSWER_BYTES - len(stranger.answer))
+            if len(stranger.answer) < ANSWER_BYTES:
+                return
+            stranger.is_admitted = admit(connection, stranger.nonce, stranger.answer, self._place.token.encode())
+            if stranger.is_admitted:
                 return
         except (WeightSyncError, DeadlineError):
             pass  # nobody: it left, or stood still, before it had said who it was
