@@ -22,6 +22,8 @@ class TestBadInput(CommandConformance):
             ["--engine.num_ranks", "3", "--engine.options", "{tensor_parallel = 3}"],
             "num_attention_heads",
         ),
+        "more engines than a machine holds": (["--rollout.num_engines", "60000"], "lower rollout.num_engines"),
+        "samples without measure": (["--rollout.samples_per_prompt", "1" + 30 * "0"], "rollout.samples_per_prompt"),
         "no such reward": (["--reward.name", "exact_mach"], "exact_match"),
         "no such rollout engine": (["--rollout.backend", "vlllm"], "'vlllm' is not installed"),
         "no room for the completion": (["--rollout.max_tokens", "90"], "max_model_len"),

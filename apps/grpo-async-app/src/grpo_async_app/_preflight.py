@@ -6,6 +6,7 @@ from grpo_async_app._config import GrpoConfig
 from grpo_async_app._evaluation import validation_prompts
 from grpo_async_app._memory import estimate_memory
 from grpo_async_app._placement import find_site, place_run
+from offbeat_cluster import check_processes
 from offbeat_data import (
     Prompt,
     PromptSet,
@@ -98,6 +99,8 @@ def check_run(config: GrpoConfig) -> Preflight:
     notices = check_settings(config)
     check_trackers(config.log)
     site = find_site(config)
+    if not site.reserves:
+        check_processes(config.processes)
     placement = place_run(config, site)
     model = inspect_model(config.model.path)
     _check_positions(config, model)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from offbeat_cluster import check_processes
 from offbeat_data import ConversationSet, EpochOrder, load_conversations, load_tokenizer
 from offbeat_recipes import RunMemory
 from offbeat_run import ModelFolder, check_trackers, count_text, inspect_model, size_text
@@ -129,6 +130,7 @@ def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
         UserError: the first thing that is wrong, with what to do.
     """
     check_trackers(config.log)
+    check_processes({"engine.num_ranks": config.engine.num_ranks})
     model = inspect_model(config.model.path)
     backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
     _check_device(config.engine)

@@ -125,6 +125,13 @@ def _exit_code(main: Callable[[], int | None], program: str) -> int:
         # Who read our output has left, as in `plan my.toml | head`. Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
+    except MemoryError:
+        if os.environ.get(TRACEBACK_VARIABLE):
+            traceback.print_exc()
+        print(
+            f"error: no memory left for {program}; {TRACEBACK_VARIABLE}=1 shows where it was asked for", file=sys.stderr
+        )
+        return UserError.exit_code
     except Exception:  # noqa: BLE001 - this is the boundary
         traceback.print_exc()
         print(f"error: unexpected, as above; this is a bug in {program} or in code it was given", file=sys.stderr)

@@ -286,9 +286,11 @@ class RolloutEngineSettings:
         "in blocks of 128 x 128, each with a scale).",
         choices=("dtype", "fp8"),
     )
-    tensor_parallel: int = setting(1, "Devices that one engine is split over, each with a part of every layer.", ge=1)
-    max_running: int = setting(64, "Samples decoded together at most.", "samples", ge=1)
-    max_model_len: int = setting(4096, "Prompt and completion together at most.", "tokens", ge=8)
+    tensor_parallel: int = setting(
+        1, "Devices that one engine is split over, each with a part of every layer.", ge=1, le=4096
+    )
+    max_running: int = setting(64, "Samples decoded together at most.", "samples", ge=1, le=2**20)
+    max_model_len: int = setting(4096, "Prompt and completion together at most.", "tokens", ge=8, le=2**30)
     options: dict[str, Any] = setting({}, "Extras of the backend, checked against its own settings.")
 
 
