@@ -108,7 +108,7 @@ def check_run(config: GrpoConfig) -> Preflight:
     backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
     _check_turns(config, backend)
     _check_devices(config, site)
-    _check_reward(config)
+    check_reward(config)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
     _check_teacher(config, tokenizer)
     template = _turn_template(config, tokenizer)
@@ -129,7 +129,7 @@ def check_run(config: GrpoConfig) -> Preflight:
         held_out=held_out,
         placement=placement,
         layout=layout,
-        memory=_estimate_memory(config, layout),
+        memory=_estimate_memory(config, layout, placement),
         template=template,
         notices=notices,
     )
@@ -178,9 +178,9 @@ def _fp8_notice(config: GrpoConfig) -> list[str]:
     ]
 
 
-def _estimate_memory(config: GrpoConfig, layout: TrainLayout) -> RunMemory | None:
+def _estimate_memory(config: GrpoConfig, layout: TrainLayout, placement: Placement) -> RunMemory | None:
     try:
-        return estimate_memory(config, layout)
+        return estimate_memory(config, layout, placement)
     except ModelError:
         return None  # an estimate is a help: a family without one can be trained all the same
 
@@ -242,7 +242,7 @@ _OWN_DATA = {"reasoning_gym": "reasoning-gym:", "verifiers": "verifiers:"}
 """Environments that judge prompts of their own only, and how data.path begins for those."""
 
 
-def _check_reward(config: GrpoConfig) -> None:
+def check_reward(config: GrpoConfig) -> None:
     """Whoever judges is there: the reward section, or the environment, with prompts that it can judge."""
     name, path = config.environment.name, config.data.path
     if config.reward.is_set or (config.algorithm.needs_reward and not name):

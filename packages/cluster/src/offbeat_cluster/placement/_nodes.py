@@ -125,7 +125,8 @@ def read_nodes(text: str, kind: str = ACCELERATOR) -> list[Node]:
         num_nodes, per_node = int(grid[1]), int(grid[2])
         if not 0 < num_nodes <= _MOST_NODES or per_node > _MOST_PER_NODE:
             raise ConfigError(
-                f"--cluster {text}: needs 1 to {_MOST_NODES} nodes of at most {_MOST_PER_NODE} accelerators"
+                f"--cluster {text}: needs at least one node and at most {_MOST_NODES}, of {_MOST_PER_NODE} "
+                "accelerators at most"
             )
         return grid_nodes(num_nodes, per_node, kind)
     path = Path(text).expanduser()
