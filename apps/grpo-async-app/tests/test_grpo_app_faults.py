@@ -119,7 +119,7 @@ def reward(prompt, completion):
     SEEN.touch()
     with SEEN.open("a") as file:
         file.write(".")
-    if SEEN.stat().st_size > 4 + 40:  # the first validation, and all that is trained
+    if SEEN.stat().st_size > 1 + 4 + 40:  # tried once, the first validation, and all that is trained
         raise ValueError("the judge is away")
     return float(len(completion))
 """

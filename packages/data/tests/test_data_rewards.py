@@ -217,7 +217,7 @@ def test_functions_that_are_not_there_are_refused_at_the_start(write_module: Cal
     for name, message in {
         "rewards_nowhere:f": "importing rewards_nowhere failed: ModuleNotFoundError",
         "rewards_there:brevty": "has no function 'brevty'; nearest: brevity",
-        "rewards_there:number": "has no function 'number'",
+        "rewards_there:number": "has no function 'number': what it has of that name is of type int",
         "rewards_there:": "has no function ''",
     }.items():
         with pytest.raises(ConfigError, match=message):

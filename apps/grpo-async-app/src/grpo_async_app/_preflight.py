@@ -16,6 +16,7 @@ from offbeat_data import (
     build_reward,
     load_prompts,
     load_tokenizer,
+    try_reward,
 )
 from offbeat_objectives import check_algorithm
 from offbeat_recipes import Placement, RunMemory, Site
@@ -45,6 +46,8 @@ class Preflight:
         memory: estimates of one rank of each role; None for a family whose formulas are not known.
         template: puts an environment's words into tokens; None without an environment.
         notices: choices that work and are probably not meant.
+        reward_trial: what the reward made of a made-up completion, in words; empty where no function of the user's own
+            takes part.
     """
 
     config: GrpoConfig
@@ -56,6 +59,7 @@ class Preflight:
     memory: RunMemory | None = None
     template: TurnTemplate | None = None
     notices: tuple[str, ...] = ()
+    reward_trial: str = ""
 
     @property
     def num_groups(self) -> int | None:
@@ -96,24 +100,26 @@ def check_run(config: GrpoConfig) -> Preflight:
     Raises:
         UserError: the first thing that is wrong, with what to do.
     """
-    notices = check_settings(config)
+    notices = _check_choices(config)
+    _check_end(config)
     check_trackers(config.log)
+    model = inspect_model(config.model.path)
+    _check_positions(config, model)
+    check_reward(config)
+    tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
+    template = _turn_template(config, tokenizer)
+    prompts = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer)
+    # From here on torch may be imported, which takes seconds: the mistakes above are told at once.
     site = find_site(config)
     if not site.reserves:
         check_processes(config.processes)
     placement = place_run(config, site)
-    model = inspect_model(config.model.path)
-    _check_positions(config, model)
+    notices = (*notices, *_engine_notices(config))
     load_backend("offbeat.rollout", config.rollout.backend)
     backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
     _check_turns(config, backend)
     _check_devices(config, site)
-    check_reward(config)
-    tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
     _check_teacher(config, tokenizer)
-    template = _turn_template(config, tokenizer)
-    prompts = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer)
-    _check_end(config)
     num_updates = _count_updates(config, len(prompts.train))
     config.profile.check(config.traced_roles, num_updates)
     layout = _plan_trainer(backend, config, num_updates, site)
@@ -132,6 +138,7 @@ def check_run(config: GrpoConfig) -> Preflight:
         memory=_estimate_memory(config, layout, placement),
         template=template,
         notices=notices,
+        reward_trial=_try_reward(config, prompts),
     )
 
 
@@ -144,6 +151,11 @@ def check_settings(config: GrpoConfig) -> tuple[str, ...]:
     Raises:
         ConfigError: the first thing that is wrong, with what to do.
     """
+    return (*_check_choices(config), *_engine_notices(config))
+
+
+def _check_choices(config: GrpoConfig) -> tuple[str, ...]:
+    """What `check_settings` does without asking the adapters of the engines, some of which import torch."""
     config.environment.check(has_reward=config.reward.is_set)
     config.teacher.check(is_learned_from=config.algorithm.needs_teacher)
     if config.eval.every_updates and not (config.reward.is_set or config.environment.name):
@@ -155,7 +167,7 @@ def check_settings(config: GrpoConfig) -> tuple[str, ...]:
     )
     _check_lengths(config)
     _check_mode(config)
-    return (*notices, *_fp8_notice(config), *_engine_notices(config))
+    return (*notices, *_fp8_notice(config))
 
 
 def _engine_notices(config: GrpoConfig) -> list[str]:
@@ -251,6 +263,12 @@ def check_reward(config: GrpoConfig) -> None:
         build_environment(config.environment)
     if not path.startswith(_OWN_DATA.get(name, "")):
         raise ConfigError(f'environment.name = {name!r} needs data.path = "{_OWN_DATA[name]}NAME", got {path!r}')
+
+
+def _try_reward(config: GrpoConfig, prompts: PromptSet) -> str:
+    if not config.reward.is_set:
+        return ""
+    return try_reward(config.reward, prompts.train[0], start_timeout_s=config.cluster.start_timeout_s)
 
 
 def _turn_template(config: GrpoConfig, tokenizer: Tokenizer) -> TurnTemplate | None:

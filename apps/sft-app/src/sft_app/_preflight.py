@@ -132,11 +132,12 @@ def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
     check_trackers(config.log)
     check_processes({"engine.num_ranks": config.engine.num_ranks})
     model = inspect_model(config.model.path)
-    backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
-    _check_device(config.engine)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
     conversations = load_conversations(config.data, tokenizer)
     _check_sequences(model, (*conversations.train, *conversations.eval))
+    # From here on torch is imported, which takes seconds: the mistakes above are told at once.
+    backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
+    _check_device(config.engine)
     if config.eval.every_updates and not conversations.eval:
         raise ConfigError(
             "eval.every_updates needs held-out data: set data.eval_size or data.eval_path, or set it to 0"

@@ -45,11 +45,19 @@ def inspect_model(path: str) -> ModelFolder:
     if not isinstance(text, dict):
         raise ModelError(f"{folder / 'config.json'}: text_config must be an object, got {text!r:.40}")
     _size(folder, text, "num_hidden_layers", most=100_000)
+    shapes = {name: shape for file in files for name, shape in read_tensor_shapes(file).items()}
+    vocabulary = _size(folder, text, "vocab_size")
+    for name, shape in shapes.items():
+        if name.endswith("embed_tokens.weight") and vocabulary and shape[0] != vocabulary:
+            raise ModelError(
+                f"{folder}: by its config.json its embedding has {vocabulary} rows (vocab_size), and {name} has "
+                f"{shape[0]}; take the config.json that belongs to the weights"
+            )
     return ModelFolder(
         path=folder,
         family=str(config.get("model_type", "unknown")),
-        num_parameters=sum(math.prod(shape) for file in files for shape in read_tensor_shapes(file).values()),
-        vocabulary=_size(folder, text, "vocab_size"),
+        num_parameters=sum(math.prod(shape) for shape in shapes.values()),
+        vocabulary=vocabulary,
         max_positions=_size(folder, text, "max_position_embeddings"),
     )
 
