@@ -116,6 +116,9 @@ def test_a_run_without_a_whole_checkpoint_begins_anew(command: CommandLine, conf
     (run / "checkpoints" / "step-000008" / "model.safetensors").unlink()  # as a kill while it was written leaves it
     ended = command("resume", run)
     assert ended.code == 0, ended.err
+    damaged, begins, *_ = ended.out.splitlines()
+    assert damaged == "checkpoint step-000008 is damaged (model.safetensors is missing) and passed over"
+    assert begins == "no whole checkpoint: begins anew"
     assert_same_end(run, undisturbed)
 
 

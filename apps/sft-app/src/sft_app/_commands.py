@@ -63,6 +63,7 @@ def _begin(preflight: Preflight, run: RunFolder) -> int:
 
 def _resume(words: CommandWords, folder: str) -> int:
     with RunFolder.open(folder) as run:
+        print("\n".join(run.checkpoints.describe_resume()))
         preflight = check_run(load_config(run.config, SftConfig, words.overrides), progress_of(run))
         with closing(create_engine(preflight, run)) as engine:
             resume(preflight, run, engine)

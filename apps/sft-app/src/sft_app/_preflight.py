@@ -153,6 +153,7 @@ def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
         num_updates=num_updates,
         layout=layout,
         memory=_estimate_memory(config, layout),
+        notices=conversations.notices,
         begun=begun,
     )
 
