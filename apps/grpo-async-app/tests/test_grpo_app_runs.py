@@ -21,9 +21,10 @@ def trained_prompts(run: Path) -> Counter[str]:
         return Counter(json.loads(line)["prompt"] for line in lines)
 
 
-def run_to_its_end(main: Main, *words: object) -> None:
+def run_to_its_end(main: Main, *words: object) -> str:
     with RunningCommand(main, *words) as process:
         assert process.wait() == 0, process.output
+        return process.output
 
 
 def test_a_run_trains_every_prompt_once_and_leaves_all_it_promises(
