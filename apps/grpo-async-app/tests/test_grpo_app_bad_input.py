@@ -4,7 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
-from offbeat_testing import CommandConformance, RunningCommand
+import pytest
+
+from offbeat_testing import CommandConformance, CommandLine, RunningCommand
 
 
 class TestBadInput(CommandConformance):
@@ -22,10 +24,47 @@ class TestBadInput(CommandConformance):
             ["--engine.num_ranks", "3", "--engine.options", "{tensor_parallel = 3}"],
             "num_attention_heads",
         ),
+        "more engines than a machine holds": (["--rollout.num_engines", "60000"], "lower rollout.num_engines"),
+        "samples without measure": (["--rollout.samples_per_prompt", "1" + 30 * "0"], "rollout.samples_per_prompt"),
         "no such reward": (["--reward.name", "exact_mach"], "exact_match"),
         "no such rollout engine": (["--rollout.backend", "vlllm"], "'vlllm' is not installed"),
         "no room for the completion": (["--rollout.max_tokens", "90"], "max_model_len"),
     }
+
+
+OWN = """
+import sys
+def many(prompt, completion):
+    return [1.0]
+def picky(prompt, completion):
+    raise ValueError("no bread today")
+def fine(prompt, completion):
+    return 0.5
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "code", "said"),
+    [
+        ("many", [], 2, "must return a finite number: on prompt 0 it returned [1.0] (list)"),
+        ("picky", ["--reward.on_error=fail"], 2, "no bread today"),
+        ("picky", [], 0, "no bread today; as reward.on_error = drop it is no error yet"),
+        ("fine", [], 0, "tried once on 'a completion made up to try the reward: 42': 0.5"),
+    ],
+)
+def test_a_reward_function_is_tried_once_before_anything_starts(
+    command: CommandLine,
+    config: Path,
+    own_module: Callable[[str, str], None],
+    name: str,
+    words: list[str],
+    code: int,
+    said: str,
+) -> None:
+    own_module("own_tried", OWN)
+    ended = command("plan", config, f"--reward.name=own_tried:{name}", "--data.shuffle=false", *words)
+    assert ended.code == code, ended.err
+    assert said in " ".join((ended.err if code else ended.out).split())
 
 
 def test_an_engine_that_refuses_its_settings_leaves_the_runs_name_free(

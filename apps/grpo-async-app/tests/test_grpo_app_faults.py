@@ -1,6 +1,7 @@
 """What befalls the processes of a run that goes on, for real: each ends with every prompt trained once per epoch."""
 
 import contextlib
+import json
 import resource
 import signal
 import threading
@@ -118,7 +119,7 @@ def reward(prompt, completion):
     SEEN.touch()
     with SEEN.open("a") as file:
         file.write(".")
-    if SEEN.stat().st_size > 4 + 40:  # the first validation, and all that is trained
+    if SEEN.stat().st_size > 1 + 4 + 40:  # tried once, the first validation, and all that is trained
         raise ValueError("the judge is away")
     return float(len(completion))
 """
@@ -130,12 +131,47 @@ def test_a_last_validation_that_fails_costs_no_update(
     run = tmp_path / "run"
     own_module("own_reward", REWARD)
     words = ["--reward.name=own_reward:reward", "--checkpoint.every=0", "--eval.every_updates=1000"]
+    words += ["--reward.on_error=fail"]
     with RunningCommand(forked_main, "train", config, "--out", run, *words) as process:
         assert process.wait() != 0
         assert "the judge is away" in process.output
     latest = RunFolder.open(run, write=False).checkpoints.latest()
     assert latest is not None
     assert latest.step == 5
+
+
+MOODY = """
+import os, sys, time
+
+def reward(prompt, completion):
+    if os.fork() == 0:
+        time.sleep(600)
+    if prompt.index % 5 == 1 and len(completion) % 2:
+        raise ValueError("no bread today")
+    if prompt.index % 5 == 2:
+        return float("nan")
+    if prompt.index == 3:
+        sys.exit(3)
+    return float(len(completion))
+"""
+
+
+def test_a_reward_that_fails_costs_its_completions_and_the_run_ends(
+    forked_main: Main, config: Path, tmp_path: Path, own_module: OwnModule
+) -> None:
+    run = tmp_path / "run"
+    own_module("moody_reward", MOODY)
+    words = ["--reward.name=moody_reward:reward", "--checkpoint.every=1", "--eval.every_updates=0"]
+    with RunningCommand(forked_main, "train", config, "--out", run, *words) as process:
+        assert process.wait() == 0, process.output
+        assert "reward/dropped" in process.output
+    latest = RunFolder.open(run, write=False).checkpoints.latest()
+    assert latest is not None
+    statistics = json.loads((latest.path / "loop" / "state.json").read_text())["policy"]["statistics"]
+    assert statistics["filtered"] >= 5
+    assert statistics["filtered"] + statistics["trained"] == NUM_TRAIN
+    assert last_value(run, "reward/dropped") >= 10
+    assert "no bread today" in (run / "logs" / "reward_errors.log").read_text()
 
 
 JUDGE = """

@@ -152,6 +152,46 @@ def test_too_little_memory_is_a_notice(command: CommandLine, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        # vLLM takes its share, whatever its samples need; with less than weights and one sample it does not start.
+        (
+            ["--rollout.backend=vllm", "--rollout.options={gpu_memory_utilization = 0.6}"],
+            "rollout memory 48 GiB a rank",
+        ),
+        (
+            ["--rollout.backend=vllm", "--rollout.options={gpu_memory_utilization = 0.4}", "--rollout.dtype=float32"],
+            "may take 32 GiB of the 80 GiB of its device: a larger rollout.tensor_parallel, a smaller "
+            "rollout.max_model_len, or a larger gpu_memory_utilization in rollout.options",
+        ),
+        # The embedded engine takes what its samples need, up to a quarter of the device, or what it is told.
+        (["--rollout.backend=torch"], "KV cache 20 GiB"),
+        (["--rollout.backend=torch", "--rollout.options={kv_cache_tokens = 65536}"], "KV cache 9 GiB"),
+    ],
+    ids=["vllm", "vllm-too-small", "torch", "torch-tokens"],
+)
+def test_the_cache_of_an_engine_is_what_the_engine_sets_aside(
+    command: CommandLine, tmp_path: Path, words: list[str], said: str
+) -> None:
+    nodes = tmp_path / "nodes.toml"
+    nodes.write_text('[[nodes]]\nname = "large"\ncount = 4\naccelerators = 8\naccelerator_memory_gib = 80\n')
+    model = large_model_configs(tmp_path) / "Qwen3-8B"
+    (model / "model.safetensors").unlink()  # its config.json is enough
+    common = ["--rollout.max_running=1024", "--rollout.dtype=bfloat16", "--rollout.tensor_parallel=1"]
+    many = ["--rollout.max_model_len=32768", "--model.path", model, *words]
+    ended = command("plan", recipe(tmp_path, cluster=""), "--cluster", nodes, *common, *many)
+    assert ended.code == 0, ended.err
+    text = " ".join(ended.out.split())
+    assert said in text
+    assert "layout of" not in text
+
+
+def test_a_plan_for_elsewhere_refuses_a_reward_that_does_not_exist(command: CommandLine, tmp_path: Path) -> None:
+    ended = command("plan", recipe(tmp_path, cluster=""), "--cluster", "4x8", "--reward.name=exact_mach")
+    assert (ended.code, "exact_match" in ended.err) == (2, True), ended.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
         (["--cluster", "4by8"], "takes NODESxACCELERATORS such as 4x8"),
         (["--cluster", "0x8"], "at least one node"),
         (["--cluster", "4x8", "--cluster.num_nodes", "2"], "go together: set both, or neither"),

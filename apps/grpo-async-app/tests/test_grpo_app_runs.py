@@ -21,9 +21,10 @@ def trained_prompts(run: Path) -> Counter[str]:
         return Counter(json.loads(line)["prompt"] for line in lines)
 
 
-def run_to_its_end(main: Main, *words: object) -> None:
+def run_to_its_end(main: Main, *words: object) -> str:
     with RunningCommand(main, *words) as process:
         assert process.wait() == 0, process.output
+        return process.output
 
 
 def test_a_run_trains_every_prompt_once_and_leaves_all_it_promises(
@@ -60,7 +61,7 @@ def test_a_resumed_run_keeps_what_it_was_told_and_refuses_other_rows(
 ) -> None:
     run = tmp_path / "run"
     run_to_its_end(forked_main, "train", config, "--out", run)
-    run_to_its_end(forked_main, "resume", run, "--data.epochs=2")
+    assert "resumes from update 5" in run_to_its_end(forked_main, "resume", run, "--data.epochs=2")
     assert "epochs = 2" in (run / "config.toml").read_text()
     run_to_its_end(forked_main, "resume", run)
     assert set(trained_prompts(run).values()) == {2}

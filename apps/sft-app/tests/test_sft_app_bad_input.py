@@ -56,6 +56,18 @@ def test_sequences_the_model_cannot_take_are_refused(
     assert said in ended.err
 
 
+def test_unusual_roles_and_rows_of_several_forms_are_said(command: CommandLine, config: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "mixed.jsonl"
+    said = [{"role": "critic", "content": "go on"}, {"role": "assistant", "content": "yes"}]
+    mixed = [{"messages": said}, {"prompt": "one", "completion": "two"}]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in mixed))
+    ended = command("plan", config, "--data.path", rows, "--data.eval_size=0", "--eval.every_updates=0")
+    assert ended.code == 0, ended.err
+    text = " ".join(ended.out.split())
+    assert "rows of several forms: 1 by column messages, 1 by column completion" in text
+    assert "messages of unusual roles: 1 of 'critic'" in text
+
+
 def test_a_conversation_without_an_assistant_is_named_by_its_row(
     command: CommandLine, config: Path, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from offbeat_data import EpochOrder, load_tokenizer
 from offbeat_run import check_limits, dump_config, load_config, parse_config
 from offbeat_testing import CommandLine
 from sft_app._config import SftConfig
-from sft_app._preflight import batch_positions, check_run
+from sft_app._preflight import Progress, batch_positions, check_run
 
 
 def test_the_configuration_keeps_to_its_limits() -> None:
@@ -34,6 +34,19 @@ def test_every_epoch_serves_every_sequence_once(num_sequences: int, batch_size: 
     assert len(batches[-1]) >= 1
     served = Counter(order(position) for batch in batches for position in batch)
     assert served == Counter({(epoch, item): 1 for epoch in range(epochs) for item in range(num_sequences)})
+
+
+@given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 3), st.integers(1, 3))
+def test_a_finished_run_goes_on_where_its_data_ended(
+    num_sequences: int, batch_size: int, epochs: int, more_epochs: int
+) -> None:
+    """Its last batch may have been smaller than the others."""
+    end, later_end = epochs * num_sequences, (epochs + more_epochs) * num_sequences
+    done = -(-end // batch_size)
+    num_updates = done - (-(later_end - end) // batch_size)
+    begun = Progress(updates=done, position=end)
+    batches = [batch_positions(update, batch_size, later_end, begun) for update in range(done, num_updates)]
+    assert [position for batch in batches for position in batch] == list(range(end, later_end))
 
 
 def test_only_what_the_assistant_says_is_learned(config: Path, model: Path) -> None:

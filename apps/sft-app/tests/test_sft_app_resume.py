@@ -116,6 +116,9 @@ def test_a_run_without_a_whole_checkpoint_begins_anew(command: CommandLine, conf
     (run / "checkpoints" / "step-000008" / "model.safetensors").unlink()  # as a kill while it was written leaves it
     ended = command("resume", run)
     assert ended.code == 0, ended.err
+    damaged, begins, *_ = ended.out.splitlines()
+    assert damaged == "checkpoint step-000008 is damaged (model.safetensors is missing) and passed over"
+    assert begins == "no whole checkpoint: begins anew"
     assert_same_end(run, undisturbed)
 
 
@@ -124,6 +127,20 @@ def test_a_finished_run_resumes_to_nothing(command: CommandLine, config: Path, t
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     assert command("resume", tmp_path / "run").code == 0
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_finished_run_with_more_epochs_serves_every_sequence(
+    command: CommandLine, config: Path, tmp_path: Path
+) -> None:
+    """Its last batch had four sequences of eight: the next four of the order belong to the next epoch."""
+    run = tmp_path / "run"
+    assert command("train", config, "--out", run, "--eval.every_updates=0").code == 0
+    ended = command("resume", run, "--data.epochs=6")
+    assert ended.code == 0, ended.err
+    epochs = [line.values["data/epoch"] for line in read_metrics(run / "metrics.jsonl") if "data/epoch" in line.values]
+    assert epochs == pytest.approx(
+        [min(8 * n, 60) / 20 for n in range(1, 9)] + [min(60 + 8 * n, 120) / 20 for n in range(1, 9)]
+    )
 
 
 def test_other_batches_or_no_optimizer_cannot_be_resumed(command: CommandLine, config: Path, tmp_path: Path) -> None:

@@ -110,6 +110,26 @@ def test_a_closed_guard_leaves_no_process(config: RewardConfig, prompt: Prompt) 
     assert process.poll() is not None
 
 
+def test_a_closed_guard_leaves_nothing_that_a_reward_has_started(prompt: Prompt, tmp_path: Path) -> None:
+    """Such a process holds the pipe that its run writes to: whoever reads that would wait for it."""
+    (tmp_path / "rewards_forking.py").write_text(
+        "import os, time\n"
+        "def judge(prompt, completion):\n"
+        "    if os.fork() == 0:\n"
+        "        time.sleep(600)\n"
+        "    return 1.0\n"
+    )
+    script = (
+        "import numpy as np\nfrom offbeat_data import *\n"
+        "with GuardedReward(RewardConfig(name='rewards_forking:judge')) as guarded:\n"
+        "    print(guarded.score(Prompt(index=0, ids=np.array([1], np.int32), text='x'), 'y').value)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "1.0\n"), done.stderr
+
+
 def test_closing_waits_for_no_completion_that_is_being_scored(config: RewardConfig, prompt: Prompt) -> None:
     guarded = GuardedReward(replace(config, timeout_s=600.0))
     failed: list[BaseException] = []

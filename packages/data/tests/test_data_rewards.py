@@ -172,7 +172,9 @@ def test_rewards_add_up_with_their_weights(write_module: Callable[[str, str], No
     assert score.parts == {"exact_match": 1.0, "rewards_length:length": 2.0}
 
 
-@pytest.mark.parametrize("value", ["None", "'1.0'", "float('nan')", "float('inf')", "[1, 2]", "{}", "1j"])
+@pytest.mark.parametrize(
+    "value", ["None", "'1.0'", "b'1'", "float('nan')", "float('inf')", "[1, 2]", "{}", "1j", "10**400", "10**5000"]
+)
 def test_a_function_that_returns_no_finite_number_is_named(
     value: str, write_module: Callable[[str, str], None]
 ) -> None:
@@ -196,6 +198,14 @@ def test_anything_that_is_a_number_will_do(value: str, write_module: Callable[[s
     assert type(score.value) is float
 
 
+def test_a_coroutine_function_is_awaited(write_module: Callable[[str, str], None]) -> None:
+    write_module(
+        "rewards_async",
+        "import asyncio\nasync def ask(prompt, completion):\n    await asyncio.sleep(0)\n    return len(completion)\n",
+    )
+    assert _score("four", name="rewards_async:ask") == 4.0
+
+
 def test_a_function_that_raises_is_named(write_module: Callable[[str, str], None]) -> None:
     write_module("rewards_raise", "def boom(prompt, completion):\n    raise KeyError('colour')\n")
     with pytest.raises(RewardError, match="rewards_raise:boom raised KeyError on prompt 7: 'colour'"):
@@ -207,7 +217,7 @@ def test_functions_that_are_not_there_are_refused_at_the_start(write_module: Cal
     for name, message in {
         "rewards_nowhere:f": "importing rewards_nowhere failed: ModuleNotFoundError",
         "rewards_there:brevty": "has no function 'brevty'; nearest: brevity",
-        "rewards_there:number": "has no function 'number'",
+        "rewards_there:number": "has no function 'number': what it has of that name is of type int",
         "rewards_there:": "has no function ''",
     }.items():
         with pytest.raises(ConfigError, match=message):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_cluster.placement import RankGroup
+from offbeat_cluster.placement import MemoryEstimate, RankGroup
 from offbeat_recipes import RunMemory, Site, Wanted, fit_settings, layout_elsewhere, read_shape, train_memory
 from offbeat_testing import large_model_configs
 from offbeat_types import PlacementError, TrainEngineConfig, TrainEngineSettings, TrainLayout
@@ -31,6 +31,34 @@ def test_memory_is_told_with_what_the_device_has(tmp_path: Path) -> None:
     assert found.rows(placement)[1][1].endswith("(of 16 GiB, 780%)")
     [notice] = found.notices(placement)
     assert notice.startswith("a trainer rank needs about 125 GiB and its device has 16 GiB: take more ranks")
+
+
+def test_roles_that_take_turns_are_not_added_up_and_a_teacher_is(tmp_path: Path) -> None:
+    shape = read_shape(str(large_model_configs(tmp_path) / "Qwen3-8B"))
+    nodes = tmp_path / "nodes.toml"
+    nodes.write_text('[[nodes]]\nname = "n"\naccelerators = 8\naccelerator_memory_gib = 80\n')
+    groups = (
+        RankGroup(role="trainer", num_replicas=8),
+        RankGroup(role="rollout", num_replicas=8, shares_devices_with="trainer"),
+        RankGroup(role="teacher", num_replicas=8, shares_devices_with="rollout"),
+    )
+    gib = 2**30
+    roles = {"trainer": MemoryEstimate({"weights": 60 * gib}), "rollout": MemoryEstimate({"weights": 48 * gib})}
+    advice = dict.fromkeys(("trainer", "rollout", "teacher"), "less")
+    placement = Wanted(groups=groups[:2]).place(Site.named(str(nodes), ["cuda"]))
+    assert RunMemory(shape, roles, advice).notices(placement) == []
+    placement = Wanted(groups=groups).place(Site.named(str(nodes), ["cuda"]))
+    taught = {**roles, "teacher": MemoryEstimate({"weights": 40 * gib})}
+    [notice] = RunMemory(shape, taught, advice).notices(placement)
+    assert notice == "a rollout rank needs about 88 GiB and its device has 80 GiB: less"
+
+
+def test_a_layout_needs_no_weights(tmp_path: Path) -> None:
+    whole = large_model_configs(tmp_path) / "Qwen3-8B"
+    (whole / "model.safetensors").unlink()
+    found = layout_elsewhere(TrainEngineConfig(model_path=str(whole)), "torch", 8)
+    assert found is not None
+    assert found.dp == 8
 
 
 def test_a_backend_that_is_not_here_is_not_asked() -> None:

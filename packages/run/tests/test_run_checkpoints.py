@@ -85,6 +85,29 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert latest.step == 2
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "trainer/optimizer.pt", "loop/state.json", "loop/buffer.safetensors", "checkpoint.json"],
+)
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_a_resume_says_which_checkpoint_it_takes_and_why_not_a_newer_one(
+    tmp_path: Path, name: str, damage: str
+) -> None:
+    held = Checkpoints(tmp_path)
+    assert held.describe_resume() == ["no whole checkpoint: begins anew"]
+    for step in (2, 4):
+        with held.write(step) as folder:
+            for each in ("model.safetensors", "trainer/optimizer.pt", "loop/state.json", "loop/buffer.safetensors"):
+                (folder / each).parent.mkdir(exist_ok=True)
+                (folder / each).write_text("whole")
+    assert held.describe_resume() == [f"resumes from update 4 ({tmp_path / 'step-000004'})"]
+    file = tmp_path / "step-000004" / name
+    file.unlink() if damage == "missing" else file.write_bytes(file.read_bytes()[:-2])
+    first, second = held.describe_resume()
+    assert first.startswith(f"checkpoint step-000004 is damaged ({name} ")
+    assert second == f"resumes from update 2 ({tmp_path / 'step-000002'})"
+
+
 def test_a_process_killed_while_writing_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     checkpoints(tmp_path, 1)
     code = (

@@ -26,6 +26,7 @@ def run(body: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
         ("return None", 0),
         ("return 7", 7),
         ("raise ConfigError('what is wrong')", 2),
+        ("raise MemoryError('what is wrong')", 2),
         ("raise PeerFailedError('rollout-0', 'what is wrong')", 3),
         ("raise DeadlineError('what is wrong', 'x', 1.0)", 4),
     ],
@@ -128,3 +129,15 @@ def test_words_are_sorted_into_command_overrides_and_options() -> None:
 def test_a_wrong_option_is_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         split_arguments(words, options=("out",), switches=("fast",))
+
+
+@pytest.mark.parametrize(("made", "stays"), [("", False), ("compiled", True)])
+def test_a_run_that_compiles_nothing_leaves_no_folder_of_the_compiler(tmp_path: Path, made: str, stays: bool) -> None:
+    body = "import os, pathlib\n"
+    body += f"folder = pathlib.Path({str(tmp_path / 'torchinductor_me')!r})\n"
+    body += "folder.mkdir()\n"  # as importing torch's compiler does
+    body += "os.environ['TORCHINDUCTOR_CACHE_DIR'] = str(folder)\n"
+    body += f"if {made!r}: (folder / {made!r}).write_text('x')"
+    done = run(body)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "torchinductor_me").exists() == stays

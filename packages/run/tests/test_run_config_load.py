@@ -277,6 +277,11 @@ def test_a_missing_variable_and_a_broken_reference_are_refused(monkeypatch: pyte
     assert "${ must name a variable" in refused('[rollout]\nmodel_path = "${no name}"')
 
 
+def test_what_is_overridden_needs_no_variable() -> None:
+    text = '[rollout]\nmodel_path = "${UNSET_FOR_SURE}/model"\n'
+    assert parse_config(text, Config, ["--rollout.model_path=here"]).rollout.model_path == "here"
+
+
 def test_a_default_may_name_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Data:

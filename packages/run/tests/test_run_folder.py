@@ -37,6 +37,18 @@ def test_a_folder_that_holds_files_is_refused_with_the_three_ways_out(tmp_path: 
     assert (tmp_path / "kept.txt").read_text() == "precious"
 
 
+@pytest.mark.parametrize("kind", ["file", "loop"])
+def test_checkpoints_that_are_no_folder_are_named(tmp_path: Path, kind: str) -> None:
+    with make(tmp_path / "run") as run:
+        run.checkpoints.path.rmdir()
+        if kind == "file":
+            run.checkpoints.path.write_text("not a folder")
+        else:
+            run.checkpoints.path.symlink_to(run.checkpoints.path)
+    with pytest.raises(RunFolderError, match="checkpoints: must be a folder that can be written"):
+        RunFolder.open(run.path)
+
+
 def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path) as run:
         assert run.path == tmp_path

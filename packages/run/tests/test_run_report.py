@@ -137,6 +137,17 @@ def test_a_run_without_any_metric_still_has_a_report(tmp_path: Path) -> None:
     assert page.figures == []
 
 
+def test_damaged_lines_are_counted_and_the_others_shown(tmp_path: Path) -> None:
+    run = grpo_run(tmp_path / "run", evil="plain")
+    for path in (run.metrics, run.generations / "train.jsonl"):
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join([*lines[:1], "nonsense\n", '{"step": 1}\n', *lines[1:]]))
+    page = page_of(run)
+    assert "Left out: 4 damaged lines of the run's files, the first: " in page.text
+    assert "metrics.jsonl:2: not a line of JSON" in page.text
+    assert page.titles() == page_of(grpo_run(tmp_path / "whole", evil="plain")).titles()
+
+
 def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "run") as run:
         run.write_text(run.config, "")

@@ -79,6 +79,7 @@ def _quickstart(words: CommandWords) -> int:
 
 def _resume(words: CommandWords, folder: str) -> int:
     with RunFolder.open(folder) as run:
+        print("\n".join(run.checkpoints.describe_resume()))
         config = load_config(run.config, GrpoConfig, words.overrides)
         check_same_data(load_config(run.config, GrpoConfig, ()), config)
         preflight = check_run(config)

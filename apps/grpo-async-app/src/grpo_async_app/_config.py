@@ -33,15 +33,19 @@ class RolloutConfig(RolloutEngineSettings):
     """Section `rollout`: the engines that sample, and how they sample."""
 
     backend: str = setting("torch", "Rollout engine: torch (embedded), or another that is installed.")
-    num_engines: int = setting(1, "Engines side by side, each in a process of its own.", "engines", ge=1)
-    samples_per_prompt: int = setting(8, "n: completions of one prompt, which make one group.", "samples", ge=1)
-    max_tokens: int = setting(256, "Longest completion; with an environment, the longest turn.", "tokens", ge=1)
+    num_engines: int = setting(1, "Engines side by side, each in a process of its own.", "engines", ge=1, le=65536)
+    samples_per_prompt: int = setting(
+        8, "n: completions of one prompt, which make one group.", "samples", ge=1, le=65536
+    )
+    max_tokens: int = setting(
+        256, "Longest completion; with an environment, the longest turn.", "tokens", ge=1, le=2**30
+    )
     temperature: float = setting(1.0, "Of the sampled distribution; the trainer scores at the same.", gt=0)
     top_p: float = setting(1.0, "Sample from the smallest set of tokens with this much probability.", gt=0, le=1)
     top_k: int = setting(0, "Sample from the k likeliest tokens; 0 from all.", "tokens", ge=0)
     min_p: float = setting(0.0, "Leave out tokens less likely than this share of the likeliest.", ge=0, lt=1)
     stop: list[str] = setting([], "Texts that end a completion.", is_text=True)
-    seed: int = setting(0, "Seed of sampling; every sample draws from a stream of its own.", ge=0)
+    seed: int = setting(0, "Seed of sampling; every sample draws from a stream of its own.", ge=0, lt=2**24)
     sync_bucket_bytes: int = setting(64 * 2**20, "Weights travel in buckets of this size.", "bytes", ge=4096)
     serve_port: int | None = setting(
         None,
@@ -69,7 +73,7 @@ class EngineConfig(TrainEngineSettings):
     """Section `engine`: the trainer."""
 
     backend: str = setting("torch", "Training engine: torch, or another that is installed.")
-    num_ranks: int = setting(1, "Processes that train together, each on a device of its own.", "ranks", ge=1)
+    num_ranks: int = setting(1, "Processes that train together, each on a device of its own.", "ranks", ge=1, le=65536)
     max_updates: int = setting(0, "End the run after so many updates; 0: when the data ends.", "updates", ge=0)
 
 
@@ -123,6 +127,12 @@ class GrpoConfig:
         """What each kind of role computes on, by the setting that says so."""
         teacher = {"teacher.device": self.teacher.device} if self.teacher.is_set else {}
         return {"engine.device": self.engine.device, "rollout.device": self.rollout.device, **teacher}
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """Processes of each kind of role, by the setting that says how many."""
+        teacher = {"teacher.num_replicas": self.teacher.num_replicas} if self.teacher.is_set else {}
+        return {"engine.num_ranks": self.engine.num_ranks, "rollout.num_engines": self.rollout.num_engines, **teacher}
 
     @property
     def max_response_tokens(self) -> int:

@@ -79,7 +79,11 @@ class Fleet:
         self.environment = self._environment() if config.environment.name else None
         self.teachers = Teachers(config, self._start_teacher, self._budget, self.say) if config.teacher.is_set else None
         self._reward = (
-            RewardPool(config.reward, start_timeout_s=config.cluster.start_timeout_s) if config.reward.is_set else None
+            RewardPool(
+                config.reward, start_timeout_s=config.cluster.start_timeout_s, log=log_folder / "reward_errors.log"
+            )
+            if config.reward.is_set
+            else None
         )
 
     async def __aenter__(self) -> "Fleet":
@@ -166,10 +170,19 @@ class Fleet:
 
     # ── scoring ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def score(self, prompt: Prompt, texts: list[str]) -> list[RewardScore]:
+    @property
+    def last_reward_error(self) -> str:
+        """Why the latest completion without a score has none."""
+        return self._reward.last_error if self._reward is not None else ""
+
+    async def score(self, prompt: Prompt, texts: list[str]) -> list[RewardScore | None]:
         """Rewards of completions of one prompt. One that takes its verifier too long gets 0 and is counted.
 
+        Returns:
+            In order; None for one that could not be scored and shall be left out.
+
         Raises:
+            RewardError: too many could not be scored.
             ConfigError: an environment left this to the `reward` section, which names no reward.
         """
         reward = self._reward

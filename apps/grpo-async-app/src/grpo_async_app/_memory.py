@@ -1,55 +1,70 @@
 """Memory of one rank of each role, estimated from the configuration."""
 
+from dataclasses import replace
 from typing import Final
 
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._placement import trainer_width
-from offbeat_cluster.placement import MemoryEstimate, RolloutMemory
-from offbeat_recipes import NUMBER_BYTES, RunMemory, read_shape, train_memory
-from offbeat_types import TrainLayout
+from offbeat_cluster.placement import MemoryEstimate, ModelShape, RolloutMemory
+from offbeat_recipes import NUMBER_BYTES, Placement, RunMemory, read_shape, train_advice, train_memory
+from offbeat_types import CacheBudget, CacheNeeds, RolloutEngineSettings, TrainLayout, installed_backends, load_backend
 
-_ADVICE: Final = {
-    "trainer": "more engine.num_ranks, engine.activation_checkpointing, or fewer max_tokens_per_microbatch",
-    "rollout": "a larger rollout.tensor_parallel, or fewer rollout.max_running",
-    "teacher": "a larger teacher.tensor_parallel, or teacher.colocate = false",
-}
+_CACHE_ADVICE: Final = "a larger {0}.tensor_parallel, or fewer {0}.max_running"
 
 
-def estimate_memory(config: GrpoConfig, layout: TrainLayout | None = None) -> RunMemory:
-    """Estimate from the model's config.json, for the default engines.
+def estimate_memory(
+    config: GrpoConfig, layout: TrainLayout | None = None, placement: Placement | None = None
+) -> RunMemory:
+    """Estimate from the model's config.json.
 
     Args:
         config: of the run.
         layout: how the trainer's ranks share the model; None where its backend cannot be asked: as FSDP does.
+        placement: of the roles; some engines take a share of their device, whatever it has.
 
     Raises:
-        ModelError: it is not there, not readable, or of a family that is not known.
+        ModelError: config.json is not there, not readable, or of a family that is not known.
     """
-    shape, rollout, width = read_shape(config.model.path), config.rollout, trainer_width(config)
+    shape, width = read_shape(config.model.path), trainer_width(config)
     layout = layout or TrainLayout(dp=config.engine.num_ranks // width, tp=width, zero_stage=3)
-    number_bytes = NUMBER_BYTES[rollout.dtype]
     trainer = train_memory(config.engine, layout, shape, keeps_reference=config.algorithm.needs_reference)
-    engines = RolloutMemory(
-        weight_bytes=number_bytes,
-        kv_bytes=number_bytes,
-        tensor_parallel=rollout.tensor_parallel,
-        max_running=rollout.max_running,
-        max_model_len=rollout.max_model_len,
-        sync_bytes=2 * rollout.sync_bucket_bytes,
-    )
-    roles = {"trainer": trainer.estimate(shape), "rollout": engines.estimate(shape)}
+    roles, limits = {"trainer": trainer.estimate(shape)}, {"trainer": 0}
+    advice = {"trainer": train_advice(config.engine, roles["trainer"])}
+    engines: dict[str, tuple[str, RolloutEngineSettings, ModelShape, int]]
+    engines = {"rollout": (config.rollout.backend, config.rollout, shape, 2 * config.rollout.sync_bucket_bytes)}
     if config.teacher.is_set:
-        roles["teacher"] = _estimate_teacher(config)
-    return RunMemory(shape, roles, _ADVICE)
+        teacher = config.teacher_engine(0)
+        engines["teacher"] = (config.teacher.backend, teacher, read_shape(config.teacher.path), 0)
+    for role, (backend, settings, of, sync_bytes) in engines.items():
+        device_bytes = placement.accelerator_bytes(role) if placement else 0
+        roles[role], budget = _estimate_engine(backend, settings, of, sync_bytes, device_bytes)
+        advice[role] = ((budget and budget.advice) or _CACHE_ADVICE).format(role)
+        limits[role] = budget.limit_bytes if budget else 0
+    return RunMemory(shape, roles, advice, limits)
 
 
-def _estimate_teacher(config: GrpoConfig) -> MemoryEstimate:
-    """Of one rank of a replica: the samples of one group are scored together."""
-    number_bytes = NUMBER_BYTES[config.teacher.dtype]
-    return RolloutMemory(
+def _estimate_engine(
+    backend: str, settings: RolloutEngineSettings, shape: ModelShape, sync_bytes: int, device_bytes: int
+) -> tuple[MemoryEstimate, CacheBudget | None]:
+    """Of one rank of an engine, and what its backend says of its cache, where it can be asked."""
+    number_bytes = NUMBER_BYTES[settings.dtype]
+    memory = RolloutMemory(
         weight_bytes=number_bytes,
         kv_bytes=number_bytes,
-        tensor_parallel=config.teacher.tensor_parallel,
-        max_running=config.rollout.samples_per_prompt,
-        max_model_len=config.rollout.max_model_len,
-    ).estimate(read_shape(config.teacher.path))
+        tensor_parallel=settings.tensor_parallel,
+        max_running=settings.max_running,
+        max_model_len=settings.max_model_len,
+        sync_bytes=sync_bytes,
+    )
+    tell = None
+    if backend in installed_backends("offbeat.rollout"):
+        tell = getattr(load_backend("offbeat.rollout", backend), "cache_budget", None)
+    if tell is None:
+        return memory.estimate(shape), None
+    needs = CacheNeeds(
+        device_bytes=device_bytes,
+        weight_bytes=memory.held_weights(shape) + sync_bytes,
+        token_bytes=memory.kv_bytes_per_token(shape),
+    )
+    budget: CacheBudget = tell(settings, needs)
+    return replace(memory, cache_bytes=budget.cache_bytes).estimate(shape), budget

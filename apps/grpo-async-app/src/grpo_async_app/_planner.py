@@ -9,10 +9,10 @@ from grpo_async_app._config import GrpoConfig
 from grpo_async_app._memory import estimate_memory
 from grpo_async_app._placement import find_site, want
 from grpo_async_app._plan import describe_plan
-from grpo_async_app._preflight import Preflight, check_run, check_settings
+from grpo_async_app._preflight import Preflight, check_reward, check_run, check_settings
 from grpo_async_app._shrink import shrink_run
 from offbeat_recipes import NOT_LOOKED_AT, Outlook, Planner, Setting, Site, Wanted, layout_elsewhere, layout_row
-from offbeat_types import ModelError, TrainLayout
+from offbeat_types import BackendError, ModelError, TrainLayout
 
 _IN_TURNS: Final[Mapping[str, Setting]] = {
     "async.staleness_threshold": 0,
@@ -34,13 +34,13 @@ class GrpoPlanner(Planner[GrpoConfig]):
     def look_elsewhere(self, config: GrpoConfig, site: Site) -> Outlook:
         """Settings, places, batches, and memory where the model's config.json is here."""
         placement = want(config, site).place(site)
-        notices = list(check_settings(config))
+        notices = [*check_settings(config), *_reward_notice(config)]
         layout = _layout(config)
         batch = BatchArithmetic.of(config, layout)
         rows = [*batch.rows(), layout_row(layout, config.engine.backend)]
         memory = None
         try:
-            memory = estimate_memory(config, layout)
+            memory = estimate_memory(config, layout, placement)
         except ModelError as error:
             rows.append(("memory", f"not estimated: {error}"))
         else:
@@ -66,6 +66,15 @@ class GrpoPlanner(Planner[GrpoConfig]):
     def companions(self, config: GrpoConfig, settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
         """Roles that take turns cannot lag."""
         return _IN_TURNS if "cluster.colocate" in settings and config.async_.mode != "on-policy pipeline" else {}
+
+
+def _reward_notice(config: GrpoConfig) -> list[str]:
+    """Refuse a reward that does not exist; what one needs may be installed where the run will be."""
+    try:
+        check_reward(config)
+    except BackendError as error:
+        return [f"on this machine {error}"]
+    return []
 
 
 def _layout(config: GrpoConfig) -> TrainLayout | None:

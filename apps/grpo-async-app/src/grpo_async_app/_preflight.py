@@ -6,6 +6,7 @@ from grpo_async_app._config import GrpoConfig
 from grpo_async_app._evaluation import validation_prompts
 from grpo_async_app._memory import estimate_memory
 from grpo_async_app._placement import find_site, place_run
+from offbeat_cluster import check_processes
 from offbeat_data import (
     Prompt,
     PromptSet,
@@ -15,6 +16,7 @@ from offbeat_data import (
     build_reward,
     load_prompts,
     load_tokenizer,
+    try_reward,
 )
 from offbeat_objectives import check_algorithm
 from offbeat_recipes import Placement, RunMemory, Site
@@ -44,6 +46,8 @@ class Preflight:
         memory: estimates of one rank of each role; None for a family whose formulas are not known.
         template: puts an environment's words into tokens; None without an environment.
         notices: choices that work and are probably not meant.
+        reward_trial: what the reward made of a made-up completion, in words; empty where no function of the user's own
+            takes part.
     """
 
     config: GrpoConfig
@@ -55,6 +59,7 @@ class Preflight:
     memory: RunMemory | None = None
     template: TurnTemplate | None = None
     notices: tuple[str, ...] = ()
+    reward_trial: str = ""
 
     @property
     def num_groups(self) -> int | None:
@@ -95,22 +100,27 @@ def check_run(config: GrpoConfig) -> Preflight:
     Raises:
         UserError: the first thing that is wrong, with what to do.
     """
-    notices = check_settings(config)
+    notices = _check_choices(config)
+    _check_end(config)
     check_trackers(config.log)
-    site = find_site(config)
-    placement = place_run(config, site)
     model = inspect_model(config.model.path)
     _check_positions(config, model)
+    check_reward(config)
+    tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
+    template = _turn_template(config, tokenizer)
+    prompts = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer)
+    # From here on torch may be imported, which takes seconds: the mistakes above are told at once.
+    site = find_site(config)
+    if not site.reserves:
+        check_processes(config.processes)
+    placement = place_run(config, site)
+    notices = (*notices, *_engine_notices(config))
+    load_backend("offbeat.rollout", config.rollout.backend)
     _check_cut(config)
     backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
     _check_turns(config, backend)
     _check_devices(config, site)
-    _check_reward(config)
-    tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
     _check_teacher(config, tokenizer)
-    template = _turn_template(config, tokenizer)
-    prompts = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer)
-    _check_end(config)
     num_updates = _count_updates(config, len(prompts.train))
     config.profile.check(config.traced_roles, num_updates)
     layout = _plan_trainer(backend, config, num_updates, site)
@@ -126,9 +136,10 @@ def check_run(config: GrpoConfig) -> Preflight:
         held_out=held_out,
         placement=placement,
         layout=layout,
-        memory=_estimate_memory(config, layout),
+        memory=_estimate_memory(config, layout, placement),
         template=template,
         notices=notices,
+        reward_trial=_try_reward(config, prompts),
     )
 
 
@@ -141,6 +152,11 @@ def check_settings(config: GrpoConfig) -> tuple[str, ...]:
     Raises:
         ConfigError: the first thing that is wrong, with what to do.
     """
+    return (*_check_choices(config), *_engine_notices(config))
+
+
+def _check_choices(config: GrpoConfig) -> tuple[str, ...]:
+    """What `check_settings` does without asking the adapters of the engines, some of which import torch."""
     config.environment.check(has_reward=config.reward.is_set)
     config.teacher.check(is_learned_from=config.algorithm.needs_teacher)
     if config.eval.every_updates and not (config.reward.is_set or config.environment.name):
@@ -152,7 +168,7 @@ def check_settings(config: GrpoConfig) -> tuple[str, ...]:
     )
     _check_lengths(config)
     _check_mode(config)
-    return (*notices, *_fp8_notice(config), *_engine_notices(config))
+    return (*notices, *_fp8_notice(config))
 
 
 def _engine_notices(config: GrpoConfig) -> list[str]:
@@ -175,9 +191,9 @@ def _fp8_notice(config: GrpoConfig) -> list[str]:
     ]
 
 
-def _estimate_memory(config: GrpoConfig, layout: TrainLayout) -> RunMemory | None:
+def _estimate_memory(config: GrpoConfig, layout: TrainLayout, placement: Placement) -> RunMemory | None:
     try:
-        return estimate_memory(config, layout)
+        return estimate_memory(config, layout, placement)
     except ModelError:
         return None  # an estimate is a help: a family without one can be trained all the same
 
@@ -239,7 +255,7 @@ _OWN_DATA = {"reasoning_gym": "reasoning-gym:", "verifiers": "verifiers:"}
 """Environments that judge prompts of their own only, and how data.path begins for those."""
 
 
-def _check_reward(config: GrpoConfig) -> None:
+def check_reward(config: GrpoConfig) -> None:
     """Whoever judges is there: the reward section, or the environment, with prompts that it can judge."""
     name, path = config.environment.name, config.data.path
     if config.reward.is_set or (config.algorithm.needs_reward and not name):
@@ -248,6 +264,12 @@ def _check_reward(config: GrpoConfig) -> None:
         build_environment(config.environment)
     if not path.startswith(_OWN_DATA.get(name, "")):
         raise ConfigError(f'environment.name = {name!r} needs data.path = "{_OWN_DATA[name]}NAME", got {path!r}')
+
+
+def _try_reward(config: GrpoConfig, prompts: PromptSet) -> str:
+    if not config.reward.is_set:
+        return ""
+    return try_reward(config.reward, prompts.train[0], start_timeout_s=config.cluster.start_timeout_s)
 
 
 def _turn_template(config: GrpoConfig, tokenizer: Tokenizer) -> TurnTemplate | None:

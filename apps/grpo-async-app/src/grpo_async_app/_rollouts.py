@@ -10,7 +10,7 @@ from itertools import count
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._fleet import Fleet
 from grpo_async_app._gathering import all_or_first_error
-from offbeat_data import EnvironmentFailedError, EpisodeLimits, Prompt, TurnTemplate, play_episode
+from offbeat_data import EnvironmentFailedError, EpisodeLimits, Prompt, RewardScore, TurnTemplate, play_episode
 from offbeat_types import Completion, DataError, GenerateRequest, Ids, Trajectory
 
 TURN_SEEDS = 1 << 36
@@ -44,8 +44,8 @@ class Rollouts:
         busy: wraps each use of the rollout engine it is called with.
 
     Attributes:
-        left_out: samples that are not trained on, by the metric that counts them: their environment failed, or the
-            engine did not let them come to an end.
+        left_out: samples that are not trained on, by the metric that counts them: their environment or reward failed,
+            or the engine did not let them come to an end.
         last_left_out: the latest of them, in words.
     """
 
@@ -67,7 +67,8 @@ class Rollouts:
             request: for the first turn of all of them; the prompt's images are put into it here.
 
         Returns:
-            In order; fewer than asked for where environments failed or samples were aborted, which is counted.
+            In order; fewer than asked for where environments or rewards failed or samples were aborted, which is
+            counted.
 
         Raises:
             DataError: an image is broken.
@@ -76,10 +77,11 @@ class Rollouts:
         request = replace(request, images=await asyncio.to_thread(lambda: prompt.images))
         if self._template is None:
             completions = self._ended(await self._generate(name, request))
-            scores = await self._fleet.score(prompt, [completion.text for completion in completions])
+            scores = await self._scores(prompt, completions)
             return [
                 ScoredTrajectory(trajectory=Trajectory.of(completion), reward=score.value, parts=score.parts)
                 for completion, score in zip(completions, scores, strict=True)
+                if score is not None
             ]
         # All samples begin with one request, so that an engine computes their prompt once; then each goes its own way.
         max_tokens = min(request.params.max_tokens, self._limits.max_tokens)
@@ -94,7 +96,7 @@ class Rollouts:
     async def _play(
         self, name: str, prompt: Prompt, request: GenerateRequest, index: int, first: Awaitable[list[Completion]]
     ) -> ScoredTrajectory | None:
-        """One episode; None when its environment failed."""
+        """One episode; None when its environment or its reward failed."""
         assert self._template is not None
         assert self._fleet.environment is not None
         turns = count()
@@ -119,8 +121,16 @@ class Rollouts:
             self.leave_out("environment/unreadable", str(error))
             return None
         if score is None:
-            [score] = await self._fleet.score(prompt, [trajectory.turns[-1].text])
+            [score] = await self._scores(prompt, [trajectory.turns[-1]])
+        if score is None:
+            return None
         return ScoredTrajectory(trajectory=trajectory, reward=score.value, parts=score.parts)
+
+    async def _scores(self, prompt: Prompt, completions: list[Completion]) -> list[RewardScore | None]:
+        scores = await self._fleet.score(prompt, [completion.text for completion in completions])
+        if failed := scores.count(None):
+            self.leave_out("reward/dropped", self._fleet.last_reward_error, failed)
+        return scores
 
     def _ended(self, completions: list[Completion]) -> list[Completion]:
         """Those that came to an end: what an engine has aborted is no answer, and has no worth."""

@@ -12,7 +12,7 @@ class TeacherConfig:
 
     path: str = setting("", "Hugging Face folder of the teacher, with the policy's tokenizer; empty: no teacher.")
     backend: str = setting("torch", "Rollout engine that serves it: torch (embedded), or another that scores.")
-    num_replicas: int = setting(1, "Replicas side by side, each in a process of its own.", "replicas", ge=1)
+    num_replicas: int = setting(1, "Replicas side by side, each in a process of its own.", "replicas", ge=1, le=65536)
     device: str = setting("auto", "auto, cpu, or a device such as cuda:0.")
     dtype: str = setting("float32", "Number format of its weights.", choices=("float32", "bfloat16", "float16"))
     tensor_parallel: int = setting(1, "Devices that one replica is split over.", ge=1)

@@ -22,7 +22,7 @@ from sft_app._config import SftConfig
 from sft_app._planner import SftPlanner
 from sft_app._preflight import Preflight, check_run
 from sft_app._shrink import shrink_run
-from sft_app._train import create_engine, held_out_loss, resume, train
+from sft_app._train import create_engine, held_out_loss, progress_of, resume, train
 
 
 def dispatch(words: list[str]) -> int:
@@ -63,7 +63,8 @@ def _begin(preflight: Preflight, run: RunFolder) -> int:
 
 def _resume(words: CommandWords, folder: str) -> int:
     with RunFolder.open(folder) as run:
-        preflight = check_run(load_config(run.config, SftConfig, words.overrides))
+        print("\n".join(run.checkpoints.describe_resume()))
+        preflight = check_run(load_config(run.config, SftConfig, words.overrides), progress_of(run))
         with closing(create_engine(preflight, run)) as engine:
             resume(preflight, run, engine)
             return _conclude(run)

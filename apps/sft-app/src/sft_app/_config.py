@@ -21,7 +21,9 @@ class EngineConfig(TrainEngineSettings):
     """Section `engine`: the trainer. `lora_rank` above 0 trains adapters instead of all weights."""
 
     backend: str = setting("torch", "Training engine: torch, or another that is installed.")
-    num_ranks: int = setting(1, "Processes that train together, each with a device or a share of the CPUs.", ge=1)
+    num_ranks: int = setting(
+        1, "Processes that train together, each with a device or a share of the CPUs.", ge=1, le=65536
+    )
     update_deadline_s: float = setting(7200.0, "Longest time for one update or checkpoint of several ranks.", "s", gt=0)
     batch_size: int = setting(32, "Sequences in one optimizer step.", "sequences", ge=1)
     max_updates: int = setting(0, "End the run after so many steps; 0: when the data ends.", "updates", ge=0)

@@ -3,14 +3,11 @@
 from math import prod
 from typing import Final
 
-from offbeat_recipes import RunMemory, read_shape, train_memory
+from offbeat_recipes import RunMemory, read_shape, train_advice, train_memory
 from offbeat_types import ConfigError, TrainLayout
 from sft_app._config import SftConfig
 
 _AXES: Final = ("tensor_parallel", "pipeline_parallel", "context_parallel")
-_ADVICE: Final = {
-    "trainer": "more engine.num_ranks, engine.activation_checkpointing, or fewer max_tokens_per_microbatch"
-}
 
 
 def sharing_ranks(config: SftConfig) -> int:
@@ -43,4 +40,4 @@ def estimate_memory(config: SftConfig, layout: TrainLayout | None = None) -> Run
     shape, width = read_shape(config.model.path), sharing_ranks(config)
     layout = layout or TrainLayout(dp=config.engine.num_ranks // width, tp=width, zero_stage=3)
     estimate = train_memory(config.engine, layout, shape).estimate(shape)
-    return RunMemory(shape, {"trainer": estimate}, _ADVICE)
+    return RunMemory(shape, {"trainer": estimate}, {"trainer": train_advice(config.engine, estimate)})

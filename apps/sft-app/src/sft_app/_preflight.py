@@ -2,12 +2,26 @@
 
 from dataclasses import dataclass
 
+from offbeat_cluster import check_processes
 from offbeat_data import ConversationSet, EpochOrder, load_conversations, load_tokenizer
 from offbeat_recipes import RunMemory
 from offbeat_run import ModelFolder, check_trackers, count_text, inspect_model, size_text
 from offbeat_types import ConfigError, ModelError, TrainBackend, TrainLayout, TrainSequence, load_backend
 from sft_app._config import EngineConfig, SftConfig
 from sft_app._memory import estimate_memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a run is: the last batch of a run that ended with its data may have been smaller than the others.
+
+    Args:
+        updates: done.
+        position: in the data, of the next sequence.
+    """
+
+    updates: int = 0
+    position: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +37,7 @@ class Preflight:
         layout: how the ranks of the trainer share the model.
         memory: estimate of one rank; None for a family whose formulas are not known.
         notices: what is not as the recipe says.
+        begun: where it goes on from.
     """
 
     config: SftConfig
@@ -33,6 +48,7 @@ class Preflight:
     layout: TrainLayout
     memory: RunMemory | None = None
     notices: tuple[str, ...] = ()
+    begun: Progress = Progress()
 
     @property
     def order(self) -> EpochOrder:
@@ -42,13 +58,18 @@ class Preflight:
 
     def batch(self, update: int) -> list[TrainSequence]:
         """The sequences of an update, counted from 0; the last one may have fewer than the others."""
-        positions = batch_positions(update, self.config.engine.batch_size, self._num_positions)
+        positions = batch_positions(update, self.config.engine.batch_size, self._num_positions, self.begun)
         return [self.conversations.train[self.order(position)[1]] for position in positions]
+
+    def position_at(self, done: int) -> int:
+        """Where in the data it is after so many updates."""
+        batch_size = self.config.engine.batch_size
+        served = batch_positions(done, batch_size, 0, self.begun).start
+        return min(served, self._num_positions or served)
 
     def epochs_at(self, done: int) -> float:
         """Passes over the data after so many updates."""
-        served = done * self.config.engine.batch_size
-        return min(served, self._num_positions or served) / len(self.conversations.train)
+        return self.position_at(done) / len(self.conversations.train)
 
     @property
     def _num_positions(self) -> int:
@@ -98,24 +119,30 @@ class Preflight:
         return f"{size_text(held)} for {what} + activations of {engine.max_tokens_per_microbatch} tokens{each}"
 
 
-def check_run(config: SftConfig) -> Preflight:
+def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
     """Check a configuration against the machine, the model folder and the data.
+
+    Args:
+        config: of the run.
+        begun: where it goes on from.
 
     Raises:
         UserError: the first thing that is wrong, with what to do.
     """
     check_trackers(config.log)
+    check_processes({"engine.num_ranks": config.engine.num_ranks})
     model = inspect_model(config.model.path)
-    backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
-    _check_device(config.engine)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
     conversations = load_conversations(config.data, tokenizer)
     _check_sequences(model, (*conversations.train, *conversations.eval))
+    # From here on torch is imported, which takes seconds: the mistakes above are told at once.
+    backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
+    _check_device(config.engine)
     if config.eval.every_updates and not conversations.eval:
         raise ConfigError(
             "eval.every_updates needs held-out data: set data.eval_size or data.eval_path, or set it to 0"
         )
-    num_updates = _count_updates(config, len(conversations.train))
+    num_updates = _count_updates(config, len(conversations.train), begun)
     config.profile.check([f"trainer-{rank}" for rank in range(config.engine.num_ranks)], num_updates)
     layout = backend.plan(config.train_engine(num_updates), config.engine.num_ranks)
     return Preflight(
@@ -126,6 +153,8 @@ def check_run(config: SftConfig) -> Preflight:
         num_updates=num_updates,
         layout=layout,
         memory=_estimate_memory(config, layout),
+        notices=conversations.notices,
+        begun=begun,
     )
 
 
@@ -136,7 +165,12 @@ def _estimate_memory(config: SftConfig, layout: TrainLayout) -> RunMemory | None
         return None  # an estimate is a help: a family without one can be trained all the same
 
 
-def batch_positions(update: int, batch_size: int, num_positions: int) -> range:
+def batch_positions(
+    update: int,
+    batch_size: int,
+    num_positions: int,
+    begun: Progress = Progress(),
+) -> range:
     """Positions in the data of an update, counted from 0.
 
     Batches go on over the end of an epoch, so that only the run's last one can be smaller than the others.
@@ -145,8 +179,10 @@ def batch_positions(update: int, batch_size: int, num_positions: int) -> range:
         update: >= 0.
         batch_size: >= 1.
         num_positions: where the data ends; 0 for never.
+        begun: where the run goes on from.
     """
-    first, end = update * batch_size, (update + 1) * batch_size
+    first = begun.position + (update - begun.updates) * batch_size
+    end = first + batch_size
     return range(first, min(end, num_positions) if num_positions else end)
 
 
@@ -171,8 +207,9 @@ def _check_sequences(model: ModelFolder, sequences: tuple[TrainSequence, ...]) -
         )
 
 
-def _count_updates(config: SftConfig, num_sequences: int) -> int:
-    by_data = -(-config.data.epochs * num_sequences // config.engine.batch_size)
+def _count_updates(config: SftConfig, num_sequences: int, begun: Progress) -> int:
+    left = max(config.data.epochs * num_sequences - begun.position, 0)
+    by_data = begun.updates - (-left // config.engine.batch_size) if config.data.epochs else 0
     limits = [limit for limit in (by_data, config.engine.max_updates) if limit]
     if not limits:
         raise ConfigError("the run would never end: set data.epochs or engine.max_updates above 0")

@@ -20,7 +20,7 @@ from offbeat_types import (
     load_backend,
 )
 from sft_app._interrupt import deferred_interrupts
-from sft_app._preflight import Preflight
+from sft_app._preflight import Preflight, Progress
 from sft_app._team import TeamEngine
 
 STATE_FILE = "loop.json"
@@ -80,6 +80,16 @@ def train(preflight: Preflight, run: RunFolder, engine: TrainEngine) -> None:
     _train(preflight, run, engine, start=0, resume_step=None)
 
 
+def progress_of(run: RunFolder) -> Progress:
+    """Where the latest whole checkpoint of a run was written; the beginning when there is none."""
+    checkpoint = run.checkpoints.latest()
+    if checkpoint is None:
+        return Progress()
+    state = json.loads((checkpoint.path / STATE_FILE).read_text())
+    updates = int(state["updates"])
+    return Progress(updates=updates, position=state.get("position", updates * state["batch_size"]))  # older ones
+
+
 def resume(preflight: Preflight, run: RunFolder, engine: TrainEngine) -> None:
     """Go on from the latest whole checkpoint, or from the beginning when there is none yet; otherwise as `train`.
 
@@ -106,7 +116,7 @@ def _restore(engine: TrainEngine, preflight: Preflight, run: RunFolder) -> int:
         return 0
     state = json.loads((checkpoint.path / STATE_FILE).read_text())
     for name, required in _loop_state(preflight, state["updates"]).items():
-        if state[name] != required:
+        if name in state and state[name] != required:
             raise ConfigError(
                 f"{run.path} was begun with {name} = {state[name]} and would go on with {required}: some sequences "
                 "would be trained twice and others never; resume with the data and the settings it was begun with"
@@ -120,6 +130,7 @@ def _loop_state(preflight: Preflight, updates: int) -> dict[str, int]:
     config = preflight.config
     return {
         "updates": updates,
+        "position": preflight.position_at(updates),
         "batch_size": config.engine.batch_size,
         "num_sequences": len(preflight.conversations.train),
         "data_seed": config.data.seed,

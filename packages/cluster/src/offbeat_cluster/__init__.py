@@ -3,6 +3,7 @@
 from offbeat_cluster._batch import call_all
 from offbeat_cluster._cpus import available_cpus, split_threads
 from offbeat_cluster._local import LocalLauncher
+from offbeat_cluster._machine import check_processes
 from offbeat_cluster._specs import ActorHandle, ClusterConfig, Launcher, RoleSpec
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "RoleSpec",
     "available_cpus",
     "call_all",
+    "check_processes",
     "split_threads",
 ]

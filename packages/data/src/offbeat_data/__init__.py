@@ -45,6 +45,7 @@ from offbeat_data._reward import (
 )
 from offbeat_data._reward_config import RewardConfig
 from offbeat_data._reward_pool import RewardPool
+from offbeat_data._reward_trial import try_reward
 from offbeat_data._tokenizer import (
     Tokenizer,
     load_tokenizer,
@@ -96,4 +97,5 @@ __all__ = [
     "mark_assistant_turns",
     "play_episode",
     "read_tool_calls",
+    "try_reward",
 ]

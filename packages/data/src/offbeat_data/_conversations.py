@@ -1,9 +1,10 @@
 """Conversations for supervised fine-tuning: rows of a data set as token sequences with a loss mask."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -17,15 +18,26 @@ from offbeat_data._sources import read_sources
 from offbeat_data._tokenizer import Tokenizer
 from offbeat_types import DataError, Ids, TrainSequence
 
+_USUAL_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationSet:
-    """Sequences to train on and sequences held out, with their counts. `eval` may be empty, `train` never is."""
+    """Sequences to train on and sequences held out, with their counts. `eval` may be empty, `train` never is.
+
+    Args:
+        train: sequences.
+        eval: sequences.
+        train_counts: of their rows.
+        eval_counts: of their rows.
+        notices: what the rows hold that is probably not meant: several forms, roles that few templates know.
+    """
 
     train: tuple[TrainSequence, ...]
     eval: tuple[TrainSequence, ...]
     train_counts: RowCounts
     eval_counts: RowCounts
+    notices: tuple[str, ...] = ()
 
 
 def load_conversations(config: ConversationConfig, tokenizer: Tokenizer) -> ConversationSet:
@@ -45,13 +57,32 @@ def load_conversations(config: ConversationConfig, tokenizer: Tokenizer) -> Conv
     builder = _SequenceBuilder(config, tokenizer)
     train, train_counts = builder.build(rows.train, config.path, rows.num_shared)
     held_out, eval_counts = builder.build(rows.held_out, config.eval_path or config.path)
-    return ConversationSet(train=train, eval=held_out, train_counts=train_counts, eval_counts=eval_counts)
+    return ConversationSet(
+        train=train, eval=held_out, train_counts=train_counts, eval_counts=eval_counts, notices=builder.notices
+    )
 
 
 @dataclass(frozen=True)
 class _SequenceBuilder:
     config: ConversationConfig
     tokenizer: Tokenizer
+    forms: Counter[str] = field(default_factory=Counter)
+    roles: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What was read of all rows that is probably not meant."""
+        found = []
+        if len(self.forms) > 1:
+            forms = ", ".join(f"{number} by column {name}" for name, number in self.forms.items())
+            found.append(f"rows of several forms: {forms}; each was read by the first of these columns that it has")
+        if unusual := {role: number for role, number in self.roles.items() if role not in _USUAL_ROLES}:
+            roles = ", ".join(f"{number} of {role!r}" for role, number in unusual.items())
+            found.append(
+                f"messages of unusual roles: {roles}; most chat templates know {', '.join(_USUAL_ROLES)}, and leave "
+                "others out or write them down as they are"
+            )
+        return tuple(found)
 
     def build(self, rows: list[Row], source: str, num_shared: int = 0) -> tuple[tuple[TrainSequence, ...], RowCounts]:
         limit, cuts = self.config.max_sequence_tokens, self.config.too_long == "truncate"
@@ -88,6 +119,7 @@ class _SequenceBuilder:
         }
         for column, reader in readers.items():
             if has_column(row, column):
+                self.forms[column] += 1
                 return reader(row, number, source)
         raise DataError(
             f"{source}, row {number}: none of the columns {', '.join(readers)}, it has {', '.join(row) or 'none'}; set "
@@ -121,6 +153,7 @@ class _SequenceBuilder:
         self, messages: list[dict[str, Any]], first: int, row: Row, number: int, source: str
     ) -> Iterator[TrainSequence]:
         messages = with_system(messages, self.config.system_prompt)
+        self.roles.update(str(message["role"]) for message in messages)
         options = with_tools(row, self.config.template_options, number, source)
         try:
             pictures = self._images.read(row, source)

@@ -6,6 +6,8 @@ stopped and math-verify's own timeouts need the main thread, so scoring happens 
 
 import contextlib
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,14 +18,14 @@ from typing import Any
 from offbeat_data._liveness import declare_scoring, scorer_environment
 from offbeat_data._plain import to_plain
 from offbeat_data._prompts import Prompt
-from offbeat_data._reward import RewardError, RewardScore
+from offbeat_data._reward import NotANumberError, RewardError, RewardScore
 from offbeat_data._reward_config import RewardConfig
 from offbeat_types import BackendError, ConfigError, DataError, DeadlineError, OffbeatError
 
 # A child whose socket is closed leaves by itself unless it is busy. One that died may still be writing its traceback.
 _LEAVE_DEADLINE_S, _DIE_DEADLINE_S = 0.2, 5.0
 _ERRORS: dict[str, type[OffbeatError]] = {
-    error.__name__: error for error in (RewardError, DataError, ConfigError, BackendError)
+    error.__name__: error for error in (RewardError, NotANumberError, DataError, ConfigError, BackendError)
 }
 
 
@@ -56,8 +58,8 @@ class GuardedReward:
         A child that dies is replaced and asked once more: it may have been killed from outside.
 
         Raises:
-            RewardError: a user's function raised or returned no finite number, the child died twice over it, or this
-                is closed.
+            RewardError: a user's function raised or returned no finite number (with the traceback as a note), the child
+                died twice over it, or this is closed.
             DataError: the prompt lacks what a reward compares with.
         """
         request = {"prompt": _prompt_to_plain(prompt), "completion": completion}
@@ -122,7 +124,8 @@ class _ScoringChild:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "offbeat_data._scoring_child", str(theirs.fileno())]
-            # A session of its own: Ctrl-C in the terminal is for the one who started it.
+            # A session of its own: Ctrl-C in the terminal is for the one who started it, and what a reward leaves
+            # behind is ended with it.
             self._process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno()],
@@ -170,7 +173,9 @@ class _ScoringChild:
             raise ConnectionResetError("the child closed its socket")
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
-            raise _ERRORS.get(reply["error"], RewardError)(reply["text"])
+            error = _ERRORS.get(reply["error"], RewardError)(reply["text"])
+            error.add_note(reply["trace"])
+            raise error
         return reply
 
     def kill(self) -> None:
@@ -178,7 +183,11 @@ class _ScoringChild:
         self._process.kill()
 
     def end(self, leave_deadline_s: float = _LEAVE_DEADLINE_S) -> int:
-        """Kill the child if it still runs after so long, and return its exit code, which shows how one died."""
+        """Kill the child if it still runs after so long, and what it has started.
+
+        Returns:
+            Its exit code, which shows how one died.
+        """
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         try:
@@ -186,6 +195,8 @@ class _ScoringChild:
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # there is nobody left of its group
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._lines.close()
         self._socket.close()
         return code

@@ -1,9 +1,11 @@
 """Rewards: a prompt and a completion to a number."""
 
+import asyncio
 import difflib
+import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,6 +25,10 @@ class RewardError(OffbeatError):
     """A user's reward function raised, or returned something that is no finite number."""
 
 
+class NotANumberError(RewardError):
+    """A user's reward function returned what is a number for no completion, such as a list."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardScore:
     """What a completion is worth, as plain data.
@@ -30,7 +36,8 @@ class RewardScore:
     Args:
         value: the weighted sum.
         parts: each reward by name, before its weight. `reasoning_gym` adds `unreadable`, 1 when its judge raised on
-            the answer, else 0; `GuardedReward` adds `timed_out`, 0 or 1.
+            the answer, else 0; `GuardedReward` adds `timed_out`, 0 or 1; `RewardPool` adds `failed`, 1, to what could
+            not be scored.
     """
 
     value: float
@@ -181,12 +188,15 @@ _SCORERS: Final[dict[str, Callable[[RewardConfig], Scorer]]] = {
 
 
 def _function_scorer(name: str, config: RewardConfig) -> Scorer:
-    """A user's `function(prompt: Prompt, completion: str, **options) -> float`."""
+    """A user's `function(prompt: Prompt, completion: str, **options) -> float`, which may be a coroutine function."""
     function, options = find_function("reward", name), config.function_options.get(name, {})
+    runner = asyncio.Runner()  # one for all completions: what the function keeps open belongs to an event loop
 
     def score(prompt: Prompt, completion: str) -> float:
         try:
             value = function(prompt, completion, **options)
+            if inspect.isawaitable(value):
+                value = runner.run(_awaited(value))
         except Exception as error:
             raise RewardError(
                 f"the reward function {name} raised {type(error).__name__} on prompt {prompt.index}: {error}"
@@ -196,15 +206,27 @@ def _function_scorer(name: str, config: RewardConfig) -> Scorer:
     return score
 
 
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
 def _finite(name: str, value: Any, index: int) -> float:
     # Numbers of numpy and torch answer __float__, and so does an array of one element; a text does not.
+    is_number = value is None or hasattr(value, "__float__") or hasattr(value, "__index__")
     try:
-        number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
-        raise RewardError(
-            f"the reward function {name} must return a finite number: on prompt {index} it returned {value!r:.80} "
+    if not is_number or not math.isfinite(number):
+        raise (RewardError if is_number else NotANumberError)(
+            f"the reward function {name} must return a finite number: on prompt {index} it returned {_shown(value)} "
             f"({type(value).__name__})"
         )
     return number
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.80}"
+    except Exception as error:  # noqa: BLE001  such as an int of more digits than Python writes
+        return f"what cannot be shown: {type(error).__name__}"

@@ -39,6 +39,19 @@ class RewardConfig:
     num_processes: int = setting(
         8, "Processes that score side by side at most; one, and more only where completions wait.", "processes", ge=1
     )
+    on_error: str = setting(
+        "drop",
+        "A completion that cannot be scored (a function raised, ended its process, or returned no finite number) is "
+        "left out of its group, or worth 0, or ends the run. It is counted; the first tracebacks are kept.",
+        choices=("drop", "zero", "fail"),
+    )
+    max_error_share: float = setting(
+        0.1,
+        "The run ends when more than this share of the last 200 completions could not be scored.",
+        "share of 200 completions",
+        ge=0,
+        le=1,
+    )
 
     @property
     def all_weights(self) -> Mapping[str, float]:

@@ -2,8 +2,10 @@
 
 import faulthandler
 import json
+import os
 import socket
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,13 +49,17 @@ def _score(reward: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_reply(error: OffbeatError) -> dict[str, Any]:
-    return {"error": type(error).__name__, "text": str(error)}
+    trace = "".join(traceback.format_exception(error))
+    return {"error": type(error).__name__, "text": str(error), "trace": trace}
 
 
 def main() -> None:
     """Serve the socket whose number is the first argument until the other side closes it."""
     watch_scorer()
     with socket.socket(fileno=int(sys.argv[1])) as channel, channel.makefile("rb") as requests:
+        # What a reward forks must not hold it open: its end tells whoever asks that this process has ended.
+        channel.set_inheritable(False)
+        os.register_at_fork(after_in_child=lambda: os.close(channel.detach()))
         for reply in serve(iter(requests)):
             channel.sendall(json.dumps(reply).encode() + b"\n")
 

@@ -32,6 +32,11 @@ def find_function(section: str, name: str) -> Callable[..., Any]:
         ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
+        if hasattr(module, attribute):
+            raise ConfigError(
+                f"{section} {name}: {module_name} has no function {attribute!r}: what it has of that name is of type "
+                f"{type(function).__name__}, which cannot be called"
+            )
         near = difflib.get_close_matches(attribute, vars(module), n=3)
         advice = f"; nearest: {', '.join(near)}" if near else ""
         raise ConfigError(f"{section} {name}: {module_name} has no function {attribute!r}{advice}")

@@ -3,7 +3,7 @@
 from offbeat_recipes._drawn_data import NUM_DRAWN, draw_chats, draw_figures, draw_sums
 from offbeat_recipes._elsewhere import NOT_LOOKED_AT, layout_elsewhere, layout_row
 from offbeat_recipes._fit import fit_settings
-from offbeat_recipes._memory import NUMBER_BYTES, RunMemory, read_shape, train_memory
+from offbeat_recipes._memory import NUMBER_BYTES, RunMemory, read_shape, train_advice, train_memory
 from offbeat_recipes._placement import Placement, Site, Wanted
 from offbeat_recipes._plan_command import PLAN_OPTIONS, PLAN_SWITCHES, Outlook, Planner, plan_command
 from offbeat_recipes._recipe_text import Setting, change_recipe
@@ -54,5 +54,6 @@ __all__ = [
     "takes_experts",
     "takes_images",
     "tiny_family",
+    "train_advice",
     "train_memory",
 ]

@@ -1,12 +1,21 @@
 """What can be asked here about a trainer that would run in another place."""
 
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 from offbeat_types import BackendError, ModelError, TrainEngineConfig, TrainLayout, load_backend
 
 NOT_LOOKED_AT: Final = ("not looked at", "model weights, data and devices: they are on the cluster")
 """Row of a plan."""
+
+_NO_TENSORS: Final = struct.pack("<Q", 2) + b"{}"
+"""A safetensors file."""
 
 
 def layout_elsewhere(config: TrainEngineConfig, backend: str, num_ranks: int) -> TrainLayout | None:
@@ -24,10 +33,25 @@ def layout_elsewhere(config: TrainEngineConfig, backend: str, num_ranks: int) ->
     if not config.total_steps:
         config = replace(config, total_steps=config.warmup_steps + 1)
     try:
-        found: TrainLayout = load_backend("offbeat.engine", backend).plan(replace(config, device="cpu"), num_ranks)
+        with _planned_folder(config.model_path) as folder:
+            wanted = replace(config, device="cpu", model_path=folder)
+            found: TrainLayout = load_backend("offbeat.engine", backend).plan(wanted, num_ranks)
     except (BackendError, ModelError):
         return None
     return found
+
+
+@contextmanager
+def _planned_folder(path: str) -> Iterator[str]:
+    """The model's folder; where there is its config.json alone, one beside weights that nobody reads for a plan."""
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file() or next(folder.glob("*.safetensors"), None):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="offbeat-plan-") as temporary:
+        shutil.copyfile(folder / "config.json", Path(temporary, "config.json"))
+        Path(temporary, "model.safetensors").write_bytes(_NO_TENSORS)
+        yield temporary
 
 
 def layout_row(layout: TrainLayout | None, backend: str) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -24,11 +24,13 @@ class RunMemory:
         shape: of the model that is trained.
         roles: estimates by role.
         advice: by role, what to change where a device holds too little.
+        limits: by role, bytes of its device that it allows itself; others take all of it.
     """
 
     shape: ModelShape
     roles: Mapping[str, MemoryEstimate]
     advice: Mapping[str, str]
+    limits: Mapping[str, int] = field(default_factory=dict)
 
     def rows(self, placement: Placement | None = None) -> list[tuple[str, str]]:
         """In words."""
@@ -43,15 +45,18 @@ class RunMemory:
         return rows
 
     def notices(self, placement: Placement) -> list[str]:
-        """Devices that hold too little."""
+        """Devices that hold too little. Roles that share the trainer's take turns with it: each is alone there."""
         needs = {role: estimate.num_bytes for role, estimate in self.roles.items()}
-        for group in reversed(placement.groups):  # the teacher's to the engines', and theirs to the trainer's
-            if group.shares_devices_with:
-                needs[group.shares_devices_with] += needs.pop(group.role)
+        limits = {role: self.limits.get(role) or placement.accelerator_bytes(role) for role in needs}
+        for group in placement.groups:
+            if (host := group.shares_devices_with) and host != "trainer":  # at the same time: the teacher of an engine
+                needs[host] += needs.pop(group.role)
+                limits[host] = placement.accelerator_bytes(host)
         return [
-            f"a {role} rank needs about {size_text(needed)} and its device has {size_text(has)}: {self.advice[role]}"
+            f"a {role} rank needs about {size_text(needed)} and {_limit_text(limits[role], placement, role)}: "
+            f"{self.advice[role]}"
             for role, needed in needs.items()
-            if (has := placement.accelerator_bytes(role)) and needed > has
+            if limits[role] and needed > limits[role]
         ]
 
 
@@ -84,6 +89,15 @@ def train_memory(
     )
 
 
+def train_advice(engine: TrainEngineSettings, estimate: MemoryEstimate) -> str:
+    """What to change where a rank of a trainer holds too much: what most of it is made of."""
+    states = sum(estimate.parts.get(name, 0) for name in ("weights", "gradients", "optimizer", "reference"))
+    if states > estimate.num_bytes - states:
+        return "more engine.num_ranks" + ("" if engine.lora_rank else ", or adapters alone (engine.lora_rank)")
+    checkpointing = "" if engine.activation_checkpointing else "engine.activation_checkpointing = true, or "
+    return f"{checkpointing}fewer engine.max_tokens_per_microbatch"
+
+
 def read_shape(folder: str) -> ModelShape:
     """Sizes of the model in a folder.
 
@@ -102,6 +116,13 @@ def read_shape(folder: str) -> ModelShape:
 def _parts_text(estimate: MemoryEstimate) -> str:
     parts = " + ".join(f"{name} {size_text(size)}" for name, size in estimate.parts.items())
     return f"{size_text(estimate.num_bytes)} a rank: {parts}"
+
+
+def _limit_text(limit: int, placement: Placement, role: str) -> str:
+    has = placement.accelerator_bytes(role)
+    if limit == has:
+        return f"its device has {size_text(has)}"
+    return f"may take {size_text(limit)} of the {size_text(has)} of its device"
 
 
 def _of_text(estimate: MemoryEstimate, placement: Placement, role: str) -> str:

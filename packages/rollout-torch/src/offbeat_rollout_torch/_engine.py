@@ -20,6 +20,8 @@ from offbeat_rollout_torch._vision import Eyes, Pictures
 from offbeat_rollout_torch._weights import DecoderWeights
 from offbeat_rollout_torch._worker import Worker, new_future
 from offbeat_types import (
+    CacheBudget,
+    CacheNeeds,
     Completion,
     ConfigError,
     DataError,
@@ -31,6 +33,7 @@ from offbeat_types import (
     PauseMode,
     RolloutCapabilities,
     RolloutEngineConfig,
+    RolloutEngineSettings,
     ScoreRequest,
     TellToken,
     WeightProof,
@@ -69,6 +72,20 @@ class TorchRolloutOptions:
         return read_options("rollout-torch", cls, options)
 
 
+def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBudget:
+    """What this engine takes of a device: its budget of tokens, or what its samples need up to a share of the memory.
+
+    Raises:
+        ConfigError: options that cannot be.
+    """
+    options = TorchRolloutOptions.parse(settings.options)
+    wanted = (options.kv_cache_tokens or settings.max_running * settings.max_model_len) * needs.token_bytes
+    if needs.device_bytes and not options.kv_cache_tokens:
+        wanted = min(wanted, CACHE_SHARE_OF_MEMORY * needs.device_bytes)
+    advice = "a smaller {0}.max_model_len, or fewer kv_cache_tokens in {0}.options"
+    return CacheBudget(cache_bytes=int(wanted), advice=advice)
+
+
 class TorchRolloutEngine:
     """Samples completions in this process, in a thread of its own. Make it with `create`.
 
@@ -78,6 +95,7 @@ class TorchRolloutEngine:
     """
 
     whole_logprobs: ClassVar[bool] = True
+    cache_budget = staticmethod(cache_budget)
 
     def __init__(self, config: RolloutEngineConfig) -> None:
         folder = Path(config.model_path).expanduser()

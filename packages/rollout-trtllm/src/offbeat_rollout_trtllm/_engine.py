@@ -14,7 +14,7 @@ from offbeat_rollout_trtllm._links import EngineLink
 from offbeat_rollout_trtllm._loading import OpenHandles, WeightLoader
 from offbeat_rollout_trtllm._local_link import LocalLink
 from offbeat_rollout_trtllm._model_folder import ModelFolder
-from offbeat_rollout_trtllm._options import TrtllmOptions
+from offbeat_rollout_trtllm._options import TrtllmOptions, cache_budget
 from offbeat_rollout_trtllm._samples import Sample
 from offbeat_rollout_trtllm._sampling import check_cut, draw_seed, to_engine_params
 from offbeat_rollout_trtllm._server_link import ServerLink
@@ -53,6 +53,7 @@ class TrtllmRolloutEngine:
         open_handles: how this process names tensors to the engine's workers.
     """
 
+    cache_budget = staticmethod(cache_budget)
     capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
         pause_modes=("abort", "wait"), sleep_levels=(1, 2), shares_prompt_prefix=True
     )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
-from offbeat_types import read_options, setting
+from offbeat_types import CacheBudget, CacheNeeds, RolloutEngineSettings, read_options, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,3 +34,15 @@ class TrtllmOptions:
             ConfigError: whatever is wrong.
         """
         return read_options("rollout-trtllm", cls, options)
+
+
+def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBudget:
+    """What TensorRT-LLM takes of a device: a share of what the weights leave. See `CacheBudget`.
+
+    Raises:
+        ConfigError: options that cannot be.
+    """
+    options = TrtllmOptions.parse(settings.options)
+    left = max(needs.device_bytes - needs.weight_bytes, 0)
+    advice = "a larger {0}.tensor_parallel, a smaller {0}.max_model_len, or a larger kv_cache_fraction in {0}.options"
+    return CacheBudget(cache_bytes=int(options.kv_cache_fraction * left), advice=advice)

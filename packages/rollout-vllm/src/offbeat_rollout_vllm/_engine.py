@@ -18,7 +18,7 @@ from offbeat_rollout_vllm._peft_folder import PeftFolder
 from offbeat_rollout_vllm._requests import Requests
 from offbeat_rollout_vllm._sampling import check_request
 from offbeat_rollout_vllm._scoring import check_scores, read_scores, score_flights
-from offbeat_rollout_vllm._setup import Setup, notices_of
+from offbeat_rollout_vllm._setup import Setup, cache_budget, notices_of
 from offbeat_rollout_vllm._torchvision import check_torchvision
 from offbeat_rollout_vllm._update import WeightLoader
 from offbeat_rollout_vllm._versions import installed_engine, supported_version
@@ -49,6 +49,7 @@ class VllmRolloutEngine:
     """vLLM, in this process or in processes of its own. Make it with `create`."""
 
     notices_of = staticmethod(notices_of)
+    cache_budget = staticmethod(cache_budget)
 
     def __init__(self, config: RolloutEngineConfig) -> None:
         setup = self._setup = Setup.read(config)

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from offbeat_rollout_vllm._folders import ModelFolder
 from offbeat_rollout_vllm._form import EngineForm
 from offbeat_rollout_vllm._form_choice import choose_form
 from offbeat_rollout_vllm._fp8 import FP8, block_arguments, holds_blocks, with_scales
-from offbeat_rollout_vllm._options import AdapterLimits, VllmRolloutOptions, drop_expert_layouts, sleep_levels
+from offbeat_rollout_vllm._options import GIB, AdapterLimits, VllmRolloutOptions, drop_expert_layouts, sleep_levels
 from offbeat_rollout_vllm._torchvision import check_torchvision
 from offbeat_rollout_vllm._traces import WorkerTraces
 from offbeat_rollout_vllm._versions import (
@@ -19,7 +19,17 @@ from offbeat_rollout_vllm._versions import (
     release_of,
     supported_version,
 )
-from offbeat_types import RolloutCapabilities, RolloutEngineConfig, RolloutEngineSettings, engine_needs
+from offbeat_types import (
+    CacheBudget,
+    CacheNeeds,
+    RolloutCapabilities,
+    RolloutEngineConfig,
+    RolloutEngineSettings,
+    engine_needs,
+)
+
+_DEFAULT_SHARE: Final = 0.92
+"""`gpu_memory_utilization` of vllm 0.32.0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +110,26 @@ class Setup:
             is_fp8=config.weight_format == FP8,
             holds_blocks=is_blocks,
         )
+
+
+def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBudget:
+    """What vLLM takes of a device: a share of all of it, whatever its samples need. See `CacheBudget`.
+
+    Source: vllm 0.32.0, vllm/config/cache.py.
+
+    Raises:
+        ConfigError: options that cannot be.
+    """
+    options, _ = VllmRolloutOptions.parse(settings.options)
+    advice = (
+        "a larger {0}.tensor_parallel, a smaller {0}.max_model_len, or a larger gpu_memory_utilization in {0}.options"
+    )
+    if settings.device == "cpu":
+        return CacheBudget(cache_bytes=options.kv_cache_gb * GIB, advice="a smaller kv_cache_gb in {0}.options")
+    limit = int(float(options.engine.get("gpu_memory_utilization", _DEFAULT_SHARE)) * needs.device_bytes)
+    fixed = options.engine.get("kv_cache_memory_bytes")
+    left = int(fixed) if fixed else max(limit - needs.weight_bytes, 0)
+    return CacheBudget(cache_bytes=left, limit_bytes=0 if fixed else limit, advice=advice)
 
 
 def notices_of(settings: RolloutEngineSettings) -> list[str]:

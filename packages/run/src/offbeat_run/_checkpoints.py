@@ -66,14 +66,23 @@ class Checkpoints:
     def all(self) -> list[Checkpoint]:
         """Every complete checkpoint, oldest first. One with a file missing or cut short is not complete."""
         scores = self._scores()
-        steps = {folder: _complete_step(folder) for folder in self.path.glob("step-*")}
-        whole = sorted((step, folder) for folder, step in steps.items() if step is not None)
+        whole = sorted((_step(folder), folder) for folder in self.path.glob("step-*") if not _flaw(folder))
         return [Checkpoint(step=step, path=folder, score=scores.get(str(step))) for step, folder in whole]
 
     def latest(self) -> Checkpoint | None:
         """The complete checkpoint of the latest step; None when there is none."""
         found = self.all()
         return found[-1] if found else None
+
+    def describe_resume(self) -> list[str]:
+        """What a resumed run goes on from, in words: the latest whole checkpoint, and newer ones that are damaged."""
+        latest = self.latest()
+        flaws = {folder: _flaw(folder) for folder in sorted(self.path.glob("step-*"))}
+        newer = [(folder, flaw) for folder, flaw in flaws.items() if flaw and (not latest or folder > latest.path)]
+        return [
+            *(f"checkpoint {folder.name} is damaged ({flaw}) and passed over" for folder, flaw in newer),
+            f"resumes from update {latest.step} ({latest.path})" if latest else "no whole checkpoint: begins anew",
+        ]
 
     def best(self) -> Checkpoint | None:
         """The one with the highest score, the earlier of equals; None when none has a score."""
@@ -110,10 +119,21 @@ class Checkpoints:
         return removed
 
 
-def _complete_step(folder: Path) -> int | None:
+def _step(folder: Path) -> int:
+    return int(json.loads((folder / _MANIFEST).read_text())["step"])
+
+
+def _flaw(folder: Path) -> str:
+    """Why a checkpoint is not whole; empty when it is."""
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text())
-        whole = all((folder / name).stat().st_size == size for name, size in manifest["file_bytes"].items())
-    except (OSError, ValueError, KeyError):
-        return None
-    return int(manifest["step"]) if whole else None
+        _step(folder)
+        sizes = dict(json.loads((folder / _MANIFEST).read_text())["file_bytes"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{_MANIFEST} is missing or cut short"
+    for name, size in sizes.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if (has := file.stat().st_size) != size:
+            return f"{name} has {has} bytes and was written with {size}"
+    return ""

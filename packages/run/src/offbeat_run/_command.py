@@ -1,5 +1,6 @@
 """The boundary of a command line: words in, an exit code out, one clear line for whatever went wrong."""
 
+import contextlib
 import difflib
 import os
 import sys
@@ -15,6 +16,7 @@ from offbeat_types import ConfigError, OffbeatError, UserError, defer_device_bac
 INTERRUPTED = 130
 CLOSED_PIPE = 141
 TRACEBACK_VARIABLE = "OFFBEAT_TRACEBACK"
+_COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +106,21 @@ def run_command(main: Callable[[], int | None], *, program: str | None = None) -
         program: its name, for the line that resumes; taken from the command line when None.
     """
     defer_device_backends()  # main imports torch
-    sys.exit(_exit_code(main, program or os.path.basename(sys.argv[0])))
+    is_users_own = _COMPILER_CACHE in os.environ
+    code = _exit_code(main, program or os.path.basename(sys.argv[0]))
+    if not is_users_own:
+        _remove_unused_cache()
+    sys.exit(code)
+
+
+def _remove_unused_cache() -> None:
+    """Remove the folder of torch's compiler where nothing was compiled.
+
+    Expected: it is made when something is compiled. Happens: importing torch._dynamo makes it in the temporary folder,
+    and puts its name into the environment (torch 2.13, torch/_dynamo/package.py, CACHE_DIR).
+    """
+    with contextlib.suppress(KeyError, OSError):  # torch was not imported, or something is in it
+        os.rmdir(os.environ[_COMPILER_CACHE])
 
 
 def _exit_code(main: Callable[[], int | None], program: str) -> int:
@@ -125,6 +141,12 @@ def _exit_code(main: Callable[[], int | None], program: str) -> int:
         # Who read our output has left, as in `plan my.toml | head`. Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
+    except MemoryError as error:
+        if os.environ.get(TRACEBACK_VARIABLE):
+            traceback.print_exc()
+        text = f": {error}" if str(error) else ""
+        print(f"error: no memory left{text}; {TRACEBACK_VARIABLE}=1 shows where it was asked for", file=sys.stderr)
+        return UserError.exit_code
     except Exception:  # noqa: BLE001 - this is the boundary
         traceback.print_exc()
         print(f"error: unexpected, as above; this is a bug in {program} or in code it was given", file=sys.stderr)

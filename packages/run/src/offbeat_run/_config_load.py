@@ -1,7 +1,7 @@
 """Loads a typed configuration from TOML and overrides, and reports everything wrong with it at once."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
@@ -69,9 +69,11 @@ class _Loader:
         self.problems: list[str] = []
 
     def load(self, root_type: type[ConfigT], overrides: Sequence[str]) -> ConfigT:
+        pairs = split_overrides(overrides)
+        replaced = {key for key, _ in pairs}
         for name, table in self.source.tables.items():
-            self._read_section(name, table)
-        for key, text in split_overrides(overrides):
+            self._read_section(name, table, replaced)
+        for key, text in pairs:
             self._override(key, text)
         held = {section.field_name: self._build(section) for section in self.sections.values()}
         if not self.problems:
@@ -91,7 +93,8 @@ class _Loader:
             return self.problems[0]
         return f"{len(self.problems)} problems in the configuration\n" + "\n".join(f"  {it}" for it in self.problems)
 
-    def _read_section(self, name: str, table: Any) -> None:
+    def _read_section(self, name: str, table: Any, replaced: Collection[str]) -> None:
+        """Take a table's values, but for those that are replaced: a variable in them may not be set."""
         where = self.source.where(name)
         if name not in self.sections:
             self._unknown_section(where, name, is_table=isinstance(table, dict))
@@ -104,7 +107,7 @@ class _Loader:
             key = self.sections[name].keys.get(key_name)
             if key is None:
                 self._unknown_key(self.source.where(name, key_name), name, key_name)
-            else:
+            elif f"{name}.{key_name}" not in replaced:
                 self._take(self.source.where(name, key_name), name, key, value)
 
     def _take(self, where: str, section: str, key: Key, value: Any, text: str | None = None) -> None:

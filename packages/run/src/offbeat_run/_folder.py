@@ -56,9 +56,9 @@ class RunFolder:
             RunFolderError: it holds files, cannot be written, has no room, or another process is in it.
         """
         path = Path(path).expanduser().absolute()
-        _refuse_contents(path)
-        was_there = path.exists()
         try:
+            _refuse_contents(path)
+            was_there = path.exists()
             path.mkdir(mode=_MODE, parents=True, exist_ok=True)
             _close_to_the_world(path)
             lock = FolderLock(path)
@@ -101,7 +101,12 @@ class RunFolder:
 
     def _make_folders(self) -> None:
         for folder in (self.tensorboard, self.generations, self.logs, self.checkpoints.path):
-            folder.mkdir(exist_ok=True)
+            try:
+                folder.mkdir(exist_ok=True)
+            except OSError as error:
+                raise RunFolderError(
+                    f"{folder}: must be a folder that can be written: {error.strerror}; move what is there away"
+                ) from error
 
     def write_config(self, config: Any) -> None:
         """Write the resolved configuration to config.toml."""

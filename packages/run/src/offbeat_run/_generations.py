@@ -9,6 +9,7 @@ import msgspec
 
 from offbeat_run._folder import RunFolder
 from offbeat_run._jsonl import JsonlFile, cut_lines, read_lines
+from offbeat_types import RunFolderError
 
 GenerationKind = Literal["train", "validation"]
 
@@ -86,7 +87,24 @@ class GenerationsLog:
         self.close()
 
 
-def read_generations(run: RunFolder, kind: GenerationKind) -> list[Generation]:
-    """Read what was written of one kind, in order; a missing file has none."""
-    lines = read_lines(Path(run.generations) / f"{kind}.jsonl")
-    return [msgspec.convert(line, Generation) for line in lines]
+def read_generations(run: RunFolder, kind: GenerationKind, damaged: list[str] | None = None) -> list[Generation]:
+    """Read what was written of one kind, in order; a missing file has none.
+
+    Args:
+        run: where.
+        kind: of generation.
+        damaged: takes a word for each line that cannot be read, which is then left out.
+
+    Raises:
+        RunFolderError: a line is damaged, and nobody takes note of it.
+    """
+    path = Path(run.generations) / f"{kind}.jsonl"
+    found: list[Generation] = []
+    for line in read_lines(path, damaged):
+        try:
+            found.append(msgspec.convert(line, Generation))
+        except msgspec.ValidationError as error:
+            if damaged is None:
+                raise RunFolderError(f"{path}: not a generation: {error}; remove the line, or restore it") from error
+            damaged.append(f"{path}: not a generation: {error}")
+    return found

@@ -28,18 +28,30 @@ class JsonlFile:
         self._file.close()
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
     """Yield every whole line; a missing file has none.
 
+    Args:
+        path: of the file.
+        damaged: takes a word for each line that cannot be read, which is then left out.
+
     Raises:
-        RunFolderError: a line is damaged, with its number.
+        RunFolderError: a line is damaged, with its number, and nobody takes note of it.
     """
     if not path.is_file():
         return
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
-            if raw.endswith(b"\n") and raw.strip():
-                yield _decode(raw, f"{path}:{number}")
+            if not raw.endswith(b"\n") or not raw.strip():
+                continue
+            try:
+                line = _decode(raw, f"{path}:{number}")
+            except RunFolderError as error:
+                if damaged is None:
+                    raise
+                damaged.append(str(error))
+            else:
+                yield line
 
 
 def _encode(line: Mapping[str, Any]) -> bytes:

@@ -12,7 +12,7 @@ import msgspec
 from offbeat_run._event_file import EventFile
 from offbeat_run._folder import RunFolder
 from offbeat_run._jsonl import JsonlFile, cut_lines, read_lines
-from offbeat_types import Metric
+from offbeat_types import Metric, RunFolderError
 
 MetricValue = float | int | Metric | Sequence[float]
 """A number, a `Metric`, or a histogram: element i counts what had the whole number i."""
@@ -108,15 +108,32 @@ class MetricsLog:
         self.close()
 
 
-def read_metrics(path: Path | str) -> list[MetricsLine]:
-    """Read metrics.jsonl, in the order written; a line cut short by a kill is left out, a missing file is empty."""
-    return list(_lines(Path(path)))
+def read_metrics(path: Path | str, damaged: list[str] | None = None) -> list[MetricsLine]:
+    """Read metrics.jsonl, in the order written; a line cut short by a kill is left out, a missing file is empty.
+
+    Args:
+        path: of the file.
+        damaged: takes a word for each line that cannot be read, which is then left out.
+
+    Raises:
+        RunFolderError: a line is damaged, with its number, and nobody takes note of it.
+    """
+    return list(_lines(Path(path), damaged))
 
 
-def _lines(path: Path) -> Iterator[MetricsLine]:
-    for line in read_lines(path):
-        held = {name: _from_json(value) for name, value in line.items() if name not in ("step", "time_s")}
-        yield MetricsLine(step=int(line["step"]), time_s=float(line["time_s"]), values=held)
+def _lines(path: Path, damaged: list[str] | None = None) -> Iterator[MetricsLine]:
+    for line in read_lines(path, damaged):
+        try:
+            held = {name: _from_json(value) for name, value in line.items() if name not in ("step", "time_s")}
+            found = MetricsLine(step=int(line["step"]), time_s=float(line["time_s"]), values=held)
+        except (KeyError, TypeError, ValueError) as error:
+            if damaged is None:
+                raise RunFolderError(
+                    f"{path}: not a line of metrics: {error!r}; remove it, or restore the file"
+                ) from error
+            damaged.append(f"{path}: not a line of metrics: {error!r}")
+        else:
+            yield found
 
 
 def _cut_after(path: Path, step: int) -> None:

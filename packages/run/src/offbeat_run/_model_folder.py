@@ -1,8 +1,10 @@
 """What a model folder holds, read from its headers alone: before anything starts, and without torch."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from offbeat_types import ModelError, read_model_json, read_tensor_shapes
 
@@ -40,10 +42,29 @@ def inspect_model(path: str) -> ModelFolder:
     if not files:
         raise ModelError(f"{folder} holds no *.safetensors; convert its weights (pickled weights are never read)")
     text = config.get("text_config") or config
+    if not isinstance(text, dict):
+        raise ModelError(f"{folder / 'config.json'}: text_config must be an object, got {text!r:.40}")
+    _size(folder, text, "num_hidden_layers", most=100_000)
+    shapes = {name: shape for file in files for name, shape in read_tensor_shapes(file).items()}
+    vocabulary = _size(folder, text, "vocab_size")
+    for name, shape in shapes.items():
+        if name.endswith("embed_tokens.weight") and vocabulary and shape[0] != vocabulary:
+            raise ModelError(
+                f"{folder}: by its config.json its embedding has {vocabulary} rows (vocab_size), and {name} has "
+                f"{shape[0]}; take the config.json that belongs to the weights"
+            )
     return ModelFolder(
         path=folder,
         family=str(config.get("model_type", "unknown")),
-        num_parameters=sum(math.prod(shape) for file in files for shape in read_tensor_shapes(file).values()),
-        vocabulary=int(text.get("vocab_size", 0)),
-        max_positions=int(text.get("max_position_embeddings", 0)),
+        num_parameters=sum(math.prod(shape) for shape in shapes.values()),
+        vocabulary=vocabulary,
+        max_positions=_size(folder, text, "max_position_embeddings"),
     )
+
+
+def _size(folder: Path, config: Mapping[str, Any], key: str, most: int = 2**40) -> int:
+    """0 where it is not there."""
+    value = config.get(key) or 0
+    if type(value) is not int or not 0 <= value <= most:
+        raise ModelError(f"{folder / 'config.json'}: {key} must be a whole number up to {most}, got {value!r:.40}")
+    return value

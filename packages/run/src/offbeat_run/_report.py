@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from offbeat_run._folder import RunFolder
-from offbeat_run._generations import Generation, read_generations
+from offbeat_run._generations import Generation, GenerationKind, read_generations
 from offbeat_run._metrics import MetricsLine, read_metrics
 from offbeat_run._names import METRIC_NAMES
 from offbeat_run._progress import duration_text, number_text
@@ -32,6 +32,7 @@ _TILES = {
     "eval/reward": "held-out reward",
     "train/loss": "training loss",
 }
+_KINDS: Final[tuple[GenerationKind, ...]] = ("validation", "train")
 _SUMMARY = (
     "eval/accuracy",
     "eval/reward",
@@ -92,7 +93,8 @@ def _page(run: RunFolder) -> str:
     from jinja2 import Environment, PackageLoader  # imported late, like plotly: training needs neither
     from plotly.offline import get_plotlyjs
 
-    lines = read_metrics(run.metrics)
+    damaged: list[str] = []
+    lines, samples = read_metrics(run.metrics, damaged), _sample_tables(run, damaged)
     series = number_series(lines)
     figures = metric_figures(lines)
     strip = timeline_figure(read_timeline(run.timeline))
@@ -107,7 +109,8 @@ def _page(run: RunFolder) -> str:
         summary=[_summary_row(name, series[name]) for name in _SUMMARY if name in series],
         figures=figures,
         figures_json=_script_json([{"data": each.traces, "layout": each.layout} for each in figures]),
-        samples=_sample_tables(run),
+        samples=samples,
+        damaged=damaged,
         traces=_traces(run),
         texts=[(path.name, path.read_text()) for path in (run.plan, run.config) if path.is_file()],
         style=_asset("page.css"),
@@ -183,9 +186,9 @@ def _number(name: str, value: float) -> str:
     return f"{value:.1%}" if _is_share(name) else number_text(float(value))
 
 
-def _sample_tables(run: RunFolder) -> list[SampleTable]:
+def _sample_tables(run: RunFolder, damaged: list[str]) -> list[SampleTable]:
     """The last validation, the first one to compare with, and the last completions trained on."""
-    validation, train = read_generations(run, "validation"), read_generations(run, "train")
+    validation, train = (read_generations(run, kind, damaged) for kind in _KINDS)
     steps = sorted({each.step for each in validation})
     tables = [
         SampleTable(title=f"Validation after update {step}", samples=_of_step(validation, step))

@@ -61,6 +61,10 @@ def parse_toml(text: str, name: str) -> TomlSource:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(_syntax_message(text, name, str(error))) from None
+    except ValueError as error:  # of Python's int()
+        raise ConfigError(f"{name}: an integer has too many digits: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: tables or lists are nested too deep to be read; a few levels are enough") from None
     return TomlSource(name=name, tables=tables, lines=_key_lines(text))
 
 

@@ -26,6 +26,10 @@ COMMON_MISTAKES: Final[Mapping[str, Mistake]] = {
     "unknown key": (["--engine.learnin_rate", "1"], "learning_rate"),
     "wrong type": (["--engine.max_updates", "many"], "engine.max_updates"),
     "out of range": (["--engine.max_updates", "-1"], "engine.max_updates"),
+    "more processes than a machine holds": (["--engine.num_ranks", "5000"], "have room for"),
+    "more than a computer counts": (["--engine.max_updates", "1" + 30 * "0"], "engine.max_updates"),
+    "a number of too many digits": (["--engine.max_updates", 5000 * "9"], "engine.max_updates"),
+    "a rank beyond all models": (["--engine.lora_rank", "1000000000"], "engine.lora_rank"),
     "everything held out": (["--data.eval_size", "24"], "eval_size"),
     "nothing to validate on": (["--data.eval_size", "0"], "data.eval_size"),
     "never ends": (["--data.epochs", "0"], "never end"),
@@ -70,6 +74,28 @@ class CommandConformance:
     def test_broken_toml_is_shown_with_line_and_column(self, command: CommandLine, tmp_path: Path) -> None:
         (tmp_path / "broken.toml").write_text('[model]\npath = "unclosed\n')
         assert_refused(command("plan", tmp_path / "broken.toml"), "broken.toml:2:17", 'path = "unclosed')
+
+    @pytest.mark.parametrize("text", ["[" + "a." * 10_000 + "b]\n", "a = " + "[" * 10_000], ids=["tables", "lists"])
+    def test_toml_without_a_bottom_is_refused(self, command: CommandLine, tmp_path: Path, text: str) -> None:
+        (tmp_path / "deep.toml").write_text(text)
+        assert_refused(command("plan", tmp_path / "deep.toml"), "deep.toml")
+
+    @pytest.mark.parametrize(
+        ("key", "value"), [("num_hidden_layers", 10**9), ("num_hidden_layers", -1), ("vocab_size", "many")]
+    )
+    def test_sizes_that_no_model_has_are_named(
+        self, command: CommandLine, config: Path, model: Path, tmp_path: Path, key: str, value: object
+    ) -> None:
+        odd = shutil.copytree(model, tmp_path / "odd")
+        sizes = json.loads((odd / "config.json").read_text())
+        (odd / "config.json").write_text(json.dumps({**sizes, key: value}))
+        assert_refused(command("plan", config, "--model.path", odd), key)
+
+    def test_a_name_longer_than_a_file_may_have_is_refused(self, command: CommandLine, config: Path) -> None:
+        assert_refused(command("train", config, "--out", 300 * "x"), "File name too long")
+
+    def test_a_cluster_beyond_all_clusters_is_refused(self, command: CommandLine, config: Path) -> None:
+        assert_refused(command("plan", config, "--cluster", "1000000000x8"), "--cluster 1000000000x8")
 
     def test_a_corrupt_model_is_named(self, command: CommandLine, config: Path, model: Path, tmp_path: Path) -> None:
         broken = shutil.copytree(model, tmp_path / "broken")

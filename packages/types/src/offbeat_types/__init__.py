@@ -40,6 +40,8 @@ from offbeat_types._model_files import (
 from offbeat_types._model_headers import list_model_files, read_eos_ids, read_tensor_shapes
 from offbeat_types._requests import GenerateRequest, Ids, Image, SamplingParams
 from offbeat_types._rollout import (
+    CacheBudget,
+    CacheNeeds,
     Completion,
     EngineHealth,
     Floats,
@@ -93,6 +95,8 @@ __all__ = [
     "TENSOR_DTYPES",
     "Aggregation",
     "BackendError",
+    "CacheBudget",
+    "CacheNeeds",
     "Completion",
     "ConfigError",
     "DataError",

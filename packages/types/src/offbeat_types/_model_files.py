@@ -88,7 +88,7 @@ def read_model_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"a model folder needs {path.name}: cannot read {path} ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON ({error}); download or write the model folder again") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object, got {type(value).__name__}")

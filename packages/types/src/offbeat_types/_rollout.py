@@ -293,10 +293,45 @@ class RolloutEngineSettings:
         "in blocks of 128 x 128, each with a scale).",
         choices=("dtype", "fp8"),
     )
-    tensor_parallel: int = setting(1, "Devices that one engine is split over, each with a part of every layer.", ge=1)
-    max_running: int = setting(64, "Samples decoded together at most.", "samples", ge=1)
-    max_model_len: int = setting(4096, "Prompt and completion together at most.", "tokens", ge=8)
+    tensor_parallel: int = setting(
+        1, "Devices that one engine is split over, each with a part of every layer.", ge=1, le=4096
+    )
+    max_running: int = setting(64, "Samples decoded together at most.", "samples", ge=1, le=2**20)
+    max_model_len: int = setting(4096, "Prompt and completion together at most.", "tokens", ge=8, le=2**30)
     options: dict[str, Any] = setting({}, "Extras of the backend, checked against its own settings.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheNeeds:
+    """What a rollout backend is told of a model, and of a device, to say what its cache will take there.
+
+    Args:
+        device_bytes: memory of the device; 0 where nobody knows.
+        weight_bytes: of the weights on it.
+        token_bytes: keys and values of one token on it.
+    """
+
+    device_bytes: int
+    weight_bytes: int
+    token_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheBudget:
+    """What an engine takes of one device: paged, so that samples for which there is no room wait.
+
+    A backend may have a static `cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBudget`, which
+    a plan asks. Of a backend without it the plan says that all running samples may grow to their longest.
+
+    Args:
+        cache_bytes: set aside for keys and values; 0 where it depends on a device that nobody knows.
+        limit_bytes: for weights and cache together; 0: all of the device.
+        advice: what to change where weights and one sample of `max_model_len` do not fit.
+    """
+
+    cache_bytes: int
+    limit_bytes: int = 0
+    advice: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -294,7 +294,7 @@ class TrainEngineSettings:
         8192, "Token budget of one forward and backward pass: bounds memory, changes no result.", "tokens", ge=16
     )
     activation_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
-    lora_rank: int = setting(0, "Rank of LoRA adapters; 0 trains all weights.", ge=0)
+    lora_rank: int = setting(0, "Rank of LoRA adapters; 0 trains all weights.", ge=0, le=65536)
     lora_alpha: float = setting(0.0, "LoRA scale; 0 means twice the rank.", ge=0)
     seed: int = setting(0, "Seed of everything random in the engine.", ge=0)
     options: dict[str, Any] = setting({}, "Extras of the backend, checked against its own settings.")

@@ -138,6 +138,8 @@ class RolloutMemory:
         max_running: samples decoded together.
         max_model_len: tokens of the longest.
         sync_bytes: buffers of a weight sync.
+        cache_bytes: what the engine sets aside for its cache, in which samples wait for room; 0 where that depends on
+            a device that nobody knows; None: all running samples may grow to their longest.
     """
 
     weight_bytes: int = 2
@@ -147,15 +149,22 @@ class RolloutMemory:
     max_running: int = 64
     max_model_len: int = 4096
     sync_bytes: int = 0
+    cache_bytes: int | None = None
 
     def estimate(self, shape: ModelShape) -> MemoryEstimate:
-        """Bytes of one rank, with a KV cache in which all running samples may grow to their longest."""
+        """Bytes of one rank, with a KV cache for one sample of the longest at least."""
+        longest = self.max_model_len * self.kv_bytes_per_token(shape)
+        wanted = self.max_running * longest if self.cache_bytes is None else self.cache_bytes
         parts = {
-            "weights": shape.num_parameters * self.weight_bytes / (self.tensor_parallel * self.pipeline_parallel),
-            "KV cache": self.max_running * self.max_model_len * self.kv_bytes_per_token(shape),
+            "weights": self.held_weights(shape),
+            "KV cache" if wanted else "KV cache of one sample": max(wanted, longest),
             "weight sync": self.sync_bytes,
         }
         return MemoryEstimate({name: int(size) for name, size in parts.items() if size})
+
+    def held_weights(self, shape: ModelShape) -> int:
+        """Bytes of the weights on one rank."""
+        return int(shape.num_parameters * self.weight_bytes / (self.tensor_parallel * self.pipeline_parallel))
 
     def kv_bytes_per_token(self, shape: ModelShape) -> float:
         """Keys and values of one token on one rank; with more ranks than heads each head is held several times.

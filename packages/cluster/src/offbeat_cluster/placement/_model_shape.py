@@ -4,6 +4,7 @@ Legend: d head width, V rows of the vocabulary. Source of every formula: the con
 `models/{llama,qwen2,qwen3,qwen3_moe,qwen2_vl,qwen2_5_vl,qwen3_vl}/modeling_*.py`; tests count the real models.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -102,8 +103,15 @@ class ModelShape:
             ) from None
 
 
+_MOST_OF: Final = defaultdict(lambda: 2**40, num_hidden_layers=100_000)
+"""Sizes of a model beyond which its config.json is taken for broken."""
+
+
 def _read(cls: type[ModelShape], family: str, config: Mapping[str, Any]) -> ModelShape:
     traits, text = _FAMILIES[family], config.get("text_config") or config
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"):
+        if key in text and not (type(text[key]) is int and 0 < text[key] <= _MOST_OF[key]):
+            raise ModelError(f"{key} must be a whole number from 1 to {_MOST_OF[key]}, got {text[key]!r:.40}")
     hidden, num_layers, num_heads = text["hidden_size"], text["num_hidden_layers"], text["num_attention_heads"]
     head_dim = text.get("head_dim") or traits.head_dim or hidden // num_heads
     num_kv_heads = text.get("num_key_value_heads") or num_heads

@@ -19,6 +19,8 @@ from offbeat_types import ConfigError
 ACCELERATOR: Final = "GPU"
 """Kind of accelerator where nothing says otherwise; Ray's name for the resource."""
 
+_MOST_NODES: Final = 100_000
+_MOST_PER_NODE: Final = 1024
 _GRID: Final = re.compile(r"(\d+)x(\d+)")
 _KEYS: Final[dict[str, type | UnionType]] = {
     "name": str,
@@ -121,8 +123,11 @@ def read_nodes(text: str, kind: str = ACCELERATOR) -> list[Node]:
     """
     if grid := _GRID.fullmatch(text.strip()):
         num_nodes, per_node = int(grid[1]), int(grid[2])
-        if not num_nodes:
-            raise ConfigError(f"--cluster {text}: needs at least one node")
+        if not 0 < num_nodes <= _MOST_NODES or per_node > _MOST_PER_NODE:
+            raise ConfigError(
+                f"--cluster {text}: needs at least one node and at most {_MOST_NODES}, of {_MOST_PER_NODE} "
+                "accelerators at most"
+            )
         return grid_nodes(num_nodes, per_node, kind)
     path = Path(text).expanduser()
     if not path.is_file():
