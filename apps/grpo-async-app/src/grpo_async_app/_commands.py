@@ -114,7 +114,7 @@ _COMMANDS: dict[str, Command] = {
     "plan": Command(
         partial(plan_command, GrpoPlanner()), "FILE", options=PLAN_OPTIONS, overrides=True, switches=PLAN_SWITCHES
     ),
-    "import": Command(import_command, "FRAMEWORK FILE", options=("out",)),
+    "import": Command(import_command, "FRAMEWORK FILE", options=("out", "set")),
     "resume": Command(_resume, "RUN", overrides=True),
     "scale": Command(_scale, "RUN", options=("engines",)),
     "eval": Command(_eval, "RUN", overrides=True),

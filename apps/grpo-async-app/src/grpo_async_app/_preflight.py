@@ -115,7 +115,6 @@ def check_run(config: GrpoConfig) -> Preflight:
         check_processes(config.processes)
     placement = place_run(config, site)
     notices = (*notices, *_engine_notices(config))
-    load_backend("offbeat.rollout", config.rollout.backend)
     _check_cut(config)
     backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
     _check_turns(config, backend)

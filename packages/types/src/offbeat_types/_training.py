@@ -284,7 +284,7 @@ class TrainEngineSettings:
     dtype: str = setting("float32", "Number format of the matrix products.", choices=("float32", "bfloat16"))
     learning_rate: float = setting(1e-6, "Peak learning rate.", ge=0)
     schedule: str = setting("constant", "Learning rate after the warm-up.", choices=("constant", "linear", "cosine"))
-    warmup_steps: int = setting(0, "Updates over which the learning rate rises from 0.", "updates", ge=0)
+    warmup_steps: int = setting(0, "Optimizer steps over which the learning rate rises from 0.", "steps", ge=0)
     min_learning_rate_ratio: float = setting(0.0, "End of the schedule, as a share of the peak.", ge=0, le=1)
     weight_decay: float = setting(0.0, "AdamW weight decay on matrices.", ge=0)
     adam_beta1: float = setting(0.9, "AdamW first moment decay.", ge=0, lt=1)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._imports.options import is_open
 
-_TEXTS: Final = ("model.path", "data.path", "data.eval_path", "data.split", "log.project")
+_TEXTS: Final = ("model.path", "teacher.path", "data.path", "data.eval_path", "data.split", "log.project")
 """Keys that may refer to the environment: our own files do so in the same way."""
 _SECTIONS: Final = tuple(each.name.removesuffix("_") for each in fields(GrpoConfig))
 
@@ -43,6 +43,8 @@ class Draft:
         self.changed: dict[str, str] = {}
         self.missing: dict[str, str] = {}
         self.always: dict[str, str] = {}
+        self.not_decided: tuple[str, ...] = ()
+        self.not_understood: tuple[str, ...] = ()
 
     @property
     def left(self) -> tuple[str, ...]:
@@ -100,6 +102,10 @@ class Draft:
         """Say that something means something else here."""
         self.changed[name] = "; ".join(filter(None, (self.changed.get(name), text)))
 
+    def drop(self, section: str) -> None:
+        """Take back what was set in a section of ours."""
+        self.entries = {key: entry for key, entry in self.entries.items() if not key.startswith(f"{section}.")}
+
     def miss(self, name: str, text: str) -> None:
         """Say that something has no counterpart."""
         self.missing[name] = text
@@ -111,6 +117,10 @@ class Draft:
             always: patterns of names, and how it is here whatever they say.
             missing: patterns of names, and why there is no counterpart.
         """
+        sources = " ".join(entry.source for entry in self.entries.values())
+        for name, value in self._options.items():
+            if is_open(value) and name not in sources and name not in self.changed and name not in self._left:
+                self.change(name, "not known here: what follows from it is a guess")
         for name, value in self._left.items():
             if value in (None, [], {}):
                 continue
@@ -142,7 +152,15 @@ class Draft:
                     f"# {title}:",
                     *(f"#   {self.value(name)}: {_one_line(text)}" for name, text in found.items()),
                 ]
+        for title, told in (("not decided", self.not_decided), ("not understood", self.not_understood)):
+            if told:
+                lines += ["", f"# {title}:", *(f"#   {_one_line(line)}" for line in told)]
         return "\n".join(lines) + "\n"
+
+
+def is_number(value: Any) -> bool:
+    """Whether an option is a number, and no text that refers to something."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _one_line(text: str) -> str:

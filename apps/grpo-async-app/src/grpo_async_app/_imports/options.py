@@ -4,11 +4,13 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
+from grpo_async_app._imports.programs import Program, read_flags, read_program
 from grpo_async_app._imports.shell import read_shell
 from offbeat_types import ConfigError
 
@@ -22,20 +24,35 @@ _READERS: Final[Mapping[str, Callable[[str], Any]]] = {".json": json.loads, ".to
 _STRUCTURED: Final = (".yaml", ".yml", ".json", ".toml")
 
 
-def read_options(path: Path, *, is_hydra: bool) -> dict[str, Any]:
-    """Options by their full name, such as "data.max_prompt_length".
+@dataclass(frozen=True)
+class Source:
+    """What a file holds.
+
+    Args:
+        options: by their full name, such as "data.max_prompt_length".
+        program: of a script, that they are given to.
+        undecided: conditions of a script that only the machine decides, and what stands.
+        not_understood: words and lines of a script that were not read.
+    """
+
+    options: dict[str, Any]
+    program: Program = field(default_factory=Program)
+    undecided: tuple[str, ...] = ()
+    not_understood: tuple[str, ...] = ()
+
+
+def read_options(path: Path, *, is_hydra: bool, given: Mapping[str, str] | None = None) -> Source:
+    """Read the options of a file.
 
     Args:
         path: a YAML or JSON file, or with hydra a shell script.
         is_hydra: options are nested, refer to each other, and may stand in a script that calls the program.
+        given: variables of the environment that a script may use.
 
     Raises:
         ConfigError: no such file, or nothing in it.
     """
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; give a file of options") from error
+    text = _read_text(path)
     if path.suffix in _STRUCTURED:
         held = _parse(path, text)
         if is_hydra:
@@ -44,13 +61,62 @@ def read_options(path: Path, *, is_hydra: bool) -> dict[str, Any]:
             options = dict(_flat(held))
         else:
             options = {name: _plain(value) for name, value in held.items()}
+        source = Source(options)
     elif is_hydra:
-        options = {name: read_value(value) for name, value in read_shell(text).items()}
+        source = _read_script(text, given)
     else:
         raise ConfigError(f"{path}: give the options as {', '.join(_STRUCTURED)}")
-    if not options:
+    if not source.options:
         raise ConfigError(f"{path} holds no options: a script with words such as data.max_prompt_length=1024, or YAML")
-    return options
+    return source
+
+
+def read_command_line(path: Path, given: Mapping[str, str] | None = None) -> Source:
+    """Read the flags that a script gives to OpenRLHF.
+
+    Args:
+        path: of the script.
+        given: variables of the environment that it may use.
+
+    Raises:
+        ConfigError: no such file, or nothing in it.
+    """
+    reading = read_shell(_read_text(path), given)
+    programs = [read_flags(words) for words in reading.commands if any(map(_is_openrlhf, words))]
+    if not programs:
+        raise ConfigError(f"{path} starts nothing of openrlhf.cli: give a script that does")
+    chosen, *others = sorted(programs, key=lambda each: not each.name.endswith("train_ppo_ray"))
+    told = [*reading.not_understood, *map(_told, chosen.others)]
+    told += [f"{each.name}: another command, not read" for each in others]
+    options = {name: read_value(value) for name, value in chosen.options.items()}
+    return Source(options, chosen, tuple(reading.undecided), tuple(told))
+
+
+def _told(word: str) -> str:
+    return f"{word}: not known here, and so what options it holds" if is_open(word) else f"{word}: no option"
+
+
+def _is_openrlhf(word: str) -> bool:
+    return word.startswith("openrlhf.")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; give a file of options") from error
+
+
+def _read_script(text: str, given: Mapping[str, str] | None) -> Source:
+    """The first command of a script that trains by RL; where there is none, the first that has options."""
+    reading = read_shell(text, given)
+    programs = [found for words in reading.commands if (found := read_program(words)).options]
+    trains = [each for each in programs if any(name.startswith("actor_rollout_ref.") for name in each.options)]
+    chosen = (trains or programs or [Program()])[0]
+    told = [*reading.not_understood, *map(_told, chosen.others)]
+    told += [f"{each.name or 'a command'}: another command, not read" for each in programs if each is not chosen]
+    options = {name: read_value(value) for name, value in chosen.options.items()}
+    return Source(_resolved(options), chosen, tuple(reading.undecided), tuple(dict.fromkeys(told)))
 
 
 def _parse(path: Path, text: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ orchestrator.py, trainer.py, inference.py, algorithm.py) and src/prime_rl/traine
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from grpo_async_app._imports.draft import Draft
@@ -48,18 +49,19 @@ MISSING: Final[Mapping[str, str]] = {
 }
 
 
-def import_prime_rl(options: Mapping[str, Any]) -> Draft:
+def import_prime_rl(options: Mapping[str, Any], file: Path) -> Draft:
     """Translate the TOML of prime-rl's `rl` command.
 
     Args:
         options: by full name, such as "orchestrator.batch_size"; arrays of tables are lists of mappings.
+        file: they are from.
 
     Raises:
         ConfigError: it is for another command of prime-rl.
     """
     if not any(name.startswith("orchestrator.") for name in options):
         raise ConfigError(
-            "a section orchestrator is required, as prime-rl's `rl` has it: got none; supervised training is for "
+            f"{file}: a section orchestrator is required, as prime-rl's `rl` has it: got none; supervised training is for "
             "sft-app, inference alone for offbeat-serve"
         )
     draft = Draft(options)

@@ -1,9 +1,10 @@
 """TRL's GRPOConfig in our words.
 
-Source: trl, trl/trainer/grpo_config.py (version of 2026, as stored), with transformers' TrainingArguments; names of its
-scripts (`model_name_or_path`, `dataset_name`) from trl/scripts/utils.py.
+Source: trl at f2cd577 (2026-07), trl/trainer/grpo_config.py and base_config.py, with transformers' TrainingArguments;
+names of its scripts (`model_name_or_path`, `dataset_name`) from trl/scripts/utils.py.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, Final
@@ -28,6 +29,9 @@ _AGGREGATIONS: Final = {
 _OWN_LOSSES: Final = {"cispo": "cispo", "sapo": "sapo"}
 _CAPS: Final = ("clip_max", "cap")
 """The newer and the older name."""
+_MAX_COMPLETION: Final = 512
+_MAX_PROMPT: Final = 1024
+"""Ours, where nothing bounds a prompt there."""
 _LEAST: Final = "vllm_importance_sampling_clip_min"
 _TRACKERS: Final = ("wandb", "trackio", "mlflow")
 
@@ -87,9 +91,9 @@ def _write_data(draft: Draft) -> None:
     if draft.has("dataset_name"):
         draft.change("dataset_name", "here a file or a folder: download the data set, nothing is fetched by name")
     draft.copy("data.split", "dataset_train_split")
-    draft.copy("data.max_prompt_tokens", "max_prompt_length", default=512)
-    if draft.has("max_prompt_length"):
-        draft.change("max_prompt_length", "prompts were cut there; here those that are longer are left out and counted")
+    draft.copy("data.prompt_column", "dataset_prompt_column")
+    draft.copy("data.system_prompt", "system_prompt")
+    _write_prompt_length(draft)
     draft.copy("data.shuffle", "shuffle_dataset")
     draft.copy("data.template_options", "chat_template_kwargs")
     functions, weights = draft.take("reward_funcs"), draft.take("reward_weights")
@@ -108,8 +112,22 @@ def _write_data(draft: Draft) -> None:
         draft.change("reward_funcs", "is given in code there; here by reward.name: choose yours")
 
 
+def _write_prompt_length(draft: Draft) -> None:
+    """TRL has no limit of its own since 2026: what the engine's length leaves beside the completion, or our default."""
+    if draft.has("max_prompt_length"):
+        draft.copy("data.max_prompt_tokens", "max_prompt_length")
+        draft.change("max_prompt_length", "prompts were cut there; here those that are longer are left out and counted")
+        return
+    names = ("vllm_max_model_length", "max_completion_length")
+    room = draft.number(names[0], default=0) - draft.number(names[1], default=_MAX_COMPLETION)
+    draft.put("data.max_prompt_tokens", room if room > 0 else _MAX_PROMPT, "max_prompt_length", *names[: room > 0])
+    if room <= 0:
+        text = f"no limit there; here prompts of more than {_MAX_PROMPT} tokens are left out and counted"
+        draft.change("max_prompt_length", text)
+
+
 def _write_rollout(draft: Draft) -> None:
-    uses_vllm, mode = draft.take("use_vllm", default=False), draft.take("vllm_mode", default="server")
+    uses_vllm, mode = draft.take("use_vllm", default=False), draft.take("vllm_mode", default="colocate")
     draft.put("rollout.backend", "vllm" if uses_vllm else "torch", "use_vllm")
     if uses_vllm and mode == "colocate":
         draft.put("cluster.colocate", True, "vllm_mode")
@@ -118,7 +136,7 @@ def _write_rollout(draft: Draft) -> None:
     if share is not None and uses_vllm:
         draft.put("rollout.options", {"gpu_memory_utilization": share}, "vllm_gpu_memory_utilization")
     draft.copy("rollout.samples_per_prompt", "num_generations", default=8)
-    draft.copy("rollout.max_tokens", "max_completion_length", default=256)
+    draft.copy("rollout.max_tokens", "max_completion_length", default=_MAX_COMPLETION)
     longest = draft.entries["data.max_prompt_tokens"].value + draft.entries["rollout.max_tokens"].value
     draft.copy("rollout.max_model_len", "vllm_max_model_length", default=longest)
     for name in ("temperature", "top_p", "min_p"):
@@ -138,12 +156,8 @@ def _write_trainer(draft: Draft) -> None:
     draft.put("engine.schedule", _SCHEDULES.get(kind, "constant"), "lr_scheduler_type")
     if kind not in _SCHEDULES:
         draft.change("lr_scheduler_type", "constant, linear and cosine are there: constant takes its place")
-    warmup = draft.number("warmup_steps", default=0)
-    if warmup >= 1:
-        draft.put("engine.warmup_steps", int(warmup), "warmup_steps")
-    for name, share in (("warmup_steps", 0 < warmup < 1), ("warmup_ratio", draft.take("warmup_ratio"))):
-        if share:
-            draft.miss(name, "a share of all steps: give engine.warmup_steps as their number")
+    _write_least_rate(draft)
+    _write_warmup(draft)
     draft.copy("engine.weight_decay", "weight_decay", default=0.0)
     draft.copy("engine.adam_beta1", "adam_beta1", default=0.9)
     draft.copy("engine.adam_beta2", "adam_beta2", default=0.999)
@@ -158,8 +172,44 @@ def _write_trainer(draft: Draft) -> None:
         draft.copy(key, "seed", default=42)
 
 
+def _write_least_rate(draft: Draft) -> None:
+    """The end of cosine_with_min_lr: a share of the peak, or a rate itself."""
+    options = draft.take("lr_scheduler_kwargs")
+    if isinstance(options, str):
+        try:
+            options = json.loads(options)
+        except ValueError:
+            options = None
+    if not isinstance(options, dict):
+        if draft.has("lr_scheduler_kwargs"):
+            draft.change("lr_scheduler_kwargs", "not understood: engine.min_learning_rate_ratio is all there is here")
+        return
+    peak = draft.entries["engine.learning_rate"].value
+    share = options.get("min_lr_rate", float(options.get("min_lr", 0.0)) / peak if peak else None)
+    if share:
+        draft.put("engine.min_learning_rate_ratio", min(float(share), 1.0), "lr_scheduler_kwargs")
+    if others := ", ".join(sorted(set(options) - {"min_lr", "min_lr_rate"})):
+        draft.change("lr_scheduler_kwargs", f"{others}: no counterpart")
+
+
+def _write_warmup(draft: Draft) -> None:
+    warmup, ratio = draft.number("warmup_steps", default=0), draft.number("warmup_ratio", default=0)
+    if warmup >= 1:
+        draft.put("engine.warmup_steps", int(warmup), "warmup_steps")
+        return
+    name, share = ("warmup_steps", warmup) if warmup else ("warmup_ratio", ratio)
+    steps = draft.number("max_steps", default=-1)
+    if share and steps > 0:
+        draft.put("engine.warmup_steps", math.ceil(share * steps), name, "max_steps")
+    elif share:
+        draft.miss(name, "a share of all steps: give engine.warmup_steps as their number")
+
+
 def _write_objective(draft: Draft) -> None:
     wanted, level = draft.take("loss_type", default="dapo"), draft.take("importance_sampling_level", default="token")
+    if isinstance(wanted, list):
+        draft.change("loss_type", "one loss is trained with: the first")
+        wanted = str(wanted[0]) if wanted else "dapo"
     scale = draft.take("scale_rewards", default="group")
     is_plain = scale in (False, "none")
     draft.put("algorithm.advantage", "dr_grpo" if is_plain else "grpo", "scale_rewards")
@@ -175,6 +225,7 @@ def _write_objective(draft: Draft) -> None:
     if wanted not in _AGGREGATIONS:
         draft.change("loss_type", f"{wanted} is not there: {loss} with the mean over tokens takes its place")
     _write_clip(draft, loss)
+    draft.copy("algorithm.entropy_coefficient", "entropy_coef")
     draft.copy("algorithm.kl_coefficient", "beta", default=0.0)
     if draft.entries["algorithm.kl_coefficient"].value:
         draft.put("algorithm.kl_estimator", "k3", "beta")
@@ -196,6 +247,8 @@ def _write_clip(draft: Draft, loss: str) -> None:
     bound = draft.take("delta")
     if bound is not None and loss == "ppo_clip":
         draft.put("algorithm.dual_clip", bound, "delta")
+    elif bound is not None:
+        draft.miss("delta", "bounds the ratio of a token; with ratios of sequences there is no such bound")
 
 
 def _write_correction(draft: Draft) -> None:
@@ -230,6 +283,9 @@ def _write_batches(draft: Draft) -> None:
     generated = draft.number("generation_batch_size", default=0)
     steps = draft.number("steps_per_generation", default=accumulated)
     draft.put("engine.num_ranks", ranks, "num_processes")
+    if "cluster.colocate" in draft.entries:  # each group of vllm_tensor_parallel_size processes has an engine
+        width = draft.number("vllm_tensor_parallel_size", default=1)
+        draft.put("rollout.num_engines", max(ranks // width, 1), "num_processes", "vllm_tensor_parallel_size")
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
     draft.put("async.mini_batch_size", max(samples // group, 1), *names)
     draft.change(
@@ -251,16 +307,36 @@ def _write_rhythm(draft: Draft) -> None:
     if steps > 0:
         draft.put("engine.max_updates", math.ceil(steps / per_update), "max_steps")
         draft.put("data.epochs", 0, "max_steps")
-    strategy, every = draft.take("eval_strategy", default="no"), draft.number("eval_steps", default=0)
+    strategy = draft.take("eval_strategy", default="no")
+    every = _steps(draft, "eval_steps", draft.number("logging_steps", default=10), steps)
     if strategy == "steps" and every:
         draft.put("eval.every_updates", math.ceil(every / per_update), "eval_steps")
         draft.put("data.eval_size", 64, "eval_strategy")
         draft.change("eval_strategy", "the held-out rows are given in code there; here 64 are held out: data.eval_path")
+    elif strategy not in ("no", False):
+        draft.change("eval_strategy", "there is no validation by epoch: set eval.every_updates and data.eval_path")
     saves = draft.take("save_strategy", default="steps")
-    every = draft.number("save_steps", default=500)
-    draft.put("checkpoint.every", math.ceil(every / per_update) if saves == "steps" else 0, "save_steps")
+    every = _steps(draft, "save_steps", 500, steps)
+    if saves in ("no", False):
+        draft.put("checkpoint.every", 0, "save_strategy")
+    elif saves == "steps" and every:
+        draft.put("checkpoint.every", math.ceil(every / per_update), "save_steps")
+    elif saves != "steps":
+        draft.change("save_strategy", "checkpoints come after so many updates: checkpoint.every")
     draft.copy("checkpoint.keep", "save_total_limit")
     found = draft.take("report_to")
     names = found if isinstance(found, list) else [found]
     if trackers := [name for name in names if name in _TRACKERS]:
         draft.put("log.trackers", trackers, "report_to")
+    draft.copy("log.project", "wandb_project", "trackio_project")
+
+
+def _steps(draft: Draft, name: str, default: float, all_steps: float) -> float:
+    """Steps between two events; transformers takes less than 1 for a share of all steps, 0 where those are open."""
+    every = float(draft.number(name, default=default))
+    if not 0 < every < 1:
+        return every
+    if all_steps <= 0:
+        draft.change(name, "a share of all steps, whose number is not known here: give it in updates")
+        return 0.0
+    return float(math.ceil(every * all_steps))

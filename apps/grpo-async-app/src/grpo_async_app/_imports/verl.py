@@ -1,29 +1,39 @@
 """verl's options in our words.
 
-Source: verl, verl/trainer/config (ppo_trainer, actor/actor, rollout/rollout, algorithm/rollout_correction), and
-verl/experimental/fully_async_policy/config/fully_async_ppo_trainer (earlier recipe/fully_async_policy), read in the
-versions of 2025-11 to 2026-02.
+Source: verl, verl/trainer/config (ppo_trainer, actor/actor, optim, rollout/rollout, reward, distillation,
+algorithm/rollout_correction), and the config folders of verl/experimental/fully_async_policy and one_step_off_policy
+(earlier in recipe), read at 7deb67c (2025-12) and 1dda039 (2026-08).
 """
 
 from collections.abc import Mapping
 from typing import Any, Final
 
 from grpo_async_app._imports.draft import Draft
+from grpo_async_app._imports.programs import Program
 from grpo_async_app._imports.verl_objective import write_objective
-from grpo_async_app._imports.verl_schedule import write_schedule
+from grpo_async_app._imports.verl_optimizer import write_optimizer
+from grpo_async_app._imports.verl_schedule import find_mode, write_schedule
+from grpo_async_app._imports.verl_teacher import write_teacher
 
 _ACTOR: Final = "actor_rollout_ref.actor."
 _ROLLOUT: Final = "actor_rollout_ref.rollout."
 _MODEL: Final = "actor_rollout_ref.model."
 _MEGATRON: Final = f"{_ACTOR}megatron."
 _ENGINES: Final = {"fsdp": "torch", "fsdp2": "torch", "megatron": "megatron"}
+_STRATEGIES: Final = {"dp": "fsdp"}
+"""The name of a configuration for the training engine, where it is not the engine's."""
 _SAMPLERS: Final = {"vllm": "vllm", "hf": "torch", "trtllm": "trtllm"}
 _AXES: Final = {
     "tensor_parallel": "tensor_model_parallel_size",
     "context_parallel": "context_parallel_size",
     "pipeline_parallel": "pipeline_model_parallel_size",
+    "virtual_pipeline": "virtual_pipeline_model_parallel_size",
     "expert_parallel": "expert_model_parallel_size",
 }
+
+_REWARDS: Final = ("custom_reward_function", "reward.custom_reward_function")
+"""The section until 2026, and the one after."""
+_NO_PROGRAM: Final = Program()
 
 ALWAYS: Final[Mapping[str, str]] = {
     "data.filter_overlong_prompts*": "prompts that are too long are always left out and counted",
@@ -38,6 +48,12 @@ ALWAYS: Final[Mapping[str, str]] = {
     "trainer.resume_mode": "`grpo-async-app resume RUN` goes on from the latest checkpoint",
 }
 MISSING: Final[Mapping[str, str]] = {
+    "algorithm.rollout_correction.loss_type": "the loss is algorithm.loss in both forms",
+    "async_training.use_*": "engines and trainer keep their places",
+    "async_training.dynamic_*": "engines and trainer keep their places",
+    "trainer.v1.separate_async.hybrid_rollout.*": "engines and trainer keep their places",
+    "trainer.v1.sampler.max_off_policy_threshold": "counted in syncs there; async.max_version_lag in updates",
+    "trainer.v1.sampler.max_off_policy_strategy": "async.on_exceed, beside async.max_version_lag",
     "data.truncation": "nothing is cut: prompts that are too long are left out and counted",
     "data.gen_batch_size": "prompts are submitted one by one",
     "critic.*": "no critic is trained",
@@ -56,20 +72,23 @@ MISSING: Final[Mapping[str, str]] = {
 }
 
 
-def import_verl(options: Mapping[str, Any]) -> Draft:
+def import_verl(options: Mapping[str, Any], program: Program = _NO_PROGRAM) -> Draft:
     """Translate verl's options.
 
     Args:
         options: by full name, as verl's command line takes them.
+        program: that they are given to; of a YAML file none is known.
     """
     draft = Draft(options)
-    is_async = any(name.startswith(("async_training.", "rollout.")) for name in options)
+    mode = find_mode(draft, program)
     _write_data(draft)
     _write_reward(draft)
     _write_rollout(draft)
-    _write_trainer(draft)
-    write_objective(draft, is_async=is_async)
-    write_schedule(draft, is_async=is_async)
+    _write_trainer(draft, "megatron" if "megatron" in program.config else "fsdp")
+    write_objective(draft, bypasses=mode in ("fully_async", "one_step_off"))
+    write_schedule(draft, mode)
+    write_optimizer(draft)
+    write_teacher(draft)
     draft.finish(ALWAYS, MISSING)
     return draft
 
@@ -81,7 +100,7 @@ def _write_data(draft: Draft) -> None:
         files = draft.take(name)
         if isinstance(files, list):
             if len(files) > 1:
-                draft.change(name, f"only {files[0]} is taken: put several files into one folder and name that")
+                draft.change(name, f"only {files[0]} is taken: link all {len(files)} into one folder and name that")
             files = files[0]
         if files is not None:
             draft.put(key, files, name)
@@ -95,14 +114,17 @@ def _write_data(draft: Draft) -> None:
 
 
 def _write_reward(draft: Draft) -> None:
-    path, name = draft.take("custom_reward_function.path"), draft.take("custom_reward_function.name")
+    paths = tuple(f"{section}.path" for section in _REWARDS)
+    path, name = draft.take(*paths), draft.take(*(f"{section}.name" for section in _REWARDS))
     draft.take("reward_model.reward_manager", "reward.reward_manager.name")
     if path:
         module = str(path).rsplit("/", 1)[-1].removesuffix(".py")
-        draft.put("reward.name", f"{module}:{name or 'compute_score'}", "custom_reward_function.path")
+        draft.put("reward.name", f"{module}:{name or 'compute_score'}", *paths)
         draft.change(
-            "custom_reward_function.path",
-            "called as function(prompt, completion), from the working folder or what is installed",
+            draft.named(*paths),
+            "called with (data_source, solution_str, ground_truth, extra_info) there, here as function(prompt, "
+            "completion), from the working folder or what is installed: write one that calls yours with "
+            "solution_str=completion, ground_truth=prompt.answer",
         )
     else:
         draft.put("reward.name", "math_verify", "reward_model.reward_manager")
@@ -131,7 +153,10 @@ def _write_rollout(draft: Draft) -> None:
     draft.put("rollout.max_model_len", longest, f"{_ROLLOUT}max_model_len", "data.max_response_length")
     draft.copy("rollout.max_running", f"{_ROLLOUT}max_num_seqs", default=1024)
     draft.copy(
-        "rollout.sync_bucket_bytes", f"{_ROLLOUT}update_weights_bucket_megabytes", convert=lambda mib: mib * 2**20
+        "rollout.sync_bucket_bytes",
+        f"{_ROLLOUT}update_weights_bucket_megabytes",
+        f"{_ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes",
+        convert=lambda mib: mib * 2**20,
     )
     draft.copy("eval.temperature", f"{_ROLLOUT}val_kwargs.temperature")
     _write_engine_arguments(draft, wanted)
@@ -143,7 +168,13 @@ def _write_engine_arguments(draft: Draft, wanted: str) -> None:
         return
     prefix = f"{_ROLLOUT}engine_kwargs.vllm."
     names = {name: name.removeprefix(prefix) for name in draft.left if name.startswith(prefix)}
-    own = ("gpu_memory_utilization", "enforce_eager", "enable_chunked_prefill")
+    own = (
+        "gpu_memory_utilization",
+        "enforce_eager",
+        "enable_chunked_prefill",
+        "enable_prefix_caching",
+        "max_num_batched_tokens",
+    )
     names |= {f"{_ROLLOUT}{name}": name for name in own if draft.has(f"{_ROLLOUT}{name}")}
     options: dict[str, Any] = {}
     for name, argument in names.items():
@@ -157,26 +188,18 @@ def _write_engine_arguments(draft: Draft, wanted: str) -> None:
         draft.put("rollout.options", options, *names)
 
 
-def _write_trainer(draft: Draft) -> None:
+def _write_trainer(draft: Draft, usual: str) -> None:
     has_axes = any(name.startswith(_MEGATRON) for name in draft.left)
-    strategy = draft.take(f"{_ACTOR}strategy", default="megatron" if has_axes else "fsdp")
+    strategy = draft.take(f"{_ACTOR}strategy", "model_engine", default="megatron" if has_axes else usual)
+    strategy = _STRATEGIES.get(strategy, strategy)
     if strategy not in _ENGINES:
-        draft.change(f"{_ACTOR}strategy", "there is no such training engine here: torch takes its place")
+        named = draft.named(f"{_ACTOR}strategy", "model_engine")
+        draft.change(named, "there is no such training engine here: torch takes its place")
         strategy = "fsdp"
     draft.put("engine.backend", _ENGINES[strategy], f"{_ACTOR}strategy")
     draft.put("engine.dtype", "bfloat16", f"{_ACTOR}strategy")
     if not strategy.startswith("fsdp"):
         _write_axes(draft)
-    draft.copy("engine.learning_rate", f"{_ACTOR}optim.lr", default=1e-6)
-    draft.copy("engine.warmup_steps", f"{_ACTOR}optim.lr_warmup_steps", convert=lambda steps: max(steps, 0))
-    draft.copy("engine.schedule", f"{_ACTOR}optim.lr_scheduler_type", f"{_ACTOR}optim.warmup_style")
-    draft.copy("engine.min_learning_rate_ratio", f"{_ACTOR}optim.min_lr_ratio")
-    draft.copy("engine.weight_decay", f"{_ACTOR}optim.weight_decay", default=0.01)
-    betas = draft.take(f"{_ACTOR}optim.betas")
-    betas = betas if isinstance(betas, list) and len(betas) == 2 else [0.9, 0.999]
-    draft.put("engine.adam_beta1", betas[0], f"{_ACTOR}optim.betas")
-    draft.put("engine.adam_beta2", betas[1], f"{_ACTOR}optim.betas")
-    draft.copy("engine.max_grad_norm", f"{_ACTOR}grad_clip", f"{_ACTOR}optim.clip_grad")
     draft.copy("engine.max_tokens_per_microbatch", f"{_ACTOR}ppo_max_token_len_per_gpu", default=16384)
     draft.copy("engine.activation_checkpointing", f"{_MODEL}enable_gradient_checkpointing", default=True)
     draft.copy("engine.lora_rank", f"{_MODEL}lora_rank")

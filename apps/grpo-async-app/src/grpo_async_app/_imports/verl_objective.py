@@ -1,8 +1,10 @@
 """verl's algorithm, loss, KL penalty and rollout correction in our words."""
 
+import math
 from typing import Any, Final
 
 from grpo_async_app._imports.draft import Draft
+from grpo_async_app._imports.options import is_open
 from offbeat_types import ConfigError
 
 _ACTOR: Final = "actor_rollout_ref.actor."
@@ -36,18 +38,18 @@ _LEVELS: Final = {
 """Names of the statistic that rejects, those up to 2025 and those after."""
 
 
-def write_objective(draft: Draft, *, is_async: bool) -> None:
+def write_objective(draft: Draft, *, bypasses: bool) -> None:
     """Advantage, loss, penalties and correction.
 
     Args:
         draft: to add to.
-        is_async: the fully asynchronous trainer, whose ratio is against the rollout's log-probabilities unless told.
+        bypasses: the configuration it begins with takes the ratio against the rollout's log-probabilities.
     """
     _write_advantage(draft)
     _write_loss(draft)
     _write_penalty(draft)
     _write_rewards(draft)
-    _write_correction(draft, is_async=is_async)
+    _write_correction(draft, bypasses=bypasses)
 
 
 def _write_advantage(draft: Draft) -> None:
@@ -56,7 +58,8 @@ def _write_advantage(draft: Draft) -> None:
     by_spread = draft.take("algorithm.norm_adv_by_std_in_grpo", default=True)
     advantage = _ADVANTAGES.get(wanted, "grpo")
     if wanted not in _ADVANTAGES:
-        draft.change(name, f"{wanted} is not there (no critic is trained): grpo takes its place")
+        reason = " (no critic is trained)" if wanted == "gae" else ""
+        draft.change(name, f"{wanted} is not there{reason}: grpo takes its place")
     if advantage == "grpo" and not by_spread:
         advantage = "dr_grpo"
     draft.put("algorithm.advantage", advantage, name)
@@ -74,11 +77,7 @@ def _write_loss(draft: Draft) -> None:
     if wanted not in _LOSSES:
         draft.change(name, f"{wanted} is not there: ppo_clip takes its place")
     draft.put("algorithm.loss", loss, name)
-    both = draft.take(f"{_ACTOR}clip_ratio")
-    for side in ("low", "high"):
-        value = draft.take(f"{_ACTOR}clip_ratio_{side}", default=both)
-        if value is not None and loss != "sapo":
-            draft.put(f"algorithm.clip_{side}", value, f"{_ACTOR}clip_ratio_{side}", f"{_ACTOR}clip_ratio")
+    _write_clips(draft, loss)
     bound = draft.take(f"{_ACTOR}clip_ratio_c", default=3.0)
     if loss == "ppo_clip":
         draft.put("algorithm.dual_clip", bound, f"{_ACTOR}clip_ratio_c")
@@ -87,6 +86,21 @@ def _write_loss(draft: Draft) -> None:
         draft.put("algorithm.sapo_tau", list(gates), f"{_ACTOR}tau_pos", f"{_ACTOR}tau_neg")
     _write_aggregation(draft, loss)
     draft.copy("algorithm.entropy_coefficient", f"{_ACTOR}entropy_coeff")
+
+
+def _write_clips(draft: Draft, loss: str) -> None:
+    """Bounds of the ratio; verl/trainer/config/actor/actor.yaml sets both sides to 0.2, whatever clip_ratio says."""
+    both, names = draft.take(f"{_ACTOR}clip_ratio"), [f"{_ACTOR}clip_ratio_{side}" for side in ("low", "high")]
+    sides = [draft.number(name, default=0.2) for name in names]
+    if loss == "sapo":
+        return
+    if both not in (None, 0.2) and not all(map(draft.has, names)):
+        draft.change(f"{_ACTOR}clip_ratio", "has no effect there, where the low and high bounds have defaults of 0.2")
+    if loss == "cispo" and sides[0] > 1.0:
+        draft.change(names[0], "1 - 1 = 0 is the least ratio there is: 1 means the same")
+        sides[0] = 1.0
+    for side, value, name in zip(("low", "high"), sides, names, strict=True):
+        draft.put(f"algorithm.clip_{side}", value, name)
 
 
 def _write_aggregation(draft: Draft, loss: str) -> None:
@@ -146,30 +160,73 @@ def _write_rewards(draft: Draft) -> None:
         factor = draft.take(f"{buffer}penalty_factor")
         if enabled and length:
             draft.put("algorithm.overlong_buffer_tokens", length, f"{buffer}len")
-            draft.put("algorithm.overlong_penalty_factor", float(factor or 1.0), f"{buffer}penalty_factor")
+            _write_overlong_factor(draft, factor, f"{buffer}penalty_factor")
 
 
-def _write_correction(draft: Draft, *, is_async: bool) -> None:
+def _write_overlong_factor(draft: Draft, factor: Any, name: str) -> None:
+    """math_dapo of verl gives 1 or -1 and our rewards 1 or 0: the same penalty is half as large here."""
+    if is_open(factor):
+        draft.change(name, f"{factor} is not known here: 1 stands in its place")
+    size = float(factor) if factor and not is_open(factor) else 1.0
+    if draft.entries["reward.name"].value == "math_verify":
+        size /= 2.0
+        draft.change(name, "against rewards of 1 and -1 there (math_dapo), of 1 and 0 here: half of it")
+    draft.put("algorithm.overlong_penalty_factor", size, name)
+
+
+def _write_correction(draft: Draft, *, bypasses: bool) -> None:
     weight_name, reject_name = f"{_CORRECTION}rollout_is", f"{_CORRECTION}rollout_rs"
     weight, rejection = draft.take(weight_name), draft.take(reject_name)
-    level = _LEVELS.get(rejection) if rejection else None
-    cap_name = f"{_CORRECTION}rollout_is_threshold"
-    cap = draft.take(cap_name, default=2.0)
-    upper = draft.take(f"{_CORRECTION}rollout_rs_threshold", default=cap)
-    lower = draft.take(f"{_CORRECTION}rollout_rs_threshold_lower")
-    if rejection and level is None:
-        draft.miss(reject_name, "a statistic that is not there: token, sequence and geometric are")
+    cap_name, bound_name = f"{_CORRECTION}rollout_is_threshold", f"{_CORRECTION}rollout_rs_threshold"
+    cap = _known(draft, cap_name, 2.0)
+    upper, lower = _known(draft, bound_name, cap), draft.take(f"{_CORRECTION}rollout_rs_threshold_lower")
+    if weight and weight not in ("token", "sequence"):
+        draft.miss(weight_name, "weights of a token or a sequence are there")
+        weight = None
+    level, bounds = _find_rejection(draft, rejection, upper, lower) if rejection else (None, (0.0, 0.0))
     if weight and isinstance(cap, str):
         draft.put("algorithm.correction", "icepop", weight_name)
         _put_bounds(draft, _bounds(cap, None), cap_name)
         if level:
             draft.miss(reject_name, "icepop rejects by itself, and stands alone here")
     elif weight or level:
-        _write_preset(draft, weight, level, cap, _bounds(upper, lower))
+        _write_preset(draft, weight, level, cap, bounds)
     normalises = draft.take(f"{_CORRECTION}rollout_is_batch_normalize")
     if weight and normalises:
         draft.put("algorithm.normalise_weights", True, f"{_CORRECTION}rollout_is_batch_normalize")
-    _write_form(draft, has_weight=bool(weight), is_async=is_async)
+    _write_form(draft, has_weight=bool(weight), usual=bypasses)
+
+
+def _known(draft: Draft, name: str, default: Any) -> Any:
+    value = draft.take(name, default=default)
+    if is_open(value):
+        draft.change(name, f"{value} is not known here: {default} stands in its place")
+        return default
+    return value
+
+
+def _find_rejection(draft: Draft, wanted: Any, upper: Any, lower: Any) -> tuple[str | None, tuple[float, float]]:
+    """The level of the first statistic that is there, and its bounds on r.
+
+    Source: verl at 1dda039, verl/trainer/ppo/rollout_corr_helper.py: of several statistics all must hold, each with a
+    threshold of its own or all with one. `*_k1` is -log r, and "0.6_1.6" bounds it by the logarithms: r is kept from
+    1 / 1.6 to 1 / 0.6. token_k2 is log(r)² / 2, with an upper bound. The older names bound r itself.
+    """
+    name = f"{_CORRECTION}rollout_rs"
+    statistics = [each.strip() for each in str(wanted).split(",")]
+    given = [each.strip() for each in upper.split(",")] if isinstance(upper, str) else [upper]
+    thresholds = given if len(given) == len(statistics) else given[:1] * len(statistics)
+    chosen: tuple[str | None, tuple[float, float]] = (None, (0.0, 0.0))
+    for statistic, threshold in zip(statistics, thresholds, strict=True):
+        if chosen[0] or statistic not in (*_LEVELS, "token_k2"):
+            draft.miss(name, f"{statistic}: one statistic of token, sequence or geometric rejects")
+        elif statistic == "token_k2":
+            width = math.sqrt(2.0 * _bounds(threshold, None)[1])
+            chosen = "token", (math.exp(-width), math.exp(width))
+        else:
+            low, high = _bounds(threshold, lower)
+            chosen = _LEVELS[statistic], (1.0 / high, 1.0 / low) if statistic.endswith("_k1") else (low, high)
+    return chosen
 
 
 def _write_preset(draft: Draft, weight: str | None, level: str | None, cap: float, bounds: tuple[float, float]) -> None:
@@ -187,7 +244,7 @@ def _write_preset(draft: Draft, weight: str | None, level: str | None, cap: floa
 def _bounds(upper: Any, lower: Any) -> tuple[float, float]:
     """Bounds on r: "0.5_2.0", or an upper one whose inverse is the lower one where that is not given."""
     try:
-        if isinstance(upper, str):
+        if isinstance(upper, str) and "_" in upper:
             low, _, high = upper.partition("_")
             return float(low), float(high)
         return float(lower) if lower else 1.0 / float(upper), float(upper)
@@ -202,14 +259,14 @@ def _put_bounds(draft: Draft, bounds: tuple[float, float], name: str) -> None:
     draft.put("algorithm.rs_high", bounds[1], name)
 
 
-def _write_form(draft: Draft, *, has_weight: bool, is_async: bool) -> None:
+def _write_form(draft: Draft, *, has_weight: bool, usual: bool) -> None:
     names = (
         f"{_CORRECTION}bypass_mode",
         f"{_CORRECTION}bypass_old_logprob_for_rollout",
         "async_training.use_rollout_log_probs",
         f"{_ACTOR}use_rollout_log_probs",
     )
-    bypasses = draft.take(*names, default=is_async)
+    bypasses = draft.take(*names, default=usual)
     if draft.take("async_training.compute_prox_log_prob"):
         bypasses = False
     if bypasses and has_weight:

@@ -1,0 +1,195 @@
+"""Options of verl and TRL keep what they mean there, or it is told; read in their sources at the commits named."""
+
+import pytest
+
+from grpo_async_app._imports.programs import Program
+from grpo_async_app._imports.trl import import_trl
+from grpo_async_app._imports.verl import import_verl
+
+PREFIX = "actor_rollout_ref."
+ASYNC = Program("verl.experimental.fully_async_policy.fully_async_main", "fully_async_ppo_trainer")
+ONE_STEP_OFF = Program("verl.experimental.one_step_off_policy.main_ppo", "one_step_off_ppo_megatron_trainer")
+MAIN = Program("verl.trainer.main_ppo")
+CORRECTION = "algorithm.rollout_correction."
+TEACHER = "distillation.teacher_models.teacher_model."
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "expected", "told"),
+    [
+        pytest.param(
+            MAIN,
+            {"data.train_batch_size": 512, f"{PREFIX}actor.ppo_mini_batch_size": 32}
+            | {f"{PREFIX}actor.optim.lr_warmup_steps": 10, "trainer.save_freq": 20},
+            {"async.require_batches": 16, "engine.warmup_steps": 160, "checkpoint.every": 20},
+            {f"{PREFIX}actor.optim.lr_warmup_steps": "16 in each"},
+            id="warm-up is counted in train batches",
+        ),
+        pytest.param(
+            MAIN,
+            {f"{PREFIX}actor.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 50},
+            {"engine.warmup_steps": 20, "engine.max_updates": 50},
+            {},
+            id="warm-up as a share of steps that are known",
+        ),
+        pytest.param(
+            ASYNC,
+            {"trainer.save_freq": 10, "trainer.test_freq": 5, "data.val_files": "v"}
+            | {"async_training.trigger_parameter_sync_step": 4},
+            {"checkpoint.every": 40, "eval.every_updates": 20},
+            {"trainer.save_freq": "counted in syncs"},
+            id="checkpoints of the asynchronous trainer are counted in syncs",
+        ),
+        pytest.param(
+            ONE_STEP_OFF,
+            {"data.train_batch_size": 64, f"{PREFIX}actor.ppo_mini_batch_size": 32, "rollout.n_gpus_per_node": 4},
+            {"async.require_batches": 2, "async.staleness_threshold": 1, "engine.backend": "megatron"}
+            | {"rollout.num_engines": 2, "cluster.colocate": None, "async.partial_rollout": None},
+            {"rollout.n_gpus_per_node": "one step off"},
+            id="one step off is no fully asynchronous run",
+        ),
+        pytest.param(
+            MAIN,
+            {"trainer.v1.trainer_mode": "separate_async", "data.train_batch_size": 256}
+            | {f"{PREFIX}actor.ppo_mini_batch_size": 64, f"{PREFIX}rollout.n_gpus_per_node": 4, "trainer.save_freq": 5},
+            {"async.trigger_parameter_sync_step": 4, "async.require_batches": 1, "async.staleness_threshold": 1}
+            | {
+                "async.partial_rollout": True,
+                "cluster.colocate": None,
+                "rollout.num_engines": 2,
+                "checkpoint.every": 20,
+            },
+            {},
+            id="main_ppo's own asynchronous trainer",
+        ),
+        pytest.param(
+            MAIN,
+            {"trainer.v1.trainer_mode": "colocate_async"},
+            {"cluster.colocate": True, "async.staleness_threshold": 0},
+            {"trainer.v1.trainer_mode": "synchronous"},
+            id="a colocated trainer that is asynchronous",
+        ),
+        pytest.param(
+            MAIN,
+            {f"{CORRECTION}rollout_rs": "token_k1", f"{CORRECTION}rollout_rs_threshold": "0.5_4.0"},
+            {"algorithm.correction": "token_rs", "algorithm.rs_low": 0.25, "algorithm.rs_high": 2.0},
+            {},
+            id="k1 is -log r",
+        ),
+        pytest.param(
+            MAIN,
+            {f"{CORRECTION}rollout_rs": "seq_mean_k1,seq_max_k2", f"{CORRECTION}rollout_rs_threshold": "0.5_2.0,0.1"},
+            {"algorithm.correction": "geometric_rs", "algorithm.rs_low": 0.5, "algorithm.rs_high": 2.0},
+            {f"{CORRECTION}rollout_rs": "seq_max_k2"},
+            id="several statistics",
+        ),
+        pytest.param(
+            MAIN,
+            {f"{CORRECTION}rollout_is": "geometric", f"{CORRECTION}rollout_rs": "geometric"},
+            {"algorithm.correction": "geometric_rs", "algorithm.rs_high": 2.0},
+            {f"{CORRECTION}rollout_is": "a token or a sequence"},
+            id="a weight that is not there",
+        ),
+        pytest.param(
+            MAIN,
+            {"reward_model.overlong_buffer.enable": True, "reward_model.overlong_buffer.len": 512},
+            {"algorithm.overlong_penalty_factor": 0.5, "algorithm.overlong_buffer_tokens": 512},
+            {"reward_model.overlong_buffer.penalty_factor": "half of it"},
+            id="rewards of 1 and -1",
+        ),
+        pytest.param(
+            MAIN,
+            {f"{PREFIX}actor.policy_loss.loss_mode": "cispo", f"{PREFIX}actor.clip_ratio_low": 10}
+            | {f"{PREFIX}actor.clip_ratio": 0.3},
+            {"algorithm.loss": "cispo", "algorithm.clip_low": 1.0, "algorithm.clip_high": 0.2},
+            {f"{PREFIX}actor.clip_ratio": "no effect there"},
+            id="bounds of cispo",
+        ),
+        pytest.param(
+            MAIN,
+            {f"{PREFIX}actor.megatron.virtual_pipeline_model_parallel_size": 2, "model_engine": "megatron"}
+            | {f"{PREFIX}actor.optim.lr_decay_style": "cosine", f"{PREFIX}actor.optim.min_lr": 1e-7},
+            {"engine.options": {"virtual_pipeline": 2}, "engine.schedule": "cosine"}
+            | {"engine.min_learning_rate_ratio": pytest.approx(0.1), "engine.backend": "megatron"},
+            {},
+            id="megatron's schedule and virtual pipeline",
+        ),
+        pytest.param(
+            MAIN,
+            {"reward.custom_reward_function.path": "a/mine.py", "trainer.logger": "[console,wandb]"},
+            {"reward.name": "mine:compute_score", "log.trackers": ["wandb"]},
+            {"reward.custom_reward_function.path": "solution_str=completion"},
+            id="the newer name of a reward of one's own",
+        ),
+        pytest.param(
+            MAIN,
+            {"distillation.enabled": True, f"{TEACHER}model_path": "/t", "distillation.nnodes": 1}
+            | {"distillation.n_gpus_per_node": 4, "distillation.distillation_loss.use_task_rewards": False},
+            {"teacher.path": "/t", "teacher.num_replicas": 2, "teacher.backend": "vllm", "reward.name": None}
+            | {"algorithm.distillation_coefficient": 1.0, "algorithm.advantage": "none"},
+            {"distillation.distillation_loss.loss_mode": "KL(policy, teacher)"},
+            id="the teacher",
+        ),
+        pytest.param(
+            MAIN,
+            {f"{PREFIX}actor.use_kl_loss": "${KL}", "data.train_files": ["/a/x.parquet", "/b/y.parquet"]},
+            {"data.path": "/a/x.parquet"},
+            {f"{PREFIX}actor.use_kl_loss": "not known here", "data.train_files": "link all 2 into one folder"},
+            id="what is not known, and a second file",
+        ),
+    ],
+)
+def test_options_of_verl_keep_their_meaning(
+    program: Program, options: dict[str, object], expected: dict[str, object], told: dict[str, str]
+) -> None:
+    draft = import_verl({f"{PREFIX}model.path": "m", **options}, program)
+    held = {key: draft.entries[key].value if key in draft.entries else None for key in expected}
+    assert held == expected
+    for name, text in told.items():
+        assert text in {**draft.changed, **draft.missing}[name]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected", "told"),
+    [
+        ({}, {"rollout.max_tokens": 512, "data.max_prompt_tokens": 1024}, {"max_prompt_length": "no limit there"}),
+        ({"vllm_max_model_length": 2048}, {"data.max_prompt_tokens": 1536, "rollout.max_model_len": 2048}, {}),
+        (
+            {"use_vllm": True, "num_processes": 8, "vllm_tensor_parallel_size": 2},
+            {"cluster.colocate": True, "rollout.num_engines": 4, "engine.num_ranks": 8},
+            {},
+        ),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+            {"engine.schedule": "cosine", "engine.min_learning_rate_ratio": 0.1},
+            {},
+        ),
+        (
+            {"lr_scheduler_kwargs": '{"min_lr": 1e-7, "num_cycles": 1}'},
+            {"engine.min_learning_rate_ratio": pytest.approx(0.1)},
+            {"lr_scheduler_kwargs": "num_cycles: no counterpart"},
+        ),
+        ({"warmup_ratio": 0.1, "max_steps": 200}, {"engine.warmup_steps": 20}, {}),
+        (
+            {"eval_strategy": "epoch", "save_strategy": "best"},
+            {"eval.every_updates": None, "checkpoint.every": None},
+            {"eval_strategy": "eval.every_updates", "save_strategy": "checkpoint.every"},
+        ),
+        ({"save_steps": 0.1, "max_steps": 200}, {"checkpoint.every": 20}, {}),
+        ({"save_steps": 0.1}, {"checkpoint.every": None}, {"save_steps": "a share of all steps"}),
+        ({"save_strategy": "no"}, {"checkpoint.every": 0}, {}),
+        ({"loss_type": ["dr_grpo", "sapo"]}, {"algorithm.aggregation": "fixed_length"}, {"loss_type": "the first"}),
+        (
+            {"delta": 2.0, "importance_sampling_level": "sequence"},
+            {"algorithm.loss": "gspo", "algorithm.dual_clip": None},
+            {"delta": "ratios of sequences"},
+        ),
+    ],
+)
+def test_options_and_defaults_of_trl_keep_their_meaning(
+    options: dict[str, object], expected: dict[str, object], told: dict[str, str]
+) -> None:
+    draft = import_trl(options)
+    assert {key: draft.entries[key].value if key in draft.entries else None for key in expected} == expected
+    for name, text in told.items():
+        assert text in {**draft.changed, **draft.missing}[name]
