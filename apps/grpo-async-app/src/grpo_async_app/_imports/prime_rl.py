@@ -61,8 +61,8 @@ def import_prime_rl(options: Mapping[str, Any], file: Path) -> Draft:
     """
     if not any(name.startswith("orchestrator.") for name in options):
         raise ConfigError(
-            f"{file}: a section orchestrator is required, as prime-rl's `rl` has it: got none; supervised training is for "
-            "sft-app, inference alone for offbeat-serve"
+            f"{file}: a section orchestrator is required, as prime-rl's `rl` has it: got none; supervised training is "
+            "for sft-app, inference alone for offbeat-serve"
         )
     draft = Draft(options)
     _write_model(draft)
