@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from grpo_async_app._config import GrpoConfig
-from grpo_async_app._imports.options import read_options, read_value
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
+from offbeat_recipes._imports.options import read_options, read_value
 from offbeat_run import load_config, parse_config
 from offbeat_testing import CommandLine
 from offbeat_types import ConfigError

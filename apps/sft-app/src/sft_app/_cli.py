@@ -14,6 +14,7 @@ Supervised fine-tuning: packed sequences, loss on assistant turns, LoRA or full,
           [--cluster 1x8]            … on a machine with 8 accelerators, or on the machines of a FILE
           [--fit NEW_FILE]           … and write the recipe with the changes that make it fit
           [--shrink]                 … of the rehearsal
+  sft-app import verl|trl FILE       write what its options say as a TOML file (--out FILE)
   sft-app resume RUN                 go on from the latest checkpoint of a run folder
   sft-app eval RUN                   loss of the best checkpoint on the held-out data
   sft-app report RUN [--serve PORT]  write report.html again, or serve it while the run goes on

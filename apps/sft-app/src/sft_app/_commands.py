@@ -19,6 +19,7 @@ from offbeat_run import (
 )
 from offbeat_types import ConfigError
 from sft_app._config import SftConfig
+from sft_app._imports.command import import_command
 from sft_app._planner import SftPlanner
 from sft_app._preflight import Preflight, check_run
 from sft_app._shrink import shrink_run
@@ -93,6 +94,7 @@ _COMMANDS: dict[str, Command] = {
     "plan": Command(
         partial(plan_command, SftPlanner()), "FILE", options=PLAN_OPTIONS, overrides=True, switches=PLAN_SWITCHES
     ),
+    "import": Command(import_command, "FRAMEWORK FILE", options=("out", "set")),
     "resume": Command(_resume, "RUN", overrides=True),
     "eval": Command(_eval, "RUN", overrides=True),
     "report": Command(report_command, "RUN", options=("serve",)),

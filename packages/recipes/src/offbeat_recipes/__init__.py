@@ -3,6 +3,10 @@
 from offbeat_recipes._drawn_data import NUM_DRAWN, draw_chats, draw_figures, draw_sums
 from offbeat_recipes._elsewhere import NOT_LOOKED_AT, layout_elsewhere, layout_row
 from offbeat_recipes._fit import fit_settings
+from offbeat_recipes._imports.command import Framework, import_recipe
+from offbeat_recipes._imports.draft import Draft, Entry, is_number
+from offbeat_recipes._imports.options import Source, is_open, read_command_line, read_options
+from offbeat_recipes._imports.programs import Program
 from offbeat_recipes._memory import NUMBER_BYTES, RunMemory, read_shape, train_advice, train_memory
 from offbeat_recipes._placement import Placement, Site, Wanted
 from offbeat_recipes._plan_command import PLAN_OPTIONS, PLAN_SWITCHES, Outlook, Planner, plan_command
@@ -31,23 +35,33 @@ __all__ = [
     "PLAN_SWITCHES",
     "REHEARSAL_BYTES",
     "SEEING",
+    "Draft",
+    "Entry",
+    "Framework",
     "Outlook",
     "Placement",
     "Planner",
+    "Program",
     "RunMemory",
     "Setting",
     "Site",
+    "Source",
     "Wanted",
     "change_recipe",
     "draw_chats",
     "draw_figures",
     "draw_sums",
     "fit_settings",
+    "import_recipe",
     "installed_backend",
+    "is_number",
+    "is_open",
     "layout_elsewhere",
     "layout_row",
     "make_tiny_model",
     "plan_command",
+    "read_command_line",
+    "read_options",
     "read_shape",
     "shrink_engine",
     "stand_ins",

@@ -6,7 +6,7 @@ Source: OpenRLHF at 3c3be62 (2026-08), openrlhf/cli/train_ppo_ray.py, openrlhf/m
 from collections.abc import Mapping
 from typing import Any, Final
 
-from grpo_async_app._imports.draft import Draft
+from offbeat_recipes import Draft
 
 _ADVANTAGES: Final = {
     "group_norm": "grpo",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from grpo_async_app._imports.draft import Draft
+from offbeat_recipes import Draft
 from offbeat_types import ConfigError
 
 _SOURCES: Final = "orchestrator.train.source"

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from grpo_async_app._imports.draft import Draft
+from offbeat_recipes import Draft
 
 _SCHEDULES: Final = {
     "constant": "constant",

@@ -8,12 +8,11 @@ algorithm/rollout_correction), and the config folders of verl/experimental/fully
 from collections.abc import Mapping
 from typing import Any, Final
 
-from grpo_async_app._imports.draft import Draft
-from grpo_async_app._imports.programs import Program
 from grpo_async_app._imports.verl_objective import write_objective
 from grpo_async_app._imports.verl_optimizer import write_optimizer
 from grpo_async_app._imports.verl_schedule import find_mode, write_schedule
 from grpo_async_app._imports.verl_teacher import write_teacher
+from offbeat_recipes import Draft, Program
 
 _ACTOR: Final = "actor_rollout_ref.actor."
 _ROLLOUT: Final = "actor_rollout_ref.rollout."

@@ -3,8 +3,7 @@
 import math
 from typing import Any, Final
 
-from grpo_async_app._imports.draft import Draft
-from grpo_async_app._imports.options import is_open
+from offbeat_recipes import Draft, is_open
 from offbeat_types import ConfigError
 
 _ACTOR: Final = "actor_rollout_ref.actor."

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from grpo_async_app._imports.draft import Draft, is_number
+from offbeat_recipes import Draft, is_number
 
 _OPTIM: Final = "actor_rollout_ref.actor.optim."
 _SCHEDULES: Final = ("constant", "linear", "cosine")

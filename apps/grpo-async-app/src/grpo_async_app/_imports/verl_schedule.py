@@ -3,8 +3,7 @@
 import math
 from typing import Final
 
-from grpo_async_app._imports.draft import Draft, Entry
-from grpo_async_app._imports.programs import Program
+from offbeat_recipes import Draft, Entry, Program
 
 _ACTOR: Final = "actor_rollout_ref.actor."
 _ROLLOUT: Final = "actor_rollout_ref.rollout."

@@ -5,7 +5,7 @@ Source: verl at 1dda039, verl/trainer/config/distillation/distillation.yaml and 
 
 from typing import Final
 
-from grpo_async_app._imports.draft import Draft, is_number
+from offbeat_recipes import Draft, is_number
 
 _SECTION: Final = "distillation."
 _LOSS: Final = f"{_SECTION}distillation_loss."

@@ -4,16 +4,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
-from grpo_async_app._config import GrpoConfig
-from grpo_async_app._imports.options import is_open
+from offbeat_recipes._imports.options import is_open
 
 _TEXTS: Final = ("model.path", "teacher.path", "data.path", "data.eval_path", "data.split", "log.project")
 """Keys that may refer to the environment: our own files do so in the same way."""
-_SECTIONS: Final = tuple(each.name.removesuffix("_") for each in fields(GrpoConfig))
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ class Draft:
             head: first lines of comment.
         """
         lines = [f"# {line}".rstrip() for line in head.splitlines()]
-        for section in _SECTIONS:
+        for section in dict.fromkeys(key.partition(".")[0] for key in self.entries):
             held = {key: entry for key, entry in self.entries.items() if key.startswith(f"{section}.")}
             if held:
                 lines += ["", f"[{section}]"]

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import yaml
 
-from grpo_async_app._imports.programs import Program, read_flags, read_program
-from grpo_async_app._imports.shell import read_shell
+from offbeat_recipes._imports.programs import Program, read_flags, read_program
+from offbeat_recipes._imports.shell import read_shell
 from offbeat_types import ConfigError
 
 _NUMBER: Final = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")

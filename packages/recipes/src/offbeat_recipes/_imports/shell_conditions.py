@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from grpo_async_app._imports.shell_values import MARK
+from offbeat_recipes._imports.shell_values import MARK
 
 _COMPARISONS: Final[dict[str, Callable[[str, str], bool]]] = {
     "=": lambda a, b: a == b,

@@ -11,8 +11,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Final
 
-from grpo_async_app._imports.shell_conditions import decide
-from grpo_async_app._imports.shell_nodes import (
+from offbeat_recipes._imports.shell_conditions import decide
+from offbeat_recipes._imports.shell_nodes import (
     Assignment,
     Branches,
     Case,
@@ -29,8 +29,8 @@ from grpo_async_app._imports.shell_nodes import (
     Text,
     Word,
 )
-from grpo_async_app._imports.shell_syntax import ShellParser
-from grpo_async_app._imports.shell_values import MARK, OpenValueError, Values, fits
+from offbeat_recipes._imports.shell_syntax import ShellParser
+from offbeat_recipes._imports.shell_values import MARK, OpenValueError, Values, fits
 
 _OVERRIDE: Final = re.compile(r"[+~]{0,2}(?P<name>[A-Za-z_][\w@/-]*(?:\.[\w@/-]+)+)=(?P<value>.*)", re.DOTALL)
 _MODULE: Final = re.compile(r"(verl|recipe|openrlhf)\.")

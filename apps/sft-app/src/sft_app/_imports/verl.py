@@ -1,0 +1,131 @@
+"""verl's SFT options in our words.
+
+Source: volcengine/verl b178a3cd (2026-01-29), verl/trainer/config/sft_trainer.yaml (`fsdp_sft_trainer`) and
+sft_trainer_engine.yaml (`sft_trainer`), with optim/fsdp.yaml and model/hf_model.yaml.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from offbeat_recipes import Draft
+
+ALWAYS: Final[Mapping[str, str]] = {
+    "use_remove_padding": "sequences are always packed",
+    "model.use_remove_padding": "sequences are always packed",
+    "data.micro_batch_size*": "micro-batches are always filled by tokens",
+    "data.use_dynamic_bsz": "micro-batches are always filled by tokens",
+    "data.balance_dp_token": "ranks share out tokens",
+    "data.pad_mode": "nothing is padded",
+    "data.multiturn.enable": "a column of messages is a conversation",
+    "model.strategy": "FSDP2",
+    "engine.strategy": "FSDP2",
+    "engine": "FSDP2",
+    "trainer.resume_mode": "`sft-app resume RUN` goes on from the latest checkpoint",
+    "trainer.device": "engine.device",
+}
+MISSING: Final[Mapping[str, str]] = {
+    "data.custom_cls.*": "rows are read as they stand: prepare a file",
+    "data.chat_template": "the tokenizer's",
+    "data.multiturn.enable_thinking_key": "data.template_options holds for all rows",
+    "data.enable_thinking_key": "data.template_options holds for all rows",
+    "data.val_max_samples": "eval.max_sequences",
+    "model.fsdp_config.*": "weights, gradients and moments are always sharded, and stay on the device",
+    "engine.*": "weights, gradients and moments are always sharded, and stay on the device",
+    "ulysses_sequence_parallel_size": 'engine.backend = "megatron" cuts sequences: context_parallel',
+    "engine.ulysses_sequence_parallel_size": 'engine.backend = "megatron" cuts sequences: context_parallel',
+    "model.target_modules": "adapters on every linear layer",
+    "trainer.experiment_name": "name the run folder: --out FOLDER",
+    "trainer.default_*": "name the run folder: --out FOLDER",
+    "trainer.checkpoint.*": "a checkpoint is a Hugging Face folder, with the optimizer beside it",
+    "checkpoint.*": "a checkpoint is a Hugging Face folder, with the optimizer beside it",
+}
+_SCHEDULES: Final = ("constant", "linear", "cosine")
+
+
+def import_verl(options: Mapping[str, Any]) -> Draft:
+    """Translate the options of verl's supervised trainers.
+
+    Args:
+        options: by full name, as verl's command line takes them.
+    """
+    draft = Draft(options)
+    _write_data(draft)
+    _write_trainer(draft)
+    _write_rhythm(draft)
+    draft.finish(ALWAYS, MISSING)
+    return draft
+
+
+def _write_data(draft: Draft) -> None:
+    draft.copy("model.path", "model.partial_pretrain", "model.path")
+    draft.copy("model.trust_remote_code", "model.trust_remote_code")
+    for key, name in (("data.path", "data.train_files"), ("data.eval_path", "data.val_files")):
+        files = draft.take(name)
+        if files is not None:
+            draft.put(key, files[0] if isinstance(files, list) else files, name)
+            if isinstance(files, list) and len(files) > 1:
+                draft.miss(name, f"one file: the first of {len(files)}")
+    for key, name in (("data.prompt_column", "prompt"), ("data.completion_column", "response")):
+        column, inner = draft.take(f"data.{name}_key"), draft.take(f"data.{name}_dict_keys") or []
+        if column is not None:  # a column of mappings, and the keys of it that are read
+            draft.put(key, ".".join([column, *inner[:1]]), f"data.{name}_key", f"data.{name}_dict_keys")
+        if len(inner) > 1:
+            draft.miss(f"data.{name}_dict_keys", f"one part of a column: the first of {len(inner)}")
+    draft.copy("data.num_items", "data.train_max_samples", convert=lambda number: max(number, 0))
+    draft.copy("data.messages_column", "data.messages_key", "data.multiturn.messages_key")
+    draft.copy("data.max_sequence_tokens", "data.max_length", default=1024)
+    how = draft.take("data.truncation", default="error")
+    draft.put("data.too_long", "truncate" if how == "right" else "filter", "data.truncation")
+    if how not in ("right", "error"):
+        draft.change("data.truncation", f"{how} is not there: longer sequences are left out and counted")
+    draft.copy("data.template_options", "data.apply_chat_template_kwargs")
+
+
+def _write_trainer(draft: Draft) -> None:
+    kind = draft.take("model.fsdp_config.model_dtype", "engine.model_dtype", default="fp32")
+    draft.put("engine.dtype", "bfloat16", "engine.dtype")  # under autocast, whatever the stored weights are
+    if kind != "fp32":
+        draft.change("model.fsdp_config.model_dtype", "the optimizer always holds float32 weights")
+    draft.copy("engine.batch_size", "data.train_batch_size", default=256)
+    draft.copy("engine.max_tokens_per_microbatch", "data.max_token_len_per_gpu")
+    draft.copy("engine.learning_rate", "optim.lr", default=1e-5)
+    first, second = draft.take("optim.betas", default=[0.9, 0.95])
+    draft.put("engine.adam_beta1", first, "optim.betas")
+    draft.put("engine.adam_beta2", second, "optim.betas")
+    draft.copy("engine.weight_decay", "optim.weight_decay", default=0.01)
+    draft.copy("engine.max_grad_norm", "optim.clip_grad", default=1.0)
+    kind = draft.take("optim.lr_scheduler", "optim.lr_scheduler_type", default="cosine")
+    draft.put("engine.schedule", kind if kind in _SCHEDULES else "constant", "optim.lr_scheduler")
+    if kind not in _SCHEDULES:
+        draft.change("optim.lr_scheduler", f"{kind} is not there: constant takes its place")
+    draft.copy("engine.min_learning_rate_ratio", "optim.min_lr_ratio")
+    steps = draft.number("optim.lr_warmup_steps", default=-1)
+    share = draft.take("optim.lr_warmup_steps_ratio", default=0.1 if draft.has("model.partial_pretrain") else 0.0)
+    if steps >= 0:
+        draft.put("engine.warmup_steps", steps, "optim.lr_warmup_steps")
+    elif share:
+        draft.miss("optim.lr_warmup_steps_ratio", f"{share} of all steps: give engine.warmup_steps as their number")
+    draft.copy("engine.activation_checkpointing", "model.enable_gradient_checkpointing", default=True)
+    if draft.number("model.lora_rank", default=0):
+        draft.copy("engine.lora_rank", "model.lora_rank")
+        draft.copy("engine.lora_alpha", "model.lora_alpha", default=16, convert=float)
+    ranks = draft.number("trainer.nnodes", default=1) * draft.number("trainer.n_gpus_per_node", default=8)
+    draft.put("engine.num_ranks", ranks, "trainer.n_gpus_per_node", "trainer.nnodes")
+    draft.change("trainer.n_gpus_per_node", "torchrun's --nproc_per_node there; engine.num_ranks starts the ranks here")
+    for key in ("engine.seed", "data.seed"):
+        draft.copy(key, "trainer.seed", default=1)
+
+
+def _write_rhythm(draft: Draft) -> None:
+    draft.copy("data.epochs", "trainer.total_epochs", default=4)
+    steps = draft.number("trainer.total_training_steps", default=0)
+    if steps:
+        draft.put("engine.max_updates", steps, "trainer.total_training_steps")
+    for key, name in (("checkpoint.every", "trainer.save_freq"), ("eval.every_updates", "trainer.test_freq")):
+        draft.put(key, max(draft.number(name, default=-1), 0), name)
+    draft.copy("checkpoint.keep", "trainer.max_ckpt_to_keep")
+    loggers = draft.take("trainer.logger", default=[])
+    names = loggers if isinstance(loggers, list) else [loggers]
+    if trackers := [name for name in names if name in ("wandb", "mlflow", "trackio")]:
+        draft.put("log.trackers", trackers, "trainer.logger")
+        draft.copy("log.project", "trainer.project_name")

@@ -1,0 +1,87 @@
+"""Options of verl's and TRL's supervised trainers become a configuration that loads; what is no such run is refused."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from offbeat_testing import CommandLine
+
+# Options of verl b178a3cd (2026-01-29), examples/sft/gsm8k/run_qwen3_8b_sft_peft_sp2_npu.sh.
+VERL = """
+nproc_per_node=$1
+torchrun --standalone --nnodes=1 --nproc_per_node=$nproc_per_node -m verl.trainer.fsdp_sft_trainer \\
+    data.train_files=$HOME/data/gsm8k/train.parquet \\
+    data.prompt_key=extra_info \\
+    data.response_key=extra_info \\
+    optim.lr=1e-4 \\
+    data.prompt_dict_keys=['question'] \\
+    +data.response_dict_keys=['answer'] \\
+    data.micro_batch_size_per_gpu=64 \\
+    model.partial_pretrain=Qwen/Qwen3-8B \\
+    trainer.total_epochs=2 \\
+    model.lora_rank=32 \\
+    model.lora_alpha=16 \\
+    ulysses_sequence_parallel_size=2
+"""
+# Options of TRL f2cd5771 (2026-07-24), examples/cli_configs/example_config.yaml, and of SFTConfig.
+TRL = """
+model_name_or_path: Qwen/Qwen2.5-0.5B
+dataset_name: stanfordnlp/imdb
+learning_rate: 0.0001
+lr_scheduler_type: cosine
+gradient_accumulation_steps: 4
+packing: true
+max_steps: 500
+"""
+
+
+def imported(command: CommandLine, framework: str, name: str, text: str, folder: Path) -> tuple[dict[str, dict], str]:
+    """Sections of what was written, and what was said."""
+    (folder / name).write_text(text)
+    ended = command("import", framework, folder / name, "--out", folder / "mine.toml")
+    assert ended.code == 0, ended.err
+    assert "put right" not in ended.out
+    return tomllib.loads((folder / "mine.toml").read_text()), ended.out
+
+
+def test_a_script_of_verl_becomes_a_configuration(command: CommandLine, tmp_path: Path) -> None:
+    held, said = imported(command, "verl", "run.sh", VERL, tmp_path)
+    assert held["data"]["prompt_column"] == "extra_info.question"
+    assert held["data"]["completion_column"] == "extra_info.answer"
+    assert (held["engine"]["lora_rank"], held["engine"]["lora_alpha"]) == (32, 16.0)
+    assert (held["engine"]["batch_size"], held["engine"]["learning_rate"]) == (256, 1e-4)
+    missing = said.partition("has no counterpart:")[2]
+    assert "ulysses_sequence_parallel_size = 2" in missing
+    assert "optim.lr_warmup_steps_ratio: 0.1 of all steps" in missing
+
+
+def test_a_configuration_of_trl_becomes_ours(command: CommandLine, tmp_path: Path) -> None:
+    held, said = imported(command, "trl", "sft.yaml", TRL, tmp_path)
+    assert (held["engine"]["batch_size"], held["engine"]["max_updates"], held["data"]["epochs"]) == (32, 500, 0)
+    assert held["engine"]["learning_rate"] == 1e-4
+    assert held["engine"]["dtype"] == "bfloat16"
+    assert "packing = true: sequences are always packed" in said
+
+
+@pytest.mark.parametrize(
+    ("framework", "name", "text", "said"),
+    [
+        ("trl", "dpo.yaml", "model_name_or_path: m\nbeta: 0.1\n", "learns from preferences (beta)"),
+        ("trl", "grpo.yaml", "reward_funcs: accuracy\n", "import it with grpo-async-app"),
+        (
+            "verl",
+            "grpo.sh",
+            "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo",
+            "of reinforcement learning",
+        ),
+        ("openrlhf", "sft.sh", "", "import knows verl, trl: got 'openrlhf'"),
+    ],
+)
+def test_what_is_no_supervised_run_is_refused(
+    command: CommandLine, tmp_path: Path, framework: str, name: str, text: str, said: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    ended = command("import", framework, tmp_path / name)
+    assert ended.code == 2
+    assert said in ended.err

@@ -1,0 +1,106 @@
+"""`import FRAMEWORK FILE` of an application: writes our TOML, and tells what did not come along."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from offbeat_recipes._imports.draft import Draft
+from offbeat_recipes._imports.options import Source
+from offbeat_run import CommandWords, write_new_file
+from offbeat_types import ConfigError
+
+
+@dataclass(frozen=True)
+class Framework:
+    """Where options come from.
+
+    Args:
+        read: a file, and the variables that its script may use.
+        translate: what it holds; what is another kind of run is refused, what is not known of one is told.
+    """
+
+    read: Callable[[Path, Mapping[str, str]], Source]
+    translate: Callable[[Source, Path], tuple[Draft, list[str]]]
+
+
+def import_recipe(
+    words: CommandWords,
+    framework: str,
+    file: str,
+    *,
+    program: str,
+    frameworks: Mapping[str, Framework],
+    check: Callable[[str, Path], Sequence[str]],
+) -> int:
+    """`import FRAMEWORK FILE [--out NEW_FILE] [--set NAME=VALUE,…]`.
+
+    Args:
+        words: of the command line.
+        framework: name of it.
+        file: of its options.
+        program: the application's name.
+        frameworks: that it knows.
+        check: what the application says of a configuration's text, which would lie in a file: choices that are probably
+            not meant.
+
+    Raises:
+        ConfigError: no such framework, a file without options, or one of another kind of run.
+        RunFolderError: the new file is there already, or cannot be written.
+    """
+    if framework not in frameworks:
+        raise ConfigError(f"import knows {', '.join(frameworks)}: got {framework!r}")
+    path, found = Path(file), frameworks[framework]
+    target = Path(words.options.get("out") or f"{path.stem}.toml")
+    source = found.read(path, _variables(words.options.get("set", "")))
+    draft, told = found.translate(source, path)
+    draft.not_decided = source.undecided
+    draft.not_understood = (*told, *source.not_understood)
+    text = draft.as_toml(f"Written by `{program} import {framework}` from {path.name}.\nBehind each key: its source.")
+    write_new_file(target, text, "--out")
+    _tell(draft)
+    problems = _problems(lambda: check(text, target))
+    print(f"written to {target}" + (", with something to put right:" if problems else ""))
+    for problem in problems:
+        print(f"  {problem}")
+    return 0
+
+
+def _variables(text: str) -> dict[str, str]:
+    """What `--set` gives a script to know.
+
+    Raises:
+        ConfigError: a part of it is not NAME=VALUE.
+    """
+    parts = [part.partition("=") for part in text.split(",") if part]
+    if any(not name or not equals for name, equals, _ in parts):
+        raise ConfigError(f"--set takes variables of the script, as in DEVICE=gpu,NNODES=2: got {text!r}")
+    return {name: value for name, _, value in parts}
+
+
+def _tell(draft: Draft) -> None:
+    if draft.not_decided:
+        print("not decided (a variable can be given: --set NAME=VALUE):")
+    for line in draft.not_decided:
+        print(f"  {line}")
+    if draft.not_understood:
+        print("not understood:")
+    for line in draft.not_understood:
+        print(f"  {line}")
+    for title, found in (
+        ("means something else here", draft.changed),
+        ("always so here", draft.always),
+        ("has no counterpart", draft.missing),
+    ):
+        if found:
+            print(f"{title}:")
+            for name, text in found.items():
+                print(f"  {draft.value(name)}: {text}")
+    print(f"{len(draft.entries)} keys taken over")
+
+
+def _problems(check: Callable[[], Sequence[str]]) -> list[str]:
+    """What the configuration itself says of what was written: errors too."""
+    try:
+        return list(check())
+    except ConfigError as error:
+        return [line.strip() for line in str(error).splitlines()]
