@@ -1,7 +1,6 @@
 """/v1/completions through OpenAI's own client, on the real embedded engine."""
 
 import asyncio
-import json
 
 import numpy as np
 import openai
@@ -13,7 +12,8 @@ from offbeat_data import load_tokenizer
 from offbeat_serve import _endpoint
 from offbeat_serve._answering import Answerer, Sampled
 from offbeat_serve._requests import CompletionRequest
-from offbeat_types import Completion, GenerateRequest, SamplingParams, VersionSegment
+from offbeat_testing import FakeRolloutEngine
+from offbeat_types import Completion, GenerateRequest, OffbeatError, SamplingParams, VersionSegment
 
 pytestmark = pytest.mark.asyncio
 PROMPT = [67, 68, 69, 70]
@@ -115,34 +115,45 @@ async def test_a_stream_never_tells_what_a_stop_text_takes_back(serving, stop):
     assert texts == [choice.text for choice in whole.choices]
 
 
-async def test_a_stream_begins_at_once_tells_of_tokens_as_they_come_and_of_errors(serving, monkeypatch):
+async def test_a_stream_begins_at_once_and_whoever_leaves_it_ends_its_samples(serving, monkeypatch):
     monkeypatch.setattr(_endpoint, "KEEP_ALIVE_S", 0.05)
-    ask = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
-    async with serving(generate_deadline_s=10.0) as served:
+    async with serving() as served:
         await served.engine.pause("keep")
-        async with served.http.stream("POST", "/v1/completions", json=ask) as answer:
+        async with served.http.stream("POST", "/v1/completions", json={"prompt": PROMPT, "stream": True}) as answer:
             assert (answer.status_code, answer.headers["X-Policy-Version"]) == (200, "0")
             lines = answer.aiter_lines()
             assert [await anext(lines) for _ in range(3)] == [": sampling", "", ": sampling"]
-            await served.engine.resume()
-            while not (line := await anext(lines)).startswith("data: "):
-                pass
-            assert (await served.engine.health()).num_running == 1, "the first token was told of at the end"
-            assert json.loads(line.removeprefix("data: "))["choices"][0]["finish_reason"] is None
-        await until_idle(served)  # who leaves ends the samples
-    async with serving(generate_deadline_s=0.4) as served:
-        await served.engine.pause("keep")
-        stream = await served.openai.completions.create(model="tiny", prompt=PROMPT, stream=True)
-        with pytest.raises(openai.APIError, match=r"waited 0\.4 s"):
-            [chunk async for chunk in stream]
-        too_long = await served.post("/v1/completions", **{**ask, "prompt": "a b c " * 300})
+        async with asyncio.timeout(60):
+            while (await served.engine.health()).num_waiting:
+                await asyncio.sleep(0.005)
+        too_long = await served.post("/v1/completions", prompt="a b c " * 300, stream=True)
     assert too_long.status_code == 400
 
 
-async def until_idle(served):
-    async with asyncio.timeout(60):
-        while (health := await served.engine.health()).num_running + health.num_waiting:
-            await asyncio.sleep(0.005)
+class HeldEngine(FakeRolloutEngine):
+    """Tells of a first token, and is then held up until it fails."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: [1])
+        self.may_fail = asyncio.Event()
+
+    async def stream(self, request, tell):
+        tell(0, PROMPT[0], -0.5)
+        await self.may_fail.wait()
+        raise OffbeatError("the end")
+
+
+async def test_a_stream_tells_of_a_token_when_it_comes_and_of_what_fails_later(serving):
+    engine = HeldEngine()
+    async with serving(engine=engine) as served:
+        stream = aiter(await served.openai.completions.create(model="tiny", prompt=PROMPT, stream=True))
+        async with asyncio.timeout(60):
+            first = await anext(stream)
+        assert len(first.choices[0].text) == 1
+        assert first.choices[0].finish_reason is None
+        engine.may_fail.set()
+        with pytest.raises(openai.APIError, match="the end"):
+            await anext(stream)
 
 
 @given(st.text(max_size=12), st.lists(st.text(min_size=1, max_size=3), max_size=3))
