@@ -42,6 +42,14 @@ def test_a_broken_config(copy):
         create(copy)
 
 
+@pytest.mark.parametrize("changes", [{"hidden_size": "wide"}, {"model_type": "reformer", "is_decoder": False}], ids=str)
+def test_a_config_that_its_family_does_not_take(copy, changes):
+    edit_config(copy, **changes)
+    with pytest.raises(ModelError, match="cannot load") as raised:
+        create(copy)
+    assert "\n" not in str(raised.value)
+
+
 def test_an_unknown_architecture(copy):
     edit_config(copy, model_type="nobody_knows_it")
     with pytest.raises(ModelError, match="nobody_knows_it"):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from offbeat_engine_torch._logprobs import logprobs_of_logits
-from offbeat_engine_torch._model import UNREADABLE, Asked, CausalModel, one_line
+from offbeat_engine_torch._model import Asked, CausalModel, one_line
 from offbeat_engine_torch._packing import Segment
 from offbeat_engine_torch._rows import AttentionPlan
 from offbeat_types import ModelError, OffbeatError
@@ -55,7 +55,7 @@ def _as_refusal(model: CausalModel, folder: Path) -> Iterator[None]:
         yield
     except (OffbeatError, torch.OutOfMemoryError):
         raise
-    except (*UNREADABLE, AssertionError, LookupError) as error:
+    except Exception as error:
         raise ModelError(
             f"{folder}: {_name(model)} does not run on packed sequences: family not supported "
             f"({type(error).__name__}: {one_line(error)})"
