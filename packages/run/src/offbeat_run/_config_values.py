@@ -12,8 +12,8 @@ from offbeat_run._config_fields import bound_words, keys_of, type_words, union_a
 from offbeat_run._secrets import mark_secrets
 from offbeat_types import ConfigError, Setting
 
-_LARGEST_INTEGER = 2**53
-"""The largest that a float holds exactly: what is computed from settings stays within 64 bits for longer than a run."""
+_LARGEST_COUNT = 2**53
+"""Of what is counted from a least value on: what is computed from it stays within 64 bits for longer than a run."""
 
 NONE = "none"
 """How a file says None, which TOML lacks: every optional setting takes it."""
@@ -181,7 +181,7 @@ def fit(value: Any, annotation: Any, setting: Setting) -> Any:
 def _fit_expanded(value: Any, annotation: Any, setting: Setting) -> Any:
     converted = convert(value, annotation)
     for item in converted if isinstance(converted, list | tuple) else (converted,):
-        if type(item) is int and abs(item) > _LARGEST_INTEGER:
+        if type(item) is int and item > _LARGEST_COUNT and setting.ge is not None:
             raise ValueProblemError("an integer of at most 2^53", show(item))
         if not isinstance(item, bool) and setting.complaint(item):
             raise ValueProblemError(f"{type_words(annotation)} {bound_words(setting)}", show(item))
