@@ -126,7 +126,7 @@ def test_a_script_of_verl_becomes_a_configuration_that_plans(
         4,
     )
     assert config.rollout.options == {"disable_mm_preprocessor_cache": True, "gpu_memory_utilization": 0.8}
-    assert (config.algorithm.kl_coefficient, config.algorithm.kl_estimator) == (0.01, "k3")
+    assert (config.algorithm.kl_coefficient, config.algorithm.kl_estimator) == (0.01, "k3_capped")
     assert (config.engine.weight_decay, config.engine.adam_beta2) == (0.01, 0.999)
     assert config.engine.max_updates == 40
     assert config.eval.every_updates == 20

@@ -7,7 +7,7 @@ import pytest
 
 from offbeat_testing import CommandLine
 
-# Options of verl b178a3cd (2026-01-29), examples/sft/gsm8k/run_qwen3_8b_sft_peft_sp2_npu.sh.
+# Options of verl b178a3cd (2026-01-29), of a script of examples/sft/gsm8k that trains adapters.
 VERL = """
 nproc_per_node=$1
 torchrun --standalone --nnodes=1 --nproc_per_node=$nproc_per_node -m verl.trainer.fsdp_sft_trainer \\

@@ -25,7 +25,7 @@ _LOSSES: Final = {
 }
 _OF_SEQUENCES: Final = ("gspo", "sapo", "gmpo")
 """Losses for which verl takes the mean over sequences, whatever loss_agg_mode says (core_algos, agg_loss)."""
-_ESTIMATORS: Final = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_ESTIMATORS: Final = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3_capped", "k3": "k3_capped"}
 _LEVELS: Final = {
     "token": "token",
     "token_k1": "token",
