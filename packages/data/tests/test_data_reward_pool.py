@@ -62,7 +62,7 @@ def test_a_run_ends_when_too_many_cannot_be_scored_or_none_may(config: RewardCon
     name = "rewards_pooled:moody"
     pool = RewardPool(RewardConfig(name=name, max_error_share=0.01), log=tmp_path / "errors.log")
     assert [pool.submit(PROMPT, "raise").result(60.0) for _ in range(2)] == [None, None]
-    with pytest.raises(RewardError, match=r"3 of the last 200 .* reward.max_error_share = 0.01 .*bread.*errors.log"):
+    with pytest.raises(RewardError, match=r"3 of the last 3 .* reward.max_error_share = 0.01 .*bread.*errors.log"):
         pool.submit(PROMPT, "raise").result(60.0)
     pool.close()
     strict = RewardPool(RewardConfig(name=name, on_error="fail"))

@@ -48,12 +48,13 @@ class RewardErrors:
             self._failed.append(True)
             self.last = str(error)
             self._keep(error)
-            num_failed, where = sum(self._failed), f"; tracebacks in {self._log}" if self._log else ""
+            num_failed, num_seen = sum(self._failed), len(self._failed)
         if self._config.on_error == "fail":
             raise error
         if num_failed > self._config.max_error_share * WINDOW:
+            where = f"; tracebacks in {self._log}" if self._log else ""
             raise RewardError(
-                f"{num_failed} of the last {WINDOW} completions could not be scored, more than "
+                f"{num_failed} of the last {num_seen} completions could not be scored, more than "
                 f"reward.max_error_share = {self._config.max_error_share:g} allows; the latest: {self.last}{where}"
             ) from error
 
