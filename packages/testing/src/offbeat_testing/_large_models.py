@@ -8,6 +8,7 @@ from typing import Any, Final
 
 _TEXT: Final = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
 _QWEN3_8B: Final = {**_TEXT, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+_QWEN2: Final = {"vocab_size": 152064, "tie_word_embeddings": False}
 _SHAPES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "Qwen3-8B": ("Qwen3Config", {**_QWEN3_8B, "num_attention_heads": 32, "tie_word_embeddings": False}),
     "Qwen3-32B": (
@@ -44,6 +45,39 @@ _SHAPES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
             "num_key_value_heads": 4,
             "num_experts": 128,
             "num_experts_per_tok": 8,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "Qwen2.5-7B": (
+        "Qwen2Config",
+        {
+            **_QWEN2,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "Qwen2.5-32B": (
+        "Qwen2Config",
+        {
+            **_QWEN2,
+            "hidden_size": 5120,
+            "intermediate_size": 27648,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+        },
+    ),
+    "deepseek-llm-7b": (
+        "LlamaConfig",
+        {
+            "vocab_size": 102400,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 32,
             "tie_word_embeddings": False,
         },
     ),
