@@ -1,4 +1,4 @@
-"""Scripts that ran on published clusters, imported: the plan refuses none of them there and finds room in every rank."""
+"""Scripts that ran on published clusters, imported: the plan refuses none of them there, every rank has room."""
 
 from pathlib import Path
 
