@@ -229,6 +229,8 @@ class World:
     def kill_and_restore(self):
         state = json.loads(json.dumps(self.policy.state()))
         assert {group for group, _ in state["finished"]} == set(self.finished)
+        if self.policy.ended_early:
+            state["filtered_in_a_row"] = self.filtered_in_a_row = 0  # whoever resumes it tries again
         self.policy = AsyncPolicy.restore(self.config, state, self.data_groups, self.max_updates)
         assert self.policy.state() == state
         self.in_flight.clear()
