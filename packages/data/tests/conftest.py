@@ -1,6 +1,7 @@
 """Tokenizer folders made on the spot: byte-level BPE with real merges, ChatML and Llama 3 style."""
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from offbeat_data import Tokenizer, load_tokenizer
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has started the tests in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TEXT = [
     "You are a helpful assistant. What is the sum of two numbers? The answer is twelve, and not thirteen.",

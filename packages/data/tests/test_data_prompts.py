@@ -142,13 +142,27 @@ def test_fields_are_plain_json(make_tokenizer: Callable[..., Tokenizer], tmp_pat
     import pyarrow.parquet as pq
 
     row = {"prompt": "x", "answer": 1.5, "when": datetime.date(2026, 11, 21), "raw": b"abc", "tags": [{"a": None}]}
+    row["score"] = float("nan")
     path = f"{tmp_path}/d.parquet"
     pq.write_table(pa.Table.from_pylist([row]), path)
     [prompt] = _load(make_tokenizer(None), path).train
     assert json.loads(json.dumps(prompt.fields)) == prompt.fields
     assert prompt.fields["when"] == "2026-11-21"
     assert prompt.fields["tags"] == [{"a": None}]
+    assert prompt.fields["score"] is None
     assert prompt.answer == "1.5"
+
+
+@pytest.mark.parametrize(("given", "answer"), [("[1, 2]", "[1, 2]"), ("18", "18"), ('{"a": NaN}', '{"a": NaN}')])
+def test_an_answer_that_is_no_text_is_its_json(
+    given: str, answer: str, make_tokenizer: Callable[..., Tokenizer], tmp_path: Path
+) -> None:
+    (tmp_path / "d.jsonl").write_text(f'{{"prompt": "x", "answer": {given}}}\n')
+    [prompt] = _load(make_tokenizer(None), str(tmp_path / "d.jsonl")).train
+    assert prompt.answer == answer
+    (tmp_path / "d.jsonl").write_text('{"prompt": "x", "answer": NaN}\n')
+    with pytest.raises(DataError, match=r"'answer' .* is null; fill it in or drop the row"):
+        _load(make_tokenizer(None), str(tmp_path / "d.jsonl"))
 
 
 @pytest.mark.parametrize(

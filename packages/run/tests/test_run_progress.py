@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from offbeat_run import Progress, duration_text, print_before_after
+from offbeat_run._progress import _SHOWN
 from offbeat_types import Metric
 
 
@@ -47,6 +48,19 @@ def test_in_a_terminal_a_panel_shows_bar_numbers_and_time_left() -> None:
     facts = ("reward 0.500", "lag 1.25", "trainer idle 20%", "rollout idle 10%", "tokens/s 12,346", "left 4 min 00 s")
     for fact in ("updates 20/100", "━", *facts):
         assert fact in text
+
+
+@pytest.mark.parametrize("width", [80, 130])
+def test_a_narrow_terminal_shows_what_matters_and_cuts_nothing(width: int) -> None:
+    out, clock = io.StringIO(), Clock()
+    console = Console(file=out, force_terminal=True, width=width, color_system=None)
+    with Progress(200, console=console, clock=clock) as progress:
+        clock.now_s = 30.0
+        progress.update(20, dict.fromkeys(_SHOWN, 0.25))
+    assert "…" not in out.getvalue()
+    *_, facts, _ = out.getvalue().splitlines()
+    assert len(facts) <= width
+    assert all(fact in facts for fact in ("reward 0.250", "held-out accuracy 0.250", "left 4 min 30 s"))
 
 
 def test_the_time_left_follows_the_pace_of_the_last_updates_and_of_this_session_only() -> None:

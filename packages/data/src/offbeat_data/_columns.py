@@ -6,6 +6,7 @@ A name may lead into the objects that a row holds: `reward_model.ground_truth` i
 
 import difflib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -21,9 +22,10 @@ def has_column(row: Row, column: str) -> bool:
 
 
 def find_column(row: Row, column: str) -> Any:
-    """The value of a column or of a part of one; None when there is none."""
+    """The value of a column or of a part of one; None when there is none, or a number that is none."""
     found = _locate(row, column)
-    return found and found[0][found[1]]
+    value = found and found[0][found[1]]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def require_column(row: Row, column: str, setting: str, number: int, source: str) -> Any:

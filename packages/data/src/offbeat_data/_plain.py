@@ -1,5 +1,6 @@
 """Values as plain JSON data, so that prompts travel between processes and are read by people."""
 
+import math
 import operator
 from typing import Any
 
@@ -7,8 +8,11 @@ from typing import Any
 def to_plain(value: Any) -> Any:
     """Lists, dicts with text keys, texts, numbers, booleans and None; anything else becomes its text.
 
+    NaN and infinities, which JSON does not have, become None.
     What is plain already, as most rows are, is given back itself and not copied.
     """
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if isinstance(value, dict):

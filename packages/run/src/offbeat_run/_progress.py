@@ -27,6 +27,8 @@ _SHOWN = {
     "train/response_tokens": ("response tokens", "{:.0f}"),
     "engines/restarts": ("engine restarts", "{:.0f}"),
 }
+_FIRST = ("left", "reward", "loss", "held-out accuracy", "held-out loss")
+"""What a narrow terminal shows; the others as far as there is room."""
 _RATE_WINDOW = 50
 
 
@@ -112,6 +114,16 @@ class Progress:
         left_s = self.left_s()
         return [*facts, ("left", duration_text(left_s))] if left_s is not None and self._step < self.total else facts
 
+    def _fitting_facts(self) -> list[tuple[str, str]]:
+        """Those that one line of the terminal has room for, the first of `_FIRST` first."""
+        room, facts, chosen = self._console.width, self._facts(), set()
+        for fact in sorted(facts, key=lambda each: _FIRST.index(each[0]) if each[0] in _FIRST else len(_FIRST)):
+            width = len(" ".join(fact)) + 3
+            if width <= room:
+                chosen.add(fact)
+                room -= width
+        return [fact for fact in facts if fact in chosen]
+
     def _line(self) -> str:
         facts = "  ".join(f"{name} {value}" for name, value in self._facts())
         return f"{self.label} {self._step}/{self.total}  {facts}".rstrip()
@@ -127,7 +139,7 @@ class Progress:
             ProgressBar(total=max(self.total, 1), completed=min(self._step, self.total), width=40),
         )
         facts = Text()
-        for name, value in self._facts():
+        for name, value in self._fitting_facts():
             facts.append(f"{name} ", style="dim")
             facts.append(f"{value}   ")
         panel = Table.grid()
