@@ -135,7 +135,7 @@ def load_state(
         if has_adapters:
             _read_adapters(folder / ADAPTER_FOLDER, [piece for piece in pieces if piece.name.endswith(ADAPTERS)])
         else:
-            read_weights(folder, pieces, config)
+            read_weights(folder, pieces, config, ranks)
         moments.check({piece.name: piece.shape for piece in pieces})
         optimizer.load_state({piece.name: moments.read(piece) for piece in pieces}, state.pop("steps_taken"))
         _set_random_state(moments.random_state(ranks), device)

@@ -35,7 +35,7 @@ def make_policy(
         if mesh is None:
             model, pieces = _load_whole(config, options, device.torch_device)
         else:
-            model, pieces = _load_parts(config, options, device.torch_device, mesh)
+            model, pieces = _load_parts(config, options, device.torch_device, mesh, ranks)
         device.adapt(model.whole)
     return Policy(model, pieces, device, config, options)
 
@@ -52,7 +52,7 @@ def _load_whole(
 
 
 def _load_parts(
-    config: TrainEngineConfig, options: TorchEngineOptions, device: torch.device, mesh: Mesh
+    config: TrainEngineConfig, options: TorchEngineOptions, device: torch.device, mesh: Mesh, ranks: Ranks
 ) -> tuple[CausalModel, list[Piece]]:
     """Cut the model over the mesh; each rank only ever holds its own part and one layer."""
     model = outline_model(config.model_path, trust_remote_code=config.trust_remote_code)
@@ -64,35 +64,46 @@ def _load_parts(
     folder = Path(config.model_path).expanduser()
     with torch.no_grad():
         _copy(dict(initial_adapters(model.whole, config.seed)), pieces)
-        read_weights(folder, [piece for piece in pieces if not _is_adapter(piece)], config)
+        read_weights(folder, [piece for piece in pieces if not _is_adapter(piece)], config, ranks)
         check_family(model, folder, autocast)
     free_gathered(model)
     return model, pieces
 
 
 @torch.no_grad()
-def read_weights(folder: Path, pieces: Iterable[Piece], config: TrainEngineConfig) -> None:
+def read_weights(folder: Path, pieces: Iterable[Piece], config: TrainEngineConfig, ranks: Ranks) -> None:
     """Fill pieces from a model folder, each rank its own boxes.
 
-    A folder whose tensors have other names than the model's parameters is read by transformers, which knows how to
-    convert it, into a second copy of the model for a while.
+    A folder whose tensors have other names than the model's parameters, as those of most mixtures of experts, is read
+    by transformers, which knows how to convert it: by the leader alone, for that is a second copy of the model.
 
     Raises:
         ModelError: the folder is broken, or its weights are those of another model.
     """
     wanted = {piece.name: piece for piece in pieces}
     with TensorReader(folder) as reader:
-        if set(wanted) <= reader.names and all(reader.shape(name) == piece.shape for name, piece in wanted.items()):
+        is_plain = set(wanted) <= reader.names and all(reader.shape(name) == wanted[name].shape for name in wanted)
+        if all(ranks.exchange(is_plain)):
             for name, piece in wanted.items():
                 piece.local.copy_(reader.read(name, piece.box))
             return
-    cpu = torch.device("cpu")
-    saved = find_pieces(load_model(str(folder), device=cpu, trust_remote_code=config.trust_remote_code))
-    found = {piece.name: piece.local for piece in saved}
+    found, problem = _convert(folder, wanted, config) if ranks.leader else ({}, "")
+    if problem := ranks.exchange(problem)[0]:
+        raise ModelError(problem)
+    for name, piece in wanted.items():
+        ranks.share_out(found.pop(name, None), piece)
+
+
+def _convert(folder: Path, wanted: Mapping[str, Piece], config: TrainEngineConfig) -> tuple[dict[str, Tensor], str]:
+    """Whole tensors by name, as transformers reads them; or what is wrong with them."""
+    try:
+        model = load_model(str(folder), device=torch.device("cpu"), trust_remote_code=config.trust_remote_code)
+    except ModelError as error:
+        return {}, str(error)
+    found = {piece.name: piece.local for piece in find_pieces(model)}
     wrong = sorted(set(found) ^ set(wanted)) or [n for n, p in wanted.items() if tuple(found[n].shape) != p.shape]
-    if wrong:
-        raise ModelError(f"{folder} is a checkpoint of another model: they differ first at {wrong[0]}")
-    _copy(found, list(wanted.values()))
+    problem = f"{folder} is a checkpoint of another model: they differ first at {wrong[0]}" if wrong else ""
+    return found, problem
 
 
 def _choose_trained(model: CausalModel, config: TrainEngineConfig, options: TorchEngineOptions) -> None:

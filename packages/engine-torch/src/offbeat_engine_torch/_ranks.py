@@ -66,6 +66,10 @@ class Ranks(Protocol):
         """The whole of a parameter."""
         ...
 
+    def share_out(self, whole: Tensor | None, piece: Piece) -> None:
+        """Fill a parameter's piece on every rank out of the whole of it, which the leader alone has."""
+        ...
+
     def gather_shares(self, values: Floats, counts: Sequence[int]) -> list[Floats]:
         """Values of every share; `counts` says how many each has."""
         ...
@@ -104,6 +108,11 @@ class Alone:
     def gather(self, piece: Piece) -> Tensor:
         """It holds all."""
         return piece.local
+
+    def share_out(self, whole: Tensor | None, piece: Piece) -> None:
+        """Copy it."""
+        assert whole is not None
+        piece.local.copy_(whole[slices(piece.box)])
 
     def gather_shares(self, values: Floats, counts: Sequence[int]) -> list[Floats]:
         """Its own."""
@@ -177,6 +186,13 @@ class Team:
                 here = (min(first + start, stop), min(first + start + length, stop))
                 whole[slices((here, *others))] = found[: here[1] - here[0]]
         return whole
+
+    def share_out(self, whole: Tensor | None, piece: Piece) -> None:
+        """One tensor at a time is broadcast, and each rank takes its box."""
+        sent = piece.local.new_empty(piece.shape)
+        if whole is not None:
+            sent.copy_(whole)
+        piece.local.copy_(self._all.broadcast(sent)[slices(piece.box)])
 
     def _box_of(self, piece: Piece, rank: int) -> Box:
         """What another rank holds of a parameter."""
