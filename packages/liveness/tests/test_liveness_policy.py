@@ -291,6 +291,14 @@ def test_a_pause_is_told_again_when_it_lasts_twice_as_long_as_it_ever_did(
     assert [told_of(80.0), told_of(100.0), told_of(139.0), told_of(141.0), told_of(200.0)] == [0, 0, 0, 1, 0]
 
 
+def test_that_a_missing_rank_moves_is_no_news(announcer: Announcer, capfd: pytest.CaptureFixture[str]) -> None:
+    """On a busy machine a rank that sleeps seems to, now and then."""
+    for kind, seq in (("missing-member", 1), ("straggler", 1), ("missing-member", 2)):
+        announcer.announce(verdict(kind=kind, seq=seq), ends_run=False, is_due=False)
+        announcer._spoke_s -= 1000.0
+    assert capfd.readouterr().err.count("suspicion") == 2
+
+
 def test_who_only_reports_tells_the_others_when_the_time_is_over(
     announcer: Announcer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,8 +142,8 @@ class Announcer:
         if self._spoken is None:
             before_s = self._longest_s.get(verdict.topic)
             return before_s is None or verdict.stalled_s >= LONGER * before_s
-        if is_known or time.monotonic() - self._spoke_s < self._quiet_s:
-            return False
+        if is_known or not verdict.may_end or time.monotonic() - self._spoke_s < self._quiet_s:
+            return False  # that whoever is missing moves now asks nothing of a reader either
         self._quiet_s *= LONGER
         return True
 
