@@ -39,7 +39,7 @@ class StandingThreads:
     def is_elsewhere(self, ident: int, backend: str) -> bool:
         return False
 
-    def asks(self, ident: int) -> bool:
+    def polls(self, ident: int) -> bool:
         return False
 
     def name(self, ident: int) -> str:
