@@ -64,6 +64,14 @@ def test_a_configuration_of_trl_becomes_ours(command: CommandLine, tmp_path: Pat
     assert "packing = true: sequences are always packed" in said
 
 
+def test_shares_of_all_steps_and_a_least_rate_are_not_lost(command: CommandLine, tmp_path: Path) -> None:
+    more = "warmup_ratio: 0.1\nsave_steps: 0.2\neval_strategy: no\nlr_scheduler_kwargs: {min_lr_rate: 0.1}\n"
+    held, said = imported(command, "trl", "sft.yaml", TRL + more, tmp_path)
+    assert (held["engine"]["warmup_steps"], held["checkpoint"]["every"]) == (50, 100)
+    assert held["engine"]["min_learning_rate_ratio"] == 0.1
+    assert "eval_strategy" not in said
+
+
 @pytest.mark.parametrize(
     ("framework", "name", "text", "said"),
     [

@@ -7,6 +7,7 @@ from offbeat_recipes._imports.command import Framework, import_recipe
 from offbeat_recipes._imports.draft import Draft, Entry, is_number
 from offbeat_recipes._imports.options import Source, is_open, read_command_line, read_options
 from offbeat_recipes._imports.programs import Program
+from offbeat_recipes._imports.training_arguments import write_rhythm, write_training_arguments
 from offbeat_recipes._memory import NUMBER_BYTES, RunMemory, read_shape, train_advice, train_memory
 from offbeat_recipes._placement import Placement, Site, Wanted
 from offbeat_recipes._plan_command import PLAN_OPTIONS, PLAN_SWITCHES, Outlook, Planner, plan_command
@@ -70,4 +71,6 @@ __all__ = [
     "tiny_family",
     "train_advice",
     "train_memory",
+    "write_rhythm",
+    "write_training_arguments",
 ]

@@ -4,20 +4,10 @@ Source: huggingface/trl f2cd5771 (2026-07-24), trl/trainer/sft_config.py, with t
 its scripts (`model_name_or_path`, `dataset_name`) from trl/scripts/utils.py.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from offbeat_recipes import Draft
-
-_SCHEDULES: Final = {
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "cosine_with_min_lr": "cosine",
-}
-_TRACKERS: Final = ("wandb", "trackio", "mlflow")
+from offbeat_recipes import Draft, write_rhythm, write_training_arguments
 
 ALWAYS: Final[Mapping[str, str]] = {
     "packing*": "sequences are always packed, and never see each other",
@@ -57,8 +47,9 @@ def import_trl(options: Mapping[str, Any]) -> Draft:
     """
     draft = Draft(options)
     _write_data(draft)
-    _write_trainer(draft)
-    _write_rhythm(draft)
+    write_training_arguments(draft, learning_rate=2e-5, roles=("engine",))
+    _write_batch(draft)
+    write_rhythm(draft)
     draft.finish(ALWAYS, MISSING)
     return draft
 
@@ -83,33 +74,7 @@ def _write_data(draft: Draft) -> None:
         draft.change("assistant_only_loss", "of a conversation the loss is on the assistant's turns, as if it were set")
 
 
-def _write_trainer(draft: Draft) -> None:
-    is_half = draft.take("fp16", default=False)
-    low = draft.take("bf16", default=not is_half)
-    draft.put("engine.dtype", "bfloat16" if low else "float32", "bf16")
-    if is_half:
-        draft.change("fp16", "the trainer computes in float32 or bfloat16")
-    draft.copy("engine.learning_rate", "learning_rate", default=2e-5)
-    kind = draft.take("lr_scheduler_type", default="linear")
-    draft.put("engine.schedule", _SCHEDULES.get(kind, "constant"), "lr_scheduler_type")
-    if kind not in _SCHEDULES:
-        draft.change("lr_scheduler_type", "constant, linear and cosine are there: constant takes its place")
-    warmup = draft.number("warmup_steps", default=0)
-    if warmup >= 1:
-        draft.put("engine.warmup_steps", int(warmup), "warmup_steps")
-    for name, share in (("warmup_steps", 0 < warmup < 1), ("warmup_ratio", draft.take("warmup_ratio"))):
-        if share:
-            draft.miss(name, "a share of all steps: give engine.warmup_steps as their number")
-    draft.copy("engine.weight_decay", "weight_decay", default=0.0)
-    draft.copy("engine.adam_beta1", "adam_beta1", default=0.9)
-    draft.copy("engine.adam_beta2", "adam_beta2", default=0.999)
-    draft.copy("engine.max_grad_norm", "max_grad_norm", default=1.0)
-    draft.copy("engine.activation_checkpointing", "gradient_checkpointing", default=True)
-    uses_lora = draft.take("use_peft", default=draft.has("lora_r"))
-    rank, alpha = draft.take("lora_r", default=16), draft.take("lora_alpha", default=32)
-    if uses_lora:
-        draft.put("engine.lora_rank", rank, "lora_r")
-        draft.put("engine.lora_alpha", float(alpha), "lora_alpha")
+def _write_batch(draft: Draft) -> None:
     ranks = draft.number("num_processes", default=1)
     if not draft.has("num_processes"):
         draft.change(
@@ -119,27 +84,3 @@ def _write_trainer(draft: Draft) -> None:
     batch *= draft.number("gradient_accumulation_steps", default=1)
     draft.put("engine.num_ranks", ranks, "num_processes")
     draft.put("engine.batch_size", batch, "per_device_train_batch_size", "gradient_accumulation_steps")
-    for key in ("engine.seed", "data.seed"):
-        draft.copy(key, "seed", default=42)
-
-
-def _write_rhythm(draft: Draft) -> None:
-    draft.copy("data.epochs", "num_train_epochs", default=3, convert=math.ceil)
-    steps = draft.number("max_steps", default=-1)
-    if steps > 0:
-        draft.put("engine.max_updates", steps, "max_steps")
-        draft.put("data.epochs", 0, "max_steps")
-    strategy, every = draft.take("eval_strategy", default="no"), draft.number("eval_steps", default=0)
-    if strategy == "steps" and every:
-        draft.put("eval.every_updates", int(every), "eval_steps")
-        draft.put("data.eval_size", 64, "eval_strategy")
-        draft.change("eval_strategy", "the held-out rows are given in code there; here 64 are held out: data.eval_path")
-    elif strategy != "no":
-        draft.miss("eval_strategy", "validation counts updates: give eval.every_updates")
-    saves, every = draft.take("save_strategy", default="steps"), draft.number("save_steps", default=500)
-    draft.put("checkpoint.every", int(every) if saves == "steps" else 0, "save_steps")
-    draft.copy("checkpoint.keep", "save_total_limit")
-    found = draft.take("report_to")
-    names = found if isinstance(found, list) else [found]
-    if trackers := [name for name in names if name in _TRACKERS]:
-        draft.put("log.trackers", trackers, "report_to")

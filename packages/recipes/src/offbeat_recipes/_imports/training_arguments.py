@@ -1,0 +1,135 @@
+"""transformers' TrainingArguments in our words: what all trainers of TRL have in common.
+
+Source: huggingface/trl f2cd5771 (2026-07-24), trl/trainer, with the TrainingArguments that its configurations extend.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from offbeat_recipes._imports.draft import Draft
+
+_SCHEDULES: Final = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+}
+_TRACKERS: Final = ("wandb", "trackio", "mlflow")
+
+
+def write_training_arguments(draft: Draft, *, learning_rate: float, roles: Sequence[str]) -> None:
+    """Number format, learning rate, AdamW, adapters, seeds.
+
+    Args:
+        draft: to add to.
+        learning_rate: the trainer's own default.
+        roles: sections that have a number format and a seed.
+    """
+    is_half = draft.take("fp16", default=False)
+    low = draft.take("bf16", default=not is_half)
+    for role in roles:
+        draft.put(f"{role}.dtype", "bfloat16" if low else "float32", "bf16")
+    if is_half:
+        draft.change("fp16", "the trainer computes in float32 or bfloat16")
+    draft.copy("engine.learning_rate", "learning_rate", default=learning_rate)
+    kind = draft.take("lr_scheduler_type", default="linear")
+    draft.put("engine.schedule", _SCHEDULES.get(kind, "constant"), "lr_scheduler_type")
+    if kind not in _SCHEDULES:
+        draft.change("lr_scheduler_type", "constant, linear and cosine are there: constant takes its place")
+    _write_least_rate(draft)
+    _write_warmup(draft)
+    draft.copy("engine.weight_decay", "weight_decay", default=0.0)
+    draft.copy("engine.adam_beta1", "adam_beta1", default=0.9)
+    draft.copy("engine.adam_beta2", "adam_beta2", default=0.999)
+    draft.copy("engine.max_grad_norm", "max_grad_norm", default=1.0)
+    draft.copy("engine.activation_checkpointing", "gradient_checkpointing", default=True)
+    uses_lora = draft.take("use_peft", default=draft.has("lora_r"))
+    rank, alpha = draft.take("lora_r", default=16), draft.take("lora_alpha", default=32)
+    if uses_lora:
+        draft.put("engine.lora_rank", rank, "lora_r")
+        draft.put("engine.lora_alpha", float(alpha), "lora_alpha")
+    for section in (*roles, "data"):
+        draft.copy(f"{section}.seed", "seed", default=42)
+
+
+def _write_least_rate(draft: Draft) -> None:
+    """The end of cosine_with_min_lr: a share of the peak, or a rate itself."""
+    options = draft.take("lr_scheduler_kwargs")
+    if isinstance(options, str):
+        try:
+            options = json.loads(options)
+        except ValueError:
+            options = None
+    if not isinstance(options, dict):
+        if draft.has("lr_scheduler_kwargs"):
+            draft.change("lr_scheduler_kwargs", "not understood: engine.min_learning_rate_ratio is all there is here")
+        return
+    peak = draft.entries["engine.learning_rate"].value
+    share = options.get("min_lr_rate", float(options.get("min_lr", 0.0)) / peak if peak else None)
+    if share:
+        draft.put("engine.min_learning_rate_ratio", min(float(share), 1.0), "lr_scheduler_kwargs")
+    if others := ", ".join(sorted(set(options) - {"min_lr", "min_lr_rate"})):
+        draft.change("lr_scheduler_kwargs", f"{others}: no counterpart")
+
+
+def _write_warmup(draft: Draft) -> None:
+    warmup, ratio = draft.number("warmup_steps", default=0), draft.number("warmup_ratio", default=0)
+    if warmup >= 1:
+        draft.put("engine.warmup_steps", int(warmup), "warmup_steps")
+        return
+    name, share = ("warmup_steps", warmup) if warmup else ("warmup_ratio", ratio)
+    steps = draft.number("max_steps", default=-1)
+    if share and steps > 0:
+        draft.put("engine.warmup_steps", math.ceil(share * steps), name, "max_steps")
+    elif share:
+        draft.miss(name, "a share of all steps: give engine.warmup_steps as their number")
+
+
+def write_rhythm(draft: Draft, *, steps_per_update: int = 1) -> None:
+    """How long it trains, when it validates and saves, and who is told.
+
+    Args:
+        draft: to add to.
+        steps_per_update: steps of the optimizer in one of our updates.
+    """
+    steps, per_update = draft.number("max_steps", default=-1), steps_per_update
+    draft.copy("data.epochs", "num_train_epochs", default=3, convert=math.ceil)
+    if steps > 0:
+        draft.put("engine.max_updates", math.ceil(steps / per_update), "max_steps")
+        draft.put("data.epochs", 0, "max_steps")
+    strategy = draft.take("eval_strategy", default="no")
+    every = _steps(draft, "eval_steps", draft.number("logging_steps", default=10), steps)
+    if strategy == "steps" and every:
+        draft.put("eval.every_updates", math.ceil(every / per_update), "eval_steps")
+        draft.put("data.eval_size", 64, "eval_strategy")
+        draft.change("eval_strategy", "the held-out rows are given in code there; here 64 are held out: data.eval_path")
+    elif strategy not in ("no", False):
+        draft.change("eval_strategy", "there is no validation by epoch: set eval.every_updates and data.eval_path")
+    saves = draft.take("save_strategy", default="steps")
+    every = _steps(draft, "save_steps", 500, steps)
+    if saves in ("no", False):
+        draft.put("checkpoint.every", 0, "save_strategy")
+    elif saves == "steps" and every:
+        draft.put("checkpoint.every", math.ceil(every / per_update), "save_steps")
+    elif saves != "steps":
+        draft.change("save_strategy", "checkpoints come after so many updates: checkpoint.every")
+    draft.copy("checkpoint.keep", "save_total_limit")
+    found = draft.take("report_to")
+    names = found if isinstance(found, list) else [found]
+    if trackers := [name for name in names if name in _TRACKERS]:
+        draft.put("log.trackers", trackers, "report_to")
+    draft.copy("log.project", "wandb_project", "trackio_project")
+
+
+def _steps(draft: Draft, name: str, default: float, all_steps: float) -> float:
+    """Steps between two events; transformers takes less than 1 for a share of all steps, 0 where those are open."""
+    every = float(draft.number(name, default=default))
+    if not 0 < every < 1:
+        return every
+    if all_steps <= 0:
+        draft.change(name, "a share of all steps, whose number is not known here: give it in updates")
+        return 0.0
+    return float(math.ceil(every * all_steps))
