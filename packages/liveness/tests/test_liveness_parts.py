@@ -507,3 +507,36 @@ def test_groups_of_offbeat_are_no_lines_of_the_reader() -> None:
     """What stands around a collective hides whoever called it: a verdict has room for three lines."""
     assert is_machinery("/env/lib/python3.11/site-packages/offbeat_mesh/_exchange.py")
     assert not is_machinery("/env/lib/python3.11/site-packages/offbeat_engine_torch/_engine.py")
+
+
+BEGINS_ANOTHER_AT_THE_END = """
+import atexit, contextlib, time
+from datetime import timedelta
+import torch.distributed as dist
+from offbeat_liveness._process.stacks import OwnThread, join_own_threads
+
+store = dist.HashStore()
+
+def in_torch():
+    with contextlib.suppress(RuntimeError):
+        store.wait(["never"], timedelta(seconds=0.2))
+
+class EndsSlowly:
+    def __del__(self, sleep=time.sleep):
+        sleep(1.0)
+
+def begins_another():
+    time.sleep(0.3)
+    OwnThread(in_torch).start()
+
+ends_slowly = EndsSlowly()
+atexit.register(join_own_threads, 5.0)
+OwnThread(begins_another).start()
+"""
+
+
+def test_a_thread_that_begins_while_the_process_ends_is_waited_for() -> None:
+    """Python 3.11 ends a thread that comes back from C++ too late, and C++ then ends the process with SIGABRT."""
+    script = [sys.executable, "-c", BEGINS_ANOTHER_AT_THE_END]
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")

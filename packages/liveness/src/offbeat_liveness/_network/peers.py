@@ -248,8 +248,10 @@ class Peers:
         group = process_groups.default_group()
         if group is not None and group is not self._joined_group():
             c10d = sys.modules["torch.distributed.distributed_c10d"]
-            store = c10d._get_default_store().clone()
-            self._publish(store, int(group.rank()), int(group.size()), is_formed=True)
+            store = c10d._get_default_store()
+            if not job_store.is_reachable(store):  # a new connection would be tried for the store's own timeout
+                raise job_store.NobodyThereError("nobody answers where the job's store should be")
+            self._publish(store.clone(), int(group.rank()), int(group.size()), is_formed=True)
             self._joined_group = weakref.ref(group)
         elif group is None and self._world is None and (waits_long or job_store.is_wrapped_rank()):
             early = job_store.early_world() if flight_recorder.is_loaded() else None

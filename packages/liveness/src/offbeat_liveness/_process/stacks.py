@@ -78,11 +78,18 @@ def own_native_ids() -> frozenset[int]:
 
 
 def join_own_threads(within_s: float) -> None:
-    """Wait for the watch's threads to end: one that comes back from torch's own code after Python is gone aborts."""
+    """Wait for the watch's threads to end, and for those that they start meanwhile.
+
+    One that comes back from torch's own code after Python is gone aborts the process.
+    """
     end_s = time.monotonic() + within_s
-    for each in python_threads():
-        if each.name.startswith(OWN_THREADS) and each is not threading.current_thread():
-            each.join(max(0.0, end_s - time.monotonic()))
+    while (others := _other_own_threads()) and (left_s := end_s - time.monotonic()) > 0:
+        others[0].join(left_s)
+
+
+def _other_own_threads() -> list[threading.Thread]:
+    own = [each for each in python_threads() if each.name.startswith(OWN_THREADS)]
+    return [each for each in own if each is not threading.current_thread()]
 
 
 def stack_of(frame: FrameType | None) -> tuple[CallSite, ...]:
