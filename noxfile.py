@@ -116,14 +116,20 @@ def shared_environment(session: nox.Session) -> Path:
 
 
 def pytest(
-    session: nox.Session, name: str, *arguments: str | Path, bin_folder: Path | None = None, **extra: str | None
+    session: nox.Session,
+    name: str,
+    *arguments: str | Path,
+    bin_folder: Path | None = None,
+    marks: str = "not nightly",
+    **extra: str | None,
 ) -> Path:
     """Run pytest with a hard limit per test, in the shared environment or another; the JUnit file it wrote."""
     bin_folder = bin_folder or shared_environment(session)
     junit = NOX / "junit" / f"{name}.xml"
-    limits = [f"--timeout={PER_TEST_TIMEOUT_S}", f"--junitxml={junit}", "--durations=5", "--durations-min=2"]
+    limits = ["-m", marks, f"--timeout={PER_TEST_TIMEOUT_S}"]
+    told = [f"--junitxml={junit}", "--durations=5", "--durations-min=2"]
     workers = ["-n2", f"--dist={TWO_WORKERS[name]}"] if name in TWO_WORKERS else []
-    run(session, bin_folder / "pytest", "--no-header", *workers, *limits, *arguments, *session.posargs, **extra)
+    run(session, bin_folder / "pytest", "--no-header", *workers, *limits, *told, *arguments, *session.posargs, **extra)
     return junit
 
 
@@ -182,15 +188,33 @@ TESTED: Final = [
 @nox.parametrize("package, engine", TESTED)
 def test(session: nox.Session, package: Package, engine: bool) -> None:
     """Tests of one package or application; "+engine": those on the real engine that it adapts."""
+    test_package(session, package, engine=engine, marks="not nightly")
+
+
+def test_package(session: nox.Session, package: Package, *, engine: bool, marks: str) -> None:
+    """Run what `test` runs, or the tests of it that are marked nightly."""
     if engine:
         bin_folder = engine_environment(session, package)
-        pytest(session, f"{package.key}-engine", package.engine_tests, bin_folder=bin_folder)
+        pytest(session, f"{package.key}-engine", package.engine_tests, bin_folder=bin_folder, marks=marks)
         return
     folder = package.folder / "tests"
     others = [f"--ignore={tests.folder}" for tests in HARDWARE if tests.package == package]
     others += [f"--ignore={package.engine_tests}"] * package.engine_tests.is_dir()
     browser = chromium(session) if package.key == "run" else None
-    pytest(session, package.key, folder, *others, OFFBEAT_CHROMIUM=browser)
+    pytest(session, package.key, folder, *others, marks=marks, OFFBEAT_CHROMIUM=browser)
+
+
+def has_long_tests(package: Package, engine: bool) -> bool:
+    """Whether any of its tests is marked nightly: it takes long, and shorter ones keep most of its promise."""
+    found = [path for path in (package.folder / "tests").rglob("test_*.py") if "mark.nightly" in path.read_text()]
+    return any(path.is_relative_to(package.engine_tests) == engine for path in found)
+
+
+@nox.session(tags=["nightly"], default=False)
+@nox.parametrize("package, engine", [param for param in TESTED if has_long_tests(*param.args)])
+def long(session: nox.Session, package: Package, engine: bool) -> None:
+    """The tests of one package that are too long for CI."""
+    test_package(session, package, engine=engine, marks="nightly")
 
 
 @nox.session(tags=["cpu"])
@@ -302,14 +326,16 @@ def nightly(session: nox.Session) -> None:
     run(session, sys.executable, "-m", "nox", f"--noxfile={__file__}", "--tags", "nightly")
 
 
-for _folder in ("numerics", "e2e"):
-    if list((ROOT / "tests" / _folder).glob("test_*.py")):
+@nox.session(tags=["cpu"])
+def e2e(session: nox.Session) -> None:
+    """Tests that cross packages."""
+    pytest(session, "e2e", "tests/e2e")
 
-        def _across(session: nox.Session, folder: str = _folder) -> None:
-            """Tests that cross packages."""
-            pytest(session, folder, f"tests/{folder}")
 
-        nox.session(name=_folder, tags=["cpu"])(_across)
+@nox.session(tags=["nightly"], default=False)
+def e2e_long(session: nox.Session) -> None:
+    """Those of them that are too long for CI."""
+    pytest(session, "e2e-long", "tests/e2e", marks="nightly")
 
 
 @nox.session(default=False)

@@ -1,6 +1,7 @@
-"""Each known kind of hang, as a program in plain torch, is named rightly by the monitor: on 2, 4 and 8 real ranks.
+"""Each known kind of hang, as a program in plain torch, is named rightly by the monitor: on 2 and 4 real ranks.
 
-What is proven is ended at once; what is only suspected is said, and goes on until the timeout of what is waited in.
+The nightly tier has 8 ranks too. What is proven is ended at once; what is only suspected is said, and goes on until the
+timeout of what is waited in.
 """
 
 import re
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.timeout(240)
 every_fault = pytest.mark.parametrize(
     ("fault", "size"),
     [
-        pytest.param(fault, size, id=f"{fault.name}-{size}")
+        pytest.param(fault, size, id=f"{fault.name}-{size}", marks=[pytest.mark.nightly] if size == 8 else [])
         for size in (8, 4, 2)
         for fault in reversed(CATALOGUE)
         if size in fault.sizes

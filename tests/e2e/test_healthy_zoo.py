@@ -1,6 +1,7 @@
 """Healthy programs with long pauses, as people write them: the monitor ends none, and speaks at most twice of each.
 
-In small: pauses are a few stalls long. The nightly tier has pauses of minutes (tests/nightly/test_healthy_zoo_long.py).
+In small: pauses are a few stalls long, on the fewest ranks that each program needs. The nightly tier has more
+ranks, and pauses of minutes (tests/nightly/test_healthy_zoo_long.py).
 """
 
 import pytest
@@ -29,8 +30,13 @@ def results(request):
     started.close()
 
 
+def marks_of(healthy: Healthy, size: int) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.nightly] if size > min(healthy.sizes) else []
+
+
 @pytest.mark.parametrize(
-    ("healthy", "size"), [pytest.param(healthy, size, id=f"{healthy.name}-{size}") for healthy, size in EVERY]
+    ("healthy", "size"),
+    [pytest.param(each, size, id=f"{each.name}-{size}", marks=marks_of(each, size)) for each, size in EVERY],
 )
 def test_a_healthy_program_is_let_be(results, healthy, size):
     seen = results.of(run_of(healthy, size))
