@@ -17,7 +17,7 @@ from offbeat_run import (
     Command,
     CommandWords,
     RunFolder,
-    _doctor,  # its loader is replaced
+    _examine,  # its loader is replaced
     count_text,
     examine,
     inspect_model,
@@ -167,7 +167,7 @@ def test_the_doctor_asks_an_adapter_for_the_engine_that_it_adapts(monkeypatch: p
         def count(cls) -> int:  # as a device
             return 0
 
-    monkeypatch.setattr(_doctor, "load_backend", lambda kind, name: Adapter)
+    monkeypatch.setattr(_examine, "load_backend", lambda kind, name: Adapter)
     monkeypatch.setitem(INSTALL_LINES, ("offbeat.engine", "abacus"), "")
     assert dict(examine())["engine abacus"] == "no abacus here"
 

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 import pytest
 
 from offbeat_run import Generation, GenerationsLog, MetricsLog, RunFolder, Timeline, write_report
-from offbeat_run._report import _script_json
+from offbeat_run._report.page import _script_json
 from offbeat_types import RunFolderError
 
 EVIL = "</pre></script><script>document.title='pwned'</script><img src=http://evil.example/x onerror=alert(1)>"

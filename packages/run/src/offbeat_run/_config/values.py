@@ -8,8 +8,8 @@ from dataclasses import MISSING, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from offbeat_run._config_fields import bound_words, keys_of, type_words, union_arms
-from offbeat_run._secrets import mark_secrets
+from offbeat_run._config.schema import bound_words, keys_of, type_words, union_arms
+from offbeat_run._config.secrets import mark_secrets
 from offbeat_types import ConfigError, Setting
 
 _LARGEST_COUNT = 2**53

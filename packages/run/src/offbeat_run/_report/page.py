@@ -1,24 +1,25 @@
-"""Writes report.html: one page that says how a run went, readable without a network."""
+"""Writes report.html, one page on how a run went, readable without a network; serves it, and ends a run with it."""
 
+import http.client
+import http.server
 import json
 import re
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
 from offbeat_run._folder import RunFolder
-from offbeat_run._generations import Generation, GenerationKind, read_generations
-from offbeat_run._metrics import MetricsLine, read_metrics
-from offbeat_run._names import METRIC_NAMES
-from offbeat_run._progress import duration_text, number_text
-from offbeat_run._quantities import size_text
-from offbeat_run._report_figures import Series, metric_figures, number_series
-from offbeat_run._report_timeline import timeline_figure
+from offbeat_run._metrics import METRIC_NAMES, MetricsLine, read_metrics
+from offbeat_run._progress import print_before_after
+from offbeat_run._quantities import duration_text, number_text, size_text
+from offbeat_run._report.figures import Series, metric_figures, number_series, timeline_figure
+from offbeat_run._run_log import Generation, GenerationKind, read_generations
 from offbeat_run._timeline import read_timeline
+from offbeat_types import ConfigError
 
 _SAMPLES = 8
 _FIGURES_ABOVE_TIMELINE = 6
@@ -48,25 +49,6 @@ _SUMMARY = (
     "perf/tokens_per_s",
     "perf/samples_per_s",
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SummaryRow:
-    """One metric at both ends of the run."""
-
-    name: str
-    doc: str
-    before: str
-    after: str
-    change: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleTable:
-    """Completions of one moment of the run."""
-
-    title: str
-    samples: list[Generation]
 
 
 def write_report(folder: Path | str | RunFolder) -> Path:
@@ -150,16 +132,16 @@ def _tiles(lines: Sequence[MetricsLine], series: dict[str, Series]) -> list[tupl
     return tiles[:_MAX_TILES]
 
 
-def _summary_row(name: str, points: Series) -> SummaryRow:
+def _summary_row(name: str, points: Series) -> dict[str, str]:
     before, after = _ends(name, points)
     known = METRIC_NAMES[name]
-    return SummaryRow(
-        name=name,
-        doc=known.doc + (f" In {known.unit}." if known.unit else ""),
-        before=_number(name, before),
-        after=_number(name, after),
-        change=_change(name, before, after) if len(points) > 1 else "",
-    )
+    return {
+        "name": name,
+        "doc": known.doc + (f" In {known.unit}." if known.unit else ""),
+        "before": _number(name, before),
+        "after": _number(name, after),
+        "change": _change(name, before, after) if len(points) > 1 else "",
+    }
 
 
 def _change(name: str, before: float, after: float) -> str:
@@ -186,18 +168,82 @@ def _number(name: str, value: float) -> str:
     return f"{value:.1%}" if _is_share(name) else number_text(float(value))
 
 
-def _sample_tables(run: RunFolder, damaged: list[str]) -> list[SampleTable]:
+def _sample_tables(run: RunFolder, damaged: list[str]) -> list[tuple[str, list[Generation]]]:
     """The last validation, the first one to compare with, and the last completions trained on."""
     validation, train = (read_generations(run, kind, damaged) for kind in _KINDS)
     steps = sorted({each.step for each in validation})
     tables = [
-        SampleTable(title=f"Validation after update {step}", samples=_of_step(validation, step))
+        (f"Validation after update {step}", [each for each in validation if each.step == step][:_SAMPLES])
         for step in dict.fromkeys((*steps[-1:], *steps[:1]))
     ]
     if train:
-        tables.append(SampleTable(title="Trained on last", samples=train[-_SAMPLES:][::-1]))
+        tables.append(("Trained on last", train[-_SAMPLES:][::-1]))
     return tables
 
 
-def _of_step(generations: Sequence[Generation], step: int) -> list[Generation]:
-    return [each for each in generations if each.step == step][:_SAMPLES]
+HOST = "127.0.0.1"
+"""Loopback only: the report holds prompts and completions, and there is no token."""
+
+
+def serve_report(run: RunFolder, port: int) -> None:
+    """Serve until interrupted.
+
+    Args:
+        run: open for reading.
+        port: on the loopback interface, 1 to 65535.
+
+    Raises:
+        ConfigError: the port is out of range or in use.
+    """
+    if not 0 < port < 65536:
+        raise ConfigError(f"--serve needs a port from 1 to 65535: got {port}")
+
+    # Another site may have its own name lead here (DNS rebinding), and a browser would then let it read the report.
+    names = {f"{HOST}:{port}", f"localhost:{port}"} | ({HOST, "localhost"} if port == http.client.HTTP_PORT else set())
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.headers["Host"] not in names:
+                self.send_error(HTTPStatus.FORBIDDEN)
+                return
+            if self.path != "/":
+                self.send_error(HTTPStatus.NOT_FOUND)
+                return
+            page = write_report(run).read_bytes()
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(page)))
+            self.end_headers()
+            self.wfile.write(page)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    try:
+        server = http.server.ThreadingHTTPServer((HOST, port), Handler)
+    except OSError as error:
+        raise ConfigError(f"port {port} on {HOST} cannot be used: {error.strerror}; choose another") from error
+    print(f"report of {run.path} at http://{HOST}:{port}/ (Ctrl-C ends)")
+    with server:
+        server.serve_forever()
+
+
+def print_conclusion(run: RunFolder, compared: Mapping[str, str], *, title: str = "") -> None:
+    """Print the table of before and after, where the checkpoints are, and where the report is.
+
+    Args:
+        run: at its end. A resumed one is compared with its very beginning.
+        compared: names in the table by metric, such as {"eval/loss": "held-out loss"}.
+        title: over the table.
+    """
+    lines = [line.values for line in read_metrics(run.metrics) if compared.keys() <= line.values.keys()]
+    if len(lines) > 1:
+        before, after = lines[0], lines[-1]
+        rows = [(name, float(before[metric]), float(after[metric])) for metric, name in compared.items()]  # type: ignore[arg-type]
+        print_before_after(rows, title=title)
+    latest, best = run.checkpoints.latest(), run.checkpoints.best()
+    if latest:
+        print(f"checkpoint: {latest.path}")
+    if best and latest and best.step != latest.step:
+        print(f"best checkpoint: {best.path}")
+    print(f"report: {write_report(run)}")

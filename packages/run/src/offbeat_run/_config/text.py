@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from offbeat_run._config_fields import (
+from offbeat_run._config.schema import (
     Key,
     Section,
     bound_words,
@@ -17,8 +17,8 @@ from offbeat_run._config_fields import (
     sections_of,
     type_words,
 )
-from offbeat_run._config_values import NONE, escape
-from offbeat_run._secrets import refuse_literal_secrets
+from offbeat_run._config.secrets import refuse_literal_secrets
+from offbeat_run._config.values import NONE, escape
 from offbeat_types import ConfigError
 
 _WIDTH = 100
