@@ -5,9 +5,9 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import offbeat_async_policy._simulate as simulation
+import offbeat_async_policy._simulation.simulate as simulation
 from offbeat_async_policy import AsyncConfig, AsyncPolicy, Cluster, DecodeTime, Lengths, Workload
-from offbeat_async_policy._actions import Drop, Finish, Submit, Sync, Update
+from offbeat_async_policy._state import Drop, Finish, Submit, Sync, Update
 
 GROUPS = 60
 

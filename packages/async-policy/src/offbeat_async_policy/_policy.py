@@ -23,12 +23,20 @@ from collections.abc import Callable, Iterable, Mapping
 from heapq import nsmallest
 from typing import Any
 
-from offbeat_async_policy._actions import Action, Drop, Finish, Submit, Sync, Update
 from offbeat_async_policy._config import AsyncConfig
-from offbeat_async_policy._describe import PolicyStatus, describe_wait
 from offbeat_async_policy._lag import LagBound
-from offbeat_async_policy._snapshot import Snapshot
-from offbeat_async_policy._statistics import Statistics
+from offbeat_async_policy._state import (
+    Action,
+    Drop,
+    Finish,
+    PolicyStatus,
+    Snapshot,
+    Statistics,
+    Submit,
+    Sync,
+    Update,
+    describe_wait,
+)
 
 
 class AsyncPolicy:

@@ -76,6 +76,8 @@ class EventFile:
     A killed process leaves a file that lacks its last seconds and holds steps which the resumed run does again. So
     nothing is mended: whoever opens this one writes down again what metrics.jsonl holds.
 
+    Source: the formats are those of tensorboardX, an `Event` in each record, with all that was measured at one step.
+
     Args:
         folder: of the event files.
     """

@@ -4,9 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from offbeat_async_policy._config import AsyncConfig
-from offbeat_async_policy._scenario import MachinesConfig
-from offbeat_async_policy._scenario_model import ScenarioModel
-from offbeat_async_policy._simulation_report import SimulationReport
+from offbeat_async_policy._simulation.scenario import MachinesConfig, ScenarioModel
+from offbeat_async_policy._simulation.simulate import SimulationReport
 
 STALENESS = (0.0, 0.1, 0.25, 0.5, 1.0)
 MAX_SPLITS = 9

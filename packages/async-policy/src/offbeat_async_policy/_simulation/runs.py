@@ -15,10 +15,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from offbeat_async_policy._calibration import length_moments
-from offbeat_async_policy._measured_lengths import read_lengths
-from offbeat_async_policy._scenario_file import read_tables
-from offbeat_async_policy._workload import Lengths
+from offbeat_async_policy._simulation.calibration import length_moments
+from offbeat_async_policy._simulation.scenario import read_tables
+from offbeat_async_policy._simulation.workload import Lengths, read_lengths
 from offbeat_types import ConfigError, DataError
 
 
@@ -101,7 +100,7 @@ def scenario_text(runs: Sequence[RunMeasures]) -> str:
     Raises:
         ConfigError: a run was not synchronous, or two runs have the same mini_batch_size.
     """
-    _check(runs)
+    _check_runs(runs)
     last = runs[-1]
     rollout, settings = last.recipe["rollout"], last.recipe["async"]
     decode_step_s, sample_s = _solve([_generation_terms(run) for run in runs], [run.generate_s for run in runs])
@@ -124,7 +123,7 @@ def scenario_text(runs: Sequence[RunMeasures]) -> str:
     )
 
 
-def _check(runs: Sequence[RunMeasures]) -> None:
+def _check_runs(runs: Sequence[RunMeasures]) -> None:
     for run in runs:
         if run.recipe["async"]["staleness_threshold"]:
             raise ConfigError(
