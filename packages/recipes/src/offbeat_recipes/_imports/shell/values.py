@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from fnmatch import translate
 from typing import Any, Final
 
-from offbeat_recipes._imports.shell_nodes import Arithmetic, Parameter, Part, Substitution, Text, Word
-from offbeat_recipes._imports.shell_syntax import ShellParser, ShellSyntaxError
+from offbeat_recipes._imports.shell.nodes import Arithmetic, Parameter, Part, Substitution, Text, Word
+from offbeat_recipes._imports.shell.syntax import ShellParser, ShellSyntaxError
 
 MARK: Final = "\0"
 _ATOMS: Final = re.compile(r"(?:\0[^\0]*\0|[^\s\0])+")

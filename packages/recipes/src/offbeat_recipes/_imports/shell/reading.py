@@ -6,13 +6,12 @@ open is not decided: what was set before it, or in the first of its branches, st
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Final
 
-from offbeat_recipes._imports.shell_conditions import decide
-from offbeat_recipes._imports.shell_nodes import (
+from offbeat_recipes._imports.shell.nodes import (
     Assignment,
     Branches,
     Case,
@@ -29,8 +28,8 @@ from offbeat_recipes._imports.shell_nodes import (
     Text,
     Word,
 )
-from offbeat_recipes._imports.shell_syntax import ShellParser
-from offbeat_recipes._imports.shell_values import MARK, OpenValueError, Values, fits
+from offbeat_recipes._imports.shell.syntax import ShellParser
+from offbeat_recipes._imports.shell.values import MARK, OpenValueError, Values, fits
 
 _OVERRIDE: Final = re.compile(r"[+~]{0,2}(?P<name>[A-Za-z_][\w@/-]*(?:\.[\w@/-]+)+)=(?P<value>.*)", re.DOTALL)
 _MODULE: Final = re.compile(r"(verl|recipe|openrlhf)\.")
@@ -391,3 +390,71 @@ def _shown(text: str) -> str:
     """One line, not too long."""
     line = " ".join(text.split())
     return line if len(line) <= 200 else f"{line[:197]}..."
+
+
+_COMPARISONS: Final[dict[str, Callable[[str, str], bool]]] = {
+    "=": lambda a, b: a == b,
+    "==": lambda a, b: a == b,
+    "!=": lambda a, b: a != b,
+    "<": lambda a, b: a < b,
+    ">": lambda a, b: a > b,
+    "=~": lambda a, b: re.search(b, a) is not None,
+    "-eq": lambda a, b: int(a) == int(b),
+    "-ne": lambda a, b: int(a) != int(b),
+    "-lt": lambda a, b: int(a) < int(b),
+    "-le": lambda a, b: int(a) <= int(b),
+    "-gt": lambda a, b: int(a) > int(b),
+    "-ge": lambda a, b: int(a) >= int(b),
+}
+
+
+def decide(words: Sequence[str], variables: Mapping[str, str]) -> bool | None:
+    """Whether a condition holds.
+
+    Args:
+        words: between the brackets.
+        variables: that the script has set.
+
+    Returns:
+        None where only the machine can tell: of files, and of values that are open.
+    """
+    for joints, decisive in ((("||", "-o"), True), (("&&", "-a"), False)):
+        if position := _outermost(words, joints):
+            sides = decide(words[:position], variables), decide(words[position + 1 :], variables)
+            if decisive in sides:
+                return decisive
+            return None if None in sides else not decisive
+    if words[:1] == ["!"]:
+        state = decide(words[1:], variables)
+        return None if state is None else not state
+    if words[:1] == ["("] and words[-1:] == [")"]:
+        return decide(words[1:-1], variables)
+    if words[:1] == ["-v"]:
+        return words[-1] in variables or None
+    return None if any(MARK in word for word in words) else _compare(words)
+
+
+def _outermost(words: Sequence[str], joints: tuple[str, str]) -> int:
+    """Where two conditions are joined, outside of parentheses; 0 where they are not."""
+    depth = 0
+    for position, word in enumerate(words[:-1]):
+        depth += (word == "(") - (word == ")")
+        if position and not depth and word in joints:
+            return position
+    return 0
+
+
+def _compare(words: Sequence[str]) -> bool | None:
+    match words:
+        case []:
+            return False
+        case [text] | ["-n", text]:
+            return bool(text)
+        case ["-z", text]:
+            return not text
+        case [left, sign, right] if sign in _COMPARISONS:
+            try:
+                return _COMPARISONS[sign](left, right)
+            except (ValueError, re.error):
+                return None
+    return None  # a file, a terminal, …

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from offbeat_recipes._imports.shell_nodes import (
+from offbeat_recipes._imports.shell.nodes import (
     Arithmetic,
     Assignment,
     Branches,
