@@ -230,7 +230,7 @@ class _Loader:
             else:
                 self.values[section][key.field_name] = fit_override(text, key.annotation, key.setting)
         except ValueProblemError as problem:
-            said = f"must be {key.required}, got {problem.got}" if problem.got else problem.required
+            said = f"must be {key.required}, {problem}" if problem.got else str(problem)
             self._problem(where, f"{section}.{key.name}", said, section)
 
     def _unknown_section(self, where: str, name: str, *, is_table: bool) -> None:
@@ -309,7 +309,7 @@ class _Loader:
             try:
                 values[key.field_name] = fit(key.default, key.annotation, key.setting)
             except ValueProblemError as problem:
-                self._problem("default", f"{section.name}.{key.name}", problem.required, section.name)
+                self._problem("default", f"{section.name}.{key.name}", str(problem), section.name)
         elif (section.name, key.name) not in self.raw:
             where = self.source.where(section.name)
             advice = f"write {key.name} = ... under [{section.name}], or pass --{section.name}.{key.name} VALUE"

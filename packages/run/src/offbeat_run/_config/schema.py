@@ -3,7 +3,7 @@
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from difflib import SequenceMatcher
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -139,8 +139,6 @@ def type_words(annotation: Any) -> str:
         if origin is tuple and args[-1] is not Ellipsis:
             return f"a list of {len(args)}: " + ", ".join(type_words(arg) for arg in args)
         return "a list, each " + type_words(args[0])
-    if is_dataclass(annotation):
-        return "a table of " + ", ".join(keys_of(annotation))
     return "any value" if annotation is Any else "a list"
 
 
@@ -165,9 +163,7 @@ def nearest_key(sections: Mapping[str, Section], section: str, key: str) -> str 
 
 def nearest_section(sections: Mapping[str, Section], name: str) -> str | None:
     """Find the known section most like an unknown one."""
-    scored = [(SequenceMatcher(None, name, known).ratio(), known) for known in sections]
-    best = max(scored, default=(0.0, ""))
-    return best[1] if best[0] >= _NEAR else None
+    return next(iter(get_close_matches(name, sections, n=1, cutoff=_NEAR)), None)
 
 
 def check_limits(root_type: type, *, max_per_section: int = MAX_KEYS_PER_SECTION, max_keys: int = MAX_KEYS) -> None:

@@ -1,7 +1,7 @@
 """Writes configuration for people: the resolved file of a run, and the answer to `--explain`."""
 
 import json
-from dataclasses import MISSING, is_dataclass
+from dataclasses import MISSING
 from datetime import date, time
 from pathlib import Path
 from textwrap import wrap
@@ -45,11 +45,9 @@ def dump_config(config: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Turn nested settings and paths into what TOML holds."""
+    """Turn what a setting holds into what TOML holds."""
     if value is None:
         return NONE
-    if is_dataclass(value) and not isinstance(value, type):
-        return {key.name: plain(getattr(value, key.field_name)) for key in keys_of(type(value)).values()}
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -4,13 +4,15 @@ import math
 import os
 import re
 import tomllib
-from dataclasses import MISSING, is_dataclass
-from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Iterable
+from itertools import repeat
+from typing import Any, get_args, get_origin
 
-from offbeat_run._config.schema import bound_words, keys_of, type_words, union_arms
+import msgspec
+
+from offbeat_run._config.schema import union_arms
 from offbeat_run._config.secrets import mark_secrets
-from offbeat_types import ConfigError, Setting
+from offbeat_types import Setting
 
 _LARGEST_COUNT = 2**53
 """Of what is counted from a least value on: what is computed from it stays within 64 bits for longer than a run."""
@@ -30,11 +32,11 @@ _REFERENCE = re.compile(
 
 
 class ValueProblemError(Exception):
-    """A value does not fit. The text is what is required; `got` is what there was, unless the text says all."""
+    """A value does not fit: `got` is what there was, in words; the text is all there is to say where `got` is empty."""
 
-    def __init__(self, required: str, got: str = "") -> None:
-        super().__init__(required, got)
-        self.required, self.got = required, got
+    def __init__(self, text: str = "", *, got: str = "") -> None:
+        super().__init__(text or f"got {got}")
+        self.got = got
 
 
 def expand_text(text: str) -> str:
@@ -95,78 +97,34 @@ def escape(value: Any) -> Any:
 
 
 def convert(value: Any, annotation: Any) -> Any:
-    """Turn a value of TOML into one of `annotation`; an integer is a number, but true is not an integer.
+    """Turn a value of TOML into one of `annotation`, strictly: an integer is a number, but true is not an integer.
 
     Raises:
-        ValueProblemError: it does not fit.
+        ValueProblemError: it does not fit, or is a number that is not finite.
     """
     arms = union_arms(annotation)
     if type(None) in arms and (value == NONE or value is None):
         return None
-    for arm in arms:
-        try:
-            return _convert_arm(value, arm)
-        except ValueProblemError as problem:
-            if len([each for each in arms if each is not type(None)]) == 1 and arm is not type(None):
-                problem.required += f" or {type_words(type(None))}" if type(None) in arms else ""
-                raise
-    raise ValueProblemError(type_words(annotation), show(value))
-
-
-def _convert_arm(value: Any, arm: Any) -> Any:
-    if arm is Any:
-        return value
-    if arm is float and type(value) in (int, float):
-        return _number(value)
-    if arm is Path and isinstance(value, str | Path):
-        return Path(value)
-    if arm in (bool, int, str) and type(value) is arm:
-        return value
-    origin, args = get_origin(arm), get_args(arm)
-    if origin is Literal and any(value == arg and type(value) is type(arg) for arg in args):
-        return value
-    if (arm is dict or origin is dict) and isinstance(value, dict):
-        return {key: convert(item, args[1] if args else Any) for key, item in value.items()}
-    if (arm in (list, tuple) or origin in (list, tuple)) and isinstance(value, list | tuple):
-        return _sequence(value, arm, origin or arm, args)
-    if isinstance(arm, type) and is_dataclass(arm) and isinstance(value, arm):
-        return value
-    if is_dataclass(arm) and isinstance(value, dict):
-        return _table(value, arm)
-    raise ValueProblemError(type_words(arm), show(value))
-
-
-def _number(value: int | float) -> float:
+    for item, inner in _items(value, annotation):
+        convert(item, inner)  # first, so that an error shows the part that does not fit
     try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueProblemError(type_words(float), f"{show(value)}, which is not finite")
-    return number
+        converted = msgspec.convert(value, annotation, dec_hook=lambda kind, held: kind(held))
+    except msgspec.ValidationError:
+        too_large = ", which is not finite" if float in arms and type(value) is int else ""
+        raise ValueProblemError(got=show(value) + too_large) from None
+    if float in arms and isinstance(converted, float) and not math.isfinite(converted):
+        raise ValueProblemError(got=f"{show(value)}, which is not finite")
+    return converted
 
 
-def _sequence(value: Any, arm: Any, origin: Any, args: tuple[Any, ...]) -> Any:
-    if origin is tuple and args and args[-1] is not Ellipsis:
-        if len(args) != len(value):
-            raise ValueProblemError(type_words(arm), show(value))
-        return tuple(convert(item, each) for item, each in zip(value, args, strict=True))
-    return origin(convert(item, args[0] if args else Any) for item in value)
-
-
-def _table(value: dict[str, Any], cls: Any) -> Any:
-    keys = keys_of(cls)
-    unknown = [name for name in value if name not in keys]
-    missing = [name for name, key in keys.items() if key.default is MISSING and name not in value]
-    if unknown or missing:
-        complaint = f"unknown {', '.join(unknown)}" if unknown else f"without {', '.join(missing)}"
-        raise ValueProblemError(type_words(cls), f"{show(value)}, {complaint}")
-    items = [(keys[name], item) for name, item in value.items()]
-    held = {key.field_name: _fit_expanded(item, key.annotation, key.setting) for key, item in items}
-    try:
-        return cls(**held)
-    except (ConfigError, ValueError) as error:
-        raise ValueProblemError(str(error)) from error
+def _items(value: Any, annotation: Any) -> Iterable[tuple[Any, Any]]:
+    """The parts of a list or a table, each with what it must be."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is dict and isinstance(value, dict):
+        return [(item, args[1]) for item in value.values()]
+    if origin in (list, tuple) and isinstance(value, list | tuple):
+        return zip(value, repeat(args[0]) if origin is list or args[-1] is Ellipsis else args, strict=False)
+    return ()
 
 
 def fit(value: Any, annotation: Any, setting: Setting) -> Any:
@@ -175,16 +133,11 @@ def fit(value: Any, annotation: Any, setting: Setting) -> Any:
     Raises:
         ValueProblemError: it does not fit.
     """
-    return _fit_expanded(expand(value), annotation, setting)
-
-
-def _fit_expanded(value: Any, annotation: Any, setting: Setting) -> Any:
-    converted = convert(value, annotation)
+    converted = convert(expand(value), annotation)
     for item in converted if isinstance(converted, list | tuple) else (converted,):
-        if type(item) is int and item > _LARGEST_COUNT and setting.ge is not None:
-            raise ValueProblemError("an integer of at most 2^53", show(item))
-        if not isinstance(item, bool) and setting.complaint(item):
-            raise ValueProblemError(f"{type_words(annotation)} {bound_words(setting)}", show(item))
+        is_huge = type(item) is int and item > _LARGEST_COUNT and setting.ge is not None
+        if is_huge or (not isinstance(item, bool) and setting.complaint(item)):
+            raise ValueProblemError(got=show(item))
     return converted
 
 
