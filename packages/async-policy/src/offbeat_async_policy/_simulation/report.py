@@ -25,49 +25,34 @@ def advise(config: AsyncConfig, report: SimulationReport) -> list[str]:
 
 
 def _of_trainer(config: AsyncConfig, report: SimulationReport) -> list[tuple[float, str]]:
-    shares = report.trainer_shares
     bound = "raise staleness_threshold" if config.staleness_threshold else "set staleness_threshold above 0"
     bound += " or max_in_flight" if config.max_in_flight else ""
-    return [
-        (
-            shares["supply"],
-            f"trainer waits {shares['supply']:.0%} of the time for engines that are busy: move accelerators to rollout",
-        ),
-        (
-            shares["bound"],
-            f"trainer waits {shares['bound']:.0%} of the time for the last samples of what may be in flight: {bound}",
-        ),
-        (
-            shares["drain"],
-            f"trainer waits {shares['drain']:.0%} of the time until what is in flight ends before a sync: "
-            "set partial_rollout = true",
-        ),
-        (
-            shares["sync"],
-            f"weight syncs take {shares['sync']:.0%} of the time: raise trigger_parameter_sync_step, or sync faster",
-        ),
-    ]
+    sayings = {
+        "supply": "trainer waits {:.0%} of the time for engines that are busy: move accelerators to rollout",
+        "bound": "trainer waits {:.0%} of the time for the last samples of what may be in flight: " + bound,
+        "drain": "trainer waits {:.0%} of the time until what is in flight ends before a sync: "
+        "set partial_rollout = true",
+        "sync": "weight syncs take {:.0%} of the time: raise trigger_parameter_sync_step, or sync faster",
+    }
+    return _filled(sayings, report.trainer_shares)
 
 
 def _of_engines(config: AsyncConfig, report: SimulationReport) -> list[tuple[float, str]]:
-    shares = report.engine_shares
     trainer_is_busy = report.trainer_shares["training"] >= 0.85
     change = "move accelerators to the trainer" if trainer_is_busy else "raise staleness_threshold"
     if config.max_in_flight and not trainer_is_busy:
         change = "raise max_in_flight, or staleness_threshold"
     tail = "move accelerators to the trainer" if trainer_is_busy else "more groups in flight would fill them"
-    return [
-        (shares["bound"], f"engines are empty {shares['bound']:.0%} of the time, at their bound: {change}"),
-        (
-            shares["tail"],
-            f"engines run at most an eighth of their most samples {shares['tail']:.0%} of the time: {tail}",
-        ),
-        (
-            shares["drain"],
-            f"engines are empty {shares['drain']:.0%} of the time, as a sync waits for others: "
-            "set partial_rollout = true",
-        ),
-    ]
+    sayings = {
+        "bound": "engines are empty {:.0%} of the time, at their bound: " + change,
+        "tail": "engines run at most an eighth of their most samples {:.0%} of the time: " + tail,
+        "drain": "engines are empty {:.0%} of the time, as a sync waits for others: set partial_rollout = true",
+    }
+    return _filled(sayings, report.engine_shares)
+
+
+def _filled(sayings: Mapping[str, str], shares: Mapping[str, float]) -> list[tuple[float, str]]:
+    return [(shares[kind], text.format(shares[kind])) for kind, text in sayings.items()]
 
 
 def _of_tokens(config: AsyncConfig, report: SimulationReport) -> list[tuple[float, str]]:
