@@ -13,11 +13,6 @@ def test_importing_loads_no_library_before_it_is_needed() -> None:
     assert not heavy & set(done.stdout.split())
 
 
-def test_the_public_names_are_sorted_and_there() -> None:
-    assert len(set(offbeat_run.__all__)) == len(offbeat_run.__all__)
-    assert all(hasattr(offbeat_run, name) for name in offbeat_run.__all__)
-
-
 def test_every_metric_of_the_report_is_written_down_with_its_meaning() -> None:
     assert {
         "train/reward",

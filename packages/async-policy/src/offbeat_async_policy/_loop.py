@@ -207,7 +207,7 @@ class _Loop:
         self._work: dict[asyncio.Task[Any], Settle] = {}  # what runs, and what its result means
         self._ended: deque[asyncio.Task[Any]] = deque()  # of the work, what has ended and is not taken in yet
         self._news = asyncio.Event()
-        self._flights: dict[int, asyncio.Task[Any]] = {}  # group -> its submit
+        self._submits: dict[int, asyncio.Task[Any]] = {}  # group -> its submit
         self._losses: Counter[int] = Counter()
         self._trainer_turn = asyncio.Lock()  # first come, first served: checkpoint, update and sync never overlap
         self._activity = Activity(clock)
@@ -234,13 +234,13 @@ class _Loop:
             match action:
                 case Submit(group_id):
                     settle = partial(self._group_came_back, group_id)
-                    self._flights[group_id] = self._start(self._submit(group_id), settle)
+                    self._submits[group_id] = self._start(self._submit(group_id), settle)
                 case Update():
                     self._start(self._update(action), self._update_finished)
                 case Sync():
                     self._start(self._sync(action), lambda _: self._policy.sync_finished())
                 case Drop(group_id):
-                    self._cancel_flight(group_id)
+                    self._cancel_submit(group_id)
                     self._start(self._drop(group_id), _nothing)
                 case Finish():
                     return True
@@ -343,7 +343,7 @@ class _Loop:
         return task.result()
 
     def _group_came_back(self, group_id: int, result: GroupResult | PeerFailedError) -> None:
-        del self._flights[group_id]
+        del self._submits[group_id]
         if isinstance(result, PeerFailedError):
             self._count_loss(group_id, result)
             self._policy.group_lost(group_id)
@@ -387,12 +387,12 @@ class _Loop:
 
     # ── ending ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _cancel_flight(self, group_id: int) -> None:
+    def _cancel_submit(self, group_id: int) -> None:
         """Cancel the submit of a group that is dropped; what it returns or raises means nothing any more."""
-        flight = self._flights.pop(group_id, None)
-        if flight is not None:
-            flight.cancel()
-            self._work[flight] = _nothing
+        submit = self._submits.pop(group_id, None)
+        if submit is not None:
+            submit.cancel()
+            self._work[submit] = _nothing
 
     async def _cancel_all(self) -> None:
         tasks = [*self._work, *([self._idle_task] if self._idle_task else [])]

@@ -155,7 +155,7 @@ def describe_wait(status: PolicyStatus, where: Callable[[int], str] | None = Non
     if status.is_over:
         return "nobody waits: the run is over"
     rollouter = f"rollouter {status.rollouter_closed_because or 'open'}"
-    return f"{_describe_trainer(status, _describe_flight(status, where))}; {rollouter}"
+    return f"{_describe_trainer(status, _describe_in_flight(status, where))}; {rollouter}"
 
 
 def _describe_trainer(status: PolicyStatus, flight: str) -> str:
@@ -172,7 +172,7 @@ def _describe_trainer(status: PolicyStatus, flight: str) -> str:
     return text
 
 
-def _describe_flight(status: PolicyStatus, where: Callable[[int], str] | None) -> str:
+def _describe_in_flight(status: PolicyStatus, where: Callable[[int], str] | None) -> str:
     """Such as "40 in flight on rollout-0", or "40 in flight: 25 on rollout-0, 15 on rollout-1"."""
     text = f"{len(status.in_flight)} in flight"
     if where is None or not status.in_flight:

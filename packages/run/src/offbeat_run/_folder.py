@@ -234,7 +234,7 @@ class RunFolder:
             _refuse_contents(path)
             was_there = path.exists()
             path.mkdir(mode=_MODE, parents=True, exist_ok=True)
-            _close_to_the_world(path)
+            _forbid_others_to_write(path)
             lock = FolderLock(path)
         except OSError as error:
             raise RunFolderError(
@@ -267,7 +267,7 @@ class RunFolder:
         if write:
             _require_space(path, required_bytes)
             run._lock = _lock_existing(path)
-            _close_to_the_world(path)
+            _forbid_others_to_write(path)
             run._make_folders()
             for folder in (path, run.checkpoints.path, run.generations, run.logs):
                 remove_leftovers(folder)
@@ -327,7 +327,7 @@ class RunFolder:
         self.close()
 
 
-def _close_to_the_world(path: Path) -> None:
+def _forbid_others_to_write(path: Path) -> None:
     """Take from everybody else the right to write: whoever can, can change what a run goes on from."""
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & stat.S_IWOTH:

@@ -27,14 +27,14 @@ def advise(config: AsyncConfig, report: SimulationReport) -> list[str]:
 def _of_trainer(config: AsyncConfig, report: SimulationReport) -> list[tuple[float, str]]:
     bound = "raise staleness_threshold" if config.staleness_threshold else "set staleness_threshold above 0"
     bound += " or max_in_flight" if config.max_in_flight else ""
-    sayings = {
+    advice = {
         "supply": "trainer waits {:.0%} of the time for engines that are busy: move accelerators to rollout",
         "bound": "trainer waits {:.0%} of the time for the last samples of what may be in flight: " + bound,
         "drain": "trainer waits {:.0%} of the time until what is in flight ends before a sync: "
         "set partial_rollout = true",
         "sync": "weight syncs take {:.0%} of the time: raise trigger_parameter_sync_step, or sync faster",
     }
-    return _filled(sayings, report.trainer_shares)
+    return _filled(advice, report.trainer_shares)
 
 
 def _of_engines(config: AsyncConfig, report: SimulationReport) -> list[tuple[float, str]]:
@@ -43,16 +43,16 @@ def _of_engines(config: AsyncConfig, report: SimulationReport) -> list[tuple[flo
     if config.max_in_flight and not trainer_is_busy:
         change = "raise max_in_flight, or staleness_threshold"
     tail = "move accelerators to the trainer" if trainer_is_busy else "more groups in flight would fill them"
-    sayings = {
+    advice = {
         "bound": "engines are empty {:.0%} of the time, at their bound: " + change,
         "tail": "engines run at most an eighth of their most samples {:.0%} of the time: " + tail,
         "drain": "engines are empty {:.0%} of the time, as a sync waits for others: set partial_rollout = true",
     }
-    return _filled(sayings, report.engine_shares)
+    return _filled(advice, report.engine_shares)
 
 
-def _filled(sayings: Mapping[str, str], shares: Mapping[str, float]) -> list[tuple[float, str]]:
-    return [(shares[kind], text.format(shares[kind])) for kind, text in sayings.items()]
+def _filled(advice: Mapping[str, str], shares: Mapping[str, float]) -> list[tuple[float, str]]:
+    return [(shares[kind], text.format(shares[kind])) for kind, text in advice.items()]
 
 
 def _of_tokens(config: AsyncConfig, report: SimulationReport) -> list[tuple[float, str]]:

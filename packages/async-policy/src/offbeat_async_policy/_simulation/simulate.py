@@ -162,7 +162,7 @@ class EngineModel:
         self._token_counter = 0.0
         self._counted_to_s = 0.0
         self._paused = False
-        self.epoch = 0  # grows whenever `next_end_s` changes
+        self.revision = 0  # grows whenever `next_end_s` changes
         self.busy_s = 0.0
         self.sample_s = 0.0  # running samples, summed over time
 
@@ -196,7 +196,7 @@ class EngineModel:
         """Hold everything where it is."""
         self._advance(now_s)
         self._paused = True
-        self.epoch += 1
+        self.revision += 1
 
     def resume(self, now_s: float) -> list[int]:
         """Go on; return the groups that begin to decode now."""
@@ -224,7 +224,7 @@ class EngineModel:
             group_id, length = self._queue.popleft()
             heapq.heappush(self._running, (self._token_counter + length, group_id))
             begun.append(group_id)
-        self.epoch += 1
+        self.revision += 1
         return begun
 
 
@@ -245,7 +245,7 @@ class _Simulation:
         self._loads = [0] * cluster.num_engines  # samples running or queued on each
         self._account = TimeAccount(cluster.num_engines)
         self._now_s = 0.0
-        self._events: list[tuple[float, int, str, int, int]] = []  # (time, tie-break, kind, engine, its epoch)
+        self._events: list[tuple[float, int, str, int, int]] = []  # (time, tie-break, kind, engine, its revision)
         self._tie_break = count()
         self._holder: dict[int, int] = {}  # group in flight -> engine
         self._samples_left: dict[int, int] = {}  # group in flight -> samples that have not ended
@@ -260,7 +260,7 @@ class _Simulation:
     def run(self) -> SimulationReport:
         while not self._perform(self._policy.actions()):
             self._note_who_waits()
-            while not self._take_in(heapq.heappop(self._events)):
+            while not self._handle(heapq.heappop(self._events)):
                 pass  # nothing that the policy would hear of
         return self._report()
 
@@ -279,10 +279,10 @@ class _Simulation:
                     return True
         return False
 
-    def _take_in(self, event: tuple[float, int, str, int, int]) -> bool:
+    def _handle(self, event: tuple[float, int, str, int, int]) -> bool:
         """Let the event happen; return whether the policy was told something."""
-        time_s, _, kind, engine, epoch = event
-        if kind == "sample" and epoch != self._engines[engine].epoch:
+        time_s, _, kind, engine, revision = event
+        if kind == "sample" and revision != self._engines[engine].revision:
             return False  # something changed on the engine since this was foreseen
         self._account.advance(time_s - self._now_s)
         self._now_s = time_s
@@ -296,7 +296,7 @@ class _Simulation:
             self._policy.sync_finished()
             for index, model in enumerate(self._engines):
                 self._note_begun(model.resume(self._now_s))
-                self._foresee(index)
+                self._schedule_next_end(index)
         return True
 
     def _note_who_waits(self) -> None:
@@ -328,19 +328,19 @@ class _Simulation:
         if draws.random() < self._workload.filtered_share:
             self._filtered.add(group_id)
         self._note_begun(self._engines[engine].add(self._now_s, group_id, lengths))
-        self._foresee(engine)
+        self._schedule_next_end(engine)
 
     def _end_sample(self, engine: int) -> bool:
         group_id, begun = self._engines[engine].end_next(self._now_s)
         self._loads[engine] -= 1
         self._note_begun(begun)
-        self._foresee(engine)
+        self._schedule_next_end(engine)
         self._samples_left[group_id] -= 1
         if self._samples_left[group_id]:
             return False
         oldest_version = self._began_at[group_id]
         is_filtered = group_id in self._filtered
-        self._forget_flight(group_id)
+        self._forget_submitted(group_id)
         if is_filtered:
             self._wasted_tokens += self._tokens.pop(group_id)
             self._policy.group_filtered(group_id)
@@ -355,13 +355,13 @@ class _Simulation:
         self._trained_tokens += num_tokens
         self._updating = True
         self._updating_s += seconds
-        self._expect(self._now_s + seconds, "update")
+        self._schedule(self._now_s + seconds, "update")
 
     def _pause_for_sync(self) -> None:
         self._account.syncing = True
         for model in self._engines:
             model.pause(self._now_s)
-        self._expect(self._now_s + self._cluster.sync_s, "sync")
+        self._schedule(self._now_s + self._cluster.sync_s, "sync")
 
     def _drop(self, group_id: int) -> None:
         tokens = self._tokens.pop(group_id)
@@ -370,11 +370,11 @@ class _Simulation:
             return
         engine = self._holder[group_id]
         self._loads[engine] -= self._samples_left[group_id]
-        self._forget_flight(group_id)
+        self._forget_submitted(group_id)
         self._note_begun(self._engines[engine].remove(self._now_s, group_id))
-        self._foresee(engine)
+        self._schedule_next_end(engine)
 
-    def _forget_flight(self, group_id: int) -> None:
+    def _forget_submitted(self, group_id: int) -> None:
         del self._holder[group_id], self._samples_left[group_id]
         self._began_at.pop(group_id, None)
         self._filtered.discard(group_id)
@@ -383,15 +383,15 @@ class _Simulation:
         for group_id in groups:
             self._began_at.setdefault(group_id, self._policy.engine_version)
 
-    def _foresee(self, engine: int) -> None:
+    def _schedule_next_end(self, engine: int) -> None:
         model = self._engines[engine]
         self._account.engine_runs(engine, model.num_running)
         end_s = model.next_end_s()
         if end_s is not None:
-            self._expect(end_s, "sample", engine, model.epoch)
+            self._schedule(end_s, "sample", engine, model.revision)
 
-    def _expect(self, time_s: float, kind: str, engine: int = 0, epoch: int = 0) -> None:
-        heapq.heappush(self._events, (time_s, next(self._tie_break), kind, engine, epoch))
+    def _schedule(self, time_s: float, kind: str, engine: int = 0, revision: int = 0) -> None:
+        heapq.heappush(self._events, (time_s, next(self._tie_break), kind, engine, revision))
 
     def _report(self) -> SimulationReport:
         statistics, elapsed_s = self._policy.statistics, self._now_s
