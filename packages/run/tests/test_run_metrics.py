@@ -84,15 +84,6 @@ def test_a_damaged_line_is_named(run: RunFolder) -> None:
         read_metrics(run.metrics)
 
 
-def test_a_resumed_run_forgets_what_came_after_its_checkpoint(run: RunFolder) -> None:
-    with MetricsLog(run) as log:
-        for step in range(1, 6):
-            log.write(step, {"a": float(step)})
-    with MetricsLog(run, resume_step=3) as log:
-        log.write(4, {"a": 40.0})
-    assert [(line.step, line.values["a"]) for line in read_metrics(run.metrics)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
-
-
 def test_a_curve_of_tensorboard_goes_on_where_a_killed_run_is_resumed(run: RunFolder) -> None:
     killed = MetricsLog(run)
     for step in range(1, 6):
@@ -112,12 +103,6 @@ def test_tensorboard_gets_scalars_and_histograms_but_nothing_infinite(run: RunFo
     with MetricsLog(run) as log:
         log.write(7, {"a": 0.5, "h": [1, 2, 3], "nan": math.nan, "empty": []})
     assert scalars(run) == {"a": [(7, 0.5)], "h": [(7, 6.0)]}
-
-
-def test_tensorboard_can_be_left_out(run: RunFolder) -> None:
-    with MetricsLog(run, tensorboard=False) as log:
-        log.write(1, {"a": 1.0})
-    assert list(run.tensorboard.iterdir()) == []
 
 
 def test_a_missing_file_has_no_metrics(tmp_path: Path) -> None:

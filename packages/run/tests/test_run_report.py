@@ -201,16 +201,6 @@ def test_a_long_run_stays_a_small_page(tmp_path: Path) -> None:
     assert len(strip["data"][0]["x"]) <= 3000
 
 
-def test_a_killed_run_shows_its_timeline(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path / "run") as run:
-        run.write_text(run.config, "")
-        timeline = Timeline(run.timeline)
-        for role in ("trainer-0", "rollout-0"):
-            timeline.span(role, "work", 1, 2)
-        (strip,) = page_of(run).figures
-    assert {track for trace in strip["data"] for track in trace["y"]} == {"trainer-0", "rollout-0"}
-
-
 def test_a_folder_without_a_run_has_no_report(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="not a run folder"):
         write_report(tmp_path)

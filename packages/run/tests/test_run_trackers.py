@@ -38,12 +38,6 @@ def test_a_tracker_that_does_not_start_is_one_line(tmp_path: Path, monkeypatch: 
     monkeypatch.delitem(__import__("sys").modules, "wandb", raising=False)
 
 
-def test_no_tracker_is_opened_unasked(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path / "run") as run:
-        check_trackers(LogConfig())
-        assert open_trackers(LogConfig(), run) == ()
-
-
 @pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is an extra: offbeat-run[mlflow]")
 def test_mlflow_gets_the_finite_numbers_and_goes_on_with_the_same_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
