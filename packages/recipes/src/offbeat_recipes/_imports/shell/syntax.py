@@ -1,6 +1,6 @@
 """The syntax of bash, as far as scripts that start a program use it: a text becomes commands made of words.
 
-Nothing is run or looked up here; `shell` gives the words their values.
+Nothing is run or looked up here; `reading` gives the words their values.
 """
 
 import re
@@ -88,7 +88,7 @@ class ShellParser:
         return self.text[start : self.at].strip()
 
     def _commands(self, *ends: str) -> Commands:
-        """Commands up to one of these reserved words, which is read too; the last of them is in `self.ended_by`."""
+        """Commands up to one of these reserved words, which is not read."""
         found: list[Line] = []
         while self._skip_to_command():
             if (closing := _CLOSING.match(self.text, self.at)) and closing[1] in ends:
