@@ -100,10 +100,9 @@ def _machine() -> list[tuple[str, str]]:
 
 
 def _packages() -> list[tuple[str, str]]:
-    ours = sorted(
-        {dist.name for dist in distributions() if (dist.name or "").startswith(("offbeat-", "grpo-", "sft-"))}
-    )
-    rows = [(name, version(name)) for name in ours if name.endswith("-app") or name.startswith("offbeat-")]
+    names = {dist.name or "" for dist in distributions()}
+    ours = sorted(name for name in names if name.startswith("offbeat-") or name in ("grpo-async-app", "sft-app"))
+    rows = [(name, version(name)) for name in ours]
     for name in _LIBRARIES:
         try:
             rows.append((name, version(name)))

@@ -145,12 +145,12 @@ class Progress:
 
 
 def print_before_after(
-    rows: Sequence[tuple[str, float | str, float | str]], *, title: str = "", console: "Console | None" = None
+    rows: Sequence[tuple[str, float, float]], *, title: str = "", console: "Console | None" = None
 ) -> None:
     """Print a table of what changed.
 
     Args:
-        rows: (name, before, after); numbers get three decimals and their change.
+        rows: (name, before, after).
         title: over the table.
         console: where; standard output when None.
     """
@@ -161,9 +161,7 @@ def print_before_after(
     for name in ("", "before", "after", "change"):
         table.add_column(name, justify="left" if not name else "right")
     for name, before, after in rows:
-        numbers = isinstance(before, int | float) and isinstance(after, int | float)
-        change = f"{after - before:+.3f}" if numbers else ""  # type: ignore[operator]
-        table.add_row(Text(name), number_text(before), number_text(after), change)
+        table.add_row(Text(name), number_text(before), number_text(after), f"{after - before:+.3f}")
     (console or _new_console()).print(table)
 
 

@@ -28,8 +28,6 @@ def duration_text(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def number_text(value: float | str) -> str:
+def number_text(value: float) -> str:
     """Write a number with as many digits as a person reads."""
-    if isinstance(value, str | int):
-        return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.3f}"

@@ -62,7 +62,8 @@ class GenerationsLog:
         self._folder = run.generations
         self._files: dict[str, JsonlFile] = {}
         if resume_step is not None:
-            self.truncate_after(resume_step)
+            for path in self._folder.glob("*.jsonl"):
+                cut_lines(path, lambda line: int(line["step"]) <= resume_step)
 
     def write(self, generations: Iterable[Generation]) -> None:
         """Append generations, each flushed."""
@@ -72,14 +73,8 @@ class GenerationsLog:
                 self._files[name] = JsonlFile(self._folder / f"{name}.jsonl")
             self._files[name].write(msgspec.structs.asdict(generation))
 
-    def truncate_after(self, step: int) -> None:
-        """Forget every generation after `step`."""
-        self.close()
-        for path in self._folder.glob("*.jsonl"):
-            cut_lines(path, lambda line: int(line["step"]) <= step)
-
     def close(self) -> None:
-        """Close the files; a second call does nothing, a later write opens them again."""
+        """Close the files; a second call does nothing."""
         for file in self._files.values():
             file.close()
         self._files.clear()

@@ -166,7 +166,7 @@ def nearest_section(sections: Mapping[str, Section], name: str) -> str | None:
     return next(iter(get_close_matches(name, sections, n=1, cutoff=_NEAR)), None)
 
 
-def check_limits(root_type: type, *, max_per_section: int = MAX_KEYS_PER_SECTION, max_keys: int = MAX_KEYS) -> None:
+def check_limits(root_type: type, *, max_keys: int = MAX_KEYS) -> None:
     """Hold a configuration to its size: applications call this in a test.
 
     Raises:
@@ -174,9 +174,9 @@ def check_limits(root_type: type, *, max_per_section: int = MAX_KEYS_PER_SECTION
     """
     sections = sections_of(root_type)
     problems = [
-        f"[{name}] has {len(section.keys)} keys: at most {max_per_section}"
+        f"[{name}] has {len(section.keys)} keys: at most {MAX_KEYS_PER_SECTION}"
         for name, section in sections.items()
-        if len(section.keys) > max_per_section
+        if len(section.keys) > MAX_KEYS_PER_SECTION
     ]
     total = sum(len(section.keys) for section in sections.values())
     if total > max_keys:

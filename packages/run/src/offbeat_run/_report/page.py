@@ -149,7 +149,7 @@ def _change(name: str, before: float, after: float) -> str:
     change = abs(after - before)
     if _is_share(name):
         return f"{sign}{100 * change:.1f} points"
-    decimals = len(number_text(float(after)).partition(".")[2])
+    decimals = len(number_text(after).partition(".")[2])
     return f"{sign}{change:,.{decimals}f}"
 
 
@@ -165,7 +165,7 @@ def _ends(name: str, points: Series) -> tuple[float, float]:
 
 
 def _number(name: str, value: float) -> str:
-    return f"{value:.1%}" if _is_share(name) else number_text(float(value))
+    return f"{value:.1%}" if _is_share(name) else number_text(value)
 
 
 def _sample_tables(run: RunFolder, damaged: list[str]) -> list[tuple[str, list[Generation]]]:
