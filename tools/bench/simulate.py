@@ -1,7 +1,6 @@
 """The simulator against what others published and against a real run; and how long it takes itself.
 
     python tools/bench/simulate.py published [--json]     verl's tables, from the colocated rows alone
-    python tools/bench/simulate.py lengths                the same for other assumed lengths
     python tools/bench/simulate.py large                  1,000 accelerators
 
 A published total after n steps is compared with n simulated steps, times the growth that the colocated run on the same
@@ -42,9 +41,9 @@ class Compared:
     totals_min: tuple[tuple[int, float, float], ...]
 
 
-def compare(row: dict[str, Any], changes: dict[str, Any] | None = None) -> Compared:
-    """Simulate one published row, with further changes of its scenario."""
-    overrides = [(f"--{key}", json.dumps(value)) for key, value in {**row["overrides"], **(changes or {})}.items()]
+def compare(row: dict[str, Any]) -> Compared:
+    """Simulate one published row."""
+    overrides = [(f"--{key}", json.dumps(value)) for key, value in row["overrides"].items()]
     report = ScenarioModel.of(read_scenario(SCENARIOS / row["scenario"], overrides)).run()
     colocated = PUBLISHED["colocated"][row["colocated"]]["total_min"]
     totals = []
@@ -69,20 +68,6 @@ def print_published(as_json: bool) -> None:
         for steps, published, simulated in row.totals_min:
             total = f"{_hours(published):>8s} {_hours(simulated):>8s}  {_error(simulated, published)}"
             print(f"{'':38s} {steps} steps {total}")
-
-
-def print_lengths() -> None:
-    """Print how the simulated steps depend on the lengths that are assumed."""
-    print(f"{'':38s} published " + " ".join(f"{median}/{spread}".rjust(9) for median, spread in LENGTHS))
-    for row in PUBLISHED["asynchronous"]:
-        steps = []
-        for median, spread in LENGTHS:
-            compared = compare(row, {"lengths.median": float(median), "lengths.spread": spread})
-            steps.append(f"{compared.step_s:9.1f}")
-        print(f"{row['name']:38s} {row['step_s']:9.1f} " + " ".join(steps))
-
-
-LENGTHS = ((600, 1.05), (600, 0.8), (400, 1.3), (900, 1.0), (300, 1.5))
 
 
 def print_large() -> None:
@@ -113,13 +98,11 @@ def _hours(minutes: float) -> str:
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("published", "lengths", "large"))
+    parser.add_argument("what", choices=("published", "large"))
     parser.add_argument("--json", action="store_true")
     parsed = parser.parse_args()
     if parsed.what == "published":
         print_published(parsed.json)
-    elif parsed.what == "lengths":
-        print_lengths()
     else:
         print_large()
     return 0

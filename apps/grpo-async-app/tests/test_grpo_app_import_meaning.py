@@ -4,7 +4,7 @@ import pytest
 
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
-from offbeat_recipes._imports.programs import Program
+from offbeat_recipes._imports.options import Program
 
 PREFIX = "actor_rollout_ref."
 ASYNC = Program("verl.experimental.fully_async_policy.fully_async_main", "fully_async_ppo_trainer")

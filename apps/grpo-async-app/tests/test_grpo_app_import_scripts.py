@@ -9,8 +9,8 @@ import pytest
 
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._imports.command import import_command
-from offbeat_recipes._imports.programs import read_program
-from offbeat_recipes._imports.shell import read_shell
+from offbeat_recipes._imports.options import read_program
+from offbeat_recipes._imports.shell.reading import read_shell
 from offbeat_run import CommandWords, load_config
 from offbeat_types import ConfigError
 

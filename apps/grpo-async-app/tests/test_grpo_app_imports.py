@@ -207,7 +207,7 @@ trainer: {nnodes: 2, n_gpus_per_node: 8, total_epochs: 3}
     assert (held["algorithm.advantage"], held["algorithm.loss"]) == ("rloo", "gspo")
     assert (held["algorithm.clip_low"], held["algorithm.aggregation"]) == (3e-4, "sequence_mean")
     assert "actor_rollout_ref.rollout.name" in draft.changed
-    (tmp_path / "ppo.toml").write_text(draft.as_toml("head"))
+    (tmp_path / "ppo.toml").write_text(draft.as_toml("head", {}))
     assert load_config(tmp_path / "ppo.toml", GrpoConfig).async_.groups_per_update == 256
 
 
@@ -352,7 +352,7 @@ def test_options_that_refer_to_options_that_refer_to_others_are_put_in(tmp_path:
 def test_a_value_of_several_lines_leaves_a_file_that_loads() -> None:
     draft = import_verl({"data.max_prompt_length": "$(count\n[data]\npath = 1)", f"{PREFIX}model.path": "m"})
     assert "data.max_prompt_length" in draft.changed
-    parse_config(draft.as_toml("head"), GrpoConfig, ["--data.path=x"])
+    parse_config(draft.as_toml("head", {}), GrpoConfig, ["--data.path=x"])
 
 
 def test_rewards_and_weights_of_different_number_are_told() -> None:

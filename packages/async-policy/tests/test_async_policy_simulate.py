@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat_async_policy import AsyncConfig, Cluster, DecodeCurve, Lengths, Workload, read_lengths, simulate
+from offbeat_async_policy import (
+    AsyncConfig,
+    Cluster,
+    DecodeCurve,
+    DecodeTime,
+    Lengths,
+    Workload,
+    read_lengths,
+    simulate,
+)
 from offbeat_types import ConfigError, DataError
 
 FLAT = DecodeCurve(((1, 100.0),))  # 100 tokens/s whatever runs
@@ -73,6 +82,54 @@ def test_no_run_beats_what_its_parts_can_do(sigma, num_engines, max_running, upd
     assert report.tokens_per_s <= 200 * num_engines * 1.001
     for share in (report.trainer_idle_share, report.engine_idle_share, report.slot_use):
         assert -1e-9 <= share <= 1 + 1e-9
+
+
+@st.composite
+def configs(draw):
+    sigma = draw(st.sampled_from([0.0, 0.25, 0.5, 1.0, 3.0]))
+    cadence = draw(st.integers(1, 3))
+    lag = draw(st.none() | st.integers(cadence, cadence + 3))
+    return AsyncConfig(
+        staleness_threshold=sigma,
+        trigger_parameter_sync_step=cadence,
+        require_batches=draw(st.integers(1, 2)),
+        mini_batch_size=4,
+        partial_rollout=sigma > 0 and draw(st.booleans()),
+        max_version_lag=lag,
+        on_exceed=draw(st.sampled_from(["wait", "drop"])) if lag is not None else "wait",
+        max_in_flight=draw(st.sampled_from([0, 3, 9])),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    config=configs(),
+    num_engines=st.integers(1, 3),
+    max_running=st.integers(1, 16),
+    update_s=st.floats(0, 30),
+    sync_s=st.sampled_from([0.0, 2.0]),
+    filtered_share=st.sampled_from([0.0, 0.3]),
+    seed=st.integers(0, 999),
+)
+def test_every_group_ends_once_and_all_time_is_accounted_for(
+    config, num_engines, max_running, update_s, sync_s, filtered_share, seed
+):
+    """What the policy itself promises under any order of events: test_async_policy_schedules.py."""
+    curve = DecodeTime(0.01, 0.002)
+    cluster = Cluster(
+        num_engines=num_engines, max_running=max_running, decode_curve=curve, update_s=update_s, sync_s=sync_s
+    )
+    lengths = Lengths(median=200, spread=1.0, longest=4000)
+    workload = Workload(num_groups=60, group_size=3, lengths=lengths, filtered_share=filtered_share, seed=seed)
+    report = simulate(config, workload=workload, cluster=cluster)
+    assert report.trained + report.filtered + report.dropped == report.submitted == 60
+    assert config.max_version_lag is None or report.max_lag <= config.max_version_lag
+    for shares in (report.trainer_shares, report.engine_shares):
+        assert abs(sum(shares.values()) - 1) < 1e-6
+    assert abs(report.trainer_shares["training"] - (1 - report.trainer_idle_share)) < 1e-6
+    busy = report.engine_shares["decoding"] + report.engine_shares["tail"]
+    assert abs(busy - (1 - report.engine_idle_share)) < 1e-6
+    assert report.engine_shares["open"] < 1e-6, "an engine is never empty while a group might start"
 
 
 def test_lengths_follow_the_distribution_they_were_given():

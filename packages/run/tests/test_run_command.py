@@ -1,15 +1,27 @@
-"""A command leaves with the right exit code and one clear message."""
+"""A command gets its words, leaves with the right exit code and says one clear message."""
 
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from offbeat_run import split_arguments
-from offbeat_types import ConfigError
+from offbeat_run import (
+    Command,
+    CommandWords,
+    count_text,
+    new_run_folder,
+    print_table,
+    run_named_command,
+    size_text,
+    split_arguments,
+    whole_number,
+)
+from offbeat_types import ConfigError, setting
 
 
 def run(body: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -141,3 +153,93 @@ def test_a_run_that_compiles_nothing_leaves_no_folder_of_the_compiler(tmp_path: 
     done = run(body)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "torchinductor_me").exists() == stays
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    speed: float = setting(1.0, "How fast.", "m/s", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Root:
+    car: Section = field(default_factory=Section)
+
+
+def call(*words: str) -> list[tuple[str, ...]]:
+    """Dispatch words to two commands; what was called."""
+    called: list[tuple[str, ...]] = []
+
+    def record(name: str) -> Callable[..., int]:
+        return lambda sorted_words, *arguments: called.append((name, *arguments)) or 0
+
+    commands = {
+        "go": Command(record("go"), "FILE", options=("out", "seed"), overrides=True),
+        "show": Command(record("show"), "RUN", options=("serve",)),
+        "stop": Command(record("stop"), switches=("hard",)),
+        "tow": Command(record("tow"), "CAR FILE"),
+    }
+    assert run_named_command(words, commands, Root) == 0
+    return called
+
+
+def test_a_command_gets_its_argument() -> None:
+    assert call("go", "a.toml", "--out", "x", "--car.speed=2") == [("go", "a.toml")]
+    assert call("show", "runs/a", "--serve", "8000") == [("show", "runs/a")]
+    assert call("stop") == [("stop",)]
+    assert call("stop", "--hard") == [("stop",)]
+    assert call("tow", "red", "a.toml") == [("tow", "red", "a.toml")]
+
+
+@pytest.mark.parametrize("words", [(), ("walk",), ("go",), ("go", "a", "b"), ("stop", "now"), ("tow", "red")])
+def test_a_command_that_cannot_be_is_named(words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"no such command|takes"):
+        call(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("show", "runs/a", "--seed", "3"), "show takes no --seed; it takes --serve"),
+        (("show", "runs/a", "--car.speed=2"), "show takes no settings: got --car.speed=2; it takes --serve"),
+        (("stop", "--serve", "9"), "stop takes no --serve; it takes --hard"),
+        (("tow", "red", "a.toml", "--hard"), "tow takes no --hard; it takes no option"),
+        (("tow", "red"), "tow takes CAR FILE: got red"),
+        (("go", "a.toml", "--serve=9"), "go takes no --serve; it takes --out, --seed, --section.key"),
+    ],
+)
+def test_an_option_that_a_command_would_ignore_is_refused(words: tuple[str, ...], complaint: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        call(*words)
+    assert str(refusal.value) == complaint
+
+
+def test_explain_answers_instead_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--explain", "car.speed") == []
+    assert "How fast." in capsys.readouterr().out
+
+
+def test_a_new_run_has_a_folder_named_after_its_file() -> None:
+    assert new_run_folder(CommandWords(), "sums").parent == Path("runs")
+    assert new_run_folder(CommandWords(), "sums").name.startswith("sums-")
+    assert new_run_folder(CommandWords(options={"out": "here"}), "sums") == Path("here")
+
+
+def test_whole_numbers_are_checked() -> None:
+    assert whole_number(CommandWords(options={"seed": "7"}), "seed") == 7
+    with pytest.raises(ConfigError, match="--seed"):
+        whole_number(CommandWords(options={"seed": "-1"}), "seed")
+
+
+@pytest.mark.parametrize(("number", "text"), [(7, "7"), (789_888, "790 k"), (134_515_008, "135 M"), (8 * 10**9, "8 B")])
+def test_counts_are_written_for_people(number: int, text: str) -> None:
+    assert count_text(number) == text
+
+
+@pytest.mark.parametrize(("size", "text"), [(10, "10 bytes"), (2048, "2 KiB"), (3 * 2**30, "3 GiB"), (2**40, "1 TiB")])
+def test_sizes_are_written_for_people(size: float, text: str) -> None:
+    assert size_text(size) == text
+
+
+def test_brackets_in_a_table_are_text(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table([("install", 'pip install "x[engine]"')])
+    assert "[engine]" in capsys.readouterr().out

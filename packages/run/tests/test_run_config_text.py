@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat_run import CheckpointConfig, LogConfig, check_limits, dump_config, explain, parse_config
-from offbeat_types import REQUIRED, ConfigError, setting
+from offbeat_types import ConfigError, setting
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(
     ["~/x", "$~/x", "${A}", "$${A}", "$$${A:-b}", "~", "$~", "$$", "a\nb\r\n", "\x7f\x00", '"""', "'", "~\n", "${"]
@@ -25,14 +25,6 @@ TABLES = st.dictionaries(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Term:
-    """One term of a sum."""
-
-    name: str = setting(REQUIRED, "Its name.")
-    weight: float = setting(1.0, "Its weight.")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Data:
     """What to learn from."""
 
@@ -42,7 +34,6 @@ class Data:
     names: tuple[str, ...] = setting((), "Columns.")
     grid: list[list[float]] = setting([], "Numbers.")
     shuffle: bool = setting(True, "Mix the rows.")
-    terms: tuple[Term, ...] = setting((), "Terms of the reward.")
     options: dict[str, Any] = setting({}, "Extras of the reader.")
 
 
@@ -61,7 +52,6 @@ DATA = st.builds(
     names=st.lists(TEXT, max_size=3).map(tuple),
     grid=st.lists(st.lists(NUMBERS, max_size=3), max_size=3),
     shuffle=st.booleans(),
-    terms=st.lists(st.builds(Term, name=TEXT, weight=NUMBERS), max_size=3).map(tuple),
     options=TABLES,
 )
 

@@ -49,11 +49,6 @@ def test_checkpoints_that_are_no_folder_are_named(tmp_path: Path, kind: str) -> 
         RunFolder.open(run.path)
 
 
-def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path) as run:
-        assert run.path == tmp_path
-
-
 def test_a_place_that_cannot_hold_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match="is a file"):

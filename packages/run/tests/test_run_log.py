@@ -1,21 +1,31 @@
-"""A run's log is opened and closed as one, and its end compares it with its beginning."""
+"""What a run writes down survives a kill, comes back as written, and is cut back on resume; trackers get it too."""
 
+import importlib.util
+import math
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from offbeat_run import (
     CheckpointConfig,
     Generation,
+    GenerationsLog,
     LogConfig,
+    MetricsLog,
     RunFolder,
     RunLog,
+    check_trackers,
+    open_trackers,
     print_conclusion,
     read_generations,
     read_metrics,
     read_timeline,
 )
-from offbeat_types import RunFolderError
+from offbeat_types import BackendError, Metric, RunFolderError
 
 
 @pytest.fixture
@@ -23,8 +33,119 @@ def run(tmp_path: Path) -> RunFolder:
     return RunFolder.create(tmp_path / "run")
 
 
-def generation(step: int) -> Generation:
-    return Generation(step=step, kind="train", version=step, prompt="2+2?", completion="4", reward=1.0)
+def scalars(run: RunFolder) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard files hold, read by their format's own reader."""
+    from tensorboardX.event_file_writer import directory_check
+    from tensorboardX.proto.event_pb2 import Event
+
+    directory_check(str(run.tensorboard))
+    found: dict[str, list[tuple[int, float]]] = {}
+    for path in sorted(run.tensorboard.glob("events*")):
+        data = path.read_bytes()
+        while data:
+            length = int.from_bytes(data[:8], "little")
+            event = Event.FromString(data[12 : 12 + length])
+            data = data[16 + length :]
+            for value in event.summary.value:
+                number = value.simple_value if value.HasField("simple_value") else sum(value.histo.bucket)
+                found.setdefault(value.tag, []).append((event.step, number))
+    return found
+
+
+def test_metrics_come_back_as_written(run: RunFolder) -> None:
+    with MetricsLog(run) as log:
+        log.write(1, {"a": 0.1, "b": Metric(value=2.0, weight=7.0), "c": np.float32(0.5), "n": 3}, time_s=100.5)
+        log.write(2, {"h": [1, 2, 3], "i": np.array([4.0, 5.0]), "nan": math.nan, "inf": -math.inf})
+    first, second = read_metrics(run.metrics)
+    assert (first.step, first.time_s) == (1, 100.5)
+    assert first.values == {"a": 0.1, "b": 2.0, "c": 0.5, "n": 3.0}
+    assert second.values["h"] == [1.0, 2.0, 3.0]
+    assert second.values["i"] == [4.0, 5.0]
+    assert second.values["inf"] == -math.inf
+    assert isinstance(second.values["nan"], float)
+    assert math.isnan(second.values["nan"])
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.dictionaries(st.text("abc/", min_size=1), st.floats() | st.lists(st.floats(), max_size=3), max_size=4))
+def test_any_number_comes_back(tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]) -> None:
+    with RunFolder.create(tmp_path_factory.mktemp("run")) as run, MetricsLog(run, tensorboard=False) as log:
+        log.write(3, values)
+        (line,) = read_metrics(run.metrics)
+    assert line.values.keys() == values.keys()
+    for name, value in values.items():
+        np.testing.assert_array_equal(line.values[name], value)  # takes NaN for equal to NaN
+
+
+def test_each_line_is_on_the_disk_before_the_next(run: RunFolder) -> None:
+    log = MetricsLog(run, tensorboard=False)
+    log.write(1, {"a": 1.0})
+    assert len(read_metrics(run.metrics)) == 1
+    log.close()
+    log.close()
+
+
+def test_a_line_torn_by_a_kill_is_left_out_and_then_mended(run: RunFolder) -> None:
+    run.metrics.write_text('{"step":1,"time_s":1,"a":1}\n{"step":2,"ti')
+    assert [line.step for line in read_metrics(run.metrics)] == [1]
+    with MetricsLog(run, tensorboard=False) as log:
+        log.write(2, {"a": 2.0})
+    assert [line.step for line in read_metrics(run.metrics)] == [1, 2]
+
+
+def test_a_damaged_line_is_named(run: RunFolder) -> None:
+    run.metrics.write_text('{"step":1,"time_s":1}\nnonsense\n')
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl:2: not a line of JSON"):
+        read_metrics(run.metrics)
+
+
+def test_a_curve_of_tensorboard_goes_on_where_a_killed_run_is_resumed(run: RunFolder) -> None:
+    killed = MetricsLog(run)
+    for step in range(1, 6):
+        killed.write(step, {"a": float(step), "h": [step]})
+    (events,) = run.tensorboard.iterdir()
+    assert scalars(run)["a"][-1] == (5, 5.0)  # without a close: each step is there at once
+    events.write_bytes(events.read_bytes()[:-40])  # torn by the kill, and short of a step that metrics.jsonl has
+    with MetricsLog(run, resume_step=3) as log:
+        log.write(4, {"a": 40.0})
+    expected = {"a": [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)], "h": [(1, 1.0), (2, 2.0), (3, 3.0)]}
+    assert scalars(run) == expected
+    MetricsLog(run, resume_step=-1).close()
+    assert scalars(run) == {}
+
+
+def test_tensorboard_gets_scalars_and_histograms_but_nothing_infinite(run: RunFolder) -> None:
+    with MetricsLog(run) as log:
+        log.write(7, {"a": 0.5, "h": [1, 2, 3], "nan": math.nan, "empty": []})
+    assert scalars(run) == {"a": [(7, 0.5)], "h": [(7, 6.0)]}
+
+
+def test_a_missing_file_has_no_metrics(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "none") == []
+
+
+def generation(step: int, kind: str = "train", text: str = "4") -> Generation:
+    return Generation(step=step, kind=kind, version=step - 1, prompt="2+2?", completion=text, reward=1.0)  # type: ignore[arg-type]
+
+
+def test_half_a_character_in_a_completion_does_not_end_the_run(run: RunFolder) -> None:
+    odd = Generation(step=1, kind="train", version=0, prompt="2+2?", completion="a\ud800b", reward=math.nan)
+    with GenerationsLog(run) as log:
+        log.write([odd, generation(2, "train")])
+    lines = run.generations.joinpath("train.jsonl").read_text().splitlines()
+    assert '"completion":"a?b","reward":null' in lines[0]
+    assert len(lines) == 2
+
+
+def test_generations_come_back_by_kind_and_are_cut_on_resume(run: RunFolder) -> None:
+    with GenerationsLog(run) as log:
+        log.write([generation(1), generation(2, "validation", "a\nb\u2028</script>"), generation(2)])
+    assert read_generations(run, "train") == [generation(1), generation(2)]
+    assert read_generations(run, "validation") == [generation(2, "validation", "a\nb\u2028</script>")]
+    with GenerationsLog(run, resume_step=1) as log:
+        log.write([generation(2, text="again")])
+    assert [each.completion for each in read_generations(run, "train")] == ["4", "again"]
+    assert read_generations(run, "validation") == []
 
 
 def test_everything_is_written_and_cut_where_the_run_resumes(run: RunFolder) -> None:
@@ -36,9 +157,15 @@ def test_everything_is_written_and_cut_where_the_run_resumes(run: RunFolder) -> 
             log.write_generations([generation(step)])
     with RunLog(run, LogConfig(), 3, 1) as log:
         log.write(2, {"train/loss": 7.0})
+        with pytest.raises(ZeroDivisionError), log.measure("trainer-0", "fails"):
+            print(1 // 0)
     assert [(line.step, line.values["train/loss"]) for line in read_metrics(run.metrics)] == [(1, 1.0), (2, 7.0)]
     assert [each.step for each in read_generations(run, "train")] == [1]
-    assert [event["name"] for event in read_timeline(run.timeline) if event["ph"] == "X"] == ["update", "update"]
+    assert [event["name"] for event in read_timeline(run.timeline) if event["ph"] == "X"] == [
+        "update",
+        "update",
+        "fails",
+    ]
     assert len(list(run.tensorboard.iterdir())) >= 1
 
 
@@ -82,3 +209,50 @@ def test_room_is_asked_for_all_checkpoints_at_once() -> None:
     full, plain = CheckpointConfig(keep=2), CheckpointConfig(keep=2, save_optimizer=False)
     assert full.room_bytes(1000, is_lora=False) == 4 * 12_000 + 2**26
     assert full.room_bytes(1000, is_lora=True) == plain.room_bytes(1000, is_lora=False) == 4 * 4_000 + 2**26
+
+
+TRACKERS = ("wandb", "trackio", "mlflow")
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_tracker_that_is_not_installed_names_its_install_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, name, None)  # what Python itself does to forbid an import
+    with (
+        RunFolder.create(tmp_path / "run") as run,
+        pytest.raises(BackendError, match=rf'{name} is not installed \(.*pip install "offbeat-run\[{name}\]"'),
+    ):
+        open_trackers(LogConfig(trackers=(name,)), run)
+    with pytest.raises(BackendError, match=rf'{name} is not installed; .*pip install "offbeat-run\[{name}\]"'):
+        check_trackers(LogConfig(trackers=(name,)))
+
+
+def test_a_tracker_that_does_not_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb.py").write_text("def init(**_): raise RuntimeError('no key')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(__import__("sys").modules, "wandb", raising=False)
+    with (
+        RunFolder.create(tmp_path / "run") as run,
+        pytest.raises(BackendError, match=r"wandb did not start: no key; put it right, or leave it out"),
+    ):
+        open_trackers(LogConfig(trackers=("wandb",)), run)
+    monkeypatch.delitem(__import__("sys").modules, "wandb", raising=False)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is an extra: offbeat-run[mlflow]")
+def test_mlflow_gets_the_finite_numbers_and_goes_on_with_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlflow
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    log = LogConfig(trackers=("mlflow",), project="offbeat-test")
+    with RunFolder.create(tmp_path / "run") as run:
+        for step in (1, 2):
+            with MetricsLog(run, tensorboard=False, trackers=open_trackers(log, run)) as metrics:
+                metrics.write(step, {"a": step / 2, "nan": math.nan, "h": [1, 2]})
+    (found,) = mlflow.search_runs(experiment_names=["offbeat-test"], output_format="list")
+    history = mlflow.MlflowClient().get_metric_history(found.info.run_id, "a")
+    assert [(each.step, each.value) for each in history] == [(1, 0.5), (2, 1.0)]
+    assert set(found.data.metrics) == {"a"}

@@ -82,7 +82,7 @@ def test_durations_read_well(seconds: float, text: str) -> None:
 
 def test_a_table_of_before_and_after_shows_the_change() -> None:
     out = io.StringIO()
-    rows = [("accuracy", 0.45, 0.93), ("tokens/s", 1200.0, 3400.0), ("[red]", "a", "b")]
+    rows = [("accuracy", 0.45, 0.93), ("tokens/s", 1200.0, 3400.0), ("[red]", 1.0, 2.0)]
     print_before_after(rows, title="quickstart", console=Console(file=out, width=80))
     text = out.getvalue()
     for part in ("quickstart", "0.450", "0.930", "+0.480", "1,200", "3,400", "[red]"):

@@ -2,6 +2,10 @@
 
 import json
 import re
+import socket
+import threading
+import urllib.error
+import urllib.request
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -9,9 +13,17 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
-from offbeat_run import Generation, GenerationsLog, MetricsLog, RunFolder, Timeline, write_report
-from offbeat_run._report import _script_json
-from offbeat_types import RunFolderError
+from offbeat_run import (
+    Generation,
+    GenerationsLog,
+    MetricsLog,
+    RunFolder,
+    Timeline,
+    serve_report,
+    write_report,
+)
+from offbeat_run._report.page import _script_json
+from offbeat_types import ConfigError, RunFolderError
 
 EVIL = "</pre></script><script>document.title='pwned'</script><img src=http://evil.example/x onerror=alert(1)>"
 GRPO = {
@@ -201,16 +213,6 @@ def test_a_long_run_stays_a_small_page(tmp_path: Path) -> None:
     assert len(strip["data"][0]["x"]) <= 3000
 
 
-def test_a_killed_run_shows_its_timeline(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path / "run") as run:
-        run.write_text(run.config, "")
-        timeline = Timeline(run.timeline)
-        for role in ("trainer-0", "rollout-0"):
-            timeline.span(role, "work", 1, 2)
-        (strip,) = page_of(run).figures
-    assert {track for trace in strip["data"] for track in trace["y"]} == {"trainer-0", "rollout-0"}
-
-
 def test_a_folder_without_a_run_has_no_report(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="not a run folder"):
         write_report(tmp_path)
@@ -231,3 +233,38 @@ def test_images_of_a_prompt_stand_beside_it_and_nothing_else_is_loaded(tmp_path:
         )
     page = page_of(run)
     assert [attrs["src"] for tag, attrs in page.tags if tag == "img"] == [image]
+
+
+def test_the_report_is_served_on_loopback_alone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text("")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    run = RunFolder.open(tmp_path / "run", write=False)
+    threading.Thread(target=serve_report, args=(run, port), daemon=True).start()
+    assert b"<html" in fetch(f"http://127.0.0.1:{port}/")
+    assert b"<html" in fetch(f"http://localhost:{port}/")
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/../config.toml", timeout=10)
+    # A page elsewhere can have its own name lead here (DNS rebinding), and would read what we answer.
+    for host in (f"evil.example:{port}", "127.0.0.1", "", f"127.0.0.1:{port}.evil.example"):
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/", headers={"Host": host})
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(request, timeout=10)
+
+
+def fetch(url: str) -> bytes:
+    """Read a page that may take a moment to be there."""
+    for _ in range(200):
+        try:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                return bytes(answer.read())
+        except urllib.error.URLError:
+            threading.Event().wait(0.05)
+    raise AssertionError(f"{url} never answered")
+
+
+@pytest.mark.parametrize("port", [0, 70000])
+def test_a_port_that_cannot_be_is_refused(tmp_path: Path, port: int) -> None:
+    with pytest.raises(ConfigError, match="port"):
+        serve_report(RunFolder(tmp_path, None), port)

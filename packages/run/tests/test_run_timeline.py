@@ -24,15 +24,11 @@ def test_a_closed_timeline_is_plain_json_with_named_tracks(tmp_path: Path) -> No
     path = tmp_path / "t.json"
     with Timeline(path) as timeline:
         timeline.span("trainer-0", "update", 10.0, 12.5, {"version": 3})
-        timeline.counter("driver", "queue", {"groups": 4}, at_s=11.0)
-        timeline.flow("weights", "trainer-0", 12.0, "rollout-0", 13.0)
+        timeline.span("rollout-0", "generate", 11.0, 13.0)
     events = json.loads(path.read_text())
     update = next(event for event in events if event["ph"] == "X")
     assert (update["ts"], update["dur"], update["args"]) == (10e6, 2.5e6, {"version": 3})
-    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {"trainer-0", "driver", "rollout-0"}
-    start, end = (next(event for event in events if event["ph"] == ph) for ph in "sf")
-    assert start["id"] == end["id"]
-    assert end["bp"] == "e"
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {"trainer-0", "rollout-0"}
 
 
 def test_an_empty_timeline_is_plain_json_too(tmp_path: Path) -> None:
@@ -71,13 +67,6 @@ def test_a_file_cut_anywhere_still_loads(tmp_path_factory: pytest.TempPathFactor
         timeline.span("a", "last", 9, 10)
     json.loads(path.read_text())
     assert spans(path)[-1] == ("a", "last", 9.0, 1.0)
-
-
-def test_a_block_is_measured_also_when_it_raises(tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
-    with Timeline(path) as timeline, pytest.raises(ZeroDivisionError), timeline.measure("a", "fails"):
-        print(1 // 0)
-    assert spans(path)[0][:2] == ("a", "fails")
 
 
 def test_threads_may_write_at_once(tmp_path: Path) -> None:

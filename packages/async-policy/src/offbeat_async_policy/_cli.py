@@ -8,15 +8,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from offbeat_async_policy._advice import advise
-from offbeat_async_policy._chart import chart_page
 from offbeat_async_policy._config import AsyncConfig
-from offbeat_async_policy._run_measures import read_run, scenario_text
-from offbeat_async_policy._scenario_file import describe_keys, read_scenario
-from offbeat_async_policy._scenario_model import ScenarioModel
-from offbeat_async_policy._search import Candidate, propose
-from offbeat_async_policy._simulation_report import SimulationReport
-from offbeat_async_policy._tables import describe_model, proposal_text, simulation_text
+from offbeat_async_policy._simulation.report import advise, chart_page, describe_model, proposal_text, simulation_text
+from offbeat_async_policy._simulation.runs import read_run, scenario_text
+from offbeat_async_policy._simulation.scenario import ScenarioModel, describe_keys, read_scenario
+from offbeat_async_policy._simulation.search import Candidate, propose
+from offbeat_async_policy._simulation.simulate import SimulationReport
 from offbeat_types import ConfigError, DataError, OffbeatError
 
 Runs = list[tuple[AsyncConfig, SimulationReport]]

@@ -2,18 +2,139 @@
 
 import asyncio
 import time
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar
 
-from offbeat_async_policy._actions import Action, Drop, Finish, Submit, Sync, Update
-from offbeat_async_policy._activity import Activity
-from offbeat_async_policy._backend import GroupResult, LoopBackend
 from offbeat_async_policy._policy import AsyncPolicy
+from offbeat_async_policy._state import Action, Drop, Finish, Submit, Sync, Update
 from offbeat_types import DeadlineError, PeerFailedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupResult:
+    """How one group came back. Its samples stay with the backend.
+
+    Args:
+        oldest_version: policy version that sampled the oldest of its tokens.
+        filtered: it has no learning signal and is not trained.
+    """
+
+    oldest_version: int
+    filtered: bool = False
+
+
+class LoopBackend(Protocol):
+    """Performs the actions of the policy, many at once in one event loop; but never two of update, sync, checkpoint."""
+
+    async def submit(self, group_id: int) -> GroupResult:
+        """Generate and score a group, and keep its samples until `update` or `drop` names it.
+
+        Raises:
+            PeerFailedError: its engine died; the group is issued again. All other errors end the run.
+        """
+        ...
+
+    async def prepare(self, action: Literal["update", "sync", "checkpoint"]) -> None:
+        """Called before each update, sync and checkpoint, outside its deadline: wait for what has to end first.
+
+        What is waited for here needs deadlines of its own.
+        """
+        ...
+
+    async def update(self, group_ids: tuple[int, ...], version: int) -> None:
+        """Train on these groups; the trainer goes from `version` to `version + 1`."""
+        ...
+
+    async def sync(self, version: int, interrupt: bool) -> None:
+        """Bring the trainer's weights to every engine; with `interrupt`, hold what is in flight and go on after it."""
+        ...
+
+    async def drop(self, group_id: int) -> None:
+        """Forget a group: abort it if it is in flight (its `submit` is cancelled too), free its samples."""
+        ...
+
+    def wants_checkpoint(self, version: int) -> bool:
+        """Whether to call `checkpoint` now that the trainer holds `version`; asked once after each update."""
+        ...
+
+    async def checkpoint(self, state: Mapping[str, Any]) -> None:
+        """Write trainer, state and the samples of the groups in state["finished"] as one.
+
+        Generation goes on meanwhile: take hold of the samples before the first `await`.
+        """
+        ...
+
+    async def idle(self, wait: str, idle_s: float) -> float:
+        """Called about every second; a place to show the wait, and to raise if a process has died.
+
+        Args:
+            wait: who waits for whom, in one line.
+            idle_s: seconds since anything moved.
+
+        Returns:
+            Any number that changes while work moves, such as the tokens sampled so far: it tells slow from stuck.
+        """
+        ...
+
+    def where(self, group_id: int) -> str:
+        """Name of the engine that holds a group in flight, such as "rollout-0"."""
+        ...
+
+
+class Activity:
+    """A stopwatch over kinds of work; several pieces of one kind at once count once.
+
+    Args:
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._started_at = self._counted_to = clock()
+        self._running: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._overlap_s = 0.0
+
+    @contextmanager
+    def doing(self, kind: str) -> Iterator[None]:
+        """Count the time inside the block as `kind`."""
+        self._count()
+        self._running[kind] += 1
+        try:
+            yield
+        finally:
+            self._count()
+            self._running[kind] -= 1
+
+    def is_doing(self, *kinds: str) -> bool:
+        """Whether work of one of these kinds runs now."""
+        return any(self._running[kind] for kind in kinds)
+
+    def summary(self) -> "LoopSummary":
+        """Where the time went since this was made."""
+        self._count()
+        return LoopSummary(
+            elapsed_s=self._counted_to - self._started_at,
+            updating_s=self._seconds["updating"],
+            generating_s=self._seconds["generating"],
+            overlap_s=self._overlap_s,
+            syncing_s=self._seconds["syncing"],
+            checkpointing_s=self._seconds["checkpointing"],
+        )
+
+    def _count(self) -> None:
+        now = self._clock()
+        passed, self._counted_to = now - self._counted_to, now
+        for kind, num_running in self._running.items():
+            if num_running:
+                self._seconds[kind] += passed
+        if self._running["generating"] and self._running["updating"]:
+            self._overlap_s += passed
+
 
 CANCEL_GRACE_S: Final = 10.0
 """Time that cancelled work gets to put things away, before the loop leaves it behind."""
@@ -86,7 +207,7 @@ class _Loop:
         self._work: dict[asyncio.Task[Any], Settle] = {}  # what runs, and what its result means
         self._ended: deque[asyncio.Task[Any]] = deque()  # of the work, what has ended and is not taken in yet
         self._news = asyncio.Event()
-        self._flights: dict[int, asyncio.Task[Any]] = {}  # group -> its submit
+        self._submits: dict[int, asyncio.Task[Any]] = {}  # group -> its submit
         self._losses: Counter[int] = Counter()
         self._trainer_turn = asyncio.Lock()  # first come, first served: checkpoint, update and sync never overlap
         self._activity = Activity(clock)
@@ -103,7 +224,7 @@ class _Loop:
                 await self._wait_for_news()
         finally:
             await self._cancel_all()
-        return self._summary()
+        return self._activity.summary()
 
     # ── performing actions ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -113,13 +234,13 @@ class _Loop:
             match action:
                 case Submit(group_id):
                     settle = partial(self._group_came_back, group_id)
-                    self._flights[group_id] = self._start(self._submit(group_id), settle)
+                    self._submits[group_id] = self._start(self._submit(group_id), settle)
                 case Update():
                     self._start(self._update(action), self._update_finished)
                 case Sync():
                     self._start(self._sync(action), lambda _: self._policy.sync_finished())
                 case Drop(group_id):
-                    self._cancel_flight(group_id)
+                    self._cancel_submit(group_id)
                     self._start(self._drop(group_id), _nothing)
                 case Finish():
                     return True
@@ -157,37 +278,29 @@ class _Loop:
             return error
 
     async def _update(self, action: Update) -> None:
-        async with self._trainer_turn:
-            with self._activity.doing("updating"):
-                await self._backend.prepare("update")
-                await self._within(
-                    self._backend.update(action.group_ids, action.version),
-                    f"update {action.version}",
-                    "the trainer",
-                    self._config.update_deadline_s,
-                )
+        async with self._turn_of_trainer("update", "updating"):
+            work = self._backend.update(action.group_ids, action.version)
+            await self._within(work, f"update {action.version}", "the trainer", self._config.update_deadline_s)
 
     async def _sync(self, action: Sync) -> None:
-        async with self._trainer_turn:
-            with self._activity.doing("syncing"):
-                await self._backend.prepare("sync")
-                await self._within(
-                    self._backend.sync(action.version, action.interrupt),
-                    f"sync {action.version}",
-                    "the trainer and the engines",
-                    self._config.sync_deadline_s,
-                )
+        async with self._turn_of_trainer("sync", "syncing"):
+            work = self._backend.sync(action.version, action.interrupt)
+            on = "the trainer and the engines"
+            await self._within(work, f"sync {action.version}", on, self._config.sync_deadline_s)
 
     async def _checkpoint(self, state: dict[str, Any]) -> None:
+        async with self._turn_of_trainer("checkpoint", "checkpointing"):
+            work, on = self._backend.checkpoint(state), "the trainer and the disk"
+            await self._within(work, f"checkpoint {state['version']}", on, self._config.update_deadline_s)
+
+    @asynccontextmanager
+    async def _turn_of_trainer(
+        self, action: Literal["update", "sync", "checkpoint"], doing: str
+    ) -> AsyncIterator[None]:
         async with self._trainer_turn:
-            with self._activity.doing("checkpointing"):
-                await self._backend.prepare("checkpoint")
-                await self._within(
-                    self._backend.checkpoint(state),
-                    f"checkpoint {state['version']}",
-                    "the trainer and the disk",
-                    self._config.update_deadline_s,
-                )
+            with self._activity.doing(doing):
+                await self._backend.prepare(action)
+                yield
 
     async def _drop(self, group_id: int) -> None:
         await self._within(
@@ -230,7 +343,7 @@ class _Loop:
         return task.result()
 
     def _group_came_back(self, group_id: int, result: GroupResult | PeerFailedError) -> None:
-        del self._flights[group_id]
+        del self._submits[group_id]
         if isinstance(result, PeerFailedError):
             self._count_loss(group_id, result)
             self._policy.group_lost(group_id)
@@ -274,12 +387,12 @@ class _Loop:
 
     # ── ending ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _cancel_flight(self, group_id: int) -> None:
+    def _cancel_submit(self, group_id: int) -> None:
         """Cancel the submit of a group that is dropped; what it returns or raises means nothing any more."""
-        flight = self._flights.pop(group_id, None)
-        if flight is not None:
-            flight.cancel()
-            self._work[flight] = _nothing
+        submit = self._submits.pop(group_id, None)
+        if submit is not None:
+            submit.cancel()
+            self._work[submit] = _nothing
 
     async def _cancel_all(self) -> None:
         tasks = [*self._work, *([self._idle_task] if self._idle_task else [])]
@@ -291,17 +404,6 @@ class _Loop:
             if task.done() and not task.cancelled():
                 task.exception()  # the run ends with the first error; the others are looked at, so asyncio says nothing
         self._work.clear()
-
-    def _summary(self) -> LoopSummary:
-        activity = self._activity
-        return LoopSummary(
-            elapsed_s=activity.elapsed_s,
-            updating_s=activity.seconds("updating"),
-            generating_s=activity.seconds("generating"),
-            overlap_s=activity.overlap_s,
-            syncing_s=activity.seconds("syncing"),
-            checkpointing_s=activity.seconds("checkpointing"),
-        )
 
 
 def _nothing(_: object) -> None:

@@ -23,12 +23,20 @@ from collections.abc import Callable, Iterable, Mapping
 from heapq import nsmallest
 from typing import Any
 
-from offbeat_async_policy._actions import Action, Drop, Finish, Submit, Sync, Update
 from offbeat_async_policy._config import AsyncConfig
-from offbeat_async_policy._describe import PolicyStatus, describe_wait
 from offbeat_async_policy._lag import LagBound
-from offbeat_async_policy._snapshot import Snapshot
-from offbeat_async_policy._statistics import Statistics
+from offbeat_async_policy._state import (
+    Action,
+    Drop,
+    Finish,
+    PolicyStatus,
+    Snapshot,
+    Statistics,
+    Submit,
+    Sync,
+    Update,
+    describe_wait,
+)
 
 
 class AsyncPolicy:
@@ -181,7 +189,7 @@ class AsyncPolicy:
             oldest_version: version that sampled its oldest token. It may be newer than what the engines serve, by the
                 book: one that was started again, or has joined, got what the trainer held then.
         """
-        submitted_at = self._end_flight(group_id)
+        submitted_at = self._remove_in_flight(group_id)
         if not submitted_at <= oldest_version <= self.version:
             raise ValueError(
                 f"group {group_id}: oldest_version must be in [{submitted_at}, {self.version}], the versions there "
@@ -192,13 +200,13 @@ class AsyncPolicy:
 
     def group_filtered(self, group_id: int) -> None:
         """A group finished without learning signal: it is not trained, and its place is free again."""
-        self._end_flight(group_id)
+        self._remove_in_flight(group_id)
         self.statistics.filtered += 1
         self._filtered_in_a_row += 1
 
     def group_lost(self, group_id: int) -> None:
         """The engine that held the group died: it is issued again, before all new groups."""
-        self._end_flight(group_id)
+        self._remove_in_flight(group_id)
         insort(self._waiting, group_id)
 
     def update_finished(self) -> None:
@@ -227,7 +235,7 @@ class AsyncPolicy:
         """Let the data end here: no new group is started; what was started is trained, synced, and the run finishes."""
         self._data_was_ended = True
 
-    def _end_flight(self, group_id: int) -> int:
+    def _remove_in_flight(self, group_id: int) -> int:
         if group_id not in self._in_flight:
             raise ValueError(f"group {group_id} is not in flight")
         return self._in_flight.pop(group_id)

@@ -5,8 +5,7 @@ from offbeat_recipes._elsewhere import NOT_LOOKED_AT, layout_elsewhere, layout_r
 from offbeat_recipes._fit import fit_settings
 from offbeat_recipes._imports.command import Framework, import_recipe
 from offbeat_recipes._imports.draft import Draft, Entry, is_number
-from offbeat_recipes._imports.options import Source, is_open, read_command_line, read_options
-from offbeat_recipes._imports.programs import Program
+from offbeat_recipes._imports.options import Program, Source, is_open, read_command_line, read_options
 from offbeat_recipes._imports.training_arguments import write_rhythm, write_training_arguments
 from offbeat_recipes._memory import NUMBER_BYTES, RunMemory, read_shape, train_advice, train_memory
 from offbeat_recipes._placement import Placement, Site, Wanted

@@ -1,34 +1,29 @@
 """What every offbeat application shares: configuration, run folder, metrics, timeline, report. No torch."""
 
-from offbeat_run._atomic import atomic_folder, atomic_write, disk_errors, write_new_file
-from offbeat_run._checkpoints import Checkpoint, Checkpoints
-from offbeat_run._command import CommandWords, run_command, split_arguments
-from offbeat_run._command_table import (
+from offbeat_run._command import (
     Command,
+    CommandWords,
     doctor_command,
     new_run_folder,
     print_table,
     report_command,
+    run_command,
     run_named_command,
+    split_arguments,
     whole_number,
 )
-from offbeat_run._conclusion import print_conclusion
-from offbeat_run._config_fields import check_limits
-from offbeat_run._config_load import load_config, parse_config, split_overrides
-from offbeat_run._config_text import dump_config, explain
-from offbeat_run._doctor import examine
-from offbeat_run._folder import RunFolder
-from offbeat_run._generations import Generation, GenerationKind, GenerationsLog, read_generations
-from offbeat_run._metrics import MetricsLine, MetricsLog, MetricValue, Tracker, read_metrics
-from offbeat_run._model_folder import ModelFolder, inspect_model
-from offbeat_run._names import METRIC_NAMES, MetricName
-from offbeat_run._profile import ProfileConfig
-from offbeat_run._progress import Progress, duration_text, print_before_after
-from offbeat_run._quantities import count_text, size_text
-from offbeat_run._report import write_report
-from offbeat_run._run_log import RunLog
-from offbeat_run._serve import serve_report
-from offbeat_run._settings import CheckpointConfig, LivenessConfig, LogConfig
+from offbeat_run._config.load import load_config, parse_config, split_overrides
+from offbeat_run._config.schema import check_limits
+from offbeat_run._config.sections import CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
+from offbeat_run._config.text import dump_config, explain
+from offbeat_run._examine import ModelFolder, examine, inspect_model
+from offbeat_run._files import atomic_folder, atomic_write, disk_errors, write_new_file
+from offbeat_run._folder import Checkpoint, Checkpoints, RunFolder
+from offbeat_run._metrics import METRIC_NAMES, MetricName, MetricsLine, MetricsLog, MetricValue, Tracker, read_metrics
+from offbeat_run._progress import Progress, print_before_after
+from offbeat_run._quantities import count_text, duration_text, size_text
+from offbeat_run._report.page import print_conclusion, serve_report, write_report
+from offbeat_run._run_log import Generation, GenerationKind, GenerationsLog, RunLog, read_generations
 from offbeat_run._timeline import Timeline, clock_s, read_timeline
 from offbeat_run._trackers import check_trackers, open_trackers
 

@@ -1,19 +1,193 @@
-"""The run folder: where everything a run writes has its name."""
+"""The run folder: where everything a run writes has its name, one process at a time in it, and its checkpoints."""
 
+import fcntl
+import json
+import os
 import shutil
 import stat
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from offbeat_run._atomic import atomic_write, remove_leftovers
-from offbeat_run._checkpoints import Checkpoints
-from offbeat_run._config_text import dump_config
-from offbeat_run._lock import LOCK_NAME, FolderLock
-from offbeat_run._secrets import hide_secrets
+from offbeat_run._config.secrets import hide_secrets
+from offbeat_run._config.text import dump_config
+from offbeat_run._files import atomic_folder, atomic_write, remove_leftovers
+from offbeat_run._quantities import size_text
 from offbeat_types import RunFolderError, UserError
+
+LOCK_NAME: Final = ".lock"
+_last_locked: list[Path] = []
+
+
+def last_locked() -> Path | None:
+    """The run folder this process locked last, or None: what an interrupted command says can be resumed."""
+    return _last_locked[-1] if _last_locked else None
+
+
+class FolderLock:
+    """An exclusive lock on a folder, held until `release` or the end of the process, however it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take the lock.
+
+        Raises:
+            RunFolderError: another process holds it; the text names its process id.
+        """
+        self._descriptor: int | None = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            pid = os.read(self._descriptor, 32).decode(errors="replace").strip() or "unknown"
+            self.release()
+            raise RunFolderError(
+                f"{folder}: process {pid} is working in this run folder; wait for it, end it, or choose another folder"
+            ) from None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        _last_locked[:] = [folder]
+
+    def forget(self) -> None:
+        """Make `last_locked` forget this folder: there is nothing in it to resume."""
+        _last_locked.clear()
+
+    def release(self) -> None:
+        """Let go; a second call does nothing. The lock file stays, since removing it would race."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+_MANIFEST = "checkpoint.json"
+_SCORES = "scores.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint.
+
+    Args:
+        step: updates done when it was written.
+        path: its folder, in Hugging Face format with whatever else the run put beside it.
+        score: of validation at that step, higher is better; None when there was none.
+    """
+
+    step: int
+    path: Path
+    score: float | None
+
+
+class Checkpoints:
+    """The folder of checkpoints. Any process may write one; only whole ones are listed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextmanager
+    def write(self, step: int, *, score: float | None = None) -> Iterator[Path]:
+        """Fill a new checkpoint: `with run.checkpoints.write(step) as folder:`; it appears when the block ends well.
+
+        Raises:
+            RunFolderError: no space left.
+        """
+        with atomic_folder(self.path / f"step-{step:06d}") as folder:
+            yield folder
+            sizes = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
+            manifest = {"step": step, "time_s": time.time(), "file_bytes": sizes}
+            (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        if score is not None:
+            self.set_score(step, score)
+
+    def set_score(self, step: int, score: float) -> None:
+        """Note the validation score of a step, before or after its checkpoint; higher is better."""
+        scores = {**self._scores(), str(step): score}
+        with atomic_write(self.path / _SCORES) as file:
+            json.dump(scores, file)
+
+    def _scores(self) -> dict[str, float]:
+        try:
+            return dict(json.loads((self.path / _SCORES).read_text()))
+        except (FileNotFoundError, ValueError):
+            return {}
+
+    def all(self) -> list[Checkpoint]:
+        """Every complete checkpoint, oldest first. One with a file missing or cut short is not complete."""
+        scores = self._scores()
+        whole = sorted((_step(folder), folder) for folder in self.path.glob("step-*") if not _flaw(folder))
+        return [Checkpoint(step=step, path=folder, score=scores.get(str(step))) for step, folder in whole]
+
+    def latest(self) -> Checkpoint | None:
+        """The complete checkpoint of the latest step; None when there is none."""
+        found = self.all()
+        return found[-1] if found else None
+
+    def describe_resume(self) -> list[str]:
+        """What a resumed run goes on from, in words: the latest whole checkpoint, and newer ones that are damaged."""
+        latest = self.latest()
+        flaws = {folder: _flaw(folder) for folder in sorted(self.path.glob("step-*"))}
+        newer = [(folder, flaw) for folder, flaw in flaws.items() if flaw and (not latest or folder > latest.path)]
+        return [
+            *(f"checkpoint {folder.name} is damaged ({flaw}) and passed over" for folder, flaw in newer),
+            f"resumes from update {latest.step} ({latest.path})" if latest else "no whole checkpoint: begins anew",
+        ]
+
+    def best(self) -> Checkpoint | None:
+        """The one with the highest score, the earlier of equals; None when none has a score."""
+        scored = [(each.score, -each.step, each) for each in self.all() if each.score is not None]
+        return max(scored, key=lambda item: item[:2])[2] if scored else None
+
+    def chosen(self) -> Checkpoint:
+        """The best one, or the latest where none has a score: what a run gives to the world.
+
+        Raises:
+            RunFolderError: there is none.
+        """
+        found = self.best() or self.latest()
+        if found is None:
+            raise RunFolderError(f"{self.path.parent} holds no whole checkpoint to evaluate; resume the run to get one")
+        return found
+
+    def prune(self, keep: int) -> list[Checkpoint]:
+        """Remove all but the last `keep` and the best. The latest stays whatever `keep` is.
+
+        Returns:
+            What was removed.
+        """
+        found = self.all()
+        best = self.best()
+        kept = {each.step for each in found[-max(keep, 1) :]} | ({best.step} if best else set())
+        removed = [each for each in found if each.step not in kept]
+        for each in removed:
+            # The manifest goes first, so that a half-removed checkpoint is never taken for a whole one.
+            (each.path / _MANIFEST).unlink(missing_ok=True)
+        for folder in self.path.glob("step-*"):  # also what a kill has left of an earlier removal
+            if not (folder / _MANIFEST).exists():
+                shutil.rmtree(folder)
+        return removed
+
+
+def _step(folder: Path) -> int:
+    return int(json.loads((folder / _MANIFEST).read_text())["step"])
+
+
+def _flaw(folder: Path) -> str:
+    """Why a checkpoint is not whole; empty when it is."""
+    try:
+        _step(folder)
+        sizes = dict(json.loads((folder / _MANIFEST).read_text())["file_bytes"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{_MANIFEST} is missing or cut short"
+    for name, size in sizes.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if (has := file.stat().st_size) != size:
+            return f"{name} has {has} bytes and was written with {size}"
+    return ""
+
 
 _MODE: Final = 0o750
 """Prompts, logs and weights are for the owner, and for the group to read as far as the umask allows. Nobody else gets
@@ -60,7 +234,7 @@ class RunFolder:
             _refuse_contents(path)
             was_there = path.exists()
             path.mkdir(mode=_MODE, parents=True, exist_ok=True)
-            _close_to_the_world(path)
+            _forbid_others_to_write(path)
             lock = FolderLock(path)
         except OSError as error:
             raise RunFolderError(
@@ -93,7 +267,7 @@ class RunFolder:
         if write:
             _require_space(path, required_bytes)
             run._lock = _lock_existing(path)
-            _close_to_the_world(path)
+            _forbid_others_to_write(path)
             run._make_folders()
             for folder in (path, run.checkpoints.path, run.generations, run.logs):
                 remove_leftovers(folder)
@@ -153,7 +327,7 @@ class RunFolder:
         self.close()
 
 
-def _close_to_the_world(path: Path) -> None:
+def _forbid_others_to_write(path: Path) -> None:
     """Take from everybody else the right to write: whoever can, can change what a run goes on from."""
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & stat.S_IWOTH:
@@ -183,7 +357,7 @@ def _require_space(path: Path, required_bytes: int) -> None:
     free = shutil.disk_usage(path).free
     if free < required_bytes:
         raise RunFolderError(
-            f"{path}: no space left: this run needs {_size(required_bytes)}, {_size(free)} are free; "
+            f"{path}: no space left: this run needs {size_text(required_bytes)}, {size_text(free)} are free; "
             "free some, keep fewer checkpoints (--checkpoint.keep), or choose another disk"
         )
     probe = path / ".probe"
@@ -194,11 +368,3 @@ def _require_space(path: Path, required_bytes: int) -> None:
     finally:
         with suppress(OSError):
             probe.unlink(missing_ok=True)
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.3g} PiB"

@@ -1,18 +1,139 @@
-"""Metrics of a run: one JSON line a step, TensorBoard beside it, cut back when a run resumes."""
+"""Metrics of a run: one JSON line a step, TensorBoard's own file beside it, cut back when a run resumes."""
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Final
 
 import msgspec
 
-from offbeat_run._event_file import EventFile
+from offbeat_run._files import JsonlFile, cut_lines, read_lines
 from offbeat_run._folder import RunFolder
-from offbeat_run._jsonl import JsonlFile, cut_lines, read_lines
 from offbeat_types import Metric, RunFolderError
+
+
+@dataclass(frozen=True)
+class MetricName:
+    """One metric of a run.
+
+    Args:
+        name: as written in metrics.jsonl; the part before the slash groups it.
+        doc: what it is, in one sentence.
+        unit: empty for a pure number or a share of 1.
+    """
+
+    name: str
+    doc: str
+    unit: str = ""
+
+
+METRIC_NAMES: Final = {
+    metric.name: metric
+    for metric in (
+        MetricName("train/reward", "Mean reward of the completions trained on."),
+        MetricName("train/loss", "Mean loss over the loss tokens of the update.", "nats"),
+        MetricName("train/entropy", "Mean entropy of the policy at the tokens trained on.", "nats"),
+        MetricName("train/kl_ref", "Mean KL divergence from the reference policy.", "nats"),
+        MetricName("train/clip_fraction", "Share of tokens whose ratio was clipped."),
+        MetricName("train/ratio_max", "Largest probability ratio of new to old policy."),
+        MetricName("train/response_tokens", "Mean length of a completion.", "tokens"),
+        MetricName("train/lag_mean", "Mean lag: versions between sampling the oldest token and training.", "versions"),
+        MetricName("train/lag_max", "Largest lag of the update.", "versions"),
+        MetricName("async/lag_histogram", "Completions by lag: element i counts those of lag i."),
+        MetricName("async/trainer_idle_share", "Share of the time the trainer waited for samples."),
+        MetricName("async/rollout_idle_share", "Share of the time the rollout engines sampled nothing."),
+        MetricName("async/overlap_share", "Share of the time trainer and rollout worked at once."),
+        MetricName("perf/tokens_per_s", "Tokens sampled (GRPO) or trained on (SFT) per second.", "tokens/s"),
+        MetricName("perf/samples_per_s", "Samples trained on per second.", "samples/s"),
+        MetricName("eval/accuracy", "Share of held-out prompts answered rightly."),
+        MetricName("eval/reward", "Mean reward on held-out prompts."),
+        MetricName("eval/loss", "Mean loss on held-out sequences.", "nats"),
+        MetricName("groups/filtered", "Groups left out because all their rewards are equal.", "groups"),
+        MetricName("groups/dropped", "Groups left out because their lag was too large.", "groups"),
+        MetricName("engines/restarts", "Times a rollout engine died and was started again.", "restarts"),
+        MetricName("engines/stragglers", "Rollout engines much slower than the others.", "engines"),
+        MetricName("engines/serving", "Rollout engines, once they are not as many as configured.", "engines"),
+        MetricName("distillation/kl", "Divergence of the policy from its teacher on its own samples.", "nats"),
+        MetricName("distillation/kl_k3", "The same, estimated without negative values.", "nats"),
+        MetricName("distillation/teacher_logprob", "Log-probability the teacher gives what was sampled.", "nats"),
+        MetricName("teacher/restarts", "Times a replica of the teacher died and was started again.", "restarts"),
+        MetricName("trainer/restarts", "Times the trainer died and was started again.", "restarts"),
+        MetricName("engine/grad_norm", "Norm of the gradient before clipping."),
+        MetricName("engine/learning_rate", "Learning rate of the last optimizer step."),
+        MetricName("engine/steps_refused", "Optimizer steps refused because the gradient was not finite.", "steps"),
+    )
+}
+"""By name. Others are welcome; those under `correction/` and any of a known group appear in the report too."""
+
+CORRECTION_PREFIX: Final = "correction/"
+
+
+class EventFile:
+    """The event file of a folder: it takes the place of those that processes before this one have written.
+
+    A killed process leaves a file that lacks its last seconds and holds steps which the resumed run does again. So
+    nothing is mended: whoever opens this one writes down again what metrics.jsonl holds.
+
+    Source: the formats are those of tensorboardX, an `Event` in each record, with all that was measured at one step.
+
+    Args:
+        folder: of the event files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        # Imported late: a report or a plan writes no events.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        old = list(folder.glob("events.out.tfevents.*"))
+        for path in old:  # emptied, not removed: a TensorBoard that is running would stay with it, and not see ours
+            path.write_bytes(b"")
+        self._writer = EventsWriter(str(folder / "events"))
+        if old:  # a TensorBoard that is running has them in memory: it is to forget every step of them
+            self._writer.write_event(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
+
+    def write(self, step: int, time_s: float, values: Mapping[str, float | list[float]]) -> None:
+        """Add what was measured at one step; it is in the file before this returns.
+
+        Args:
+            step: updates done.
+            time_s: wall clock, seconds since 1970.
+            values: numbers and histograms by name; numbers that are not finite are left out: TensorBoard draws none.
+        """
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        found = [summary for name, value in values.items() for summary in _summaries(name, value)]
+        self._writer.write_event(Event(step=step, wall_time=time_s, summary=Summary(value=found)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+def _summaries(name: str, value: float | list[float]) -> list[Any]:
+    from tensorboardX.summary import histogram_raw, scalar
+
+    if isinstance(value, list):
+        return list(histogram_raw(name, *_histogram(value)).value) if sum(value) > 0 else []
+    return list(scalar(name, value).value) if math.isfinite(value) else []
+
+
+def _histogram(counts: list[float]) -> tuple[float, float, float, float, float, list[float], list[float]]:
+    """Least, greatest, count, sum, sum of squares, upper bounds and counts, where element i counts what had i."""
+    return (
+        0.0,
+        float(len(counts) - 1),
+        sum(counts),
+        sum(i * count for i, count in enumerate(counts)),
+        sum(i * i * count for i, count in enumerate(counts)),
+        [i + 0.5 for i in range(len(counts))],
+        counts,
+    )
+
 
 MetricValue = float | int | Metric | Sequence[float]
 """A number, a `Metric`, or a histogram: element i counts what had the whole number i."""
@@ -32,16 +153,21 @@ class MetricsLine(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, float | list[float]]
 
 
-class Tracker(Protocol):
-    """Something else that wants the numbers, such as W&B."""
+class Tracker:
+    """Something else that wants the numbers, such as W&B: see `open_trackers`.
+
+    Args:
+        write: takes the finite numbers of one step, and the step; histograms are left out.
+        close: sends what is held back.
+    """
+
+    def __init__(self, write: Callable[[dict[str, float], int], Any], close: Callable[[], Any]) -> None:
+        self._write, self.close = write, close
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of one step; histograms are left out."""
-        ...
-
-    def close(self) -> None:
-        """Send what is held back."""
-        ...
+        """Pass on the numbers that are finite, if there are any."""
+        if finite := {name: value for name, value in values.items() if math.isfinite(value)}:
+            self._write(finite, step)
 
 
 class MetricsLog:
@@ -63,7 +189,7 @@ class MetricsLog:
         resume_step: int | None = None,
     ) -> None:
         if resume_step is not None:
-            _cut_after(run.metrics, resume_step)
+            cut_lines(run.metrics, lambda line: int(line["step"]) <= resume_step)
         self._file = JsonlFile(run.metrics)
         self._trackers = tuple(trackers)
         self._events = EventFile(run.tensorboard) if tensorboard else None
@@ -102,9 +228,7 @@ class MetricsLog:
     def __enter__(self) -> "MetricsLog":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -134,10 +258,6 @@ def _lines(path: Path, damaged: list[str] | None = None) -> Iterator[MetricsLine
             damaged.append(f"{path}: not a line of metrics: {error!r}")
         else:
             yield found
-
-
-def _cut_after(path: Path, step: int) -> None:
-    cut_lines(path, lambda line: int(line["step"]) <= step)
 
 
 def _plain(value: MetricValue) -> float | list[float]:

@@ -3,10 +3,10 @@
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from offbeat_run._secrets import hide_secrets
+from offbeat_run._config.secrets import hide_secrets
+from offbeat_run._quantities import duration_text, number_text
 from offbeat_types import Metric
 
 if TYPE_CHECKING:  # rich is imported where it draws: processes that only log need none of it
@@ -37,7 +37,6 @@ class Progress:
 
     Args:
         total: updates of the whole run.
-        label: what is counted.
         start: updates done before, on resume.
         console: where; the terminal when None.
         every_s: time between lines where there is no terminal.
@@ -48,13 +47,12 @@ class Progress:
         self,
         total: int,
         *,
-        label: str = "updates",
         start: int = 0,
         console: "Console | None" = None,
         every_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.total, self.label, self._step = total, label, start
+        self.total, self._step = total, start
         self._console = console or _new_console()
         self._every_s, self._clock = every_s, clock
         self._values: dict[str, float] = {}
@@ -70,9 +68,7 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live:
             self._live.update(self._panel())
             self._live.stop()
@@ -126,7 +122,7 @@ class Progress:
 
     def _line(self) -> str:
         facts = "  ".join(f"{name} {value}" for name, value in self._facts())
-        return f"{self.label} {self._step}/{self.total}  {facts}".rstrip()
+        return f"updates {self._step}/{self.total}  {facts}".rstrip()
 
     def _panel(self) -> "Table":
         from rich.progress_bar import ProgressBar
@@ -135,7 +131,7 @@ class Progress:
 
         head = Table.grid(padding=(0, 2), expand=False)
         head.add_row(
-            Text(f"{self.label} {self._step}/{self.total}", style="bold"),
+            Text(f"updates {self._step}/{self.total}", style="bold"),
             ProgressBar(total=max(self.total, 1), completed=min(self._step, self.total), width=40),
         )
         facts = Text()
@@ -148,23 +144,13 @@ class Progress:
         return panel
 
 
-def duration_text(seconds: float) -> str:
-    """Write a time for people: "42 s", "3 min 05 s", "2 h 10 min"."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
 def print_before_after(
-    rows: Sequence[tuple[str, float | str, float | str]], *, title: str = "", console: "Console | None" = None
+    rows: Sequence[tuple[str, float, float]], *, title: str = "", console: "Console | None" = None
 ) -> None:
     """Print a table of what changed.
 
     Args:
-        rows: (name, before, after); numbers get three decimals and their change.
+        rows: (name, before, after).
         title: over the table.
         console: where; standard output when None.
     """
@@ -175,9 +161,7 @@ def print_before_after(
     for name in ("", "before", "after", "change"):
         table.add_column(name, justify="left" if not name else "right")
     for name, before, after in rows:
-        numbers = isinstance(before, int | float) and isinstance(after, int | float)
-        change = f"{after - before:+.3f}" if numbers else ""  # type: ignore[operator]
-        table.add_row(Text(name), number_text(before), number_text(after), change)
+        table.add_row(Text(name), number_text(before), number_text(after), f"{after - before:+.3f}")
     (console or _new_console()).print(table)
 
 
@@ -185,10 +169,3 @@ def _new_console() -> "Console":
     from rich.console import Console
 
     return Console()
-
-
-def number_text(value: float | str) -> str:
-    """Write a number with as many digits as a person reads."""
-    if isinstance(value, str | int):
-        return str(value)
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.3f}"

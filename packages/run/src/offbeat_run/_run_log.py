@@ -1,17 +1,112 @@
-"""Everything a run writes down while it goes on: metrics, generations, timeline, progress, opened and closed as one."""
+"""Everything a run writes down while it goes on, opened and closed as one; completions for people to read."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
+
+from offbeat_run._config.sections import LogConfig
+from offbeat_run._files import JsonlFile, cut_lines, read_lines
 from offbeat_run._folder import RunFolder
-from offbeat_run._generations import Generation, GenerationsLog
 from offbeat_run._metrics import MetricsLog, MetricValue
 from offbeat_run._progress import Progress
-from offbeat_run._settings import LogConfig
 from offbeat_run._timeline import Timeline, clock_s
 from offbeat_run._trackers import open_trackers
+from offbeat_types import RunFolderError
+
+GenerationKind = Literal["train", "validation"]
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """One completion.
+
+    Args:
+        step: updates done when it was written down.
+        kind: "train" or "validation".
+        version: policy version of its oldest token.
+        prompt: text, with special tokens.
+        completion: text.
+        reward: its reward.
+        rewards: the parts of a reward that is a sum, by name.
+        answer: what was expected, where that is known.
+        stop_reason: as in `Completion`.
+        num_tokens: of the completion.
+        images: of the prompt, small copies for people: `data:` addresses of image files.
+    """
+
+    step: int
+    kind: GenerationKind
+    version: int
+    prompt: str
+    completion: str
+    reward: float
+    rewards: dict[str, float] = {}
+    answer: str = ""
+    stop_reason: str = ""
+    num_tokens: int = 0
+    images: tuple[str, ...] = ()
+
+
+class GenerationsLog:
+    """Writes generations/train.jsonl and generations/validation.jsonl.
+
+    Args:
+        run: where.
+        resume_step: on resume, the step of the checkpoint: generations after it vanish.
+    """
+
+    def __init__(self, run: RunFolder, *, resume_step: int | None = None) -> None:
+        self._folder = run.generations
+        self._files: dict[str, JsonlFile] = {}
+        if resume_step is not None:
+            for path in self._folder.glob("*.jsonl"):
+                cut_lines(path, lambda line: int(line["step"]) <= resume_step)
+
+    def write(self, generations: Iterable[Generation]) -> None:
+        """Append generations, each flushed."""
+        for generation in generations:
+            name = generation.kind
+            if name not in self._files:
+                self._files[name] = JsonlFile(self._folder / f"{name}.jsonl")
+            self._files[name].write(msgspec.structs.asdict(generation))
+
+    def close(self) -> None:
+        """Close the files; a second call does nothing."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def __enter__(self) -> "GenerationsLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_generations(run: RunFolder, kind: GenerationKind, damaged: list[str] | None = None) -> list[Generation]:
+    """Read what was written of one kind, in order; a missing file has none.
+
+    Args:
+        run: where.
+        kind: of generation.
+        damaged: takes a word for each line that cannot be read, which is then left out.
+
+    Raises:
+        RunFolderError: a line is damaged, and nobody takes note of it.
+    """
+    path = Path(run.generations) / f"{kind}.jsonl"
+    found: list[Generation] = []
+    for line in read_lines(path, damaged):
+        try:
+            found.append(msgspec.convert(line, Generation))
+        except msgspec.ValidationError as error:
+            if damaged is None:
+                raise RunFolderError(f"{path}: not a generation: {error}; remove the line, or restore it") from error
+            damaged.append(f"{path}: not a generation: {error}")
+    return found
 
 
 class RunLog:

@@ -6,15 +6,13 @@ was killed still has a timeline that loads.
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
 
-from offbeat_run._atomic import atomic_write
+from offbeat_run._files import atomic_write
 
 _PROCESS = 1
 # The wall clock can be set back while a run goes on; monotonic clocks of two processes share no zero. So: the
@@ -40,7 +38,6 @@ class Timeline:
         self.path = Path(path)
         events = read_timeline(self.path)
         self._tracks = {str(event["args"]["name"]): int(event["tid"]) for event in events if _names_track(event)}
-        self._num_flows = sum(event.get("ph") == "s" for event in events)
         self._mutex = threading.Lock()
         with atomic_write(self.path, "wb") as file:
             file.write(_array(events))
@@ -59,36 +56,6 @@ class Timeline:
         """
         duration_us = max(end_s - start_s, 0.0) * 1e6
         self._add(track, {"ph": "X", "name": name, "ts": start_s * 1e6, "dur": duration_us, "args": dict(args or {})})
-
-    @contextmanager
-    def measure(self, track: str, name: str, args: Mapping[str, Any] | None = None) -> Iterator[None]:
-        """Add the span of a block, also when it raises."""
-        start_s = clock_s()
-        try:
-            yield
-        finally:
-            self.span(track, name, start_s, clock_s(), args)
-
-    def counter(self, track: str, name: str, values: Mapping[str, float], at_s: float | None = None) -> None:
-        """Add a sample of numbers drawn as a graph over time, such as the length of a queue."""
-        at_us = (clock_s() if at_s is None else at_s) * 1e6
-        self._add(track, {"ph": "C", "name": name, "ts": at_us, "args": dict(values)})
-
-    def flow(self, name: str, from_track: str, from_s: float, to_track: str, to_s: float) -> None:
-        """Draw an arrow between two spans, such as from a publish to the receive of the same weights.
-
-        Args:
-            name: such as "weights v3".
-            from_track: where the arrow starts; `from_s` must lie inside a span there.
-            from_s: of `clock_s`.
-            to_track: where it ends; `to_s` must lie inside a span there.
-            to_s: of `clock_s`.
-        """
-        with self._mutex:
-            self._num_flows += 1
-            common = {"name": name, "cat": "flow", "id": self._num_flows}
-        self._add(from_track, {**common, "ph": "s", "ts": from_s * 1e6})
-        self._add(to_track, {**common, "ph": "f", "bp": "e", "ts": to_s * 1e6})
 
     def _add(self, track: str, event: dict[str, Any]) -> None:
         with self._mutex:
@@ -115,9 +82,7 @@ class Timeline:
     def __enter__(self) -> "Timeline":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -2,14 +2,13 @@
 
 import importlib
 import importlib.util
-import math
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from offbeat_run._config.sections import LogConfig
 from offbeat_run._folder import RunFolder
 from offbeat_run._metrics import Tracker
-from offbeat_run._settings import LogConfig
 from offbeat_types import BackendError
 
 
@@ -58,33 +57,18 @@ def _missing(name: str, why: str = "") -> BackendError:
     )
 
 
-class _CallTracker:
-    """A tracker made of two calls."""
-
-    def __init__(self, write: Callable[[Mapping[str, float], int], Any], close: Callable[[], Any]) -> None:
-        self._write, self._close = write, close
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        if finite:
-            self._write(finite, step)
-
-    def close(self) -> None:
-        self._close()
-
-
 def _open_wandb(wandb: Any, project: str, run: RunFolder) -> Tracker:
     started = wandb.init(project=project, name=run.path.name, id=_run_id(run), resume="allow", dir=str(run.logs))
     # Validation may come after an update of the same step was sent; W&B's own counter allows no step back, so
     # the step is a metric like others and the axis of all of them.
     started.define_metric("step")
     started.define_metric("*", step_metric="step")
-    return _CallTracker(lambda values, step: started.log({**values, "step": step}), started.finish)
+    return Tracker(lambda values, step: started.log({**values, "step": step}), started.finish)
 
 
 def _open_trackio(trackio: Any, project: str, run: RunFolder) -> Tracker:
     trackio.init(project=project, name=run.path.name, resume="allow")
-    return _CallTracker(lambda values, step: trackio.log(dict(values), step=step), trackio.finish)
+    return Tracker(lambda values, step: trackio.log(values, step=step), trackio.finish)
 
 
 def _open_mlflow(mlflow: Any, project: str, run: RunFolder) -> Tracker:
@@ -95,7 +79,7 @@ def _open_mlflow(mlflow: Any, project: str, run: RunFolder) -> Tracker:
     )
     known = found[0].info.run_id if found else None
     mlflow.start_run(run_id=known, run_name=None if known else run.path.name, tags={"offbeat_run": tag})
-    return _CallTracker(lambda values, step: mlflow.log_metrics(dict(values), step=step), mlflow.end_run)
+    return Tracker(lambda values, step: mlflow.log_metrics(values, step=step), mlflow.end_run)
 
 
 def _run_id(run: RunFolder) -> str:

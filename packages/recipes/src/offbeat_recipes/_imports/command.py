@@ -53,11 +53,11 @@ def import_recipe(
     target = Path(words.options.get("out") or f"{path.stem}.toml")
     source = found.read(path, _variables(words.options.get("set", "")))
     draft, told = found.translate(source, path)
-    draft.not_decided = source.undecided
-    draft.not_understood = (*told, *source.not_understood)
-    text = draft.as_toml(f"Written by `{program} import {framework}` from {path.name}.\nBehind each key: its source.")
+    remarks = {"not decided": source.undecided, "not understood": (*told, *source.not_understood)}
+    head = f"Written by `{program} import {framework}` from {path.name}.\nBehind each key: its source."
+    text = draft.as_toml(head, remarks)
     write_new_file(target, text, "--out")
-    _tell(draft)
+    _tell(draft, remarks)
     problems = _problems(lambda: check(text, target))
     print(f"written to {target}" + (", with something to put right:" if problems else ""))
     for problem in problems:
@@ -77,15 +77,11 @@ def _variables(text: str) -> dict[str, str]:
     return {name: value for name, _, value in parts}
 
 
-def _tell(draft: Draft) -> None:
-    if draft.not_decided:
-        print("not decided (a variable can be given: --set NAME=VALUE):")
-    for line in draft.not_decided:
-        print(f"  {line}")
-    if draft.not_understood:
-        print("not understood:")
-    for line in draft.not_understood:
-        print(f"  {line}")
+def _tell(draft: Draft, remarks: Mapping[str, Sequence[str]]) -> None:
+    for title, lines in remarks.items():
+        if lines:
+            print(f"{title}{' (a variable can be given: --set NAME=VALUE)' * (title == 'not decided')}:")
+            print("\n".join(f"  {line}" for line in lines))
     for title, found in (
         ("means something else here", draft.changed),
         ("always so here", draft.always),

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -41,8 +41,6 @@ class Draft:
         self.changed: dict[str, str] = {}
         self.missing: dict[str, str] = {}
         self.always: dict[str, str] = {}
-        self.not_decided: tuple[str, ...] = ()
-        self.not_understood: tuple[str, ...] = ()
 
     @property
     def left(self) -> tuple[str, ...]:
@@ -131,11 +129,12 @@ class Draft:
         """An option as it stood, for people."""
         return f"{name} = {json.dumps(self._options[name])}" if self.has(name) else name
 
-    def as_toml(self, head: str) -> str:
+    def as_toml(self, head: str, remarks: Mapping[str, Sequence[str]]) -> str:
         """The configuration, with where each key comes from, and at its end what did not come along.
 
         Args:
             head: first lines of comment.
+            remarks: lines of comment by their title, for the end.
         """
         lines = [f"# {line}".rstrip() for line in head.splitlines()]
         for section in dict.fromkeys(key.partition(".")[0] for key in self.entries):
@@ -150,7 +149,7 @@ class Draft:
                     f"# {title}:",
                     *(f"#   {self.value(name)}: {_one_line(text)}" for name, text in found.items()),
                 ]
-        for title, told in (("not decided", self.not_decided), ("not understood", self.not_understood)):
+        for title, told in remarks.items():
             if told:
                 lines += ["", f"# {title}:", *(f"#   {_one_line(line)}" for line in told)]
         return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""The simulator: the real policy on a simulated clock, and what is made of its scenarios and reports."""

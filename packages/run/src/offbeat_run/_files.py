@@ -1,0 +1,233 @@
+"""Files and folders that are whole or not there, and files of lines that survive a kill between any two bytes."""
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from offbeat_types import RunFolderError, sync_path, sync_tree
+
+TEMPORARY = ".tmp-"
+OLD = ".old-"
+
+
+@contextmanager
+def atomic_write(path: Path | str, mode: str = "w") -> Iterator[IO[Any]]:
+    """Yield an open file that appears under its name only when the block ends well.
+
+    Args:
+        path: of the file; an older one is replaced.
+        mode: "w" for text (UTF-8), "wb" for bytes.
+
+    Raises:
+        RunFolderError: no space left, or no right to write.
+    """
+    path = Path(path)
+    temporary = _beside(path, TEMPORARY)
+    try:
+        with disk_errors(path), temporary.open(mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_path(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_new_file(path: Path, text: str, option: str) -> None:
+    """Write what a command was asked for; a file that is there stays as it is.
+
+    Args:
+        path: of the file.
+        text: of the file.
+        option: of the command line that names it, for errors, such as "--out".
+
+    Raises:
+        RunFolderError: it is there already, or cannot be written.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise RunFolderError(f"{option} {path}: exists already; choose another name") from None
+    except OSError as error:
+        raise RunFolderError(f"{option} {path}: cannot be written: {error.strerror}; choose another place") from error
+
+
+@contextmanager
+def atomic_folder(path: Path | str) -> Iterator[Path]:
+    """Yield an empty folder that appears under its name only when the block ends well.
+
+    Everything in it is on the disk before it gets its name. An older folder of that name is replaced.
+
+    Raises:
+        RunFolderError: no space left.
+    """
+    path = Path(path)
+    temporary = _beside(path, TEMPORARY)
+    temporary.mkdir(parents=True)
+    try:
+        with disk_errors(path):
+            yield temporary
+            sync_tree(temporary)
+        _rename_folder(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Clear what a killed `atomic_write` or `atomic_folder` left; put back a folder caught between two renames."""
+    for left in folder.glob(f"{TEMPORARY}*"):
+        _remove(left)
+    for old in folder.glob(f"{OLD}*"):
+        name = old.name.removeprefix(OLD).partition("-")[2]
+        if (folder / name).exists():
+            _remove(old)
+        else:
+            old.rename(folder / name)
+
+
+def _beside(path: Path, prefix: str) -> Path:
+    return path.with_name(f"{prefix}{uuid.uuid4().hex[:8]}-{path.name}")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _rename_folder(temporary: Path, path: Path) -> None:
+    # A rename cannot replace a folder that holds files, so the old one steps aside; see remove_leftovers.
+    old = _beside(path, OLD)
+    if path.exists():
+        path.rename(old)
+    temporary.rename(path)
+    sync_path(path.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn the errors of a disk that takes no more into one that says what to do.
+
+    Args:
+        path: what is being written in the block.
+
+    Raises:
+        RunFolderError: no space left, a file larger than allowed, or no right to write.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise RunFolderError(
+                f"{path}: no space left to write it ({error.strerror}); free some and resume the run"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise RunFolderError(f"{path}: cannot be written: {error.strerror}") from error
+        raise
+
+
+class JsonlFile:
+    """Appends lines, each flushed to the system before `write` returns. A torn last line is cut off on opening."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        _cut_torn_line(path)
+        self._file = path.open("ab")
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Append one line."""
+        self._file.write(_encode(line) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close; a second call does nothing."""
+        self._file.close()
+
+
+def read_lines(path: Path, damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield every whole line; a missing file has none.
+
+    Args:
+        path: of the file.
+        damaged: takes a word for each line that cannot be read, which is then left out.
+
+    Raises:
+        RunFolderError: a line is damaged, with its number, and nobody takes note of it.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            if not raw.endswith(b"\n") or not raw.strip():
+                continue
+            try:
+                line = _decode(raw, f"{path}:{number}")
+            except RunFolderError as error:
+                if damaged is None:
+                    raise
+                damaged.append(str(error))
+            else:
+                yield line
+
+
+def _encode(line: Mapping[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(line)
+    except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 does not hold: no reason to end a run
+        return msgspec.json.encode(_encodable(line))
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, Mapping):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    return [_encodable(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _decode(raw: bytes, where: str) -> dict[str, Any]:
+    try:
+        line = msgspec.json.decode(raw)
+    except msgspec.DecodeError as error:
+        raise RunFolderError(f"{where}: not a line of JSON: {error}; remove the line, or restore the file") from error
+    if not isinstance(line, dict):
+        raise RunFolderError(f"{where}: must be a JSON object; remove the line, or restore the file")
+    return line
+
+
+def cut_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite the file, in one piece, with only the lines that `keep` wants."""
+    if not path.is_file():
+        return
+    with atomic_write(path, "wb") as file:
+        for line in read_lines(path):
+            if keep(line):
+                file.write(msgspec.json.encode(line) + b"\n")
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.is_file():
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, 2)
+        tail = b""
+        position = end
+        while position and b"\n" not in tail:
+            position = max(0, position - 65536)
+            file.seek(position)
+            tail = file.read(end - position)
+        last = tail.rfind(b"\n")
+        if position + last + 1 < end:
+            file.truncate(position + last + 1)

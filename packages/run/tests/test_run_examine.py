@@ -1,0 +1,87 @@
+"""What is found before anything starts: a damaged model folder, a missing backend; and what an import may not load."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import offbeat_run
+from offbeat_run import (
+    _examine,  # its loader is replaced
+    examine,
+    inspect_model,
+)
+from offbeat_types import INSTALL_LINES, BackendError, ModelError
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    save_file({"a": np.zeros((3, 4), np.float32)}, tmp_path / "one.safetensors")
+    save_file({"b": np.zeros(5, np.float32)}, tmp_path / "two.safetensors")
+    config = {"model_type": "qwen3", "vocab_size": 11, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_a_model_folder_is_read_from_its_headers(model: Path) -> None:
+    found = inspect_model(str(model))
+    assert (found.family, found.num_parameters, found.vocabulary, found.max_positions) == ("qwen3", 17, 11, 64)
+
+
+@pytest.mark.parametrize("damage", ["cut short", "garbage", "no weights", "no config", "broken config"])
+def test_a_damaged_model_folder_is_named(model: Path, damage: str) -> None:
+    weights = model / "one.safetensors"
+    actions: dict[str, Callable[[], object]] = {
+        "cut short": lambda: weights.write_bytes(weights.read_bytes()[:-1]),
+        "garbage": lambda: weights.write_bytes(b"\xff" * 64),
+        "no weights": lambda: [path.unlink() for path in model.glob("*.safetensors")],
+        "no config": lambda: (model / "config.json").unlink(),
+        "broken config": lambda: (model / "config.json").write_text("{"),
+    }
+    actions[damage]()
+    with pytest.raises(ModelError, match=str(model)):
+        inspect_model(str(model))
+
+
+def test_the_doctor_names_python_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(INSTALL_LINES, ("offbeat.engine", "abacus"), "pip install offbeat-engine-abacus")
+    found = dict(examine())
+    assert "python" in found
+    assert "pip install offbeat-engine-abacus" in found["engine abacus"]
+
+
+def test_the_doctor_asks_an_adapter_for_the_engine_that_it_adapts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Adapter:
+        @classmethod
+        def check_installed(cls) -> None:
+            raise BackendError("no abacus here")
+
+        @classmethod
+        def count(cls) -> int:  # as a device
+            return 0
+
+    monkeypatch.setattr(_examine, "load_backend", lambda kind, name: Adapter)
+    monkeypatch.setitem(INSTALL_LINES, ("offbeat.engine", "abacus"), "")
+    assert dict(examine())["engine abacus"] == "no abacus here"
+
+
+def test_importing_loads_no_library_before_it_is_needed() -> None:
+    code = "import sys, offbeat_run\nprint(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    heavy = {"torch", "plotly", "tensorboardX", "jinja2", "wandb", "trackio", "mlflow", "ray", "vllm", "transformers"}
+    assert not heavy & set(done.stdout.split())
+
+
+def test_every_metric_of_the_report_is_written_down_with_its_meaning() -> None:
+    assert {
+        "train/reward",
+        "async/lag_histogram",
+        "eval/loss",
+        "engine/steps_refused",
+    } <= offbeat_run.METRIC_NAMES.keys()
+    assert all(metric.doc.endswith(".") for metric in offbeat_run.METRIC_NAMES.values())
