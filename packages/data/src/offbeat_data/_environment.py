@@ -19,7 +19,6 @@ class Environment(Protocol):
 
     async def reset(self, prompt: Prompt) -> None:
         """Get ready: the model is about to read this prompt."""
-        ...
 
     async def step(self, text: str) -> Sequence[Message] | None:
         """Take what the model said in its turn; also in its last one, which was cut off or had no more turns after it.
@@ -30,15 +29,12 @@ class Environment(Protocol):
         Returns:
             What it is told, as chat messages such as {"role": "tool", "content": "42"}; None when the episode is over.
         """
-        ...
 
     async def reward(self) -> RewardScore | None:
         """What the episode was worth; None leaves its last turn to the `reward` section."""
-        ...
 
     async def close(self) -> None:
         """Free what the episode holds."""
-        ...
 
 
 EnvironmentFactory = Callable[[], Environment]
