@@ -9,16 +9,11 @@ from offbeat_data import (
     ConversationConfig,
     DataConfig,
     build_character_tokenizer,
-    draw_additions,
-    draw_products,
     load_conversations,
     load_prompts,
 )
+from offbeat_data._sources import draw_problems
 from offbeat_types import ConfigError, DataError
-
-
-def _pair(problem: dict[str, str]) -> frozenset[str]:
-    return frozenset(problem["prompt"].removesuffix("=").split("+"))
 
 
 @given(
@@ -26,36 +21,34 @@ def _pair(problem: dict[str, str]) -> frozenset[str]:
     num_held_out=st.integers(0, 50),
     seed=st.integers(0, 9),
     digits=st.sampled_from([1, 2]),
+    sign=st.sampled_from("+*"),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_problems_are_right_distinct_and_never_in_both_sets(
-    num_train: int, num_held_out: int, seed: int, digits: int
+    num_train: int, num_held_out: int, seed: int, digits: int, sign: str
 ) -> None:
-    train, held_out = draw_additions(num_train, num_held_out, seed=seed, digits=digits)
+    train, held_out = draw_problems(sign, num_train, num_held_out, seed=seed, digits=digits)
     assert len(held_out) == num_held_out
     assert len(train) == num_train or digits == 1 or num_train == 0
-    assert not {_pair(problem) for problem in train} & {_pair(problem) for problem in held_out}
+    pairs = [{frozenset(problem["prompt"][:-1].split(sign)) for problem in problems} for problems in (train, held_out)]
+    assert not pairs[0] & pairs[1]
     assert len({problem["prompt"] for problem in train}) == len(train)
     for problem in train + held_out:
-        first, second = problem["prompt"].removesuffix("=").split("+")
-        assert int(first) + int(second) == int(problem["answer"])
+        first, second = problem["prompt"].removesuffix("=").split(sign)
+        assert (int(first) + int(second) if sign == "+" else int(first) * int(second)) == int(problem["answer"])
         assert len(first) == len(second) == digits
 
 
-def test_equal_seeds_draw_equal_problems() -> None:
-    assert draw_additions(50, 20, seed=3) == draw_additions(50, 20, seed=3)
-    assert draw_additions(50, 20, seed=3) != draw_additions(50, 20, seed=4)
-
-
-def test_all_problems_are_drawn_when_none_is_counted() -> None:
-    train, held_out = draw_additions(0, 0)
-    assert (len(train), len(held_out)) == (8100, 0)
+def test_equal_seeds_draw_equal_problems_and_all_are_drawn_when_none_is_counted() -> None:
+    assert draw_problems("+", 50, 20, seed=3) == draw_problems("+", 50, 20, seed=3)
+    assert draw_problems("+", 50, 20, seed=3) != draw_problems("+", 50, 20, seed=4)
+    assert list(map(len, draw_problems("+", 0, 0))) == [8100, 0]
 
 
 @pytest.mark.parametrize(("digits", "held_out"), [(0, 1), (4, 1), (1, 55)])
 def test_what_cannot_be_drawn_is_refused(digits: int, held_out: int) -> None:
     with pytest.raises(DataError, match="digit"):
-        draw_additions(10, held_out, digits=digits)
+        draw_problems("+", 10, held_out, digits=digits)
 
 
 def test_the_character_tokenizer_loads_in_transformers_too(tmp_path: Path) -> None:
@@ -96,24 +89,10 @@ def test_the_quickstart_data_needs_no_file(tmp_path: Path) -> None:
     assert len(load_prompts(DataConfig(path="arithmetic:2"), tokenizer).train) == 1000
 
 
-def test_digits_must_be_a_number(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"such as arithmetic:2; got 'two'"):
-        load_prompts(DataConfig(path="arithmetic:two"), build_character_tokenizer(tmp_path))
-
-
-def test_products_are_right_and_held_out_in_either_order() -> None:
-    train, held_out = draw_products(300, 50, seed=3, digits=2)
-    for row in [*train, *held_out]:
-        first, second = row["prompt"].removesuffix("=").split("*")
-        assert int(row["answer"]) == int(first) * int(second)
-    assert len({row["prompt"] for row in train}) == 300
-    pairs = [{frozenset(row["prompt"][:-1].split("*")) for row in rows} for rows in (train, held_out)]
-    assert not pairs[0] & pairs[1]
-
-
-def test_products_are_a_source_of_prompts(tmp_path: Path) -> None:
-    tokenizer = build_character_tokenizer(tmp_path, ARITHMETIC_ALPHABET + "*")
-    prompts = load_prompts(DataConfig(path="products:1", num_items=20, eval_size=5), tokenizer)
+@pytest.mark.parametrize(("scheme", "extra"), [("arithmetic", ""), ("products", "*")])
+def test_problems_are_a_source_of_prompts_by_their_number_of_digits(scheme: str, extra: str, tmp_path: Path) -> None:
+    tokenizer = build_character_tokenizer(tmp_path, ARITHMETIC_ALPHABET + extra)
+    prompts = load_prompts(DataConfig(path=f"{scheme}:1", num_items=20, eval_size=5), tokenizer)
     assert (len(prompts.train), len(prompts.eval)) == (20, 5)
-    with pytest.raises(ConfigError, match="such as products:2"):
-        load_prompts(DataConfig(path="products:many"), tokenizer)
+    with pytest.raises(ConfigError, match=rf"such as {scheme}:2; got 'many'"):
+        load_prompts(DataConfig(path=f"{scheme}:many"), tokenizer)

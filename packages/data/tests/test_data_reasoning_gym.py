@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from offbeat_data import DataConfig, Prompt, RewardConfig, Tokenizer, build_reward, load_prompts
-from offbeat_data._plain import pack, unpack
+from offbeat_data._rows import pack, unpack
 from offbeat_types import ConfigError, DataError
 
 REWARD = build_reward(RewardConfig(name="reasoning_gym"))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from offbeat_data import Prompt, RewardConfig, RewardError, build_reward
-from offbeat_data._answers import last_boxed, last_number, to_number
+from offbeat_data._rewards import last_boxed, last_number, to_number
 from offbeat_types import ConfigError, DataError
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from offbeat_data._liveness import watch_scorer
+import offbeat_liveness as liveness
 from offbeat_data._prompts import Prompt
-from offbeat_data._reward import build_reward
-from offbeat_data._reward_config import RewardConfig
+from offbeat_data._reward_pool import SCORER
+from offbeat_data._rewards import RewardConfig, build_reward
 from offbeat_types import OffbeatError
 
 
@@ -55,7 +55,7 @@ def _as_reply(error: OffbeatError) -> dict[str, Any]:
 
 def main() -> None:
     """Serve the socket whose number is the first argument until the other side closes it."""
-    watch_scorer()
+    liveness.watch_if_invited(SCORER)
     with socket.socket(fileno=int(sys.argv[1])) as channel, channel.makefile("rb") as requests:
         # What a reward forks must not hold it open: its end tells whoever asks that this process has ended.
         channel.set_inheritable(False)
