@@ -29,7 +29,7 @@ from offbeat_data import (
     load_prompts,
     load_tokenizer,
 )
-from offbeat_data._reward_pool import _prompt_to_plain
+from offbeat_data._scoring_child import _prompt_to_plain
 from offbeat_types import DataError, ModelError
 
 Write = Callable[..., str]

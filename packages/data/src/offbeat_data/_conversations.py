@@ -28,7 +28,7 @@ from offbeat_data._rows import (
     with_tools,
 )
 from offbeat_data._sources import ConversationConfig, read_sources
-from offbeat_data._tokenizer import ChatTemplate, Message, RenderedChat, Span, Tokenizer
+from offbeat_data._tokenizer import ChatTemplate, Message, RenderedChat, Tokenizer
 from offbeat_types import DataError, Ids, TrainSequence
 
 _USUAL_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
@@ -243,28 +243,21 @@ def mark_assistant_turns(
     whole = template.render(messages, add_generation_prompt=False, options=options)
     if whole.spans:
         return [_drop_spans_before(template, whole, messages[:first], options)]
-    finder = _TurnFinder(tokenizer, template, messages, options)
-    found = [finder.find(at) for at in turns]
+    found = [_find_turn(tokenizer, messages[: at + 1], options) for at in turns]
     if all(whole.text.startswith(turn.text[: turn.spans[0][1]]) for turn in found):
         return [RenderedChat(text=whole.text, spans=tuple(turn.spans[0] for turn in found))]
     return found
 
 
-def tokens_in_spans(offsets_T2: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
-    """Whether each token holds a character of one of the spans, [T] bool."""
-    start_T, end_T = offsets_T2[:, 0], np.maximum(offsets_T2[:, 1], offsets_T2[:, 0] + 1)
-    mask_T = np.zeros(len(offsets_T2), dtype=np.bool_)
-    for start, end in spans:
-        mask_T |= (start_T < end) & (end_T > start)
-    return mask_T
-
-
 def encode_marked(tokenizer: Tokenizer, chat: RenderedChat) -> tuple[Ids, npt.NDArray[np.bool_]]:
-    """Token ids [T] int32 and the loss mask [T] bool of a rendered conversation."""
-    ids, offsets = tokenizer.encode_with_offsets(chat.text)
-    mask = tokens_in_spans(offsets, chat.spans)
-    mask[:1] = False  # nothing comes before the first token to predict it from
-    return ids, mask
+    """Token ids [T] int32 and the loss mask [T] bool: whether each token holds a character of one of the spans."""
+    ids, offsets_T2 = tokenizer.encode_with_offsets(chat.text)
+    start_T, end_T = offsets_T2[:, 0], np.maximum(offsets_T2[:, 1], offsets_T2[:, 0] + 1)
+    mask_T = np.zeros(len(ids), dtype=np.bool_)
+    for start, end in chat.spans:
+        mask_T |= (start_T < end) & (end_T > start)
+    mask_T[:1] = False  # nothing comes before the first token to predict it from
+    return ids, mask_T
 
 
 def _drop_spans_before(
@@ -281,33 +274,20 @@ def _drop_spans_before(
     return RenderedChat(text=whole.text, spans=tuple(span for span in whole.spans if span[0] >= len(opening)))
 
 
-class _TurnFinder:
-    def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Message], options: Mapping[str, Any]
-    ) -> None:
-        self._special_texts, self._template = tokenizer.special_texts, template
-        self._messages, self._options = messages, options
-
-    def find(self, at: int) -> RenderedChat:
-        """The conversation up to and with turn `at`, whose one span is what that turn adds to the opening."""
-        opening = ""
-        if at:
-            opening = self._template.render(self._messages[:at], add_generation_prompt=True, options=self._options).text
-        closed = self._template.render(
-            self._messages[: at + 1], add_generation_prompt=False, options=self._options
-        ).text
-        if not closed.startswith(opening) or len(closed) == len(opening):
-            raise DataError(
-                f"message {at + 1}: the chat template does not put the assistant's words right after its generation "
-                f"prompt ({opening[-40:]!r}), so they cannot be found: put {{% generation %}} and "
-                f"{{% endgeneration %}} around them in the template, or give prompt and completion columns and set "
-                f"data.chat_template to off"
-            )
-        return RenderedChat(text=closed, spans=((len(opening), self._end_of_turn(closed, len(opening))),))
-
-    def _end_of_turn(self, closed: str, start: int) -> int:
-        """Leave out white space after the last control token: sampling ends there, so nothing has to learn it."""
-        end = len(closed.rstrip())
-        if end > start and any(closed.endswith(text, start, end) for text in self._special_texts if text):
-            return end
-        return len(closed)
+def _find_turn(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any]) -> RenderedChat:
+    """The conversation, whose one span is what the last of its messages adds to the opening before it."""
+    template, before, opening = tokenizer.require_template(), messages[:-1], ""
+    if before:
+        opening = template.render(before, add_generation_prompt=True, options=options).text
+    closed = template.render(messages, add_generation_prompt=False, options=options).text
+    if not closed.startswith(opening) or len(closed) == len(opening):
+        raise DataError(
+            f"message {len(messages)}: the chat template does not put the assistant's words right after its generation "
+            f"prompt ({opening[-40:]!r}), so they cannot be found: put {{% generation %}} and {{% endgeneration %}} "
+            f"around them in the template, or give prompt and completion columns and set data.chat_template to off"
+        )
+    # White space after the last control token is left out: sampling ends there, so nothing has to learn it.
+    start, end = len(opening), len(closed.rstrip())
+    if end <= start or not any(closed.endswith(text, start, end) for text in tokenizer.special_texts if text):
+        end = len(closed)
+    return RenderedChat(text=closed, spans=((start, end),))

@@ -5,37 +5,26 @@ stopped and math-verify's own timeouts need the main thread, so scoring happens 
 """
 
 import contextlib
-import json
-import os
 import queue
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import traceback
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import offbeat_liveness as liveness
 from offbeat_data._prompts import Prompt
 from offbeat_data._rewards import NotANumberError, RewardConfig, RewardError, RewardScore
-from offbeat_data._rows import to_plain
-from offbeat_types import BackendError, ConfigError, DataError, DeadlineError, OffbeatError
+from offbeat_data._scoring_child import DIE_DEADLINE_S, LEAVE_DEADLINE_S, ScoringChild
+from offbeat_types import ConfigError, DataError, OffbeatError
 
-SCORER: Final = "scorer"
-"""Name of a scoring process for the liveness monitor: it is watched where the process that asks it is."""
-
-# A child whose socket is closed leaves by itself unless it is busy. One that died may still be writing its traceback.
-_LEAVE_DEADLINE_S, _DIE_DEADLINE_S = 0.2, 5.0
-
-
-_ERRORS: dict[str, type[OffbeatError]] = {
-    error.__name__: error for error in (RewardError, NotANumberError, DataError, ConfigError, BackendError)
-}
+_WINDOW: Final = 200
+"""Completions over which `reward.max_error_share` is counted."""
+_MOST_KEPT: Final = 20
+"""Tracebacks in the log."""
+_SLOW_S: Final = 0.5
+"""A completion that waits as long for a child gets one of its own: a quick reward is served by one child."""
+_MADE_UP: Final = "a completion made up to try the reward: 42"
 
 
 class GuardedReward:
@@ -58,7 +47,7 @@ class GuardedReward:
         self._config, self._start_timeout_s = config, start_timeout_s
         self._lock = threading.Lock()
         self._is_closed = False
-        self._child = _ScoringChild(config, start_timeout_s)
+        self._child = ScoringChild(config, start_timeout_s)
         self._child.wait_ready()
 
     def score(self, prompt: Prompt, completion: str) -> RewardScore:
@@ -71,30 +60,30 @@ class GuardedReward:
                 died twice over it, or this is closed.
             DataError: the prompt lacks what a reward compares with.
         """
-        request = {"prompt": _prompt_to_plain(prompt), "completion": completion}
         with self._lock:
             if self._is_closed:
                 raise RewardError("scoring has ended: this reward is closed")
             try:
-                reply = self._ask(request) or self._ask(request, f" on prompt {prompt.index}")
+                score = self._ask(prompt, completion) or self._ask(prompt, completion, is_last=True)
             except TimeoutError:
                 self._restart()
                 return RewardScore(value=0.0, parts={**_no_parts(self._config), "timed_out": 1.0})
-        assert reply is not None
-        return RewardScore(value=reply["value"], parts={**reply["parts"], "timed_out": 0.0})
+        assert score is not None
+        return RewardScore(value=score.value, parts={**score.parts, "timed_out": 0.0})
 
-    def _ask(self, request: dict[str, Any], gives_up: str = "") -> dict[str, Any] | None:
-        """The child's reply; None when it died, unless `gives_up` says over what it is the last attempt."""
+    def _ask(self, prompt: Prompt, completion: str, *, is_last: bool = False) -> RewardScore | None:
+        """The child's score; None when it died, unless this attempt is the last."""
         self._wait_ready()
         try:
-            return self._child.ask(request, self._config.timeout_s)
+            return self._child.ask(prompt, completion, self._config.timeout_s)
         except TimeoutError:
             raise
         except OSError as error:
-            code = self._restart(_DIE_DEADLINE_S)
-            if not gives_up and not self._is_closed:
+            code = self._restart(DIE_DEADLINE_S)
+            if not is_last and not self._is_closed:
                 return None
-            raise RewardError(f"the process that scores ended with code {code}{gives_up}; see its log above") from error
+            where = f" on prompt {prompt.index}" if is_last else ""
+            raise RewardError(f"the process that scores ended with code {code}{where}; see its log above") from error
 
     def close(self) -> None:
         """End the child. A completion that is being scored raises in its thread: nobody waits for a slow verifier."""
@@ -116,97 +105,11 @@ class GuardedReward:
             self._restart()
             raise
 
-    def _restart(self, leave_deadline_s: float = _LEAVE_DEADLINE_S) -> int:
+    def _restart(self, leave_deadline_s: float = LEAVE_DEADLINE_S) -> int:
         """Replace the child, unless this is closed; the new one starts while the caller goes on."""
         code = self._child.end(leave_deadline_s)
         if not self._is_closed:
-            self._child = _ScoringChild(self._config, self._start_timeout_s)
-        return code
-
-
-class _ScoringChild:
-    """`python -m offbeat_data._scoring_child`, and a socket on which JSON lines go to and fro."""
-
-    def __init__(self, config: RewardConfig, start_timeout_s: float) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "offbeat_data._scoring_child", str(theirs.fileno())]
-            monitor = liveness.current_monitor()
-            # A session of its own: Ctrl-C in the terminal is for the one who started it, and what a reward leaves
-            # behind is ended with it.
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                env=os.environ | (monitor.invite(policy="report") if monitor else {}),
-            )
-        self._socket, self._lines, self._is_ready = ours, ours.makefile("rb"), False
-        self._start_timeout_s = start_timeout_s
-        self._send({"config": asdict(config), "path": sys.path}, start_timeout_s)
-
-    def wait_ready(self) -> None:
-        """Wait until the child has built its reward; at once when it has."""
-        if self._is_ready:
-            return
-        try:
-            self._receive()
-        except TimeoutError as error:
-            self.end()
-            advice = "see its log above, or raise start_timeout_s"
-            raise DeadlineError("reward.start", "the process that scores", self._start_timeout_s, advice) from error
-        except OSError as error:
-            code = self.end(_DIE_DEADLINE_S)
-            raise RewardError(
-                f"the process that scores ended with code {code} before it was ready; see its log above"
-            ) from error
-        except BaseException:
-            self.end()
-            raise
-        self._is_ready = True
-
-    def ask(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        """Send one request and wait for its reply. TimeoutError and other OSErrors leave the child unusable."""
-        with liveness.waiting("reward.score", on=SCORER, deadline_s=deadline_s):
-            self._send(request, deadline_s)
-            return self._receive()
-
-    def _send(self, request: dict[str, Any], deadline_s: float) -> None:
-        self._socket.settimeout(deadline_s)
-        self._socket.sendall(json.dumps(request).encode() + b"\n")
-
-    def _receive(self) -> dict[str, Any]:
-        line = self._lines.readline()
-        if not line:
-            raise ConnectionResetError("the child closed its socket")
-        reply: dict[str, Any] = json.loads(line)
-        if "error" in reply:
-            error = _ERRORS.get(reply["error"], RewardError)(reply["text"])
-            error.add_note(reply["trace"])
-            raise error
-        return reply
-
-    def kill(self) -> None:
-        """End the child now, from any thread; whoever waits for its reply sees a closed socket."""
-        self._process.kill()
-
-    def end(self, leave_deadline_s: float = _LEAVE_DEADLINE_S) -> int:
-        """Kill the child if it still runs after so long, and what it has started.
-
-        Returns:
-            Its exit code, which shows how one died.
-        """
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        try:
-            code = self._process.wait(timeout=leave_deadline_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # there is nobody left of its group
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._lines.close()
-        self._socket.close()
+            self._child = ScoringChild(self._config, self._start_timeout_s)
         return code
 
 
@@ -214,49 +117,22 @@ def _no_parts(config: RewardConfig) -> dict[str, float]:
     return dict.fromkeys(config.all_weights, 0.0)
 
 
-def _prompt_to_plain(prompt: Prompt) -> dict[str, Any]:
-    """All but the pictures: a reward reads what the model wrote of them."""
-    plain = {**vars(prompt), "ids": prompt.ids.tolist(), "fields": to_plain(prompt.fields)}
-    del plain["pictures"]
-    return plain
-
-
-WINDOW: Final = 200
-"""Completions over which `reward.max_error_share` is counted."""
-
-
-_MOST_KEPT: Final = 20
-
-
-class RewardErrors:
-    """What became of the latest completions. Safe to use from several threads.
-
-    Args:
-        config: the `reward` section.
-        log: takes the first tracebacks; None: they are not kept.
-
-    Attributes:
-        last: the latest error, in words.
-    """
+class _Failures:
+    """What became of the latest completions. Safe to use from several threads."""
 
     def __init__(self, config: RewardConfig, log: Path | None) -> None:
         self._config, self._log = config, log
         self._lock = threading.Lock()
-        self._failed: deque[bool] = deque(maxlen=WINDOW)
+        self._failed: deque[bool] = deque(maxlen=_WINDOW)
         self._num_kept = 0
         self.last = ""
 
-    def scored(self) -> None:
-        """Count a completion that was scored."""
+    def count_scored(self) -> None:
         with self._lock:
             self._failed.append(False)
 
-    def failed(self, error: OffbeatError) -> None:
-        """Count a completion that was not.
-
-        Raises:
-            RewardError: too many were not, or `reward.on_error` allows none.
-        """
+    def count_failed(self, error: OffbeatError) -> None:
+        """Raises RewardError when too many could not be scored, or `reward.on_error` allows none."""
         with self._lock:
             self._failed.append(True)
             self.last = str(error)
@@ -264,7 +140,7 @@ class RewardErrors:
             num_failed, num_seen = sum(self._failed), len(self._failed)
         if self._config.on_error == "fail":
             raise error
-        if num_failed > self._config.max_error_share * WINDOW:
+        if num_failed > self._config.max_error_share * _WINDOW:
             where = f"; tracebacks in {self._log}" if self._log else ""
             raise RewardError(
                 f"{num_failed} of the last {num_seen} completions could not be scored, more than "
@@ -277,10 +153,6 @@ class RewardErrors:
         self._num_kept += 1
         with self._log.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write("".join(traceback.format_exception_only(error)) + "\n")
-
-
-SLOW_S: Final = 0.5
-"""A completion that waits as long for a child gets one of its own: a quick reward is served by one child."""
 
 
 class RewardPool:
@@ -300,7 +172,7 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig, *, start_timeout_s: float = 60.0, log: Path | None = None) -> None:
         self._config, self._start_timeout_s = config, start_timeout_s
-        self._errors = RewardErrors(config, log)
+        self._failures = _Failures(config, log)
         self.num_scored = 0
         self._lock = threading.Lock()
         self._is_closed = False
@@ -313,7 +185,7 @@ class RewardPool:
     @property
     def last_error(self) -> str:
         """Why the latest completion that could not be scored was not; empty when all were."""
-        return self._errors.last
+        return self._failures.last
 
     def submit(self, prompt: Prompt, completion: str) -> "Future[RewardScore | None]":
         """Have one completion scored: as `reward.on_error` says, None or a score of 0 for one that cannot be.
@@ -338,11 +210,11 @@ class RewardPool:
         except (RewardError, DataError) as error:
             if self._is_closed:
                 raise
-            self._errors.failed(error)
+            self._failures.count_failed(error)
             if self._config.on_error == "zero":
                 score = RewardScore(value=0.0, parts={**_no_parts(self._config), "failed": 1.0})
         else:
-            self._errors.scored()
+            self._failures.count_scored()
         finally:
             self._idle.put(child)
         with self._lock:
@@ -352,7 +224,7 @@ class RewardPool:
     def _take(self) -> GuardedReward:
         """A child that is idle; after a while a new one, if there may be more. So many threads there are, too."""
         with contextlib.suppress(queue.Empty):
-            return self._idle.get(timeout=SLOW_S)
+            return self._idle.get(timeout=_SLOW_S)
         with self._lock:
             may_grow = len(self._children) + self._num_starting < self._config.num_processes
             self._num_starting += may_grow
@@ -371,9 +243,6 @@ class RewardPool:
             child.close()
             raise RewardError("scoring has ended: this reward is closed")
         return child
-
-
-_MADE_UP = "a completion made up to try the reward: 42"
 
 
 def try_reward(config: RewardConfig, prompt: Prompt, *, start_timeout_s: float = 60.0) -> str:
