@@ -255,15 +255,9 @@ def _plain(message: Message) -> dict[str, Any]:
 
 _AGAIN_S: Final = 1.0
 """The timer strikes again after so long, should the work have caught what the first stroke raised."""
-
-
 _NOTICED_S: Final = 0.01
 """Stretches shorter than this hold nobody up."""
-
-
 _allowed_s: ContextVar[float] = ContextVar("offbeat_step_deadline_s", default=0.0)
-
-
 _waiting: WeakKeyDictionary[asyncio.AbstractEventLoop, set[asyncio.Timeout]] = WeakKeyDictionary()
 
 
@@ -272,11 +266,7 @@ class StepBlockedError(BaseException):
 
 
 async def within(work: Coroutine[Any, Any, T], deadline_s: float) -> T:
-    """Await work for at most `deadline_s`, not counting the time in which other work blocked the thread.
-
-    Raises:
-        TimeoutError: it waited, or blocked the thread, for longer.
-    """
+    """Await work for at most `deadline_s`, not counting time in which other work held the thread; else TimeoutError."""
     _allowed_s.set(deadline_s)
     scopes = _waiting.setdefault(asyncio.get_running_loop(), set())
     try:
@@ -291,11 +281,7 @@ async def within(work: Coroutine[Any, Any, T], deadline_s: float) -> T:
 
 
 async def interruptible(work: Coroutine[Any, Any, T]) -> T:
-    """Await work of a task of its own, made inside `within`: no stretch of it may block longer than is allowed there.
-
-    Raises:
-        TimeoutError: one did.
-    """
+    """Await work in a task made inside `within`, whose deadline holds for each stretch of it that blocks."""
     try:
         return await _Interruptible(work, _allowed_s.get())
     except StepBlockedError:

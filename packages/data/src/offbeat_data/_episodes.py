@@ -21,8 +21,6 @@ from offbeat_types import Completion, DataError, Ids, ModelError, Reply, Traject
 
 _SAID: Final = "\ufdd2"
 """Stands for the model's words: a Unicode noncharacter, which no text holds."""
-
-
 _QUESTION: Final[Message] = {"role": "user", "content": "?"}
 
 
@@ -120,11 +118,7 @@ def _probe(template: ChatTemplate, opening: str) -> str:
 
 
 def _text_content(content: Any) -> str:
-    """The text of a message's content, which may be a list of parts.
-
-    Raises:
-        DataError: a part that is no text.
-    """
+    """The text of a message's content, which may be a list of parts."""
     if not isinstance(content, list):
         return "" if content is None else as_text(content)
     if wrong := [part for part in content if not isinstance(part, Mapping) or "text" not in part]:
@@ -144,8 +138,6 @@ def _complaint(source: str, roles: Sequence[str], opening: str, said: str) -> st
 
 Sample = Callable[[Ids, int], Awaitable[Completion]]
 """Samples one turn: called with the context [P] int32 and the longest turn in tokens."""
-
-
 Answer = Callable[[str], Awaitable[Sequence[Message] | None]]
 """`Environment.step`."""
 

@@ -96,11 +96,7 @@ def _limits(settings: Mapping[str, Any]) -> dict[str, int]:
 
 
 _PREVIEW_PX: Final = 256
-
-
 _BROKEN = (OSError, ValueError, SyntaxError)  # what Pillow raises about a file
-
-
 _INSTALL = 'images are read with Pillow; install it with: pip install "offbeat-data[images]"'
 
 
@@ -159,10 +155,6 @@ def read_picture(value: Any, folder: Path, rules: ImageRules) -> Picture:
         value: bytes of an image file; its path; or, as datasets stores images, {bytes, path} with one of them null.
         folder: of the data, which relative paths start from.
         rules: of the model.
-
-    Raises:
-        DataError: another value, no such file, no image, or a shape that the model does not take.
-        BackendError: Pillow is not installed.
 
     Source: huggingface/datasets, features/image.py (struct of bytes and path).
     """
@@ -254,8 +246,6 @@ def _on_white(image: Any) -> Any:
 
 IMAGES: Final = "images"
 """Column of the images of a row: paths, or bytes. Source: dataset card of hiyouga/geometry3k."""
-
-
 MARK: Final = "<image>"
 """Place of an image in a text. Source: the same."""
 
@@ -267,11 +257,7 @@ def with_images(question: Any, row: Row) -> Any:
 
 
 class RowImages:
-    """Reads the images of rows, and brings their placeholders into the prompt.
-
-    Args:
-        tokenizer: of the model, in whose folder the rules for its images are; they are read with the first image.
-    """
+    """Reads the images of rows, and brings their placeholders into the prompt; reads a model's rules with the first."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -283,16 +269,6 @@ class RowImages:
 
         So chat templates of vision-language models take them. Texts without any mark have all images before the first
         words of the user. A row without a column of images is left as it is, whatever it says.
-
-        Args:
-            row: with paths, bytes, or both as datasets writes them.
-            messages: of the row.
-            source: where the row is from; relative paths start from its folder.
-
-        Raises:
-            DataError: one of them is none, with its number; other places than images.
-            ModelError: the model takes no images.
-            BackendError: Pillow is not installed.
         """
         path = Path(source).expanduser()
         folder, pictures = path if path.is_dir() else path.parent, []
@@ -304,12 +280,7 @@ class RowImages:
         return _place(messages, len(pictures)) if IMAGES in row else messages, tuple(pictures)
 
     def expand(self, chat: RenderedChat, pictures: Sequence[Picture]) -> RenderedChat:
-        """Write each placeholder, which a chat template writes once for an image, as often as it takes tokens.
-
-        Raises:
-            DataError: the text has another number of them than there are images.
-            ModelError: the tokenizer does not know the placeholder.
-        """
+        """Write each placeholder, which a chat template writes once for an image, as often as it takes tokens."""
         if not pictures:
             return chat
         pieces = chat.text.split(self._placeholder)
@@ -334,11 +305,7 @@ class RowImages:
         return pictures[: chat.text.count(self._placeholder)] if pictures else pictures
 
     def check(self, ids: Ids, pictures: Sequence[Picture]) -> None:
-        """Make sure that the tokenizer took every placeholder for one token.
-
-        Raises:
-            DataError: the ids hold another number of placeholder tokens than the images take.
-        """
+        """Make sure that the tokenizer took every placeholder for one token."""
         if not pictures:
             return
         wanted = sum(self._counts(pictures))
@@ -364,11 +331,7 @@ class RowImages:
 
 
 def refuse_images(row: Row) -> None:
-    """Refuse a row with images where no chat template is used.
-
-    Raises:
-        DataError: it has some.
-    """
+    """Refuse a row with images where no chat template is used."""
     if row.get(IMAGES):
         raise DataError("images need a chat template: set data.chat_template to on")
 

@@ -192,12 +192,7 @@ class _PromptBuilder:
 
 
 def uses_template(config: SourceConfig, tokenizer: Tokenizer) -> bool:
-    """Whether plain texts go through the chat template.
-
-    Raises:
-        ModelError: it is on and the tokenizer has none.
-        ConfigError: a system prompt or template options would have no effect.
-    """
+    """Whether plain texts go through the chat template; refuses settings that would have no effect without one."""
     if config.chat_template == "on":
         tokenizer.require_template()
     uses = config.chat_template == "on" or (config.chat_template == "auto" and tokenizer.chat_template is not None)

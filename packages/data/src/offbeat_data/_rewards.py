@@ -109,8 +109,6 @@ _NUMBER: Final = re.compile(
     r"|(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?(?:/\d+)?"
     r"|[-+]?\.\d+"
 )
-
-
 _ARITHMETIC: Final = Context(prec=60, traps=[])
 
 
@@ -169,11 +167,7 @@ def last_boxed(text: str) -> str | None:
 
 
 _CIRCLE: Final = r"(?:\\circ|o)(?![A-Za-z])"
-
-
 _ROOTED: Final = r"\d+(?:\.\d+)?"
-
-
 _RULES: Final = [
     (re.compile(rule), latex)
     for rule, latex in (
@@ -184,14 +178,9 @@ _RULES: Final = [
         (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
     )
 ]
-
-
+"""Each stands for a right answer to a geometry problem that math-verify 0.9 takes for another number or for nothing."""
 _UNIT: Final = r"(?:mm|cm|dm|km|m|in|inch(?:es)?|ft|feet|foot|yd|yards?|mi|miles?|units?)"
-
-
 _POWER: Final = r"\s*(?:\^\s*(?:[23]|\{\s*[23]\s*\})|[²³])"
-
-
 _POWER_OF_UNIT: Final = re.compile(
     r"(\d|[})]|\\pi|π)"  # only after a number
     r"(?:\\[ ,;:!]|~|\s)*"
@@ -218,15 +207,7 @@ def has_variables(text: str) -> bool:
 
 
 def find_function(section: str, name: str) -> Callable[..., Any]:
-    """Import `module:function`, looking in the working folder too, as a script beside it would.
-
-    Args:
-        section: of the configuration that names it, for messages.
-        name: such as "my_rewards:brevity".
-
-    Raises:
-        ConfigError: the import failed, or there is no such function (nearest names).
-    """
+    """Import `module:function` that a section names, looking in the working folder too, as a script beside it would."""
     module_name, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

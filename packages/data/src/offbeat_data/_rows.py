@@ -17,14 +17,10 @@ from typing import Any, Final
 from offbeat_types import ConfigError, DataError
 
 Row = dict[str, Any]
-
-
 _FORMS: Final = (
     "a .jsonl or .parquet file, a folder of them, a folder as the Hub has it, with them in data/, or a folder written "
     "by datasets' save_to_disk"
 )
-
-
 _MAX_DEPTH: Final = 100
 """Lists and objects inside each other; Python walks about 300 before it gives up, and fewer deep inside a program."""
 
@@ -37,17 +33,7 @@ _SPLIT: Final = re.compile(
 
 
 def read_rows(path: Path, split: str, limit: int) -> list[Row]:
-    """Rows of a data set, in order.
-
-    Args:
-        path: a file or a folder, see `DataConfig.path`.
-        split: which one to read where a folder holds several.
-        limit: rows at most; 0 for all.
-
-    Raises:
-        DataError: no such path, an unknown form, broken content (with its line), no such split, or no rows.
-        ConfigError: a split other than "train" of what has no splits.
-    """
+    """Rows of a file or folder (see `DataConfig.path`), in order, at most `limit` of them where it is not 0."""
     try:
         if not path.exists():
             raise DataError(f"data path {path} does not exist: give {_FORMS}")
@@ -60,11 +46,7 @@ def read_rows(path: Path, split: str, limit: int) -> list[Row]:
 
 
 def refuse_split(source: str | Path, split: str) -> None:
-    """Refuse to take the same rows for another split.
-
-    Raises:
-        ConfigError: the split is not "train", which is what rows without a split are.
-    """
+    """Refuse to take the same rows for another split than "train", which is what rows without a split are."""
     if split != "train":
         raise ConfigError(
             f"{source} has no splits, and {split!r} would be all of it: leave data.split and data.eval_split out; "
@@ -227,11 +209,7 @@ def naming_row(source: str, number: int) -> Iterator[None]:
 
 
 def require_column(row: Row, column: str, setting: str) -> Any:
-    """The value of `column`, which `data.SETTING` names.
-
-    Raises:
-        DataError: no such column (with the nearest names), or no value in this row.
-    """
+    """The value of `column`, which `data.SETTING` names; a DataError names the nearest where there is none."""
     if not has_column(row, column):
         names = list(_names(row))
         near = difflib.get_close_matches(column, names, n=3, cutoff=0.4)
@@ -266,13 +244,7 @@ def as_text(value: Any) -> str:
 
 
 def as_messages(value: Any) -> list[dict[str, Any]]:
-    """A list of chat messages, with the empty keys that columnar files put into each left out.
-
-    A turn that calls tools may come without content.
-
-    Raises:
-        DataError: it is not a list of objects with `role`, and `content` or `tool_calls`.
-    """
+    """Chat messages without the empty keys that columnar files put into each; one that calls tools may lack content."""
     if not isinstance(value, list) or not value:
         raise DataError(f"chat messages must be a list of at least one, got {value!r:.80}")
     for message in value:
@@ -283,11 +255,7 @@ def as_messages(value: Any) -> list[dict[str, Any]]:
 
 
 def with_tools(row: Row, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Variables of the chat template, with the tools of the row's column `tools`, if it has some.
-
-    Raises:
-        DataError: they are neither a list nor a list in JSON.
-    """
+    """Variables of the chat template, with the tools of the row's column `tools`: a list, or one in JSON."""
     tools = row.get(TOOLS)
     if isinstance(tools, str) and tools.strip():
         try:

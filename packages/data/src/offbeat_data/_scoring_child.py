@@ -105,11 +105,7 @@ class ScoringChild:
         self._process.kill()
 
     def end(self, leave_deadline_s: float = LEAVE_DEADLINE_S) -> int:
-        """Kill the child if it still runs after so long, and what it has started.
-
-        Returns:
-            Its exit code, which shows how one died.
-        """
+        """Kill the child if it still runs after so long, and what it has started; returns its exit code."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         try:

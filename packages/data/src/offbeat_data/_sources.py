@@ -124,13 +124,7 @@ _DEFAULT_DRAWS: Final = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class RowSets:
-    """Rows to train on and rows held out; no question is in both.
-
-    Args:
-        train: at least one.
-        held_out: may be empty.
-        num_shared: training rows left out because their question is held out.
-    """
+    """Rows to train on and held-out rows; `num_shared` training rows were left out, for their question is held out."""
 
     train: list[Row]
     held_out: list[Row]
@@ -144,22 +138,10 @@ _SIGNS: Final = {"arithmetic": "+", "products": "*"}
 def draw_problems(
     sign: str, num_train: int, num_held_out: int, *, seed: int = 0, digits: int = 2
 ) -> tuple[list[Row], list[Row]]:
-    """Draw sums or products such as {"prompt": "47+85=", "answer": "132"}.
+    """Draw sums or products such as {"prompt": "47+85=", "answer": "132"}, as rows to train on and rows held out.
 
-    No pair of numbers is in both sets, in either order. Within a set no problem comes twice.
-
-    Args:
-        sign: + or *.
-        num_train: training problems at most; 0 for all that are left (about 8000 for two digits).
-        num_held_out: held-out problems.
-        seed: equal seeds draw equal problems, on every machine.
-        digits: of each number, 1 to 3.
-
-    Returns:
-        Training rows and held-out rows.
-
-    Raises:
-        DataError: digits out of range, or more held-out problems than there are pairs.
+    No pair of numbers is in both sets, in either order. Within a set no problem comes twice. Equal seeds draw equal
+    problems, on every machine. With `num_train` 0 all that are left are drawn (about 8000 for two digits).
     """
     train, held_out = _draw_pairs(num_train, num_held_out, seed, digits)
     return [_problem(*pair, sign) for pair in train], [_problem(*pair, sign) for pair in held_out]
@@ -184,15 +166,7 @@ def _problem(first: int, second: int, sign: str) -> Row:
 
 
 def read_sources(config: SourceConfig, question: Callable[[Row], Any]) -> RowSets:
-    """Read what the configuration names; equal configurations give equal rows in equal order.
-
-    Args:
-        config: the `data` section.
-        question: what a row asks, as JSON data; None when it cannot be told.
-
-    Raises:
-        DataError, ConfigError, BackendError: see `read_rows`, `draw_entries`, `draw_problems`.
-    """
+    """Read what the configuration names; `question` gives what a row asks as JSON data, None when it cannot be told."""
     if not config.path:
         raise ConfigError(
             "data.path is empty: name a file, a folder, reasoning-gym:TASK, verifiers:NAME, arithmetic:DIGITS or "

@@ -35,12 +35,7 @@ REASONING_GYM = "reasoning_gym"
 
 
 def draw_entries(task: str, *, num_items: int, seed: int, options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Draw problems as rows with the columns `prompt`, `answer` and `reasoning_gym`.
-
-    Raises:
-        BackendError: reasoning-gym is not installed.
-        ConfigError: no such task (nearest names), or options it does not take.
-    """
+    """Draw problems of a task as rows with the columns `prompt`, `answer` and `reasoning_gym`."""
     options_json = json.dumps(dict(options), sort_keys=True)
     dataset = _make_dataset(task, num_items, seed, options_json)
     return [_reasoning_gym_row(task, options_json, dataset[index]) for index in range(len(dataset))]
@@ -52,11 +47,7 @@ def _reasoning_gym_row(task: str, options_json: str, entry: dict[str, Any]) -> d
 
 
 def score_entry(answer: str, fields: Mapping[str, Any]) -> float | None:
-    """The task's own score, in [0, 1], of an answer to the entry in a prompt's fields; None when it cannot read it.
-
-    Raises:
-        DataError: the prompt was not drawn from reasoning-gym.
-    """
+    """The task's own score, in [0, 1], of an answer to the entry in a prompt's fields; None when it cannot read it."""
     kept = fields.get(REASONING_GYM)
     if kept is None:
         raise DataError("the reward reasoning_gym judges its own tasks: set data.path to reasoning-gym:TASK")
@@ -70,11 +61,7 @@ def score_entry(answer: str, fields: Mapping[str, Any]) -> float | None:
 
 
 def import_reasoning_gym() -> tuple[Any, Mapping[str, Any]]:
-    """The package, which takes seconds to import, and its tasks by name.
-
-    Raises:
-        BackendError: it is not installed.
-    """
+    """The package, which takes seconds to import, and its tasks by name."""
     try:
         with warnings.catch_warnings():  # a dependency of it has `is "text"` in its code
             warnings.simplefilter("ignore", SyntaxWarning)
@@ -99,22 +86,14 @@ def _make_dataset(task: str, size: int, seed: int, options_json: str) -> Any:
 
 
 _RIGHT: Final = 1.0
-
-
 TRY_AGAIN: Final = "That is not right. Try again."
 
 
 class ReasoningGymEnvironment:
-    """The model answers; after a wrong answer it is told so, and may try again.
+    """The model answers; after a wrong answer it is told so, and may try again, `attempts` times in all.
 
-    The reward is the score of the last attempt, in [0, 1], with the parts that the reward `reasoning_gym` has.
-
-    Args:
-        attempts: answers in one episode at most; 1 asks once.
-        tag: the answer is in the last <tag> of a turn; empty for the whole turn.
-
-    Raises:
-        ConfigError: attempts is less than 1.
+    The reward is the score of the last attempt, in [0, 1], with the parts that the reward `reasoning_gym` has. The
+    answer is in the last <tag> of a turn, or without a tag the whole turn.
     """
 
     def __init__(self, attempts: int = 1, tag: str = "") -> None:
@@ -125,11 +104,9 @@ class ReasoningGymEnvironment:
         self._score: float | None = 0.0
 
     async def reset(self, prompt: Prompt) -> None:
-        """See `Environment`. The prompt must be one of `data.path = "reasoning-gym:TASK"`."""
         self._prompt = prompt
 
     async def step(self, text: str) -> Sequence[Message] | None:
-        """See `Environment`."""
         assert self._prompt is not None
         answer = last_in_tag(text, self._tag) if self._tag else text.strip()
         self._score = 0.0 if answer is None else score_entry(answer, self._prompt.fields)
@@ -139,12 +116,11 @@ class ReasoningGymEnvironment:
         return [{"role": "user", "content": TRY_AGAIN}]
 
     async def reward(self) -> RewardScore | None:
-        """See `Environment`."""
         value = self._score or 0.0
         return RewardScore(value=value, parts={"reasoning_gym": value, "unreadable": float(self._score is None)})
 
     async def close(self) -> None:
-        """See `Environment`."""
+        pass
 
 
 VERIFIERS: Final = "verifiers"
@@ -152,17 +128,7 @@ VERIFIERS: Final = "verifiers"
 
 
 def draw_rows(name: str, *, split: str, options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of an environment's own data, with the columns `prompt`, `answer`, `tools` and `verifiers`.
-
-    Args:
-        name: of the environment, as `verifiers.load_environment` takes it.
-        split: "train", or "eval" for its evaluation data.
-        options: its arguments.
-
-    Raises:
-        BackendError: verifiers is not installed.
-        ConfigError: no such environment or split, or one that scores whole groups.
-    """
+    """Rows of an environment's data, "train" or "eval", with the columns `prompt`, `answer`, `tools`, `verifiers`."""
     if split not in ("train", "eval"):
         raise ConfigError(f"data.split: verifiers:{name} has the splits train and eval, got {split!r}")
     options_json = json.dumps(dict(options), sort_keys=True)
@@ -184,11 +150,7 @@ def _tool_schema(tool: Any) -> dict[str, Any]:
 
 
 def import_verifiers() -> Any:
-    """The package, which takes seconds to import.
-
-    Raises:
-        BackendError: it is not installed.
-    """
+    """The package, which takes seconds to import."""
     line = 'pip install "verifiers>=0.3,<0.3.2"'
     try:
         with _own_signals():
@@ -205,11 +167,7 @@ def import_verifiers() -> Any:
 
 @lru_cache(maxsize=8)
 def load_environment(name: str, options_json: str) -> Any:
-    """An environment, once per process.
-
-    Raises:
-        ConfigError: there is none, it refuses the options, or it scores whole groups.
-    """
+    """An environment, once per process."""
     verifiers = import_verifiers()
     try:
         with _own_signals():
@@ -241,32 +199,22 @@ class VerifiersEnvironment:
     """One rollout of a verifiers environment, whose rubric gives the reward. The prompt names the environment."""
 
     def __init__(self) -> None:
-        self._seat = _ModelSeat()
+        self._turns = _Turns()
         self._environment: Any = None
         self._rollout: asyncio.Task[Any] | None = None
         self._read: list[dict[str, Any]] = []
 
     async def reset(self, prompt: Prompt) -> None:
-        """See `Environment`.
-
-        Raises:
-            DataError: the prompt is not one of `data.path = "verifiers:NAME"`.
-        """
         kept = prompt.fields.get(VERIFIERS)
         if kept is None:
             raise DataError("the environment verifiers brings its own prompts: set data.path to verifiers:NAME")
         self._environment = load_environment(kept["environment"], kept["options"])
-        row, client = unpack(kept["row"]), _client_type()(self._seat)
+        row, client = unpack(kept["row"]), _client_type()(self._turns)
         self._rollout = asyncio.create_task(interruptible(self._environment.rollout(row, client, "policy", {})))
         self._read = await self._next_question() or []
 
     async def step(self, text: str) -> Sequence[Message] | None:
-        """See `Environment`.
-
-        Raises:
-            DataError: the environment changed what was said before, which tokens already sampled cannot follow.
-        """
-        self._seat.answers.put_nowait(text)
+        self._turns.answers.put_nowait(text)
         messages = await self._next_question()
         if messages is None:
             return None
@@ -277,16 +225,14 @@ class VerifiersEnvironment:
         return messages[num_read + 1 :]
 
     async def reward(self) -> RewardScore | None:
-        """See `Environment`."""
         await self.close()
-        state, rubric = self._seat.state, self._environment.rubric
+        state, rubric = self._turns.state, self._environment.rubric
         await rubric.score_rollout(state)
         await rubric.cleanup(state)
         parts = {name: float(value) for name, value in (state["metrics"] or {}).items()}
         return RewardScore(value=float(state["reward"]), parts=parts)
 
     async def close(self) -> None:
-        """See `Environment`. A rollout that has not ended is ended; its own clean-up runs."""
         if self._rollout is not None:
             self._rollout.cancel()
             await asyncio.wait({self._rollout})
@@ -294,21 +240,21 @@ class VerifiersEnvironment:
     async def _next_question(self) -> list[dict[str, Any]] | None:
         """The messages that the model is to go on from; None when the rollout has ended."""
         assert self._rollout is not None
-        question = asyncio.ensure_future(self._seat.questions.get())
+        question = asyncio.ensure_future(self._turns.questions.get())
         try:
             await asyncio.wait({question, self._rollout}, return_when=asyncio.FIRST_COMPLETED)
             if question.done():
                 return [_plain_message(message) for message in question.result()]
         finally:
             question.cancel()
-        self._seat.state = self._rollout.result()
-        if error := self._seat.state.get("error"):
+        self._turns.state = self._rollout.result()
+        if error := self._turns.state.get("error"):
             raise error
         return None
 
 
-class _ModelSeat:
-    """Where the loop of verifiers waits for the model, and `step` speaks for it."""
+class _Turns:
+    """What the loop of verifiers asks the model, and what `step` answers."""
 
     def __init__(self) -> None:
         self.questions: asyncio.Queue[list[Any]] = asyncio.Queue()
@@ -322,12 +268,12 @@ def _plain_message(message: Any) -> dict[str, Any]:
     return plain
 
 
-class _SeatMethods:
-    """What a client of verifiers has to do, done by whoever sits in the seat."""
+class _ClientMethods:
+    """What a client of verifiers has to do: each turn is asked and answered by the queues of an episode."""
 
-    def __init__(self, seat: _ModelSeat) -> None:
-        super().__init__(seat)  # type: ignore[call-arg]  # the base is added when verifiers is imported
-        self._seat = seat
+    def __init__(self, turns: _Turns) -> None:
+        super().__init__(turns)  # type: ignore[call-arg]  # the base is added when verifiers is imported
+        self._turns = turns
         self._types, self._numbers = import_module("verifiers.types"), count()
 
     def setup_client(self, config: Any) -> Any:
@@ -342,9 +288,9 @@ class _SeatMethods:
     async def get_native_response(
         self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, *, state: Any = None, **others: Any
     ) -> str:
-        self._seat.state = state
-        self._seat.questions.put_nowait(prompt)
-        return await self._seat.answers.get()
+        self._turns.state = state
+        self._turns.questions.put_nowait(prompt)
+        return await self._turns.answers.get()
 
     async def raise_from_native_response(self, response: str) -> None:
         pass
@@ -369,6 +315,6 @@ class _SeatMethods:
 
 @lru_cache(maxsize=1)
 def _client_type() -> Any:
-    """The class of clients that sit in the model's place; made late, for its base is in verifiers."""
+    """The class of clients that stand for the model; made late, for its base is in verifiers."""
     import_verifiers()
-    return type("SeatClient", (_SeatMethods, import_module("verifiers.clients").Client), {})
+    return type("TurnsClient", (_ClientMethods, import_module("verifiers.clients").Client), {})

@@ -28,8 +28,6 @@ from tokenizers import decoders, models, pre_tokenizers
 from offbeat_types import BackendError, DataError, Ids, ModelError
 
 Message = Mapping[str, Any]
-
-
 Span = tuple[int, int]
 
 
@@ -89,7 +87,6 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self.source, self._special_tokens = source, dict(special_tokens)
-        self.marks_assistant = bool(re.search(r"\{%-?\s*generation\s*-?%\}", source))
         try:
             self._template = _environment().from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -156,8 +153,6 @@ def _split_markers(marked: str) -> RenderedChat:
 
 _BLOCK = 256
 """Texts encoded at a time: an encoding holds some hundred bytes a token, of which four are kept."""
-
-
 _OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 

@@ -12,11 +12,7 @@ from typing import Final
 from offbeat_types import ConfigError, DataError, setting
 
 WEIGHTS: Final = ("token_tis", "sequence_tis")
-
-
 REJECTIONS: Final = ("token_rs", "sequence_rs", "geometric_rs")
-
-
 CORRECTIONS: Final = (
     "none",
     *WEIGHTS,
@@ -24,12 +20,8 @@ CORRECTIONS: Final = (
     *(f"{weight}_{rejection}" for weight in WEIGHTS for rejection in REJECTIONS),
     "icepop",
 )
-
-
 SEQUENCE_LOSSES: Final = ("gspo", "sapo", "gmpo")
 """Losses that weigh all sequences alike, by their definition."""
-
-
 DEFAULT_CLIPS: Final = {
     "ppo_clip": (0.2, 0.2),
     "gspo": (3e-4, 4e-4),
@@ -37,8 +29,6 @@ DEFAULT_CLIPS: Final = {
     "gmpo": (0.4, 0.4),
 }
 """(clip_low, clip_high) of each loss that clips. CISPO's low bound of 1 - 1 = 0 never binds, as in its paper."""
-
-
 DEFAULT_SAPO_TEMPERATURES: Final = (1.0, 1.05)
 
 
@@ -194,14 +184,8 @@ class AlgorithmConfig:
 
 LOG_RATIO_BOUND: Final = 20.0
 """Log ratios are cut at ±20 before exp, so that one broken token cannot make the batch infinite."""
-
-
 DEFAULT_CAP: Final = 2.0
-
-
 DEFAULT_BOUNDS: Final = {"token": (0.5, 2.0), "sequence": (0.5, 2.0), "geometric": (0.999, 1.001)}
-
-
 ICEPOP_BOUNDS: Final = (0.5, 5.0)
 
 

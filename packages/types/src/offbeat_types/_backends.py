@@ -11,8 +11,6 @@ from offbeat_types._errors import BackendError
 from offbeat_types._rollout import RolloutEngineSettings
 
 AUTOLOAD: Final = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-
-
 INSTALL_LINES: Final = {
     ("offbeat.rollout", "torch"): "pip install offbeat-rollout-torch",
     ("offbeat.rollout", "vllm"): 'pip install "offbeat-rollout-vllm[engine]"',

@@ -88,8 +88,6 @@ class ImageCutter:
 
 
 Indices = npt.NDArray[np.int64]
-
-
 RopeIndex = Callable[[Indices, npt.NDArray[np.int32], list[Grid]], Indices]
 """From [1, T] ids, [1, T] kinds (1 for a token of an image) and the grids of the images to [3, T] positions."""
 

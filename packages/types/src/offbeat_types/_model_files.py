@@ -16,11 +16,7 @@ from typing import Any, Final
 from offbeat_types._errors import ModelError
 
 MODEL_FILE: Final = "model.safetensors"
-
-
 MODEL_INDEX_FILE: Final = "model.safetensors.index.json"
-
-
 _MODEL_FILES: Final = (
     MODEL_FILE,
     "model-?????-of-?????.safetensors",
@@ -29,8 +25,6 @@ _MODEL_FILES: Final = (
     "mtp-?????-of-?????.safetensors",
 )
 """All that the weights of a model may be called, as offbeat's engines and others write them."""
-
-
 _TOKENIZER_FILES: Final = (
     "tokenizer*",
     "vocab*",
@@ -188,8 +182,6 @@ _FORMATS: Final = {
     "bool": ("BOOL", 1),
 }
 """Those of safetensors, and bytes of an element."""
-
-
 TENSOR_DTYPES: Final = tuple(_FORMATS)
 """Number formats that a tensor may have, by torch's names without "torch."."""
 

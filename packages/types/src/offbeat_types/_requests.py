@@ -13,8 +13,6 @@ import numpy.typing as npt
 from offbeat_types._errors import ConfigError, DataError
 
 Floats = npt.NDArray[np.float32]
-
-
 PauseMode = Literal["abort", "wait", "keep"]
 
 
@@ -41,8 +39,6 @@ class LoraAdapter:
 
 
 Ids = npt.NDArray[np.int32]
-
-
 Image = npt.NDArray[np.uint8]
 """[H, W, 3] uint8: red, green, blue, the top row first. Pixels and not a file: decoders of one JPEG may differ."""
 

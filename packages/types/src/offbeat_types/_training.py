@@ -18,8 +18,6 @@ from offbeat_types._settings import REQUIRED, setting
 from offbeat_types._trajectory import TrainSequence
 
 TensorT = TypeVar("TensorT")
-
-
 Aggregation = Literal["mean", "sum", "max", "min", "last"]
 
 
