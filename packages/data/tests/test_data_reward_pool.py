@@ -7,7 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import CancelledError
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,10 +57,20 @@ def prompt() -> Prompt:
     return Prompt(index=3, ids=np.array([4, 5], np.int32), text="日本", answer="12", fields={"level": 1})
 
 
-def test_scores_equal_those_without_a_guard(config: RewardConfig, prompt: Prompt) -> None:
-    with GuardedReward(config) as guarded:
-        score = guarded.score(prompt, "fine")
-    plain = build_reward(config).score(prompt, "fine")
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedReward]:
+    """For tests that leave it as they found it: a start takes its time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("shared"))
+        Path("rewards_guarded.py").write_text(CODE)
+        name = "rewards_guarded:judge"
+        reward = GuardedReward(RewardConfig(name=name, function_options={name: {"worth": 0.5}}, timeout_s=30.0))
+    with reward:
+        yield reward
+
+
+def test_scores_equal_those_without_a_guard(shared: GuardedReward, config: RewardConfig, prompt: Prompt) -> None:
+    score, plain = shared.score(prompt, "fine"), build_reward(config).score(prompt, "fine")
     assert score == RewardScore(value=plain.value, parts={**plain.parts, "timed_out": 0.0})
     assert score.value == 1.0
 
@@ -78,33 +89,25 @@ def test_a_child_that_dies_is_named_and_replaced(config: RewardConfig, prompt: P
         with pytest.raises(RewardError, match="ended with code 9 on prompt 3"):
             guarded.score(prompt, "die")
         assert guarded.score(prompt, "fine").value == 1.0
-
-
-def test_a_child_killed_from_outside_costs_no_score(config: RewardConfig, prompt: Prompt) -> None:
-    with GuardedReward(config) as guarded:
-        for _ in range(2):
+        for _ in range(2):  # and one killed from outside costs no score
             guarded._child.kill()
             assert guarded.score(prompt, "fine").value == 1.0
 
 
-def test_errors_of_the_function_come_back_typed(config: RewardConfig, prompt: Prompt) -> None:
-    with GuardedReward(config) as guarded:
-        with pytest.raises(RewardError, match="rewards_guarded:judge raised ValueError on prompt 3: no"):
-            guarded.score(prompt, "raise")
-        assert guarded.score(prompt, "fine").value == 1.0
+def test_errors_of_the_function_come_back_typed(shared: GuardedReward, prompt: Prompt) -> None:
+    with pytest.raises(RewardError, match="rewards_guarded:judge raised ValueError on prompt 3: no"):
+        shared.score(prompt, "raise")
+    assert shared.score(prompt, "fine").value == 1.0
 
 
-def test_threads_share_one_guard(config: RewardConfig, prompt: Prompt) -> None:
-    values: list[float] = []
-    with GuardedReward(config) as guarded:
-        threads = [
-            threading.Thread(target=lambda: values.append(guarded.score(prompt, "fine").value)) for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-    assert values == [1.0] * 4
+def test_threads_share_one_guard(shared: GuardedReward, prompt: Prompt) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        scores = list(threads.map(lambda _: shared.score(prompt, "fine").value, range(4), timeout=30))
+    assert scores == [1.0] * 4
+
+
+def test_a_child_leaves_ctrl_c_to_its_parent(shared: GuardedReward) -> None:
+    assert os.getsid(shared._child._process.pid) != os.getsid(0)
 
 
 def test_settings_that_cannot_work_are_refused_at_the_start(config: RewardConfig) -> None:
@@ -112,14 +115,6 @@ def test_settings_that_cannot_work_are_refused_at_the_start(config: RewardConfig
         GuardedReward(RewardConfig(name="nowhere:f"))
     with pytest.raises(ConfigError, match="got neither"):
         GuardedReward(RewardConfig())
-
-
-def test_a_closed_guard_leaves_no_process(config: RewardConfig, prompt: Prompt) -> None:
-    guarded = GuardedReward(config)
-    process = guarded._child._process
-    assert process.poll() is None
-    guarded.close()
-    assert process.poll() is not None
 
 
 def test_a_closed_guard_leaves_nothing_that_a_reward_has_started(prompt: Prompt, tmp_path: Path) -> None:
@@ -162,11 +157,6 @@ def test_closing_waits_for_no_completion_that_is_being_scored(config: RewardConf
         assert not each.is_alive()
     assert len(failed) == 2
     assert guarded._child._process.poll() is not None
-
-
-def test_a_child_leaves_ctrl_c_to_its_parent(config: RewardConfig, prompt: Prompt) -> None:
-    with GuardedReward(config) as guarded:
-        assert os.getsid(guarded._child._process.pid) != os.getsid(0)
 
 
 def test_a_busy_child_ends_by_itself_when_its_parent_is_killed(config: RewardConfig, tmp_path: Path) -> None:

@@ -103,12 +103,6 @@ class TurnTemplate:
         self._checked.add(tuple(roles))
 
 
-def extend(context_ids: Ids, *parts: Ids) -> Ids:
-    """The context of the next turn: [P] int32 of the turns so far."""
-    joined: Ids = np.concatenate([context_ids, *parts]).astype(np.int32, copy=False)
-    return joined
-
-
 def _probe(template: ChatTemplate, opening: str) -> str:
     """What a model may say: plain words, with thoughts before them where the template knows of thoughts."""
     if "</think>" not in template.source or opening.rstrip().endswith("</think>"):
@@ -193,7 +187,7 @@ async def play_episode(
         if tokens_left < 1:
             return Trajectory(turns=tuple(turns), replies=tuple(replies), ended="max_tokens")
         replies.append(reply)
-        context_ids = extend(context_ids, completion.ids, reply.ids)
+        context_ids = np.concatenate([context_ids, completion.ids, reply.ids]).astype(np.int32, copy=False)
 
 
 def _why_over(
