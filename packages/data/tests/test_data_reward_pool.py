@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import offbeat_liveness as liveness
-from offbeat_data import GuardedReward, Prompt, RewardConfig, RewardError, RewardPool, RewardScore, build_reward
+from offbeat_data import Prompt, RewardConfig, RewardError, RewardPool, RewardScore, RewardWorker, build_reward
 from offbeat_types import ConfigError, DeadlineError
 
 CODE = """
@@ -58,66 +58,66 @@ def prompt() -> Prompt:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedReward]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardWorker]:
     """For tests that leave it as they found it: a start takes its time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("shared"))
         Path("rewards_guarded.py").write_text(CODE)
         name = "rewards_guarded:judge"
-        reward = GuardedReward(RewardConfig(name=name, function_options={name: {"worth": 0.5}}, timeout_s=30.0))
+        reward = RewardWorker(RewardConfig(name=name, function_options={name: {"worth": 0.5}}, timeout_s=30.0))
     with reward:
         yield reward
 
 
-def test_scores_equal_those_without_a_guard(shared: GuardedReward, config: RewardConfig, prompt: Prompt) -> None:
+def test_scores_equal_those_of_this_process(shared: RewardWorker, config: RewardConfig, prompt: Prompt) -> None:
     score, plain = shared.score(prompt, "fine"), build_reward(config).score(prompt, "fine")
     assert score == RewardScore(value=plain.value, parts={**plain.parts, "timed_out": 0.0})
     assert score.value == 1.0
 
 
 def test_what_takes_too_long_is_worth_nothing_and_the_next_is_scored(config: RewardConfig, prompt: Prompt) -> None:
-    with GuardedReward(config) as guarded:
-        guarded._config = replace(config, timeout_s=1.0)
-        late = guarded.score(prompt, "hang")
+    with RewardWorker(config) as worker:
+        worker._config = replace(config, timeout_s=1.0)
+        late = worker.score(prompt, "hang")
         assert late == RewardScore(value=0.0, parts={"rewards_guarded:judge": 0.0, "timed_out": 1.0})
-        guarded._config = config
-        assert guarded.score(prompt, "fine").value == 1.0
+        worker._config = config
+        assert worker.score(prompt, "fine").value == 1.0
 
 
 def test_a_child_that_dies_is_named_and_replaced(config: RewardConfig, prompt: Prompt) -> None:
-    with GuardedReward(config) as guarded:
+    with RewardWorker(config) as worker:
         with pytest.raises(RewardError, match="ended with code 9 on prompt 3"):
-            guarded.score(prompt, "die")
-        assert guarded.score(prompt, "fine").value == 1.0
+            worker.score(prompt, "die")
+        assert worker.score(prompt, "fine").value == 1.0
         for _ in range(2):  # and one killed from outside costs no score
-            guarded._child.kill()
-            assert guarded.score(prompt, "fine").value == 1.0
+            worker._child.kill()
+            assert worker.score(prompt, "fine").value == 1.0
 
 
-def test_errors_of_the_function_come_back_typed(shared: GuardedReward, prompt: Prompt) -> None:
+def test_errors_of_the_function_come_back_typed(shared: RewardWorker, prompt: Prompt) -> None:
     with pytest.raises(RewardError, match="rewards_guarded:judge raised ValueError on prompt 3: no"):
         shared.score(prompt, "raise")
     assert shared.score(prompt, "fine").value == 1.0
 
 
-def test_threads_share_one_guard(shared: GuardedReward, prompt: Prompt) -> None:
+def test_threads_share_one_worker(shared: RewardWorker, prompt: Prompt) -> None:
     with ThreadPoolExecutor(4) as threads:
         scores = list(threads.map(lambda _: shared.score(prompt, "fine").value, range(4), timeout=30))
     assert scores == [1.0] * 4
 
 
-def test_a_child_leaves_ctrl_c_to_its_parent(shared: GuardedReward) -> None:
+def test_a_child_leaves_ctrl_c_to_its_parent(shared: RewardWorker) -> None:
     assert os.getsid(shared._child._process.pid) != os.getsid(0)
 
 
 def test_settings_that_cannot_work_are_refused_at_the_start(config: RewardConfig) -> None:
     with pytest.raises(ConfigError, match="importing nowhere failed"):
-        GuardedReward(RewardConfig(name="nowhere:f"))
+        RewardWorker(RewardConfig(name="nowhere:f"))
     with pytest.raises(ConfigError, match="got neither"):
-        GuardedReward(RewardConfig())
+        RewardWorker(RewardConfig())
 
 
-def test_a_closed_guard_leaves_nothing_that_a_reward_has_started(prompt: Prompt, tmp_path: Path) -> None:
+def test_a_closed_worker_leaves_nothing_that_a_reward_has_started(prompt: Prompt, tmp_path: Path) -> None:
     """Such a process holds the pipe that its run writes to: whoever reads that would wait for it."""
     (tmp_path / "rewards_forking.py").write_text(
         "import os, time\n"
@@ -128,8 +128,8 @@ def test_a_closed_guard_leaves_nothing_that_a_reward_has_started(prompt: Prompt,
     )
     script = (
         "import numpy as np\nfrom offbeat_data import *\n"
-        "with GuardedReward(RewardConfig(name='rewards_forking:judge')) as guarded:\n"
-        "    print(guarded.score(Prompt(index=0, ids=np.array([1], np.int32), text='x'), 'y').value)\n"
+        "with RewardWorker(RewardConfig(name='rewards_forking:judge')) as worker:\n"
+        "    print(worker.score(Prompt(index=0, ids=np.array([1], np.int32), text='x'), 'y').value)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
@@ -138,34 +138,34 @@ def test_a_closed_guard_leaves_nothing_that_a_reward_has_started(prompt: Prompt,
 
 
 def test_closing_waits_for_no_completion_that_is_being_scored(config: RewardConfig, prompt: Prompt) -> None:
-    guarded = GuardedReward(replace(config, timeout_s=600.0))
+    worker = RewardWorker(replace(config, timeout_s=600.0))
     failed: list[BaseException] = []
 
     def score() -> None:
         for completion in ("hang", "fine"):  # the next one of the group must not bring the child back
             with pytest.raises(RewardError) as caught:
-                guarded.score(prompt, completion)
+                worker.score(prompt, completion)
             failed.append(caught.value)
 
     thread = threading.Thread(target=score)
     thread.start()
     time.sleep(0.3)
-    closing = threading.Thread(target=guarded.close)
+    closing = threading.Thread(target=worker.close)
     closing.start()
     for each in (closing, thread):
         each.join(30)
         assert not each.is_alive()
     assert len(failed) == 2
-    assert guarded._child._process.poll() is not None
+    assert worker._child._process.poll() is not None
 
 
 def test_a_busy_child_ends_by_itself_when_its_parent_is_killed(config: RewardConfig, tmp_path: Path) -> None:
     script = (
         "import numpy as np\nfrom offbeat_data import *\n"
-        "guarded = GuardedReward(RewardConfig(name='rewards_guarded:judge', timeout_s=0.01))\n"
-        "guarded._config = RewardConfig(name='rewards_guarded:judge', timeout_s=600.0)\n"  # never kills it itself
-        "print(guarded._child._process.pid, flush=True)\n"
-        "guarded.score(Prompt(index=0, ids=np.array([1], np.int32), text='x'), 'hang')\n"
+        "worker = RewardWorker(RewardConfig(name='rewards_guarded:judge', timeout_s=0.01))\n"
+        "worker._config = RewardConfig(name='rewards_guarded:judge', timeout_s=600.0)\n"  # never kills it itself
+        "print(worker._child._process.pid, flush=True)\n"
+        "worker.score(Prompt(index=0, ids=np.array([1], np.int32), text='x'), 'hang')\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     assert parent.stdout is not None
@@ -195,24 +195,24 @@ def test_a_child_that_takes_its_time_to_die_shows_its_own_code(
         "    atexit.register(time.sleep, 1)\n"  # as much as a traceback and torch's goodbye take on a busy machine
         "    raise SystemExit(7)\n"
     )
-    guarded = GuardedReward(RewardConfig(name=name, timeout_s=60.0))
-    with guarded, pytest.raises(RewardError, match="ended with code 7 on prompt 3"):
-        guarded.score(prompt, "fine")
+    worker = RewardWorker(RewardConfig(name=name, timeout_s=60.0))
+    with worker, pytest.raises(RewardError, match="ended with code 7 on prompt 3"):
+        worker.score(prompt, "fine")
 
 
 def test_a_child_that_dies_while_it_starts_is_named(config: RewardConfig, tmp_path: Path) -> None:
     (tmp_path / "rewards_stillborn.py").write_text("raise SystemExit(7)\n")
     with pytest.raises(RewardError, match="ended with code 7 before it was ready"):
-        GuardedReward(RewardConfig(name="rewards_stillborn:judge"))
+        RewardWorker(RewardConfig(name="rewards_stillborn:judge"))
 
 
 def test_how_long_the_child_may_take_to_start_is_the_callers_choice(config: RewardConfig, tmp_path: Path) -> None:
     (tmp_path / "rewards_slow.py").write_text("import time\ntime.sleep(600)\n")
     with pytest.raises(DeadlineError, match=r"waited 1.5 s for the process that scores.*start_timeout_s"):
-        GuardedReward(RewardConfig(name="rewards_slow:judge"), start_timeout_s=1.5)
+        RewardWorker(RewardConfig(name="rewards_slow:judge"), start_timeout_s=1.5)
 
 
-def test_a_guard_whose_child_did_not_start_again_goes_on_with_the_next(
+def test_a_worker_whose_child_did_not_start_again_goes_on_with_the_next(
     config: RewardConfig, prompt: Prompt, tmp_path: Path
 ) -> None:
     module = tmp_path / "rewards_guarded.py"
@@ -222,10 +222,10 @@ def test_a_guard_whose_child_did_not_start_again_goes_on_with_the_next(
         "starts.write_text(starts.read_text() + 'x' if starts.exists() else 'x')\n"
         "if len(starts.read_text()) == 2:\n    raise SystemExit(7)\n" + module.read_text()
     )
-    with GuardedReward(config) as guarded:
+    with RewardWorker(config) as worker:
         with pytest.raises(RewardError, match="ended with code 7 before it was ready"):
-            guarded.score(prompt, "die")
-        assert guarded.score(prompt, "fine").value == 1.0
+            worker.score(prompt, "die")
+        assert worker.score(prompt, "fine").value == 1.0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes meet through /proc")
@@ -235,12 +235,12 @@ def test_a_function_that_stands_still_is_named_where_the_asking_process_is_watch
     found: queue.Queue[liveness.Verdict] = queue.Queue()
     monitor = liveness.watch(stall_after_s=2, name="driver", on_verdict=found.put)
     try:
-        with GuardedReward(config) as guarded:
-            thread = threading.Thread(target=guarded.score, args=(prompt, "hang"))
+        with RewardWorker(config) as worker:
+            thread = threading.Thread(target=worker.score, args=(prompt, "hang"))
             thread.start()
             verdict = found.get(timeout=60)
-            guarded._config = replace(config, timeout_s=1.0)
-            guarded._child.kill()
+            worker._config = replace(config, timeout_s=1.0)
+            worker._child.kill()
             thread.join()
     finally:
         monitor.close()

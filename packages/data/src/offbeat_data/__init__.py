@@ -11,7 +11,7 @@ from offbeat_data._environments import (
 from offbeat_data._episodes import EpisodeLimits, TurnTemplate, play_episode
 from offbeat_data._images import ImageRules, Picture, load_image_rules
 from offbeat_data._prompts import Prompt, PromptSet, RowCounts, load_prompts
-from offbeat_data._reward_pool import GuardedReward, RewardPool, try_reward
+from offbeat_data._reward_pool import RewardPool, RewardWorker, try_reward
 from offbeat_data._rewards import Reward, RewardConfig, RewardError, RewardScore, build_reward
 from offbeat_data._sources import ConversationConfig, DataConfig, EpochOrder
 from offbeat_data._tokenizer import (
@@ -37,7 +37,6 @@ __all__ = [
     "EpisodeHost",
     "EpisodeLimits",
     "EpochOrder",
-    "GuardedReward",
     "ImageRules",
     "Message",
     "Picture",
@@ -49,6 +48,7 @@ __all__ = [
     "RewardError",
     "RewardPool",
     "RewardScore",
+    "RewardWorker",
     "RowCounts",
     "Tokenizer",
     "ToolCall",

@@ -27,7 +27,7 @@ _SLOW_S: Final = 0.5
 _MADE_UP: Final = "a completion made up to try the reward: 42"
 
 
-class GuardedReward:
+class RewardWorker:
     """Scores completions in one child process, each within `config.timeout_s`. Safe to call from several threads.
 
     Use it as a context manager, or call `close`.
@@ -92,7 +92,7 @@ class GuardedReward:
         with self._lock:
             self._child.end()
 
-    def __enter__(self) -> "GuardedReward":
+    def __enter__(self) -> "RewardWorker":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -167,7 +167,7 @@ class RewardPool:
         num_scored: completions that were judged, whatever came of it; it tells slow from stuck.
 
     Raises:
-        ConfigError, BackendError, RewardError, DeadlineError: as `GuardedReward`.
+        ConfigError, BackendError, RewardError, DeadlineError: as `RewardWorker`.
     """
 
     def __init__(self, config: RewardConfig, *, start_timeout_s: float = 60.0, log: Path | None = None) -> None:
@@ -176,8 +176,8 @@ class RewardPool:
         self.num_scored = 0
         self._lock = threading.Lock()
         self._is_closed = False
-        self._children = [GuardedReward(config, start_timeout_s=start_timeout_s)]
-        self._idle: queue.SimpleQueue[GuardedReward] = queue.SimpleQueue()
+        self._children = [RewardWorker(config, start_timeout_s=start_timeout_s)]
+        self._idle: queue.SimpleQueue[RewardWorker] = queue.SimpleQueue()
         self._idle.put(self._children[0])
         self._num_starting = 0
         self._threads = ThreadPoolExecutor(config.num_processes, thread_name_prefix="reward")
@@ -190,7 +190,7 @@ class RewardPool:
     def submit(self, prompt: Prompt, completion: str) -> "Future[RewardScore | None]":
         """Have one completion scored: as `reward.on_error` says, None or a score of 0 for one that cannot be.
 
-        The future's errors are those of `GuardedReward.score`, when such completions are too many or none is allowed.
+        The future's errors are those of `RewardWorker.score`, when such completions are too many or none is allowed.
         """
         return self._threads.submit(self._score, prompt, completion)
 
@@ -221,7 +221,7 @@ class RewardPool:
             self.num_scored += 1
         return score
 
-    def _take(self) -> GuardedReward:
+    def _take(self) -> RewardWorker:
         """A child that is idle; after a while a new one, if there may be more. So many threads there are, too."""
         with contextlib.suppress(queue.Empty):
             return self._idle.get(timeout=_SLOW_S)
@@ -230,9 +230,9 @@ class RewardPool:
             self._num_starting += may_grow
         return self._start() if may_grow else self._idle.get()
 
-    def _start(self) -> GuardedReward:
+    def _start(self) -> RewardWorker:
         try:
-            child = GuardedReward(self._config, start_timeout_s=self._start_timeout_s)
+            child = RewardWorker(self._config, start_timeout_s=self._start_timeout_s)
         finally:
             with self._lock:
                 self._num_starting -= 1
@@ -258,13 +258,13 @@ def try_reward(config: RewardConfig, prompt: Prompt, *, start_timeout_s: float =
 
     Raises:
         ConfigError: a function returns what is no number, or fails while `on_error` allows no failure.
-        BackendError, DeadlineError: as `GuardedReward`.
+        BackendError, DeadlineError: as `RewardWorker`.
     """
     if not any(":" in name for name in config.all_weights):
         return ""
     try:
-        with GuardedReward(config, start_timeout_s=start_timeout_s) as guarded:
-            score = guarded.score(prompt, _MADE_UP)
+        with RewardWorker(config, start_timeout_s=start_timeout_s) as worker:
+            score = worker.score(prompt, _MADE_UP)
     except (RewardError, DataError) as error:
         if isinstance(error, NotANumberError) or config.on_error == "fail":
             raise ConfigError(f"reward: tried once on {_MADE_UP!r}, before anything starts: {error}") from error
