@@ -9,6 +9,9 @@ import pytest
 from offbeat_data import ConversationConfig, Tokenizer, load_conversations
 from offbeat_types import ConfigError, DataError, ModelError, TrainSequence
 
+MakeTokenizer = Callable[..., Tokenizer]
+Write = Callable[..., str]
+
 TURNS = [
     {"role": "user", "content": "What is the sum?"},
     {"role": "assistant", "content": "Twelve, 日本 🙂"},
@@ -60,8 +63,8 @@ def test_only_assistant_turns_and_their_end_token_enter_the_loss(
     template: str,
     segments: Callable[[list[dict[str, str]]], Segments],
     turns: list[dict[str, str]],
-    make_tokenizer: Callable[..., Tokenizer],
-    write_jsonl: Callable[..., str],
+    make_tokenizer: MakeTokenizer,
+    write_jsonl: Write,
 ) -> None:
     tokenizer = make_tokenizer(template)
     [sequence] = _load(tokenizer, write_jsonl([{"messages": turns}]))
@@ -73,7 +76,7 @@ def test_only_assistant_turns_and_their_end_token_enter_the_loss(
 
 
 def test_a_token_of_spaces_is_learned_although_the_tokenizer_trims_offsets(
-    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+    make_tokenizer: MakeTokenizer, write_jsonl: Write
 ) -> None:
     tokenizer = make_tokenizer("llama3")
     turns = [TURNS[0], {"role": "assistant", "content": "a" + " " * 7 + "b"}]
@@ -83,7 +86,7 @@ def test_a_token_of_spaces_is_learned_although_the_tokenizer_trims_offsets(
 
 
 def test_a_template_that_forgets_thoughts_gives_one_sequence_per_turn(
-    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+    make_tokenizer: MakeTokenizer, write_jsonl: Write
 ) -> None:
     tokenizer = make_tokenizer("forgetful")
     loaded = load_conversations(ConversationConfig(path=write_jsonl([{"messages": TURNS}])), tokenizer)
@@ -98,9 +101,7 @@ def test_a_template_that_forgets_thoughts_gives_one_sequence_per_turn(
     assert (loaded.train_counts.read, loaded.train_counts.kept) == (1, 2)
 
 
-def test_template_options_reach_the_template(
-    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
-) -> None:
+def test_template_options_reach_the_template(make_tokenizer: MakeTokenizer, write_jsonl: Write) -> None:
     tokenizer = make_tokenizer("forgetful")
     [sequence] = _load(tokenizer, write_jsonl([{"messages": TURNS[:2]}]), template_options={"enable_thinking": False})
     learned = tokenizer.decode(sequence.ids[sequence.loss_mask], skip_special_tokens=False)
@@ -109,7 +110,7 @@ def test_template_options_reach_the_template(
 
 @pytest.mark.parametrize("template", ["chatml", "chatml_tagged", "llama3"])
 def test_prompt_and_completion_messages_learn_the_completion_only(
-    template: str, make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+    template: str, make_tokenizer: MakeTokenizer, write_jsonl: Write
 ) -> None:
     tokenizer = make_tokenizer(template)
     [sequence] = _load(tokenizer, write_jsonl([{"prompt": TURNS[:3], "completion": TURNS[3:]}]))
@@ -118,7 +119,7 @@ def test_prompt_and_completion_messages_learn_the_completion_only(
 
 
 def test_prompt_and_completion_texts_use_the_template_as_prompts_for_rollouts_do(
-    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+    make_tokenizer: MakeTokenizer, write_jsonl: Write
 ) -> None:
     tokenizer = make_tokenizer("chatml")
     path = write_jsonl([{"prompt": "What is the sum?", "completion": 12}])
@@ -129,7 +130,7 @@ def test_prompt_and_completion_texts_use_the_template_as_prompts_for_rollouts_do
 
 @pytest.mark.parametrize("template", [None, "chatml", "llama3"])
 def test_without_a_template_prompt_and_completion_are_joined_and_ended(
-    template: str | None, make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+    template: str | None, make_tokenizer: MakeTokenizer, write_jsonl: Write
 ) -> None:
     tokenizer = make_tokenizer(template)
     [sequence] = _load(tokenizer, write_jsonl([{"prompt": "2+2=", "completion": "4"}]), chat_template="off")
@@ -139,9 +140,7 @@ def test_without_a_template_prompt_and_completion_are_joined_and_ended(
     assert (sequence.ids.tolist(), sequence.loss_mask.tolist()) == expected
 
 
-def test_plain_text_is_learned_from_its_second_token_on(
-    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
-) -> None:
+def test_plain_text_is_learned_from_its_second_token_on(make_tokenizer: MakeTokenizer, write_jsonl: Write) -> None:
     tokenizer = make_tokenizer("chatml")
     [sequence] = _load(tokenizer, write_jsonl([{"text": "The answer is twelve."}]))
     ids, _ = _expected(tokenizer, [("The answer is twelve.<|im_end|>", True)])
@@ -150,7 +149,7 @@ def test_plain_text_is_learned_from_its_second_token_on(
 
 
 def test_rows_that_are_too_long_are_left_out_or_cut_and_counted(
-    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+    make_tokenizer: MakeTokenizer, write_jsonl: Write
 ) -> None:
     tokenizer = make_tokenizer("chatml")
     long = [{"role": "user", "content": "the sum " * 50}, TURNS[1]]
@@ -168,17 +167,7 @@ def test_rows_that_are_too_long_are_left_out_or_cut_and_counted(
     assert cut.train[1].loss_mask.any()
 
 
-def test_when_every_row_is_too_long_the_longest_is_named(
-    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
-) -> None:
-    path = write_jsonl([{"messages": TURNS}])
-    with pytest.raises(DataError, match=r"every row is too long: the longest has \d+ tokens .*is 4"):
-        _load(make_tokenizer("chatml"), path, max_sequence_tokens=4)
-
-
-def test_held_out_conversations_are_not_trained_on(
-    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
-) -> None:
+def test_held_out_conversations_are_not_trained_on(make_tokenizer: MakeTokenizer, write_jsonl: Write) -> None:
     path = write_jsonl([{"text": f"The answer is {number}."} for number in range(10)])
     tokenizer = make_tokenizer("chatml")
     loaded = load_conversations(ConversationConfig(path=path, eval_size=3), tokenizer)
@@ -186,32 +175,9 @@ def test_held_out_conversations_are_not_trained_on(
     assert (len(train), len(held_out), train & held_out) == (7, 3, set())
 
 
-def test_columns_that_say_nothing_are_named(
-    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
-) -> None:
-    with pytest.raises(DataError, match="none of the columns messages, completion, text, it has question"):
-        _load(make_tokenizer("chatml"), write_jsonl([{"question": "x"}]))
-
-
-def test_a_row_without_an_assistant_is_named(
-    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
-) -> None:
-    path = write_jsonl([{"messages": TURNS}, {"messages": TURNS[:1]}])
-    with pytest.raises(DataError, match="row 2: the conversation has no assistant message"):
-        _load(make_tokenizer("chatml"), path)
-
-
-@pytest.mark.parametrize("messages", ["hello", [], [{"role": "user"}], ["hello"], [{"role": 3, "content": "x"}]])
-def test_messages_of_another_form_are_named(
-    messages: object, make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
-) -> None:
-    with pytest.raises(DataError, match=r"row 1: (a chat message needs|chat messages must be)"):
-        _load(make_tokenizer("chatml"), write_jsonl([{"messages": messages}]))
-
-
 @pytest.mark.parametrize("as_json", [False, True])
 def test_tools_reach_the_template_and_a_call_needs_no_content(
-    as_json: bool, make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+    as_json: bool, make_tokenizer: MakeTokenizer, write_jsonl: Write
 ) -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
@@ -228,16 +194,7 @@ def test_tools_reach_the_template_and_a_call_needs_no_content(
     assert sequence.loss_mask.tolist() == mask
 
 
-def test_tools_that_are_none_are_named(
-    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
-) -> None:
-    with pytest.raises(DataError, match=r"row 1: column tools must be a list of function schemas.*'a hammer'"):
-        _load(make_tokenizer("tools"), write_jsonl([{"messages": TURNS, "tools": "a hammer"}]))
-
-
-def test_turns_that_cannot_be_found_say_what_to_do(
-    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
-) -> None:
+def test_turns_that_cannot_be_found_say_what_to_do(make_tokenizer: MakeTokenizer, write_jsonl: Write) -> None:
     # SmolLM2's template puts its own system turn first, so an opening assistant turn has no place to begin.
     path = write_jsonl([{"messages": [TURNS[1], *TURNS[2:]]}])
     tokenizer = make_tokenizer("forgetful")
@@ -248,28 +205,8 @@ def test_turns_that_cannot_be_found_say_what_to_do(
         _load(tokenizer, path)
 
 
-def test_chat_messages_need_a_template(
-    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
-) -> None:
-    with pytest.raises(ModelError, match="has no chat template"):
-        _load(make_tokenizer(None), write_jsonl([{"messages": TURNS}]))
-
-
-def test_a_system_prompt_without_a_template_is_refused(
-    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
-) -> None:
-    path = write_jsonl([{"prompt": "2+2=", "completion": "4"}])
-    with pytest.raises(ConfigError, match="no effect without a chat template"):
-        _load(make_tokenizer(None), path, system_prompt="Be brief.")
-
-
-def test_an_empty_text_is_named(make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]) -> None:
-    with pytest.raises(DataError, match="row 1: a text needs at least two tokens"):
-        _load(make_tokenizer("chatml"), write_jsonl([{"text": ""}]))
-
-
 def test_held_out_questions_are_not_trained_on_whatever_was_answered(
-    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Callable[..., str]
+    make_tokenizer: MakeTokenizer, write_jsonl: Write
 ) -> None:
     def asked(question: str, answer: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -289,3 +226,46 @@ def test_held_out_questions_are_not_trained_on_whatever_was_answered(
     ]
     assert kept("pairs", pairs, [{"prompt": "Sum?", "completion": "Twelve."}]) == 1
     assert kept("texts", [{"text": "A sum."}, {"text": "A product."}], [{"text": "A sum."}]) == 1
+
+
+NO_ASSISTANT = "row 2: the conversation has no assistant message"
+NO_TOOLS = "row 1: column tools must be a list of function schemas.*'a hammer'"
+NO_MESSAGES = "row 1: (a chat message needs|chat messages must be)"
+PAIR = {"prompt": "2+2=", "completion": "4"}
+REFUSED = {
+    "no column": ("chatml", [{"question": "x"}], {}, "none of the columns messages, completion, text, it has question"),
+    "no assistant": ("chatml", [{"messages": TURNS}, {"messages": TURNS[:1]}], {}, NO_ASSISTANT),
+    "tools": ("tools", [{"messages": TURNS, "tools": "a hammer"}], {}, NO_TOOLS),
+    "an empty text": ("chatml", [{"text": ""}], {}, "row 1: a text needs at least two tokens"),
+    "too long": (
+        "chatml",
+        [{"messages": TURNS}],
+        {"max_sequence_tokens": 4},
+        r"every row is too long: the longest has \d+ tokens .*is 4",
+    ),
+    "no template": (None, [{"messages": TURNS}], {}, "has no chat template"),
+    "no effect": (None, [PAIR], {"system_prompt": "Be brief."}, "no effect without a chat template"),
+    **{
+        f"messages {messages}": (
+            "chatml",
+            [{"messages": messages}],
+            {},
+            NO_MESSAGES,
+        )
+        for messages in ("hello", [], [{"role": "user"}], ["hello"], [{"role": 3, "content": "x"}])
+    },
+}
+
+
+@pytest.mark.parametrize(("template", "rows", "settings", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_learned_from_is_named(
+    template: str | None,
+    rows: list[dict[str, object]],
+    settings: dict[str, object],
+    message: str,
+    make_tokenizer: MakeTokenizer,
+    write_jsonl: Write,
+) -> None:
+    error = DataError if template else ConfigError if settings else ModelError
+    with pytest.raises(error, match=message):
+        _load(make_tokenizer(template), write_jsonl(rows), **settings)

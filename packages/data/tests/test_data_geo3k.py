@@ -29,6 +29,7 @@ from offbeat_data import (
 )
 from offbeat_types import DataError
 
+Load = Callable[..., PromptSet]
 CARD = """---
 dataset_info:
   features:
@@ -110,7 +111,7 @@ def ids(prompts: tuple[Prompt, ...]) -> list[tuple[str, int]]:
     return [(split, int(number)) for split, number in found]
 
 
-def test_the_folder_that_the_hub_gives_is_read_as_it_is(load: Callable[..., PromptSet], hub: Path) -> None:
+def test_the_folder_that_the_hub_gives_is_read_as_it_is(load: Load, hub: Path) -> None:
     prompts = load(hub, prompt_column="problem", eval_split="test")
     assert ids(prompts.train) == [("train", number) for number in range(6)]
     assert ids(prompts.eval) == [("test", number) for number in range(4)]
@@ -123,7 +124,7 @@ def test_the_folder_that_the_hub_gives_is_read_as_it_is(load: Callable[..., Prom
     assert [reward.score(first, text).value for text in (r"\boxed{2\sqrt{221}}", r"\boxed{3}")] == [1.0, 0.0]
 
 
-def test_splits_of_the_hub_are_named_as_its_files(load: Callable[..., PromptSet], hub: Path) -> None:
+def test_splits_of_the_hub_are_named_as_its_files(load: Load, hub: Path) -> None:
     whole = load(hub, prompt_column="problem", split="validation", eval_path=str(hub / "data"), eval_split="test")
     assert (ids(whole.train)[0], len(whole.train), len(whole.eval)) == (("validation", 0), 3, 4)
     assert len(load(hub, prompt_column="problem", num_items=2).train) == 2
@@ -131,12 +132,12 @@ def test_splits_of_the_hub_are_named_as_its_files(load: Callable[..., PromptSet]
         load(hub, prompt_column="problem", eval_split="dev")
 
 
-def test_files_of_the_folder_itself_come_before_those_in_data(load: Callable[..., PromptSet], hub: Path) -> None:
+def test_files_of_the_folder_itself_come_before_those_in_data(load: Load, hub: Path) -> None:
     (hub / "train.jsonl").write_text('{"prompt": "Mine.", "answer": "1"}\n')
     assert "Mine." in load(hub).train[0].text
 
 
-def test_an_empty_folder_of_data_is_named_with_what_is_beside_it(load: Callable[..., PromptSet], hub: Path) -> None:
+def test_an_empty_folder_of_data_is_named_with_what_is_beside_it(load: Load, hub: Path) -> None:
     for path in (hub / "data").iterdir():
         path.unlink()
     with pytest.raises(DataError, match=r"geometry3k holds no data set but .*README\.md, data"):
@@ -165,7 +166,7 @@ def prepared(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_verl_prepared_is_read_as_it_is(load: Callable[..., PromptSet], prepared: Path) -> None:
+def test_what_verl_prepared_is_read_as_it_is(load: Load, prepared: Path) -> None:
     files = {"eval_path": str(prepared / "test.parquet"), "answer_column": "reward_model.ground_truth"}
     prompts = load(prepared / "train.parquet", **files)
     assert ids(prompts.train) == [("train", number) for number in range(6)]
@@ -191,18 +192,18 @@ def test_what_verl_prepared_is_learned_from_as_well(vision_folder: Path, prepare
     ],
 )
 def test_a_part_that_is_not_there_is_named_with_those_that_are(
-    column: str, message: str, load: Callable[..., PromptSet], prepared: Path
+    column: str, message: str, load: Load, prepared: Path
 ) -> None:
     with pytest.raises(DataError, match=message):
         load(prepared / "train.parquet", answer_column=column)
 
 
-def test_a_part_that_is_null_is_named(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+def test_a_part_that_is_null_is_named(load: Load, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "reward_model": {"ground_truth": null}}\n')
     with pytest.raises(DataError, match=r"column 'reward_model\.ground_truth' \(data\.answer_column\) is null"):
         load(tmp_path / "rows.jsonl", answer_column="reward_model.ground_truth")
 
 
-def test_a_column_with_a_dot_in_its_name_comes_first(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+def test_a_column_with_a_dot_in_its_name_comes_first(load: Load, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "a.b": "whole", "a": {"b": "part"}}\n')
     assert load(tmp_path / "rows.jsonl", answer_column="a.b").train[0].answer == "whole"

@@ -9,6 +9,8 @@ import pytest
 from offbeat_data import DataConfig, PromptSet, RowCounts, Tokenizer, load_prompts, load_tokenizer
 from offbeat_types import ConfigError, DataError, ModelError
 
+MakeTokenizer = Callable[..., Tokenizer]
+
 ROWS: list[dict[str, object]] = [
     {"prompt": "What is the sum?", "answer": "12", "level": 1},
     {"prompt": "And the product, then?", "answer": 35, "level": 2},
@@ -20,9 +22,7 @@ def _load(tokenizer: Tokenizer, path: str, **settings: object) -> PromptSet:
     return load_prompts(DataConfig(path=path, **settings), tokenizer)
 
 
-def test_a_text_becomes_a_chat_when_there_is_a_template(
-    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write
-) -> None:
+def test_a_text_becomes_a_chat_when_there_is_a_template(make_tokenizer: MakeTokenizer, write_jsonl: Write) -> None:
     tokenizer = make_tokenizer("chatml")
     prompts = _load(tokenizer, write_jsonl(ROWS), system_prompt="You are terse.")
     first = prompts.train[0]
@@ -38,7 +38,7 @@ def test_a_text_becomes_a_chat_when_there_is_a_template(
     assert prompts.eval == ()
 
 
-def test_bos_comes_once_whoever_writes_it(make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write) -> None:
+def test_bos_comes_once_whoever_writes_it(make_tokenizer: MakeTokenizer, write_jsonl: Write) -> None:
     tokenizer = make_tokenizer("llama3")
     for template in ("on", "off"):
         ids = _load(tokenizer, write_jsonl(ROWS), chat_template=template).train[0].ids
@@ -48,15 +48,13 @@ def test_bos_comes_once_whoever_writes_it(make_tokenizer: Callable[..., Tokenize
 
 @pytest.mark.parametrize(("template", "setting"), [(None, "auto"), ("chatml", "off")])
 def test_without_a_template_the_text_stays_as_it_is(
-    template: str | None, setting: str, make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write
+    template: str | None, setting: str, make_tokenizer: MakeTokenizer, write_jsonl: Write
 ) -> None:
     prompts = _load(make_tokenizer(template), write_jsonl(ROWS), chat_template=setting)
     assert prompts.train[0].text == "What is the sum?"
 
 
-def test_a_prompt_may_be_chat_messages_beside_plain_ones(
-    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write
-) -> None:
+def test_a_prompt_may_be_chat_messages_beside_plain_ones(make_tokenizer: MakeTokenizer, write_jsonl: Write) -> None:
     chat = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hello", "name": None}]
     rows = [ROWS[0], {"prompt": chat, "answer": "x"}]
     prompts = _load(make_tokenizer("chatml"), write_jsonl(rows), system_prompt="You are terse.")
@@ -66,14 +64,14 @@ def test_a_prompt_may_be_chat_messages_beside_plain_ones(
         _load(make_tokenizer("chatml"), write_jsonl(rows), chat_template="off")
 
 
-def test_template_options_reach_the_template(make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write) -> None:
+def test_template_options_reach_the_template(make_tokenizer: MakeTokenizer, write_jsonl: Write) -> None:
     tokenizer = make_tokenizer("forgetful")
     plain = _load(tokenizer, write_jsonl(ROWS)).train[0].text
     quiet = _load(tokenizer, write_jsonl(ROWS), template_options={"enable_thinking": False}).train[0].text
     assert quiet == plain + "<think>\n\n</think>\n\n"
 
 
-def test_long_prompts_are_left_out_and_counted(make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write) -> None:
+def test_long_prompts_are_left_out_and_counted(make_tokenizer: MakeTokenizer, write_jsonl: Write) -> None:
     rows = [ROWS[0], {"prompt": "the sum " * 90, "answer": "1"}, ROWS[1]]
     prompts = _load(make_tokenizer(None), write_jsonl(rows), max_prompt_tokens=30)
     assert [prompt.answer for prompt in prompts.train] == ["12", "35"]
@@ -85,7 +83,7 @@ def test_long_prompts_are_left_out_and_counted(make_tokenizer: Callable[..., Tok
 
 
 def test_when_every_prompt_is_too_long_lengths_and_limit_are_named(
-    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write
+    make_tokenizer: MakeTokenizer, write_jsonl: Write
 ) -> None:
     tokenizer, path = make_tokenizer(None), write_jsonl(ROWS)
     lengths = [len(prompt.ids) for prompt in _load(tokenizer, path).train]
@@ -94,7 +92,7 @@ def test_when_every_prompt_is_too_long_lengths_and_limit_are_named(
         _load(tokenizer, path, max_prompt_tokens=2)
 
 
-def test_a_missing_column_names_the_nearest(make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write) -> None:
+def test_a_missing_column_names_the_nearest(make_tokenizer: MakeTokenizer, write_jsonl: Write) -> None:
     path = write_jsonl([{"promt": "x", "level": 2, "solution": "y"}])
     with pytest.raises(DataError, match=r"row 1: no column 'prompt', it has promt.*data.prompt_column.*perhaps promt"):
         _load(make_tokenizer(None), path)
@@ -104,38 +102,12 @@ def test_a_missing_column_names_the_nearest(make_tokenizer: Callable[..., Tokeni
     assert mapped.train[0].answer == "y"
 
 
-def test_a_null_is_named_by_row_and_column(make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write) -> None:
-    path = write_jsonl([*ROWS, {"prompt": "x", "answer": None}])
-    with pytest.raises(DataError, match=r"row 3: column 'answer' .data.answer_column. is null"):
-        _load(make_tokenizer(None), path)
-
-
-def test_answers_may_be_missing_when_no_reward_needs_them(
-    make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write
-) -> None:
+def test_answers_may_be_missing_when_no_reward_needs_them(make_tokenizer: MakeTokenizer, write_jsonl: Write) -> None:
     config = DataConfig(path=write_jsonl([{"prompt": "x"}]))
     assert load_prompts(config, make_tokenizer(None), needs_answer=False).train[0].answer is None
 
 
-def test_an_empty_prompt_is_named(make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write) -> None:
-    with pytest.raises(DataError, match=r"row 2: the prompt is empty"):
-        _load(make_tokenizer(None), write_jsonl([ROWS[0], {"prompt": "", "answer": "1"}]))
-
-
-def test_a_template_that_is_on_must_exist(make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write) -> None:
-    with pytest.raises(ModelError, match=r"has no chat template"):
-        _load(make_tokenizer(None), write_jsonl(ROWS), chat_template="on")
-
-
-@pytest.mark.parametrize("settings", [{"system_prompt": "x"}, {"template_options": {"enable_thinking": False}}])
-def test_settings_without_effect_are_refused(
-    settings: dict[str, object], make_tokenizer: Callable[..., Tokenizer], write_jsonl: Write
-) -> None:
-    with pytest.raises(ConfigError, match=r"no effect without a chat template"):
-        _load(make_tokenizer("chatml"), write_jsonl(ROWS), chat_template="off", **settings)
-
-
-def test_fields_are_plain_json(make_tokenizer: Callable[..., Tokenizer], tmp_path: object) -> None:
+def test_fields_are_plain_json(make_tokenizer: MakeTokenizer, tmp_path: object) -> None:
     import datetime
 
     import pyarrow as pa
@@ -155,7 +127,7 @@ def test_fields_are_plain_json(make_tokenizer: Callable[..., Tokenizer], tmp_pat
 
 @pytest.mark.parametrize(("given", "answer"), [("[1, 2]", "[1, 2]"), ("18", "18"), ('{"a": NaN}', '{"a": NaN}')])
 def test_an_answer_that_is_no_text_is_its_json(
-    given: str, answer: str, make_tokenizer: Callable[..., Tokenizer], tmp_path: Path
+    given: str, answer: str, make_tokenizer: MakeTokenizer, tmp_path: Path
 ) -> None:
     (tmp_path / "d.jsonl").write_text(f'{{"prompt": "x", "answer": {given}}}\n')
     [prompt] = _load(make_tokenizer(None), str(tmp_path / "d.jsonl")).train
@@ -180,3 +152,34 @@ def test_a_conversation_the_template_refuses_is_named_by_row(
     (folder / "chat_template.jinja").write_text(f"{{% if 'product' in messages[0].content %}}{template}{{% endif %}}x")
     with pytest.raises(DataError, match=r"rows.jsonl, row 2: the chat template refuses a conversation"):
         _load(load_tokenizer(folder), write_jsonl(ROWS))
+
+
+NULL = r"row 3: column 'answer' .data.answer_column. is null"
+NO_EFFECT = "no effect without a chat template"
+REFUSED = [
+    (None, [ROWS[0], {"prompt": "", "answer": "1"}], {}, DataError, "row 2: the prompt is empty"),
+    (
+        None,
+        [*ROWS, {"prompt": "x", "answer": None}],
+        {},
+        DataError,
+        NULL,
+    ),
+    (None, ROWS, {"chat_template": "on"}, ModelError, "has no chat template"),
+    ("chatml", ROWS, {"chat_template": "off", "system_prompt": "x"}, ConfigError, NO_EFFECT),
+    ("chatml", ROWS, {"chat_template": "off", "template_options": {"a": False}}, ConfigError, NO_EFFECT),
+]
+
+
+@pytest.mark.parametrize(("template", "rows", "settings", "error", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_no_prompt_or_has_no_effect_is_named(
+    template: str | None,
+    rows: list[dict[str, object]],
+    settings: dict[str, object],
+    error: type[Exception],
+    message: str,
+    make_tokenizer: MakeTokenizer,
+    write_jsonl: Write,
+) -> None:
+    with pytest.raises(error, match=message):
+        _load(make_tokenizer(template), write_jsonl(rows), **settings)

@@ -12,6 +12,8 @@ from offbeat_data import Tokenizer, load_tokenizer
 from offbeat_data._tokenizer import _BLOCK
 from offbeat_types import BackendError, DataError, ModelError
 
+MakeTokenizer = Callable[..., Tokenizer]
+
 MESSAGES = [
     {"role": "system", "content": "You are terse <&>."},
     {"role": "user", "content": "  What is the sum?\n\n Grüße 日本語 🙂"},
@@ -44,7 +46,7 @@ def test_ids_and_chats_equal_those_of_transformers(
     assert ours.vocab_size == len(theirs)
 
 
-def test_decode_is_the_inverse_of_encode_and_can_hide_control_tokens(make_tokenizer: Callable[..., Tokenizer]) -> None:
+def test_decode_is_the_inverse_of_encode_and_can_hide_control_tokens(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer("chatml")
     ids = tokenizer.encode(["Grüße 日本語 🙂<|im_end|>"], add_special_tokens=False)[0]
     assert ids.dtype == np.int32
@@ -108,89 +110,9 @@ def test_without_transformers_an_older_format_names_the_install_line(tmp_path: P
     assert BackendError.exit_code == 2
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"model folder .*nowhere does not exist"):
-        load_tokenizer(tmp_path / "nowhere")
-
-
-def test_a_folder_without_a_tokenizer_says_what_it_holds(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"needs tokenizer.json and holds config.json"):
-        load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "content"), [("tokenizer.json", "{"), ("tokenizer.json", "{}"), ("tokenizer_config.json", "[1]")]
-)
-def test_a_corrupt_file_is_named(
-    name: str, content: str, tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(tokenizer_folder("chatml"), tmp_path / "m")
-    (folder / name).write_text(content)
-    with pytest.raises(ModelError, match=f"{name} is corrupt"):
-        load_tokenizer(folder)
-
-
-def test_vocabulary_files_that_transformers_cannot_read_are_named(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(b"not sentencepiece")
-    with pytest.raises(ModelError, match=r"transformers cannot make one"):
-        load_tokenizer(tmp_path)
-
-
-def test_a_missing_template_is_named_where_it_is_needed(make_tokenizer: Callable[..., Tokenizer]) -> None:
+def test_a_missing_template_is_named_where_it_is_needed(make_tokenizer: MakeTokenizer) -> None:
     with pytest.raises(ModelError, match=r"has no chat template.*chat_template to off"):
         make_tokenizer(None).require_template()
-
-
-def test_a_broken_template_is_named(tokenizer_folder: Callable[[str | None], Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
-    (folder / "chat_template.jinja").write_text("{% for message in %}")
-    with pytest.raises(ModelError, match=r"not valid Jinja"):
-        load_tokenizer(folder)
-
-
-def test_a_template_can_refuse_messages(tokenizer_folder: Callable[[str | None], Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
-    (folder / "chat_template.jinja").write_text("{{ raise_exception('only users here') }}")
-    with pytest.raises(DataError, match=r"roles \['system'\]: only users here"):
-        load_tokenizer(folder).require_template().render(MESSAGES[:1], add_generation_prompt=True, options={})
-
-
-def test_a_template_cannot_reach_python(tokenizer_folder: Callable[[str | None], Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
-    (folder / "chat_template.jinja").write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
-    with pytest.raises(DataError, match=r"unsafe"):
-        load_tokenizer(folder).require_template().render(MESSAGES, add_generation_prompt=True, options={})
-
-
-@pytest.mark.parametrize(
-    "found", [5, {"default": "x"}, [{"name": "default"}], [{"name": "default", "template": 5}], ["x"]]
-)
-def test_a_template_that_is_no_text_is_named(
-    found: object, tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
-    (folder / "chat_template.json").write_text(json.dumps({"chat_template": found}))
-    with pytest.raises(
-        ModelError, match=r"m: chat_template must be a text, or a list of objects with name and template"
-    ):
-        load_tokenizer(folder)
-
-
-def test_a_template_file_that_cannot_be_read_is_named(
-    tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
-    (folder / "chat_template.jinja").write_bytes(b"\xff{{ messages }}")
-    with pytest.raises(ModelError, match=r"chat_template.jinja cannot be read"):
-        load_tokenizer(folder)
-
-
-def test_a_template_nested_too_deeply_is_named(tokenizer_folder: Callable[[str | None], Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
-    (folder / "chat_template.jinja").write_text("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}")
-    with pytest.raises(ModelError, match=r"chat template is not valid Jinja"):
-        load_tokenizer(folder)
 
 
 def test_every_id_is_below_the_size_of_the_vocabulary(
@@ -229,3 +151,55 @@ def test_many_texts_are_encoded_as_each_alone(tokenizer_folder: Callable[[str | 
     together = tokenizer.encode(texts, add_special_tokens=False)
     alone = [tokenizer.encode([text], add_special_tokens=False)[0] for text in texts]
     assert [ids.tolist() for ids in together] == [ids.tolist() for ids in alone]
+
+
+def test_a_folder_without_a_tokenizer_is_named_with_what_it_holds(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model folder .*nowhere does not exist"):
+        load_tokenizer(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"needs tokenizer.json and holds config.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"not sentencepiece")
+    with pytest.raises(ModelError, match=r"transformers cannot make one"):
+        load_tokenizer(tmp_path)
+
+
+NO_TEXT = "m: chat_template must be a text, or a list of objects with name and template"
+BROKEN = [
+    ("tokenizer.json", b"{", "tokenizer.json is corrupt"),
+    ("tokenizer.json", b"{}", "tokenizer.json is corrupt"),
+    ("tokenizer_config.json", b"[1]", "tokenizer_config.json is corrupt"),
+    ("chat_template.jinja", b"{% for message in %}", "not valid Jinja"),
+    ("chat_template.jinja", b"{{ " + b"(" * 5000 + b"1" + b")" * 5000 + b" }}", "chat template is not valid Jinja"),
+    ("chat_template.jinja", b"\xff{{ messages }}", "chat_template.jinja cannot be read"),
+    *(
+        ("chat_template.json", json.dumps({"chat_template": found}).encode(), NO_TEXT)
+        for found in (5, {"default": "x"}, [{"name": "default"}], [{"name": "default", "template": 5}], ["x"])
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), BROKEN, ids=range(len(BROKEN)))
+def test_a_file_that_is_broken_is_named(
+    name: str, content: bytes, message: str, tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
+    (folder / name).write_bytes(content)
+    with pytest.raises(ModelError, match=message):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('only users here') }}", r"roles \['system'\]: only users here"),
+        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+    ],
+)
+def test_a_template_can_refuse_messages_and_cannot_reach_python(
+    template: str, message: str, tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(folder).require_template().render(MESSAGES[:1], add_generation_prompt=True, options={})

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from offbeat_data import EnvironmentConfig, EnvironmentFailedError, EpisodeHost, Prompt, RewardScore, build_environment
-from offbeat_data._verifiers import draw_rows
+from offbeat_data._task_libraries import draw_rows
 from offbeat_types import ConfigError, DataError
 
 pytest.importorskip("verifiers", reason="verifiers is not installed")

@@ -47,20 +47,6 @@ def test_the_grouping_does_not_matter(how: Aggregation, pairs: list[tuple[float,
     assert by_parts.value == pytest.approx(merged(pairs, how).value, rel=1e-9, abs=1e-6)
 
 
-@pytest.mark.parametrize("how", ["mean", "sum", "max", "min"])
-@given(pairs=pairs)
-def test_the_order_does_not_matter_but_for_last(how: Aggregation, pairs: list[tuple[float, float]]) -> None:
-    if len(pairs) > 1:
-        assert merged(pairs[::-1], how).value == pytest.approx(merged(pairs, how).value, rel=1e-9, abs=1e-6)
-
-
-@given(pairs=pairs)
-def test_a_mean_stays_between_its_numbers(pairs: list[tuple[float, float]]) -> None:
-    weighted = [(value, weight + 1e-3) for value, weight in pairs]
-    numbers = [value for value, _ in pairs]
-    assert min(numbers) - 1e-6 <= merged(weighted, "mean").value <= max(numbers) + 1e-6
-
-
 def test_a_mean_without_weight_is_zero_and_not_nan() -> None:
     assert merged([(3.0, 0.0), (5.0, 0.0)], "mean").value == 0.0
 

@@ -1,11 +1,77 @@
-"""A request that no model can serve is refused with one error, whatever the engine."""
+"""Wire types refuse parts that do not fit, and what an engine does not declare is refused whatever the engine."""
 
+import dataclasses
+import re
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from offbeat_types import ConfigError, DataError, GenerateRequest, SamplingParams
+from offbeat_types import (
+    Completion,
+    ConfigError,
+    DataError,
+    GenerateRequest,
+    LoraAdapter,
+    RolloutCapabilities,
+    SamplingParams,
+    ShapeError,
+    TrainSequence,
+    VersionSegment,
+)
+
+IMAGE = np.zeros((2, 5, 3), np.uint8)
+NOTHING = RolloutCapabilities(pause_modes=("wait",))
+EVERYTHING = RolloutCapabilities(pause_modes=("wait",), multimodal=True, lora=True)
+
+
+def request(**more: Any) -> GenerateRequest:
+    return GenerateRequest(request_id="r", prompt_ids=np.array([1], np.int32), **more)
+
+
+def test_text_is_what_every_engine_takes() -> None:
+    NOTHING.check(request(), "engine")
+    NOTHING.check_adapter(None, "engine")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"adapter": "poet"}, "request 'r' wants the adapter 'poet', and this engine does not do lora"),
+        ({"images": (IMAGE,)}, "request 'r' holds 1 image, and this engine is not multimodal"),
+        ({"images": (IMAGE, IMAGE)}, "request 'r' holds 2 images, and this engine is not multimodal"),
+    ],
+)
+def test_what_is_beyond_an_engine_is_named(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        NOTHING.check(request(**more), "engine")
+    EVERYTHING.check(request(**more), "engine")
+
+
+def test_an_update_with_an_adapter_is_refused_where_there_can_be_none() -> None:
+    adapter = LoraAdapter(name="poet", scale=0.5)
+    with pytest.raises(ConfigError, match="brings the adapter 'poet', and this engine does not do lora"):
+        NOTHING.check_adapter(adapter, "engine")
+    EVERYTHING.check_adapter(adapter, "engine")
+
+
+@pytest.mark.parametrize(
+    "image",
+    [np.zeros((2, 5), np.uint8), np.zeros((3, 2, 5), np.uint8), np.zeros((2, 5, 3), np.float32), IMAGE[:0]],
+    ids=["grey", "channels first", "float", "empty"],
+)
+def test_an_image_is_pixels_by_row_column_and_colour(image: Any) -> None:
+    with pytest.raises(DataError, match=re.escape(f"image 1 must be [H, W, 3] uint8, got {image.shape} {image.dtype}")):
+        EVERYTHING.check(request(images=(IMAGE, image)), "engine")
+
+
+@pytest.mark.parametrize(("name", "scale"), [("", 1.0), ("poet", float("nan")), ("poet", float("inf"))])
+def test_an_adapter_has_a_name_and_a_scale(name: str, scale: float) -> None:
+    with pytest.raises(ConfigError, match="needs a name and a finite scale"):
+        LoraAdapter(name=name, scale=scale)
+
 
 VOCAB_SIZE, MAX_MODEL_LEN = 50, 20
 
@@ -46,3 +112,56 @@ def test_the_edges_are_served() -> None:
     params = SamplingParams(max_tokens=1, temperature=0.0, top_p=1.0, top_k=0, min_p=1.0)
     ids = np.array([0, 49] * 9 + [0], np.int32)
     GenerateRequest(request_id="r", prompt_ids=ids, params=params).check(VOCAB_SIZE, MAX_MODEL_LEN)
+
+
+def completion(num_ids: int, num_logprobs: int, segments: list[tuple[int, int]]) -> Completion:
+    return Completion(
+        ids=np.zeros(num_ids, np.int32),
+        logprobs=np.zeros(num_logprobs, np.float32),
+        segments=tuple(VersionSegment(version=version, num_tokens=tokens) for version, tokens in segments),
+        stop_reason="length",
+    )
+
+
+@given(segments=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9)), max_size=6))
+def test_segments_cover_the_tokens_and_lag_counts_from_the_oldest(segments: list[tuple[int, int]]) -> None:
+    num_tokens = sum(tokens for _, tokens in segments)
+    made = completion(num_tokens, num_tokens, segments)
+    assert made.oldest_version == min((version for version, _ in segments), default=0)
+
+
+@given(sizes=st.tuples(*[st.integers(0, 6)] * 3).filter(lambda sizes: len(set(sizes)) > 1))
+def test_parts_of_different_length_are_refused(sizes: tuple[int, int, int]) -> None:
+    num_ids, num_logprobs, covered = sizes
+    with pytest.raises(ShapeError, match=f"got {num_ids}, {num_logprobs} and {covered}"):
+        completion(num_ids, num_logprobs, [(0, covered)])
+
+
+def sequence(num_ids: int, mask: list[bool], **extras: int) -> TrainSequence:
+    return TrainSequence(
+        ids=np.zeros(num_ids, np.int32),
+        loss_mask=np.array(mask, dtype=np.bool_),
+        extras={name: np.zeros(size, np.float32) for name, size in extras.items()},
+    )
+
+
+def test_a_sequence_holds_arrays_of_one_length() -> None:
+    assert sequence(3, [False, True, True], advantages=3).extras["advantages"].shape == (3,)
+    assert sequence(0, []).ids.shape == (0,)
+
+
+def test_an_array_of_another_length_is_named() -> None:
+    with pytest.raises(ShapeError, match=r"shape of ids \(3,\): got {'old_logprobs': \(2,\)}"):
+        sequence(3, [False, True, True], advantages=3, old_logprobs=2)
+    with pytest.raises(ShapeError, match=r"got {'loss_mask': \(2,\)}"):
+        sequence(3, [False, True])
+
+
+def test_the_first_token_cannot_be_learnt() -> None:
+    with pytest.raises(ShapeError, match=r"loss_mask\[0\] must be False"):
+        sequence(2, [True, True])
+
+
+def test_wire_types_do_not_change_once_made() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().temperature = 0.5  # type: ignore[misc]

@@ -1,57 +1,29 @@
 """Data sets, tokenizers, chat templates, rewards and verifiers. No torch."""
 
-from offbeat_data._arithmetic import (
-    ARITHMETIC_ALPHABET,
-    build_character_tokenizer,
-    draw_additions,
-    draw_products,
+from offbeat_data._conversations import ConversationSet, load_conversations, mark_assistant_turns
+from offbeat_data._environments import (
+    Environment,
+    EnvironmentConfig,
+    EnvironmentFailedError,
+    EpisodeHost,
+    build_environment,
 )
-from offbeat_data._assistant_turns import mark_assistant_turns
-from offbeat_data._calculator import calculate, calculator
-from offbeat_data._chat_template import (
+from offbeat_data._episodes import EpisodeLimits, TurnTemplate, play_episode
+from offbeat_data._images import ImageRules, Picture, load_image_rules
+from offbeat_data._prompts import Prompt, PromptSet, RowCounts, load_prompts
+from offbeat_data._reward_pool import RewardPool, RewardWorker, try_reward
+from offbeat_data._rewards import Reward, RewardConfig, RewardError, RewardScore, build_reward
+from offbeat_data._sources import ConversationConfig, DataConfig, EpochOrder
+from offbeat_data._tokenizer import (
+    ARITHMETIC_ALPHABET,
     ChatTemplate,
     Message,
     RenderedChat,
-)
-from offbeat_data._config import ConversationConfig, DataConfig
-from offbeat_data._conversations import (
-    ConversationSet,
-    load_conversations,
-)
-from offbeat_data._environment import (
-    Environment,
-    EnvironmentConfig,
-    EnvironmentFactory,
-    EnvironmentFailedError,
-)
-from offbeat_data._environments import build_environment
-from offbeat_data._episode import EpisodeLimits, play_episode
-from offbeat_data._episode_host import EpisodeHost
-from offbeat_data._guard import GuardedReward
-from offbeat_data._image_rules import ImageRules, load_image_rules
-from offbeat_data._order import EpochOrder
-from offbeat_data._pictures import Picture
-from offbeat_data._prompts import (
-    Prompt,
-    PromptSet,
-    RowCounts,
-    load_prompts,
-)
-from offbeat_data._reward import (
-    Reward,
-    RewardError,
-    RewardScore,
-    build_reward,
-)
-from offbeat_data._reward_config import RewardConfig
-from offbeat_data._reward_pool import RewardPool
-from offbeat_data._reward_trial import try_reward
-from offbeat_data._tokenizer import (
     Tokenizer,
+    build_character_tokenizer,
     load_tokenizer,
 )
-from offbeat_data._tools import ToolCall, ToolEnvironment, read_tool_calls
-from offbeat_data._turn_template import TurnTemplate
+from offbeat_data._tools import ToolCall, ToolEnvironment, calculate, calculator, read_tool_calls
 
 __all__ = [
     "ARITHMETIC_ALPHABET",
@@ -61,12 +33,10 @@ __all__ = [
     "DataConfig",
     "Environment",
     "EnvironmentConfig",
-    "EnvironmentFactory",
     "EnvironmentFailedError",
     "EpisodeHost",
     "EpisodeLimits",
     "EpochOrder",
-    "GuardedReward",
     "ImageRules",
     "Message",
     "Picture",
@@ -78,6 +48,7 @@ __all__ = [
     "RewardError",
     "RewardPool",
     "RewardScore",
+    "RewardWorker",
     "RowCounts",
     "Tokenizer",
     "ToolCall",
@@ -88,8 +59,6 @@ __all__ = [
     "build_reward",
     "calculate",
     "calculator",
-    "draw_additions",
-    "draw_products",
     "load_conversations",
     "load_image_rules",
     "load_prompts",

@@ -1,21 +1,34 @@
-"""Conversations for supervised fine-tuning: rows of a data set as token sequences with a loss mask."""
+"""Conversations for supervised fine-tuning: rows of a data set as token sequences with a loss mask.
+
+The tokens to learn are what the assistant said. Where the template has `{% generation %}` blocks, they say it. Else
+each turn is found by rendering: the conversation up to the turn with the generation prompt is what the model will see,
+and what the turn adds to it is what the model has to write.
+"""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
-from offbeat_data._assistant_turns import encode_marked, mark_assistant_turns
-from offbeat_data._columns import as_messages, as_text, find_column, has_column, require_column, with_system, with_tools
-from offbeat_data._config import ConversationConfig
-from offbeat_data._files import Row
-from offbeat_data._image_prompts import IMAGES, RowImages, with_images
+from offbeat_data._images import RowImages, refuse_images, with_images
 from offbeat_data._prompts import RowCounts, uses_template
-from offbeat_data._sources import read_sources
-from offbeat_data._tokenizer import Tokenizer
+from offbeat_data._rows import (
+    Row,
+    as_messages,
+    as_text,
+    find_column,
+    has_column,
+    naming_row,
+    require_column,
+    with_system,
+    with_tools,
+)
+from offbeat_data._sources import ConversationConfig, read_sources
+from offbeat_data._tokenizer import ChatTemplate, Message, RenderedChat, Tokenizer
 from offbeat_types import DataError, Ids, TrainSequence
 
 _USUAL_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
@@ -89,7 +102,8 @@ class _SequenceBuilder:
         kept: list[TrainSequence] = []
         longest = too_long = truncated = 0
         for number, row in enumerate(rows, 1):
-            sequences = list(self._sequences(row, number, source))
+            with naming_row(source, number):
+                sequences = list(self._sequences(row, source))
             length = max(len(sequence.ids) for sequence in sequences)
             fitting = [fits for sequence in sequences if (fits := _fit(sequence, limit, cuts)) is not None]
             kept += fitting
@@ -111,8 +125,8 @@ class _SequenceBuilder:
         )
         return tuple(kept), counts
 
-    def _sequences(self, row: Row, number: int, source: str) -> Iterator[TrainSequence]:
-        readers: dict[str, Callable[[Row, int, str], Iterator[TrainSequence]]] = {
+    def _sequences(self, row: Row, source: str) -> Iterator[TrainSequence]:
+        readers: dict[str, Callable[[Row, str], Iterator[TrainSequence]]] = {
             self.config.messages_column: self._from_messages,
             self.config.completion_column: self._from_completion,
             self.config.text_column: self._from_text,
@@ -120,71 +134,59 @@ class _SequenceBuilder:
         for column, reader in readers.items():
             if has_column(row, column):
                 self.forms[column] += 1
-                return reader(row, number, source)
+                return reader(row, source)
         raise DataError(
-            f"{source}, row {number}: none of the columns {', '.join(readers)}, it has {', '.join(row) or 'none'}; set "
-            f"data.messages_column, data.completion_column (with data.prompt_column) or data.text_column to one of them"
+            f"none of the columns {', '.join(readers)}, it has {', '.join(row) or 'none'}; set data.messages_column, "
+            f"data.completion_column (with data.prompt_column) or data.text_column to one of them"
         )
 
-    def _from_messages(self, row: Row, number: int, source: str) -> Iterator[TrainSequence]:
-        column = self.config.messages_column
-        value = require_column(row, column, "messages_column", number, source)
-        yield from self._from_chat(as_messages(value, number, source), 0, row, number, source)
+    def _from_messages(self, row: Row, source: str) -> Iterator[TrainSequence]:
+        value = require_column(row, self.config.messages_column, "messages_column")
+        return self._from_chat(as_messages(value), 0, row, source)
 
-    def _from_completion(self, row: Row, number: int, source: str) -> Iterator[TrainSequence]:
-        prompt: Any = require_column(row, self.config.prompt_column, "prompt_column", number, source)
-        completion: Any = require_column(row, self.config.completion_column, "completion_column", number, source)
+    def _from_completion(self, row: Row, source: str) -> Iterator[TrainSequence]:
+        prompt: Any = require_column(row, self.config.prompt_column, "prompt_column")
+        completion: Any = require_column(row, self.config.completion_column, "completion_column")
         if isinstance(prompt, str) and not isinstance(completion, list):
             if not uses_template(self.config, self.tokenizer):
-                if row.get(IMAGES):
-                    raise DataError(
-                        f"{source}, row {number}: images need a chat template: set data.chat_template to on"
-                    )
-                yield self._from_texts(prompt, as_text(completion), number, source)
-                return
+                refuse_images(row)
+                return iter([self._from_texts(prompt, as_text(completion))])
             prompt = [{"role": "user", "content": prompt}]
         if not isinstance(completion, list):
             completion = [{"role": "assistant", "content": as_text(completion)}]
-        asked = with_system(as_messages(prompt, number, source), self.config.system_prompt)
-        messages = [*asked, *as_messages(completion, number, source)]
-        yield from self._from_chat(messages, len(asked), row, number, source)
+        asked = with_system(as_messages(prompt), self.config.system_prompt)
+        return self._from_chat([*asked, *as_messages(completion)], len(asked), row, source)
 
-    def _from_chat(
-        self, messages: list[dict[str, Any]], first: int, row: Row, number: int, source: str
-    ) -> Iterator[TrainSequence]:
+    def _from_chat(self, messages: list[dict[str, Any]], first: int, row: Row, source: str) -> Iterator[TrainSequence]:
         messages = with_system(messages, self.config.system_prompt)
         self.roles.update(str(message["role"]) for message in messages)
-        options = with_tools(row, self.config.template_options, number, source)
-        try:
-            pictures = self._images.read(row, source)
-            messages = self._images.place(messages, row, len(pictures))
-            pixels = [picture.pixels() for picture in pictures]
-            for chat in mark_assistant_turns(self.tokenizer, messages, first=first, options=options):
-                seen = self._images.seen_by(chat, pictures)
-                ids, mask = encode_marked(self.tokenizer, self._images.expand(chat, seen))
-                self._images.check(ids, seen)
-                yield TrainSequence(ids=ids, loss_mask=mask, images=tuple(pixels[: len(seen)]))
-        except DataError as error:
-            raise DataError(f"{source}, row {number}: {error}") from error
+        options = with_tools(row, self.config.template_options)
+        messages, pictures = self._images.read(row, messages, source)
+        pixels = [picture.pixels() for picture in pictures]
+        for chat in mark_assistant_turns(self.tokenizer, messages, first=first, options=options):
+            seen = self._images.seen_by(chat, pictures)
+            ids, mask = encode_marked(self.tokenizer, self._images.expand(chat, seen))
+            self._images.check(ids, seen)
+            yield TrainSequence(ids=ids, loss_mask=mask, images=tuple(pixels[: len(seen)]))
 
     @cached_property
     def _images(self) -> RowImages:
         return RowImages(self.tokenizer)
 
-    def _from_texts(self, prompt: str, completion: str, number: int, source: str) -> TrainSequence:
+    def _from_texts(self, prompt: str, completion: str) -> TrainSequence:
         """Encode prompt and completion apart: at inference the model sees the prompt's own tokens."""
         prompt_ids = self.tokenizer.encode([prompt], add_special_tokens=True)[0]
         if not len(prompt_ids):
-            raise DataError(f"{source}, row {number}: the prompt is empty; use data.text_column for plain text")
+            raise DataError("the prompt is empty; use data.text_column for plain text")
         completion_ids = self._with_eos(self.tokenizer.encode([completion], add_special_tokens=False)[0])
         mask = np.arange(len(prompt_ids) + len(completion_ids)) >= len(prompt_ids)
         return TrainSequence(ids=np.concatenate([prompt_ids, completion_ids]), loss_mask=mask)
 
-    def _from_text(self, row: Row, number: int, source: str) -> Iterator[TrainSequence]:
-        text = as_text(require_column(row, self.config.text_column, "text_column", number, source))
+    def _from_text(self, row: Row, source: str) -> Iterator[TrainSequence]:
+        text = as_text(require_column(row, self.config.text_column, "text_column"))
         ids = self._with_eos(self.tokenizer.encode([text], add_special_tokens=True)[0])
         if len(ids) < 2:
-            raise DataError(f"{source}, row {number}: a text needs at least two tokens to learn from, got {text!r}")
+            raise DataError(f"a text needs at least two tokens to learn from, got {text!r}")
         yield TrainSequence(ids=ids, loss_mask=np.arange(len(ids)) > 0)
 
     def _with_eos(self, ids: Ids) -> Ids:
@@ -214,3 +216,78 @@ def _fit(sequence: TrainSequence, limit: int, cuts: bool) -> TrainSequence | Non
             return None
         sequence = TrainSequence(ids=sequence.ids[:limit], loss_mask=sequence.loss_mask[:limit])
     return sequence if sequence.loss_mask.any() else None
+
+
+def mark_assistant_turns(
+    tokenizer: Tokenizer, messages: Sequence[Message], *, first: int = 0, options: Mapping[str, Any]
+) -> list[RenderedChat]:
+    """Render a conversation with the spans of its assistant turns.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: the conversation.
+        first: learn only from messages[first:].
+        options: further variables of the template.
+
+    Returns:
+        One text, with the spans to learn. Some templates rewrite earlier turns when later ones come (Qwen3 drops
+        their thoughts); then one text per assistant turn, each ending with that turn, as the model saw it.
+
+    Raises:
+        DataError: there is no assistant turn, or it cannot be told from the rest.
+    """
+    template = tokenizer.require_template()
+    turns = [at for at in range(first, len(messages)) if messages[at]["role"] == "assistant"]
+    if not turns:
+        raise DataError("the conversation has no assistant message to learn from: add one or drop the row")
+    whole = template.render(messages, add_generation_prompt=False, options=options)
+    if whole.spans:
+        return [_drop_spans_before(template, whole, messages[:first], options)]
+    found = [_find_turn(tokenizer, messages[: at + 1], options) for at in turns]
+    if all(whole.text.startswith(turn.text[: turn.spans[0][1]]) for turn in found):
+        return [RenderedChat(text=whole.text, spans=tuple(turn.spans[0] for turn in found))]
+    return found
+
+
+def encode_marked(tokenizer: Tokenizer, chat: RenderedChat) -> tuple[Ids, npt.NDArray[np.bool_]]:
+    """Token ids [T] int32 and the loss mask [T] bool: whether each token holds a character of one of the spans."""
+    ids, offsets_T2 = tokenizer.encode_with_offsets(chat.text)
+    start_T, end_T = offsets_T2[:, 0], np.maximum(offsets_T2[:, 1], offsets_T2[:, 0] + 1)
+    mask_T = np.zeros(len(ids), dtype=np.bool_)
+    for start, end in chat.spans:
+        mask_T |= (start_T < end) & (end_T > start)
+    mask_T[:1] = False  # nothing comes before the first token to predict it from
+    return ids, mask_T
+
+
+def _drop_spans_before(
+    template: ChatTemplate, whole: RenderedChat, prompt: Sequence[Message], options: Mapping[str, Any]
+) -> RenderedChat:
+    if not prompt:
+        return whole
+    opening = template.render(prompt, add_generation_prompt=False, options=options).text
+    if not whole.text.startswith(opening):
+        raise DataError(
+            "the chat template renders the prompt differently once it is completed, so the completion cannot be found: "
+            "give whole conversations in the messages column"
+        )
+    return RenderedChat(text=whole.text, spans=tuple(span for span in whole.spans if span[0] >= len(opening)))
+
+
+def _find_turn(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any]) -> RenderedChat:
+    """The conversation, whose one span is what the last of its messages adds to the opening before it."""
+    template, before, opening = tokenizer.require_template(), messages[:-1], ""
+    if before:
+        opening = template.render(before, add_generation_prompt=True, options=options).text
+    closed = template.render(messages, add_generation_prompt=False, options=options).text
+    if not closed.startswith(opening) or len(closed) == len(opening):
+        raise DataError(
+            f"message {len(messages)}: the chat template does not put the assistant's words right after its generation "
+            f"prompt ({opening[-40:]!r}), so they cannot be found: put {{% generation %}} and {{% endgeneration %}} "
+            f"around them in the template, or give prompt and completion columns and set data.chat_template to off"
+        )
+    # White space after the last control token is left out: sampling ends there, so nothing has to learn it.
+    start, end = len(opening), len(closed.rstrip())
+    if end <= start or not any(closed.endswith(text, start, end) for text in tokenizer.special_texts if text):
+        end = len(closed)
+    return RenderedChat(text=closed, spans=((start, end),))

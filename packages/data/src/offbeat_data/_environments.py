@@ -1,11 +1,131 @@
-"""Finds the environment that a configuration names."""
+"""What a model acts in: an environment answers its turns, and says in the end what they were worth.
 
-from collections.abc import Callable
-from typing import Any, Final
+Environments are other people's work. A host lets none of them take the others, or the process, with it: a deadline
+holds for work that waits, and for work that never lets go of the thread. `asyncio.timeout` ends what waits. What blocks
+(a loop without an end, a socket without a deadline, `time.sleep`) stops the event loop and every deadline in it; here a
+timer signal breaks into it, and the time it took is given back to everybody who waited meanwhile. That works in the
+main thread only, where Python runs signal handlers; elsewhere only waiting is bounded. Code that neither waits nor lets
+Python look at signals cannot be ended but with its process.
+"""
 
-from offbeat_data._environment import Environment, EnvironmentConfig, EnvironmentFactory
-from offbeat_data._user_function import find_function
-from offbeat_types import ConfigError
+import asyncio
+import contextlib
+import difflib
+import logging
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final, Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
+
+from offbeat_data._prompts import Prompt
+from offbeat_data._rewards import RewardScore, find_function
+from offbeat_data._rows import to_plain
+from offbeat_data._tokenizer import Message
+from offbeat_data._tools import calculator
+from offbeat_types import ConfigError, OffbeatError, setting
+
+
+class Environment(Protocol):
+    """One episode, from a prompt to a reward. Its methods are awaited one at a time: reset, step …, reward, close.
+
+    One that raises, or does not return in time, ends its own episode. `close` is called in every case.
+    """
+
+    async def reset(self, prompt: Prompt) -> None:
+        """Get ready: the model is about to read this prompt."""
+
+    async def step(self, text: str) -> Sequence[Message] | None:
+        """Take what the model said in its turn; also in its last one, which was cut off or had no more turns after it.
+
+        Args:
+            text: without control tokens.
+
+        Returns:
+            What it is told, as chat messages such as {"role": "tool", "content": "42"}; None when the episode is over.
+        """
+
+    async def reward(self) -> RewardScore | None:
+        """What the episode was worth; None leaves its last turn to the `reward` section."""
+
+    async def close(self) -> None:
+        """Free what the episode holds."""
+
+
+EnvironmentFactory = Callable[[], Environment]
+"""Makes the environment of one episode."""
+
+
+class EnvironmentFailedError(OffbeatError):
+    """An environment broke: its episode has no reward and is not trained on.
+
+    Args:
+        reason: to be counted: `raised`, `timed_out`, `not_finite` (its reward), or `lost` with the process it ran in.
+        detail: what went wrong.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+    def __str__(self) -> str:
+        return f"the environment of an episode failed ({self.reason}): {self.detail}"
+
+
+JUDGES: Final = {"calculator": False, "reasoning_gym": True, "verifiers": True}
+"""Built-in environments, and whether they have a reward of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    """Section `environment`: what answers the model's turns. Without a name, a completion is scored as it stands."""
+
+    name: str = setting(
+        "", "calculator, reasoning_gym, verifiers, or a Python class or function as module:name; empty for none."
+    )
+    options: dict[str, Any] = setting({}, "Keyword arguments of the environment.")
+    max_turns: int = setting(8, "Turns of the model in one episode at most.", "turns", ge=1)
+    max_tokens: int = setting(
+        1024,
+        "Tokens after the prompt at most, said by the model (rollout.max_tokens a turn) and told to it.",
+        "tokens",
+        ge=1,
+    )
+    step_timeout_s: float = setting(
+        30.0, "Time for one answer of the environment; after it the episode ends and is counted.", "s", gt=0
+    )
+
+    def check(self, *, has_reward: bool) -> None:
+        """Find what is wrong with these settings before anything starts.
+
+        Args:
+            has_reward: the `reward` section names a reward.
+
+        Raises:
+            ConfigError: no such environment, a setting without effect, or a reward that is missing.
+        """
+        if not self.name:
+            if self != EnvironmentConfig():
+                raise ConfigError("environment: its settings have no effect without environment.name")
+            return
+        if self.name not in JUDGES and ":" not in self.name:
+            near = difflib.get_close_matches(self.name, JUDGES, n=2, cutoff=0.4)
+            advice = f"perhaps {' or '.join(near)}; " if near else ""
+            raise ConfigError(
+                f"environment: no environment {self.name!r}; {advice}there are {', '.join(JUDGES)} and module:name"
+            )
+        judges = JUDGES.get(self.name)
+        if judges is True and has_reward:
+            raise ConfigError(f"reward: no effect with environment.name = {self.name!r}, which judges by itself")
+        if judges is False and not has_reward:
+            raise ConfigError(
+                f"reward: environment.name = {self.name!r} leaves the last turn to this section: "
+                'give a name, such as "number_match"'
+            )
 
 
 def build_environment(config: EnvironmentConfig) -> EnvironmentFactory:
@@ -15,7 +135,7 @@ def build_environment(config: EnvironmentConfig) -> EnvironmentFactory:
         ConfigError: no such module or name, or options that it does not take.
         BackendError: a package that it needs is not installed.
     """
-    make = _BUILT_IN[config.name]() if config.name in _BUILT_IN else find_function("environment", config.name)
+    make = _find_built_in(config.name) if config.name in JUDGES else find_function("environment", config.name)
 
     def build() -> Environment:
         environment: Environment = make(**config.options)
@@ -28,30 +148,200 @@ def build_environment(config: EnvironmentConfig) -> EnvironmentFactory:
     return build
 
 
-def _calculator() -> Callable[..., Any]:
-    from offbeat_data._calculator import calculator
+def _find_built_in(name: str) -> Callable[..., Any]:
+    """What makes it; the libraries of tasks, which take seconds to import, are imported here."""
+    if name == "calculator":
+        return calculator
+    from offbeat_data import _task_libraries as libraries
 
-    return calculator
-
-
-def _reasoning_gym() -> Callable[..., Any]:
-    from offbeat_data._reasoning_gym import import_reasoning_gym
-    from offbeat_data._reasoning_gym_environment import ReasoningGymEnvironment
-
-    import_reasoning_gym()
-    return ReasoningGymEnvironment
-
-
-def _verifiers() -> Callable[..., Any]:
-    from offbeat_data._verifiers import import_verifiers
-    from offbeat_data._verifiers_environment import VerifiersEnvironment
-
-    import_verifiers()
-    return VerifiersEnvironment
+    if name == "reasoning_gym":
+        libraries.import_reasoning_gym()
+        return libraries.ReasoningGymEnvironment
+    libraries.import_verifiers()
+    return libraries.VerifiersEnvironment
 
 
-_BUILT_IN: Final[dict[str, Callable[[], Callable[..., Any]]]] = {
-    "calculator": _calculator,
-    "reasoning_gym": _reasoning_gym,
-    "verifiers": _verifiers,
-}
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CLOSE_TIMEOUT_S: Final = 5.0
+_LONGEST_DETAIL: Final = 500
+
+
+class EpisodeHost:
+    """Environments by the number of their episode. Methods other than `close` raise EnvironmentFailedError only.
+
+    Args:
+        make: makes the environment of one episode.
+        step_timeout_s: for each call of an environment.
+    """
+
+    def __init__(self, make: EnvironmentFactory, step_timeout_s: float) -> None:
+        self._make, self._step_timeout_s = make, step_timeout_s
+        self._episodes: dict[int, Environment] = {}
+
+    async def reset(self, episode: int, prompt: Prompt) -> None:
+        """Begin an episode.
+
+        Raises:
+            EnvironmentFailedError: its environment raised, or took too long; it is closed.
+        """
+
+        async def begin() -> None:
+            environment = self._episodes[episode] = self._make()
+            await environment.reset(prompt)
+
+        await self._call(episode, begin())
+
+    async def step(self, episode: int, text: str) -> list[dict[str, Any]] | None:
+        """Give an episode what the model said, as `Environment.step`. Raises as `reset`."""
+
+        async def answer() -> list[dict[str, Any]] | None:
+            messages = await self._find(episode).step(text)
+            return None if messages is None else [_plain(message) for message in messages]
+
+        return await self._call(episode, answer())
+
+    async def reward(self, episode: int) -> RewardScore | None:
+        """What an episode was worth, as `Environment.reward`. Raises as `reset`."""
+
+        async def judge() -> RewardScore | None:
+            score = await self._find(episode).reward()
+            if score is not None and not math.isfinite(score.value):
+                raise EnvironmentFailedError("not_finite", f"a reward must be a finite number, got {score.value}")
+            return score
+
+        return await self._call(episode, judge())
+
+    async def close(self, episode: int) -> None:
+        """End an episode. Nothing is raised: it is over, and what it was worth is known."""
+        environment = self._episodes.pop(episode, None)
+        if environment is not None:
+            try:
+                await within(environment.close(), _CLOSE_TIMEOUT_S)
+            except Exception as error:  # noqa: BLE001  whatever it is, the episode is over
+                _log.warning("the environment of episode %d did not close well: %r", episode, error)
+
+    def _find(self, episode: int) -> Environment:
+        environment = self._episodes.get(episode)
+        if environment is None:
+            raise EnvironmentFailedError("lost", f"there is no episode {episode}; it began in another process")
+        return environment
+
+    async def _call(self, episode: int, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await within(work, self._step_timeout_s)
+        except Exception as error:
+            await self.close(episode)
+            raise _failure(error, self._step_timeout_s) from error
+
+
+def _failure(error: Exception, step_timeout_s: float) -> EnvironmentFailedError:
+    if isinstance(error, EnvironmentFailedError):
+        return error
+    if isinstance(error, TimeoutError):
+        advice = f"no answer within environment.step_timeout_s = {step_timeout_s:g}"
+        return EnvironmentFailedError("timed_out", str(error) or advice)
+    return EnvironmentFailedError("raised", f"{type(error).__name__}: {error}"[:_LONGEST_DETAIL])
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise TypeError(f"an answer must be chat messages with role and content, got {message!r:.80}")
+    plain: dict[str, Any] = to_plain(dict(message))
+    return plain
+
+
+_AGAIN_S: Final = 1.0
+"""The timer strikes again after so long, should the work have caught what the first stroke raised."""
+_NOTICED_S: Final = 0.01
+"""Stretches shorter than this hold nobody up."""
+_allowed_s: ContextVar[float] = ContextVar("offbeat_step_deadline_s", default=0.0)
+_waiting: WeakKeyDictionary[asyncio.AbstractEventLoop, set[asyncio.Timeout]] = WeakKeyDictionary()
+
+
+class StepBlockedError(BaseException):
+    """Raised inside work that blocks the thread for too long. No Exception, like KeyboardInterrupt: it must get out."""
+
+
+async def within(work: Coroutine[Any, Any, T], deadline_s: float) -> T:
+    """Await work for at most `deadline_s`, not counting time in which other work held the thread; else TimeoutError."""
+    _allowed_s.set(deadline_s)
+    scopes = _waiting.setdefault(asyncio.get_running_loop(), set())
+    try:
+        async with asyncio.timeout(deadline_s) as scope:
+            scopes.add(scope)
+            try:
+                return await _Interruptible(work, deadline_s, scope)
+            finally:
+                scopes.discard(scope)
+    except StepBlockedError:
+        raise TimeoutError(f"it blocked the thread for {deadline_s:g} s") from None
+
+
+async def interruptible(work: Coroutine[Any, Any, T]) -> T:
+    """Await work in a task made inside `within`, whose deadline holds for each stretch of it that blocks."""
+    try:
+        return await _Interruptible(work, _allowed_s.get())
+    except StepBlockedError:
+        raise TimeoutError(f"it blocked the thread for {_allowed_s.get():g} s") from None
+
+
+class _Interruptible(Generic[T]):
+    """Runs a coroutine stretch by stretch, from one wait to the next, each under the timer."""
+
+    def __init__(self, work: Coroutine[Any, Any, T], deadline_s: float, own: asyncio.Timeout | None = None) -> None:
+        self._work, self._deadline_s, self._own = work, deadline_s, own
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        error: BaseException | None = None
+        try:
+            while True:
+                try:
+                    with _timer(self._deadline_s, self._own):
+                        waited = self._work.send(None) if error is None else self._work.throw(error)
+                except StopIteration as end:
+                    return end.value  # type: ignore[no-any-return]
+                error = None
+                try:
+                    yield waited
+                except BaseException as thrown:  # noqa: BLE001  as `await` does: what is thrown here is for the work
+                    error = thrown
+        finally:
+            self._work.close()
+
+
+@contextlib.contextmanager
+def _timer(deadline_s: float, own: asyncio.Timeout | None) -> Iterator[None]:
+    """Break into the body after `deadline_s`, and put back whatever timer and handler there were."""
+    if deadline_s <= 0 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    is_over = False
+
+    def strike(number: int, frame: object) -> None:
+        if not is_over:  # a stroke may be on its way when the timer is taken back
+            raise StepBlockedError
+
+    handler = signal.signal(signal.SIGALRM, strike)
+    begun_s = time.monotonic()
+    left_s, interval_s = signal.setitimer(signal.ITIMER_REAL, deadline_s, _AGAIN_S)
+    try:
+        yield
+    finally:
+        is_over = True
+        taken_s = time.monotonic() - begun_s
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if left_s:
+            signal.setitimer(signal.ITIMER_REAL, max(left_s - taken_s, 0.001), interval_s)
+        if taken_s > _NOTICED_S:
+            _give_back(taken_s, own)
+
+
+def _give_back(taken_s: float, own: asyncio.Timeout | None) -> None:
+    """Move the deadlines of all that waited while the thread was held, but not of the work that held it."""
+    for scope in _waiting.get(asyncio.get_running_loop(), set()) - {own}:
+        with contextlib.suppress(RuntimeError):  # one that has struck already
+            scope.reschedule((scope.when() or 0.0) + taken_s)

@@ -1,19 +1,23 @@
 """Prompts for reinforcement learning: rows of a data set, rendered and encoded."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from offbeat_data._chat_template import RenderedChat
-from offbeat_data._columns import as_messages, as_text, find_column, require_column, with_system, with_tools
-from offbeat_data._config import DataConfig, SourceConfig
-from offbeat_data._files import Row
-from offbeat_data._image_prompts import IMAGES, RowImages, with_images
-from offbeat_data._pictures import Picture
-from offbeat_data._plain import to_plain
-from offbeat_data._sources import read_sources
-from offbeat_data._tokenizer import Tokenizer
+from offbeat_data._images import Picture, RowImages, refuse_images, with_images
+from offbeat_data._rows import (
+    Row,
+    as_messages,
+    as_text,
+    find_column,
+    naming_row,
+    require_column,
+    to_plain,
+    with_system,
+    with_tools,
+)
+from offbeat_data._sources import DataConfig, SourceConfig, read_sources
+from offbeat_data._tokenizer import RenderedChat, Tokenizer
 from offbeat_types import ConfigError, DataError, Ids, Image
 
 
@@ -100,20 +104,11 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, *, needs_answer: bool
     return PromptSet(train=train, eval=held_out, train_counts=train_counts, eval_counts=eval_counts)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Rendered:
-    """A row as text.
-
-    Args:
-        text: for people.
-        encoded: what is encoded: the same, with as many placeholders as each image takes tokens.
-        templated: a chat template wrote it.
-        pictures: of the row.
-    """
-
-    text: str
-    encoded: str
-    templated: bool = True
+    text: str  # for people
+    encoded: str  # the same, with as many placeholders as each image takes tokens
+    is_templated: bool
     pictures: tuple[Picture, ...] = ()
 
 
@@ -124,7 +119,10 @@ class _PromptBuilder:
     needs_answer: bool
 
     def build(self, rows: list[Row], source: str, num_shared: int = 0) -> tuple[tuple[Prompt, ...], RowCounts]:
-        rendered = [self._render(row, number, source) for number, row in enumerate(rows, 1)]
+        rendered = []
+        for number, row in enumerate(rows, 1):
+            with naming_row(source, number):
+                rendered.append(self._render(row, source))
         encoded = self._encode(rendered)
         lengths = [len(ids) for ids in encoded]
         limit = self.config.max_prompt_tokens
@@ -133,7 +131,10 @@ class _PromptBuilder:
                 f"{source}: every prompt is too long: they have {min(lengths)} to {max(lengths)} tokens and "
                 f"data.max_prompt_tokens is {limit}; raise it, and rollout.max_model_len with it"
             )
-        kept = tuple(self._prompts(rows, rendered, encoded, source))
+        kept: list[Prompt] = []
+        for number, (row, made, ids) in enumerate(zip(rows, rendered, encoded, strict=True), 1):
+            with naming_row(source, number):
+                kept += self._prompts(len(kept), row, made, ids)
         counts = RowCounts(
             read=len(rows) + num_shared,
             held_out=num_shared,
@@ -141,74 +142,57 @@ class _PromptBuilder:
             kept=len(kept),
             longest=max(lengths, default=0),
         )
-        return kept, counts
+        return tuple(kept), counts
 
-    def _prompts(self, rows: list[Row], rendered: list[_Rendered], encoded: list[Ids], source: str) -> Iterator[Prompt]:
-        index = 0
-        for number, (row, made, ids) in enumerate(zip(rows, rendered, encoded, strict=True), 1):
-            if not len(ids):
-                raise DataError(f"{source}, row {number}: the prompt is empty; fill it in or drop the row")
-            self._images.check(ids, made.pictures)
-            if len(ids) <= self.config.max_prompt_tokens:
-                answer = self._answer(row, number, source)
-                yield Prompt(
-                    index=index, ids=ids, text=made.text, answer=answer, fields=to_plain(row), pictures=made.pictures
-                )
-                index += 1
+    def _prompts(self, index: int, row: Row, made: _Rendered, ids: Ids) -> list[Prompt]:
+        """The prompt of a row; none where it is too long."""
+        if not len(ids):
+            raise DataError("the prompt is empty; fill it in or drop the row")
+        self._images.check(ids, made.pictures)
+        if len(ids) > self.config.max_prompt_tokens:
+            return []
+        answer, fields = self._answer(row), to_plain(row)
+        return [Prompt(index=index, ids=ids, text=made.text, answer=answer, fields=fields, pictures=made.pictures)]
 
     @cached_property
     def _images(self) -> RowImages:
         return RowImages(self.tokenizer)
 
-    def _render(self, row: Row, number: int, source: str) -> _Rendered:
-        value = require_column(row, self.config.prompt_column, "prompt_column", number, source)
+    def _render(self, row: Row, source: str) -> _Rendered:
+        value = require_column(row, self.config.prompt_column, "prompt_column")
         if isinstance(value, str):
             if not uses_template(self.config, self.tokenizer):
-                if row.get(IMAGES):
-                    raise DataError(
-                        f"{source}, row {number}: images need a chat template: set data.chat_template to on"
-                    )
-                return _Rendered(text=value, encoded=value, templated=False)
+                refuse_images(row)
+                return _Rendered(value, value, is_templated=False)
             value = [{"role": "user", "content": value}]
         elif self.config.chat_template == "off":
-            raise DataError(
-                f"{source}, row {number}: the prompt is a list of chat messages: set data.chat_template to auto"
-            )
-        messages = with_system(as_messages(value, number, source), self.config.system_prompt)
+            raise DataError("the prompt is a list of chat messages: set data.chat_template to auto")
+        messages = with_system(as_messages(value), self.config.system_prompt)
         template = self.tokenizer.require_template()
-        options = with_tools(row, self.config.template_options, number, source)
-        try:
-            pictures = self._images.read(row, source)
-            messages = self._images.place(messages, row, len(pictures))
-            chat = template.render(messages, add_generation_prompt=True, options=options)
-            encoded = self._images.expand(RenderedChat(text=chat.text, spans=()), pictures).text
-        except DataError as error:
-            raise DataError(f"{source}, row {number}: {error}") from error
-        return _Rendered(text=chat.text, encoded=encoded, pictures=pictures)
+        options = with_tools(row, self.config.template_options)
+        messages, pictures = self._images.read(row, messages, source)
+        chat = template.render(messages, add_generation_prompt=True, options=options)
+        encoded = self._images.expand(RenderedChat(text=chat.text, spans=()), pictures).text
+        return _Rendered(chat.text, encoded, is_templated=True, pictures=pictures)
 
     def _encode(self, rendered: list[_Rendered]) -> list[Ids]:
         """A chat template writes bos itself; a plain text gets what the tokenizer puts around a text."""
         encoded: dict[int, Ids] = {}
-        for templated in (True, False):
-            places = [at for at, made in enumerate(rendered) if made.templated is templated]
-            ids = self.tokenizer.encode([rendered[at].encoded for at in places], add_special_tokens=not templated)
+        for is_templated in (True, False):
+            places = [at for at, made in enumerate(rendered) if made.is_templated is is_templated]
+            ids = self.tokenizer.encode([rendered[at].encoded for at in places], add_special_tokens=not is_templated)
             encoded.update(zip(places, ids, strict=True))
         return [encoded[at] for at in range(len(rendered))]
 
-    def _answer(self, row: Row, number: int, source: str) -> str | None:
+    def _answer(self, row: Row) -> str | None:
         if self.needs_answer and "reasoning_gym" not in row:
-            return as_text(require_column(row, self.config.answer_column, "answer_column", number, source))
+            return as_text(require_column(row, self.config.answer_column, "answer_column"))
         value = find_column(row, self.config.answer_column)
         return None if value is None else as_text(value)
 
 
 def uses_template(config: SourceConfig, tokenizer: Tokenizer) -> bool:
-    """Whether plain texts go through the chat template.
-
-    Raises:
-        ModelError: it is on and the tokenizer has none.
-        ConfigError: a system prompt or template options would have no effect.
-    """
+    """Whether plain texts go through the chat template; refuses settings that would have no effect without one."""
     if config.chat_template == "on":
         tokenizer.require_template()
     uses = config.chat_template == "on" or (config.chat_template == "auto" and tokenizer.chat_template is not None)

@@ -1,48 +1,172 @@
-"""Training rows and held-out rows of whatever `data.path` names."""
+"""The `data` section: where rows come from, which are held out, and in which order items are served."""
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from offbeat_data._arithmetic import draw_additions, draw_products
-from offbeat_data._config import SourceConfig
-from offbeat_data._files import Row, read_rows, refuse_split
-from offbeat_data._order import permutation
-from offbeat_data._reasoning_gym import draw_entries
-from offbeat_data._verifiers import draw_rows
-from offbeat_types import ConfigError, DataError
+import numpy as np
+import numpy.typing as npt
 
-_DEFAULT_DRAWS = 1000
-_PROBLEMS = {"arithmetic": draw_additions, "products": draw_products}
+from offbeat_data._rows import Row, read_rows, refuse_split
+from offbeat_types import REQUIRED, ConfigError, DataError, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """What prompts and conversations share: where rows come from, how they are rendered, and in which order served."""
+
+    path: str = setting(
+        REQUIRED,
+        "A .jsonl or .parquet file, a folder of them (or with them in data/, as the Hub has it), a folder written by "
+        "datasets' save_to_disk, reasoning-gym:TASK, verifiers:NAME, arithmetic:DIGITS (sums) or products:DIGITS.",
+    )
+    split: str = setting(
+        "train", "Split to read where path holds several: a saved DatasetDict, or files such as train-*.parquet."
+    )
+    num_items: int = setting(0, "Items to draw or read at most; 0: all of a file, 1000 of a generator.", "items", ge=0)
+    seed: int = setting(0, "Seed of what a generator draws, of what is held out, and of the order.", ge=0)
+    task_options: dict[str, Any] = setting(
+        {}, "Options of the reasoning-gym task, such as {min_terms = 2}; arguments of the verifiers environment."
+    )
+
+    eval_path: str = setting("", "Held-out data, in any form path takes; empty: hold out eval_size items of path.")
+    eval_split: str = setting(
+        "", "Split to read as held-out data: of eval_path (empty: train), or of path when eval_path is empty."
+    )
+    eval_size: int = setting(0, "Items held out of path, or read from eval_path at most (0: all of it).", "items", ge=0)
+
+    prompt_column: str = setting("prompt", "Column of the prompt: a text, or a list of chat messages.")
+
+    system_prompt: str = setting("", "Put before every conversation that has no system message of its own.")
+    chat_template: str = setting(
+        "auto", "Use the tokenizer's chat template: auto does when it has one.", choices=("auto", "on", "off")
+    )
+    template_options: dict[str, Any] = setting(
+        {}, "Variables for the chat template, such as {enable_thinking = false}."
+    )
+
+    shuffle: bool = setting(True, "Serve items in a new random order each epoch.")
+    epochs: int = setting(1, "Passes over the data; 0: until the run ends for another reason.", "epochs", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(SourceConfig):
+    """Prompts for reinforcement learning: where they come from, what their columns mean, how long they may be."""
+
+    answer_column: str = setting(
+        "answer", "Column of the reference answer that rewards compare with; reward_model.ground_truth: a part of one."
+    )
+    max_prompt_tokens: int = setting(1024, "Longer prompts are left out and counted.", "tokens", ge=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationConfig(SourceConfig):
+    """Conversations for supervised fine-tuning: where they come from, their columns, how long they may be."""
+
+    messages_column: str = setting("messages", "Column of whole conversations.")
+    completion_column: str = setting("completion", "Column of the answer to learn, beside prompt_column.")
+    text_column: str = setting("text", "Column of plain text to learn as it stands.")
+    max_sequence_tokens: int = setting(4096, "Longest sequence; see too_long.", "tokens", ge=2)
+    too_long: str = setting(
+        "filter", "Leave longer sequences out, or cut off their end.", choices=("filter", "truncate")
+    )
+
+
+@lru_cache(maxsize=4)
+def permutation(num_items: int, *seeds: int) -> npt.NDArray[np.int64]:
+    """Random order of `num_items` items, [num_items] int64, read-only.
+
+    It sorts raw 64-bit draws instead of calling `Generator.permutation`: numpy promises the raw stream of a bit
+    generator never to change (NEP 19), and makes no such promise for Generator's methods.
+    """
+    draws = np.random.PCG64(np.random.SeedSequence(seeds)).random_raw(num_items)
+    order = np.argsort(draws, kind="stable").astype(np.int64)
+    order.flags.writeable = False
+    return order
+
+
+class EpochOrder:
+    """Maps a position, counted from the start of the run, to (epoch, item).
+
+    Every epoch serves every item once, in an order of its own. There is no state: to resume, go on counting.
+
+    Args:
+        num_items: items of one epoch, >= 1.
+        seed: of the order.
+        shuffle: False serves items in their own order.
+
+    Raises:
+        DataError: num_items < 1.
+    """
+
+    def __init__(self, num_items: int, seed: int = 0, shuffle: bool = True) -> None:
+        if num_items < 1:
+            raise DataError(f"an epoch needs at least one item: got {num_items}; give a data set that is not empty")
+        self.num_items, self.seed, self.shuffle = num_items, seed, shuffle
+
+    def __call__(self, position: int) -> tuple[int, int]:
+        """The epoch and the item at `position` >= 0."""
+        if position < 0:
+            raise IndexError(f"positions count from 0: got {position}")
+        epoch, place = divmod(position, self.num_items)
+        return epoch, int(permutation(self.num_items, self.seed, epoch)[place]) if self.shuffle else place
+
+    def num_positions(self, epochs: int) -> int:
+        """Positions in `epochs` epochs."""
+        return epochs * self.num_items
+
+
+_DEFAULT_DRAWS: Final = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowSets:
-    """Rows to train on and rows held out; no question is in both.
-
-    Args:
-        train: at least one.
-        held_out: may be empty.
-        num_shared: training rows left out because their question is held out.
-    """
+    """Rows to train on and held-out rows; `num_shared` training rows were left out, for their question is held out."""
 
     train: list[Row]
     held_out: list[Row]
     num_shared: int
 
 
-def read_sources(config: SourceConfig, question: Callable[[Row], Any]) -> RowSets:
-    """Read what the configuration names; equal configurations give equal rows in equal order.
+Pair = tuple[int, int]
+_SIGNS: Final = {"arithmetic": "+", "products": "*"}
 
-    Args:
-        config: the `data` section.
-        question: what a row asks, as JSON data; None when it cannot be told.
 
-    Raises:
-        DataError, ConfigError, BackendError: see `read_rows`, `draw_entries`, `draw_additions`.
+def draw_problems(
+    sign: str, num_train: int, num_held_out: int, *, seed: int = 0, digits: int = 2
+) -> tuple[list[Row], list[Row]]:
+    """Draw sums or products such as {"prompt": "47+85=", "answer": "132"}, as rows to train on and rows held out.
+
+    No pair of numbers is in both sets, in either order. Within a set no problem comes twice. Equal seeds draw equal
+    problems, on every machine. With `num_train` 0 all that are left are drawn (about 8000 for two digits).
     """
+    train, held_out = _draw_pairs(num_train, num_held_out, seed, digits)
+    return [_problem(*pair, sign) for pair in train], [_problem(*pair, sign) for pair in held_out]
+
+
+def _draw_pairs(num_train: int, num_held_out: int, seed: int, digits: int) -> tuple[list[Pair], list[Pair]]:
+    if not 1 <= digits <= 3:
+        raise DataError(f"arithmetic problems have 1 to 3 digits: got {digits}")
+    low, high = (0 if digits == 1 else 10 ** (digits - 1)), 10**digits
+    pairs = [(first, second) for first in range(low, high) for second in range(first, high)]
+    if num_held_out >= len(pairs):
+        raise DataError(f"there are {len(pairs)} pairs of {digits}-digit numbers: hold out fewer, got {num_held_out}")
+    order = permutation(len(pairs), seed, 0)
+    swap = permutation(len(pairs), seed, 1) % 2
+    held_out = [pairs[at][::-1] if swap[at] else pairs[at] for at in order[:num_held_out]]
+    rest = sorted({ordered for at in order[num_held_out:] for ordered in (pairs[at], pairs[at][::-1])})
+    return [rest[at] for at in permutation(len(rest), seed, 2)[: num_train or None]], held_out
+
+
+def _problem(first: int, second: int, sign: str) -> Row:
+    return {"prompt": f"{first}{sign}{second}=", "answer": str(first + second if sign == "+" else first * second)}
+
+
+def read_sources(config: SourceConfig, question: Callable[[Row], Any]) -> RowSets:
+    """Read what the configuration names; `question` gives what a row asks as JSON data, None when it cannot be told."""
     if not config.path:
         raise ConfigError(
             "data.path is empty: name a file, a folder, reasoning-gym:TASK, verifiers:NAME, arithmetic:DIGITS or "
@@ -90,13 +214,16 @@ def _draw(
 ) -> tuple[list[Row], list[Row]] | None:
     """Training and held-out rows of a generator; None when path is none."""
     scheme, colon, name = path.partition(":")
-    if not colon or scheme not in (*_PROBLEMS, "reasoning-gym"):
+    if not colon or scheme not in (*_SIGNS, "reasoning-gym"):
         return None
     refuse_split(path, split)
     num_train = num_train or _DEFAULT_DRAWS
-    if scheme in _PROBLEMS:
-        train, held_out = _PROBLEMS[scheme](num_train, num_held_out, seed=seed, digits=_digits(scheme, name))
-        return list(train), list(held_out)
+    if scheme in _SIGNS:
+        if not name.isdecimal():
+            raise ConfigError(f"data.path: {scheme}:DIGITS needs a number of digits, such as {scheme}:2; got {name!r}")
+        return draw_problems(_SIGNS[scheme], num_train, num_held_out, seed=seed, digits=int(name))
+    from offbeat_data._task_libraries import draw_entries
+
     rows = draw_entries(name, num_items=num_train + num_held_out, seed=seed, options=config.task_options)
     return rows[:num_train], rows[num_train:]
 
@@ -104,9 +231,11 @@ def _draw(
 def _read(config: SourceConfig, path: str, split: str, limit: int) -> list[Row]:
     """Rows of a file or folder, or of the data that an environment of verifiers brings."""
     scheme, _, name = path.partition(":")
-    if scheme == "verifiers":
-        return draw_rows(name, split=split, options=config.task_options)[: limit or None]
-    return read_rows(_as_path(path), split, limit)
+    if scheme != "verifiers":
+        return read_rows(Path(path).expanduser(), split, limit)
+    from offbeat_data._task_libraries import draw_rows
+
+    return draw_rows(name, split=split, options=config.task_options)[: limit or None]
 
 
 def _hold_out(config: SourceConfig, rows: list[Row]) -> tuple[list[Row], list[Row]]:
@@ -119,13 +248,3 @@ def _hold_out(config: SourceConfig, rows: list[Row]) -> tuple[list[Row], list[Ro
     chosen = {int(at) for at in permutation(len(rows), config.seed)[: config.eval_size]}
     held_out = [row for at, row in enumerate(rows) if at in chosen]
     return [row for at, row in enumerate(rows) if at not in chosen], held_out
-
-
-def _digits(scheme: str, name: str) -> int:
-    if not name.isdecimal():
-        raise ConfigError(f"data.path: {scheme}:DIGITS needs a number of digits, such as {scheme}:2; got {name!r}")
-    return int(name)
-
-
-def _as_path(path: str) -> Path:
-    return Path(path).expanduser()

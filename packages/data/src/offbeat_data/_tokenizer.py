@@ -1,21 +1,155 @@
-"""Tokenizers of Hugging Face model folders, read without torch.
+"""Tokenizers of Hugging Face model folders and their chat templates, read without torch.
 
 `transformers.AutoTokenizer` imports torch wherever torch is installed: 4 to 10 s and 300 MB in a process that only
 wants token ids. The `tokenizers` library underneath it reads the same `tokenizer.json` in 0.1 s.
+
+Source: https://huggingface.co/docs/transformers/chat_templating (template language, `{% generation %}`).
 """
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import jinja2
+import jinja2.ext
 import numpy as np
 import numpy.typing as npt
 import tokenizers
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import decoders, models, pre_tokenizers
 
-from offbeat_data._chat_template import ChatTemplate
-from offbeat_types import BackendError, Ids, ModelError
+from offbeat_types import BackendError, DataError, Ids, ModelError
+
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+
+
+# Unicode noncharacters, which no text holds: they enclose generation blocks while rendering and are then removed.
+_START, _END = "\ufdd0", "\ufdd1"
+
+
+# A template is a program: what it computes from messages of another shape raises what Python raises.
+_RAISED_BY_TEMPLATES: Final = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """Encloses the output of `{% generation %}...{% endgeneration %}` in markers."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_enclose"), [], [], body).set_lineno(line)
+
+    def _enclose(self, caller: Callable[[], str]) -> str:
+        return f"{_START}{caller()}{_END}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderedChat:
+    """A conversation as text.
+
+    Args:
+        text: what the model reads.
+        spans: character ranges [start, end) inside `{% generation %}` blocks, in order; none without such blocks.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+
+
+class ChatTemplate:
+    """One compiled template.
+
+    Args:
+        source: Jinja text.
+        special_tokens: such as {"eos_token": "<|im_end|>"}, visible to the template.
+
+    Raises:
+        ModelError: the template is not valid Jinja.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source, self._special_tokens = source, dict(special_tokens)
+        try:
+            self._template = _environment().from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise ModelError(
+                f"the chat template is not valid Jinja: {error}; correct it in the model folder"
+            ) from error
+
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, options: Mapping[str, Any]
+    ) -> RenderedChat:
+        """Render messages.
+
+        Args:
+            messages: dicts with `role` and `content`.
+            add_generation_prompt: end with what opens the assistant's turn.
+            options: further variables of the template, such as `enable_thinking`.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
+        variables = {**self._special_tokens, "tools": None, "documents": None, **options}
+        variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        try:
+            marked = self._template.render(variables)
+        except _RAISED_BY_TEMPLATES as error:
+            roles = [message.get("role") for message in messages]
+            raise DataError(f"the chat template refuses a conversation with the roles {roles}: {error}") from error
+        return _split_markers(marked)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What every chat template expects to find: the filters and functions transformers gives it."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    # Jinja's own filter escapes <, > and & for HTML, which a model should not read.
+    return json.dumps(value, **{"ensure_ascii": False, "indent": indent, **options})
+
+
+def _raise_exception(message: str) -> str:
+    raise jinja2.TemplateError(message)
+
+
+def _split_markers(marked: str) -> RenderedChat:
+    """Remove the markers and remember where they were."""
+    pieces, spans, length, start = [], [], 0, 0
+    for piece in re.split(f"([{_START}{_END}])", marked):
+        if piece == _START:
+            start = length
+        elif piece == _END:
+            spans.append((start, length))
+        else:
+            pieces.append(piece)
+            length += len(piece)
+    return RenderedChat(text="".join(pieces), spans=tuple(span for span in spans if span[0] < span[1]))
+
 
 _BLOCK = 256
 """Texts encoded at a time: an encoding holds some hundred bytes a token, of which four are kept."""
@@ -135,7 +269,7 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Token
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise ModelError(f"model folder {folder} does not exist: give the path of a Hugging Face model folder")
-    settings = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
+    settings = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
     special_tokens = {
         role: text for role in settings if role.endswith("_token") and (text := _token_text(settings[role]))
     }
@@ -183,7 +317,7 @@ def _read_chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
         return _read_text(path)
-    found = settings.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    found = settings.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
     template = _default_template(found) if isinstance(found, list) else found
     if template is None or isinstance(template, str):
         return template
@@ -200,7 +334,7 @@ def _default_template(entries: list[Any]) -> Any:
         return entries
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
@@ -223,3 +357,47 @@ def _token_text(value: Any) -> str | None:
     """A special token is written as its text, or as an object that holds it."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
+
+
+ARITHMETIC_ALPHABET: Final = "0123456789+="
+
+
+# The prompt is the message as it stands: "47+85=", then what the model writes, then the end token; a tool that returns
+# 132 is read as "132=", so that it ends like a prompt.
+_CHAT_TEMPLATE: Final = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% elif message['role'] == 'tool' %}{{ message['content'] + '=' }}"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+)
+
+
+def build_character_tokenizer(folder: str | Path, alphabet: str = ARITHMETIC_ALPHABET) -> Tokenizer:
+    """Write a tokenizer with one token per character, in Hugging Face format, and read it back.
+
+    Ids: 0 `<pad>`, 1 `<eos>`, 2 `<unk>`, then the alphabet in its order. Its chat template puts contents one after
+    the other and ends the assistant's with `<eos>`. `transformers.AutoTokenizer` reads the folder too.
+
+    Args:
+        folder: made when missing; `tokenizer.json` and `tokenizer_config.json` in it are replaced.
+        alphabet: characters, each once.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokens = ["<pad>", "<eos>", "<unk>", *dict.fromkeys(alphabet)]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(tokens[:3])
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "<pad>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": _CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    return load_tokenizer(folder)

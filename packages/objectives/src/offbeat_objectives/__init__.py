@@ -8,17 +8,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from offbeat_objectives._checks import check_algorithm
-from offbeat_objectives._config import AlgorithmConfig
-from offbeat_objectives._filters import has_signal, overlong_penalty
+from offbeat_objectives._config import AlgorithmConfig, has_signal, overlong_penalty
 
 if TYPE_CHECKING:
     from offbeat_objectives._advantages import compute_advantages, gae_advantages
-    from offbeat_objectives._aggregation import aggregate
     from offbeat_objectives._correction import Correction, correct_rollouts
-    from offbeat_objectives._distillation import Distillation, distill
-    from offbeat_objectives._kl import kl_per_token
+    from offbeat_objectives._divergence import Distillation, distill, kl_per_token
     from offbeat_objectives._losses import PolicyLoss, build_loss, sft_loss
-    from offbeat_objectives._packing import Packed, pack, sequence_of_tokens, unpack
+    from offbeat_objectives._packing import Packed, aggregate, pack, sequence_of_tokens, unpack
 
 __all__ = [
     "AlgorithmConfig",
@@ -42,19 +39,13 @@ __all__ = [
     "unpack",
 ]
 
-_NEED_TORCH = {
-    "_advantages": ("compute_advantages", "gae_advantages"),
-    "_aggregation": ("aggregate",),
-    "_correction": ("Correction", "correct_rollouts"),
-    "_distillation": ("Distillation", "distill"),
-    "_kl": ("kl_per_token",),
-    "_losses": ("PolicyLoss", "build_loss", "sft_loss"),
-    "_packing": ("Packed", "pack", "sequence_of_tokens", "unpack"),
-}
+_NEED_TORCH = ("_advantages", "_correction", "_divergence", "_losses", "_packing")
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _NEED_TORCH.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
+    if name in __all__:
+        for module in _NEED_TORCH:
+            found = vars(import_module(f"{__name__}.{module}"))
+            if name in found:
+                return found[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,8 +5,14 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Final
 
-from offbeat_objectives._config import REJECTIONS, SEQUENCE_LOSSES, AlgorithmConfig
-from offbeat_objectives._preset import LOG_RATIO_BOUND, Preset, read_preset
+from offbeat_objectives._config import (
+    LOG_RATIO_BOUND,
+    REJECTIONS,
+    SEQUENCE_LOSSES,
+    AlgorithmConfig,
+    Preset,
+    read_preset,
+)
 from offbeat_types import METADATA_KEY, ConfigError
 
 GROUP_ADVANTAGES: Final = ("grpo", "dr_grpo", "rloo", "opo")

@@ -1,13 +1,15 @@
-"""Settings of the section "algorithm".
+"""The section "algorithm": its settings, and what a driver works out of them without torch.
 
 A setting whose default is None has a default that depends on the choice it belongs to; `check_algorithm` refuses it
 when that choice was not made, because it would then do nothing.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from offbeat_types import setting
+from offbeat_types import ConfigError, DataError, setting
 
 WEIGHTS: Final = ("token_tis", "sequence_tis")
 REJECTIONS: Final = ("token_rs", "sequence_rs", "geometric_rs")
@@ -18,10 +20,8 @@ CORRECTIONS: Final = (
     *(f"{weight}_{rejection}" for weight in WEIGHTS for rejection in REJECTIONS),
     "icepop",
 )
-
 SEQUENCE_LOSSES: Final = ("gspo", "sapo", "gmpo")
 """Losses that weigh all sequences alike, by their definition."""
-
 DEFAULT_CLIPS: Final = {
     "ppo_clip": (0.2, 0.2),
     "gspo": (3e-4, 4e-4),
@@ -29,7 +29,6 @@ DEFAULT_CLIPS: Final = {
     "gmpo": (0.4, 0.4),
 }
 """(clip_low, clip_high) of each loss that clips. CISPO's low bound of 1 - 1 = 0 never binds, as in its paper."""
-
 DEFAULT_SAPO_TEMPERATURES: Final = (1.0, 1.05)
 
 
@@ -181,3 +180,96 @@ class AlgorithmConfig:
         """(clip_low, clip_high) in use; the loss must be one that clips."""
         low, high = DEFAULT_CLIPS[self.loss]
         return (low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high)
+
+
+LOG_RATIO_BOUND: Final = 20.0
+"""Log ratios are cut at ±20 before exp, so that one broken token cannot make the batch infinite."""
+DEFAULT_CAP: Final = 2.0
+DEFAULT_BOUNDS: Final = {"token": (0.5, 2.0), "sequence": (0.5, 2.0), "geometric": (0.999, 1.001)}
+ICEPOP_BOUNDS: Final = (0.5, 5.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A correction's name taken apart, with every number in place. Bounds are bounds on r, never on 1/r or log r.
+
+    Args:
+        weight: "token", "sequence", "icepop" or None for no weight.
+        cap: the weight is min(r, cap); None for no cap.
+        rejection: "token", "sequence", "geometric" or None for none.
+        low, high: the statistic r of the rejection (or of icepop) is kept in [low, high].
+    """
+
+    weight: str | None
+    cap: float | None
+    rejection: str | None
+    low: float
+    high: float
+
+
+def read_preset(config: AlgorithmConfig) -> Preset:
+    """Take `config.correction` apart and fill in its defaults."""
+    name = config.correction
+    weight = next((part.removesuffix("_tis") for part in WEIGHTS if name.startswith(part)), None)
+    rejection = next((part.removesuffix("_rs") for part in REJECTIONS if name.endswith(part)), None)
+    low, high = DEFAULT_BOUNDS[rejection] if rejection else ICEPOP_BOUNDS
+    cap = None
+    if weight and (config.tis_cap is not None or weight != rejection):
+        # A rejection on the same statistic bounds r already; the default cap would then never bind.
+        cap = config.tis_cap if config.tis_cap is not None else DEFAULT_CAP
+    return Preset(
+        weight="icepop" if name == "icepop" else weight,
+        cap=cap,
+        rejection=rejection,
+        low=low if config.rs_low is None else config.rs_low,
+        high=high if config.rs_high is None else config.rs_high,
+    )
+
+
+SAME_REWARD: Final = 1e-6
+"""Rewards closer than this count as equal: sums of weighted rewards differ in their last digits."""
+
+
+def has_signal(rewards: Sequence[float]) -> bool:
+    """Whether a prompt's samples differ in reward. Equal rewards give a group advantage of 0 everywhere.
+
+    Args:
+        rewards: one per sample of one prompt, final (shaping included).
+
+    Raises:
+        DataError: a reward is not finite.
+
+    Source: DAPO, 2503.14476, section 3.2 (dynamic sampling).
+    """
+    values = [float(reward) for reward in rewards]
+    if not all(map(math.isfinite, values)):
+        raise DataError(f"rewards must be finite numbers: got {values}; mend the reward function")
+    return bool(values) and max(values) - min(values) > SAME_REWARD
+
+
+def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int, factor: float = 1.0) -> float:
+    """The soft overlong punishment of one completion, to be added to its reward.
+
+    0 up to max_tokens - buffer_tokens, then falling evenly to -factor at max_tokens, and -factor beyond.
+
+    Args:
+        num_tokens: its length.
+        max_tokens: longest completion allowed.
+        buffer_tokens: tokens before max_tokens over which the penalty grows; 0 < buffer_tokens <= max_tokens.
+        factor: full size, in reward.
+
+    Returns:
+        A number in [-factor, 0].
+
+    Raises:
+        ConfigError: buffer_tokens is out of range.
+
+    Source: DAPO, 2503.14476, equation 13.
+    """
+    if not 0 < buffer_tokens <= max_tokens:
+        raise ConfigError(
+            f"algorithm.overlong_buffer_tokens must lie between 1 and the longest completion, {max_tokens}: "
+            f"got {buffer_tokens}"
+        )
+    over = num_tokens - (max_tokens - buffer_tokens)
+    return -factor * min(max(over / buffer_tokens, 0.0), 1.0)

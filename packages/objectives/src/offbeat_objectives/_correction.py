@@ -22,11 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat_objectives._config import AlgorithmConfig
-from offbeat_objectives._kl import bounded_ratio, kl_per_token
-from offbeat_objectives._metrics import Measure, read_metrics
-from offbeat_objectives._packing import require_tokens, segment_sum
-from offbeat_objectives._preset import LOG_RATIO_BOUND, Preset, read_preset
+from offbeat_objectives._config import LOG_RATIO_BOUND, AlgorithmConfig, Preset, read_preset
+from offbeat_objectives._divergence import bounded_ratio, kl_per_token
+from offbeat_objectives._packing import Measure, read_metrics, require_tokens, segment_sum
 from offbeat_types import Metrics
 
 

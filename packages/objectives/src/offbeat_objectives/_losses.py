@@ -10,13 +10,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from offbeat_objectives._aggregation import aggregate
-from offbeat_objectives._config import AlgorithmConfig
+from offbeat_objectives._config import AlgorithmConfig, read_preset
 from offbeat_objectives._correction import correct_rollouts
-from offbeat_objectives._kl import kl_per_token
-from offbeat_objectives._metrics import Measure, read_metrics
-from offbeat_objectives._packing import require_tokens
-from offbeat_objectives._preset import read_preset
+from offbeat_objectives._divergence import kl_per_token
+from offbeat_objectives._packing import Measure, aggregate, read_metrics, require_tokens
 from offbeat_objectives._surrogates import SURROGATES, PolicyTokens, Surrogate
 from offbeat_types import LossTokens, Metrics, ShapeError
 

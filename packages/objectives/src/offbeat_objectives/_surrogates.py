@@ -7,16 +7,15 @@ per token have a meaning.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from offbeat_objectives._config import DEFAULT_SAPO_TEMPERATURES, AlgorithmConfig
-from offbeat_objectives._kl import bounded_ratio
+from offbeat_objectives._config import DEFAULT_SAPO_TEMPERATURES, LOG_RATIO_BOUND, AlgorithmConfig
+from offbeat_objectives._divergence import bounded_ratio
 from offbeat_objectives._packing import segment_mean
-from offbeat_objectives._preset import LOG_RATIO_BOUND
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +77,7 @@ def ppo_clip(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
     negative_N = tokens.advantages_N < 0
     floor_N = config.dual_clip * tokens.advantages_N
     objective_N = torch.where(negative_N, torch.maximum(surrogate.objective_N, floor_N), surrogate.objective_N)
-    return Surrogate(
-        objective_N=objective_N,
-        ratio_N=ratio_N,
-        clipped_low_N=surrogate.clipped_low_N,
-        clipped_high_N=surrogate.clipped_high_N,
-        clipped_dual_N=negative_N & (ratio_N > config.dual_clip),
-    )
+    return replace(surrogate, objective_N=objective_N, clipped_dual_N=negative_N & (ratio_N > config.dual_clip))
 
 
 def gspo(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:

@@ -1,15 +1,14 @@
 """Wire types, protocols, errors and the backend loader: what all of offbeat agrees on. No torch."""
 
-from offbeat_types._agreement import digest_sequences, merge_over_ranks
 from offbeat_types._backends import (
     INSTALL_LINES,
+    EngineNeeds,
     defer_device_backends,
+    engine_needs,
     installed_backends,
     load_backend,
     restore_module,
 )
-from offbeat_types._disk import sync_path, sync_tree
-from offbeat_types._engine_needs import EngineNeeds, engine_needs
 from offbeat_types._errors import (
     BackendError,
     ConfigError,
@@ -27,47 +26,51 @@ from offbeat_types._errors import (
     UserError,
     WeightSyncError,
 )
-from offbeat_types._image_cutter import ImageCutter
-from offbeat_types._image_places import ImagePlaces
+from offbeat_types._images import ImageCutter, ImagePlaces
 from offbeat_types._model_files import (
     MODEL_FILE,
     MODEL_INDEX_FILE,
+    TENSOR_DTYPES,
+    TensorSpec,
     copy_tokenizer,
     drop_model_files,
     find_tensors,
+    list_model_files,
+    read_eos_ids,
     read_model_json,
+    read_tensor_shapes,
+    sync_path,
+    sync_tree,
+    tensor_file_header,
+    tensor_file_index,
 )
-from offbeat_types._model_headers import list_model_files, read_eos_ids, read_tensor_shapes
-from offbeat_types._requests import GenerateRequest, Ids, Image, SamplingParams
-from offbeat_types._rollout import (
-    CacheBudget,
-    CacheNeeds,
-    Completion,
-    EngineHealth,
+from offbeat_types._requests import (
     Floats,
+    GenerateRequest,
+    Ids,
+    Image,
     LoraAdapter,
     PauseMode,
     RolloutCapabilities,
+    SamplingParams,
+    ScoreRequest,
+)
+from offbeat_types._rollout import (
+    CacheBudget,
+    CacheNeeds,
+    EngineHealth,
     RolloutEngine,
     RolloutEngineConfig,
     RolloutEngineSettings,
-    StopReason,
-    VersionSegment,
+    ScoringEngine,
+    StreamingEngine,
+    TellToken,
+    TracePlan,
+    TracingEngine,
     WeightProof,
     WeightStream,
 )
-from offbeat_types._schedule import check_schedule, learning_rate_at
-from offbeat_types._scoring import ScoreRequest, ScoringEngine
-from offbeat_types._settings import (
-    METADATA_KEY,
-    REQUIRED,
-    Setting,
-    read_options,
-    setting,
-)
-from offbeat_types._streaming import StreamingEngine, TellToken
-from offbeat_types._tensor_specs import TENSOR_DTYPES, TensorSpec, tensor_file_header, tensor_file_index
-from offbeat_types._tracing import TracePlan, TracingEngine
+from offbeat_types._settings import METADATA_KEY, REQUIRED, Setting, read_options, setting
 from offbeat_types._training import (
     Aggregation,
     LossFunction,
@@ -80,11 +83,26 @@ from offbeat_types._training import (
     TrainEngineConfig,
     TrainEngineSettings,
     TrainLayout,
-    TrainSequence,
+    call_loss,
+    check_schedule,
+    check_token_ids,
+    count_micro_batch,
+    digest_sequences,
+    learning_rate_at,
+    loss_extras,
     merge_metrics,
+    merge_over_ranks,
+    spread_values,
 )
-from offbeat_types._trajectory import Reply, Trajectory, TrajectoryEnd
-from offbeat_types._updates import call_loss, check_token_ids, count_micro_batch, loss_extras, spread_values
+from offbeat_types._trajectory import (
+    Completion,
+    Reply,
+    StopReason,
+    TrainSequence,
+    Trajectory,
+    TrajectoryEnd,
+    VersionSegment,
+)
 
 __all__ = [
     "INSTALL_LINES",

@@ -1,15 +1,42 @@
-"""What an engine is asked to complete: token ids, images, and how to choose tokens.
+"""What an engine is asked: to complete a prompt, or to score tokens, and what it must declare that it can do.
 
-Shapes: P prompt tokens; H, W height and width of an image in pixels.
+Shapes: P prompt tokens; T tokens of a continuation; H, W height and width of an image in pixels.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from offbeat_types._errors import ConfigError, DataError
+
+Floats = npt.NDArray[np.float32]
+PauseMode = Literal["abort", "wait", "keep"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraAdapter:
+    """A low-rank change of some of a model's matrices: each W becomes W + scale B A, A [rank, in], B [out, rank].
+
+    Its tensors travel in a `WeightStream` under the names of Hugging Face PEFT, such as
+    "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight".
+
+    Source: arXiv:2106.09685; https://github.com/huggingface/peft, peft/tuners/lora/layer.py.
+
+    Args:
+        name: what requests call it; not "".
+        scale: alpha / rank, or what another recipe makes of the two.
+    """
+
+    name: str
+    scale: float
+
+    def __post_init__(self) -> None:
+        if not self.name or not np.isfinite(self.scale):
+            raise ConfigError(f"an adapter needs a name and a finite scale, got {self.name!r} and {self.scale}")
+
 
 Ids = npt.NDArray[np.int32]
 Image = npt.NDArray[np.uint8]
@@ -127,4 +154,138 @@ class GenerateRequest:
             raise DataError(
                 f"{name}: the prompt has {len(ids)} tokens and max_model_len is {max_model_len}; "
                 "raise max_model_len or filter long prompts"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutCapabilities:
+    """What an engine can do, declared by it and never guessed from its name.
+
+    It may depend on the model, the device and the options, so an instance says it and not its class.
+
+    Args:
+        pause_modes: modes that `pause` knows.
+        sleep_levels: levels that `sleep` knows; a level is declared where it gives memory back.
+        shares_prompt_prefix: samples of a group compute their prompt once.
+        partial_update: an update may bring some of the tensors.
+        multimodal: requests may hold images.
+        lora: updates may bring an adapter, and requests name one.
+        whole_logprobs: it reports log-probabilities before a cut (`SamplingParams.whole_logprobs`).
+        fp8_weights: it takes and holds matrices as FP8 blocks (`RolloutEngineSettings.weight_format`).
+        scores: it is a `ScoringEngine`: it gives log-probabilities of tokens that others have sampled.
+        scores_images: of prompts with images, too.
+        traces: it is a `TracingEngine`: it traces itself, because it computes elsewhere than in its caller's process.
+    """
+
+    pause_modes: tuple[PauseMode, ...]
+    sleep_levels: tuple[int, ...] = ()
+    shares_prompt_prefix: bool = False
+    partial_update: bool = False
+    multimodal: bool = False
+    lora: bool = False
+    whole_logprobs: bool = False
+    fp8_weights: bool = False
+    scores: bool = False
+    scores_images: bool = False
+    traces: bool = False
+
+    def check(self, request: GenerateRequest, engine: str) -> None:
+        """Refuse a request that asks for more than this.
+
+        Args:
+            request: as it came.
+            engine: what to call the engine in the error, such as "rollout-torch".
+
+        Raises:
+            ConfigError: an image or an adapter, and the engine takes none; log-probabilities it does not give.
+            DataError: an image that is not one.
+        """
+        name = f"request {request.request_id!r}"
+        if request.adapter and not self.lora:
+            raise ConfigError(
+                f"{name} wants the adapter {request.adapter!r}, and this {engine} does not do lora: use an engine, or "
+                "options, that declare it, or send merged weights"
+            )
+        if request.images and not self.multimodal:
+            raise ConfigError(
+                f"{name} holds {len(request.images)} image{'s' * (len(request.images) > 1)}, and this {engine} is not "
+                "multimodal: use an engine, and a model, that declare it"
+            )
+        if request.params.whole_logprobs and request.params.is_cut and not self.whole_logprobs:
+            raise ConfigError(
+                f"{name} cuts by top_p, top_k or min_p and wants log-probabilities before the cut, which this {engine} "
+                "does not give: leave the cuts out, or use an engine that declares whole_logprobs"
+            )
+        check_images(request.images, name)
+
+    def check_adapter(self, adapter: "LoraAdapter | None", engine: str) -> None:
+        """Refuse an update that brings an adapter, where there can be none.
+
+        Raises:
+            ConfigError: there can be none.
+        """
+        if adapter is not None and not self.lora:
+            raise ConfigError(
+                f"an update brings the adapter {adapter.name!r}, and this {engine} does not do lora: use an engine, or "
+                "options, that declare it, or send merged weights"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreRequest:
+    """Continuations of one prompt, each to be scored token by token under the engine's own model.
+
+    Args:
+        request_id: unique among requests in flight.
+        prompt_ids: [P] int32, P >= 1.
+        continuations: each [T] int32; T may be 0.
+        temperature: of the distribution, softmax(logits / temperature), > 0; nothing is cut from it.
+        images: of the prompt, each [H, W, 3] uint8, in the order of their placeholders; see `GenerateRequest`.
+    """
+
+    request_id: str
+    prompt_ids: Ids
+    continuations: tuple[Ids, ...]
+    temperature: float = 1.0
+    images: tuple[Image, ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the prompt and the longest continuation."""
+        return len(self.prompt_ids) + max((len(ids) for ids in self.continuations), default=0)
+
+    def check(self, vocab_size: int, max_model_len: int) -> None:
+        """Refuse what no model of this size can score.
+
+        Raises:
+            DataError: no prompt, unknown ids, a sequence that is too long, or a temperature that is none.
+        """
+        name = f"score request {self.request_id!r}"
+        if not self.temperature > 0:
+            raise DataError(f"{name}: temperature must be above 0, got {self.temperature}")
+        check_images(self.images, name)
+        if any(ids.ndim != 1 for ids in (self.prompt_ids, *self.continuations)) or not len(self.prompt_ids):
+            raise DataError(f"{name}: needs a prompt of at least one token, and continuations, in one dimension each")
+        low = min(int(ids.min()) for ids in (self.prompt_ids, *self.continuations) if len(ids))
+        high = max(int(ids.max()) for ids in (self.prompt_ids, *self.continuations) if len(ids))
+        if low < 0 or high >= vocab_size:
+            raise DataError(
+                f"{name}: ids must be in [0, {vocab_size}), got {low} to {high}; teacher and student need one tokenizer"
+            )
+        if self.longest > max_model_len:
+            raise DataError(
+                f"{name}: prompt and continuation have {self.longest} tokens and max_model_len is {max_model_len}; "
+                "raise it"
+            )
+
+    def check_images(self, capabilities: RolloutCapabilities, engine: str) -> None:
+        """Refuse images where the engine scores none.
+
+        Raises:
+            ConfigError: it scores none.
+        """
+        if self.images and not capabilities.scores_images:
+            raise ConfigError(
+                f"score request {self.request_id!r} holds images, and this {engine} scores text alone: take a "
+                "vision-language model, with a backend that scores images, such as torch"
             )

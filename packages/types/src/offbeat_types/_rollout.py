@@ -1,158 +1,13 @@
-"""The rollout contract: what every engine that samples completions takes and gives.
-
-Shapes: T completion tokens.
-"""
+"""The rollout contract: what every engine that samples completions does, and what some do besides."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
-
-from offbeat_types._errors import ConfigError, ShapeError
-from offbeat_types._requests import GenerateRequest, Ids, check_images
+from offbeat_types._requests import Floats, GenerateRequest, LoraAdapter, PauseMode, RolloutCapabilities, ScoreRequest
 from offbeat_types._settings import REQUIRED, setting
-
-Floats = npt.NDArray[np.float32]
-StopReason = Literal["eos", "stop", "length", "aborted"]
-PauseMode = Literal["abort", "wait", "keep"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class VersionSegment:
-    """A run of `num_tokens` tokens, all sampled by policy `version`."""
-
-    version: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """What one sample became.
-
-    Args:
-        ids: [T] int32, the end-of-sequence or stop token included when one was sampled.
-        logprobs: [T] float32, nats, of each sampled token (see `SamplingParams`).
-        segments: which policy version sampled which run of tokens, oldest first; they add up to T.
-        stop_reason: `aborted` means unfinished: continue it or drop it, never train on it as if it had ended.
-        text: decoded ids without special tokens.
-    """
-
-    ids: Ids
-    logprobs: Floats
-    segments: tuple[VersionSegment, ...]
-    stop_reason: StopReason
-    text: str = ""
-
-    def __post_init__(self) -> None:
-        covered = sum(segment.num_tokens for segment in self.segments)
-        if not len(self.ids) == len(self.logprobs) == covered:
-            raise ShapeError(
-                f"a completion needs as many ids, logprobs and version-segment tokens: "
-                f"got {len(self.ids)}, {len(self.logprobs)} and {covered}"
-            )
-
-    @property
-    def oldest_version(self) -> int:
-        """Version of the oldest token; lag is counted from it. 0 when there is no token."""
-        return min((segment.version for segment in self.segments), default=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutCapabilities:
-    """What an engine can do, declared by it and never guessed from its name.
-
-    It may depend on the model, the device and the options, so an instance says it and not its class.
-
-    Args:
-        pause_modes: modes that `pause` knows.
-        sleep_levels: levels that `sleep` knows; a level is declared where it gives memory back.
-        shares_prompt_prefix: samples of a group compute their prompt once.
-        partial_update: an update may bring some of the tensors.
-        multimodal: requests may hold images.
-        lora: updates may bring an adapter, and requests name one.
-        whole_logprobs: it reports log-probabilities before a cut (`SamplingParams.whole_logprobs`).
-        fp8_weights: it takes and holds matrices as FP8 blocks (`RolloutEngineSettings.weight_format`).
-        scores: it is a `ScoringEngine`: it gives log-probabilities of tokens that others have sampled.
-        scores_images: of prompts with images, too.
-        traces: it is a `TracingEngine`: it traces itself, because it computes elsewhere than in its caller's process.
-    """
-
-    pause_modes: tuple[PauseMode, ...]
-    sleep_levels: tuple[int, ...] = ()
-    shares_prompt_prefix: bool = False
-    partial_update: bool = False
-    multimodal: bool = False
-    lora: bool = False
-    whole_logprobs: bool = False
-    fp8_weights: bool = False
-    scores: bool = False
-    scores_images: bool = False
-    traces: bool = False
-
-    def check(self, request: GenerateRequest, engine: str) -> None:
-        """Refuse a request that asks for more than this.
-
-        Args:
-            request: as it came.
-            engine: what to call the engine in the error, such as "rollout-torch".
-
-        Raises:
-            ConfigError: an image or an adapter, and the engine takes none; log-probabilities it does not give.
-            DataError: an image that is not one.
-        """
-        name = f"request {request.request_id!r}"
-        if request.adapter and not self.lora:
-            raise ConfigError(
-                f"{name} wants the adapter {request.adapter!r}, and this {engine} does not do lora: use an engine, or "
-                "options, that declare it, or send merged weights"
-            )
-        if request.images and not self.multimodal:
-            raise ConfigError(
-                f"{name} holds {len(request.images)} image{'s' * (len(request.images) > 1)}, and this {engine} is not "
-                "multimodal: use an engine, and a model, that declare it"
-            )
-        if request.params.whole_logprobs and request.params.is_cut and not self.whole_logprobs:
-            raise ConfigError(
-                f"{name} cuts by top_p, top_k or min_p and wants log-probabilities before the cut, which this {engine} "
-                "does not give: leave the cuts out, or use an engine that declares whole_logprobs"
-            )
-        check_images(request.images, name)
-
-    def check_adapter(self, adapter: "LoraAdapter | None", engine: str) -> None:
-        """Refuse an update that brings an adapter, where there can be none.
-
-        Raises:
-            ConfigError: there can be none.
-        """
-        if adapter is not None and not self.lora:
-            raise ConfigError(
-                f"an update brings the adapter {adapter.name!r}, and this {engine} does not do lora: use an engine, or "
-                "options, that declare it, or send merged weights"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraAdapter:
-    """A low-rank change of some of a model's matrices: each W becomes W + scale B A, A [rank, in], B [out, rank].
-
-    Its tensors travel in a `WeightStream` under the names of Hugging Face PEFT, such as
-    "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight".
-
-    Source: arXiv:2106.09685; https://github.com/huggingface/peft, peft/tuners/lora/layer.py.
-
-    Args:
-        name: what requests call it; not "".
-        scale: alpha / rank, or what another recipe makes of the two.
-    """
-
-    name: str
-    scale: float
-
-    def __post_init__(self) -> None:
-        if not self.name or not np.isfinite(self.scale):
-            raise ConfigError(f"an adapter needs a name and a finite scale, got {self.name!r} and {self.scale}")
+from offbeat_types._trajectory import Completion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,11 +53,9 @@ class WeightStream(Protocol):
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, tensor); a tensor is valid until the next one is asked for: copy it."""
-        ...
 
     def prove(self, read: Callable[[str], Any]) -> WeightProof:
         """Read every tensor back with `read(name)` and return what the receiver holds."""
-        ...
 
 
 class RolloutEngine(Protocol):
@@ -211,7 +64,6 @@ class RolloutEngine(Protocol):
     @property
     def capabilities(self) -> RolloutCapabilities:
         """What it can do. The rest of the contract holds within this: what is beyond it is a ConfigError."""
-        ...
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """Return `request.num_samples` completions, in order.
@@ -219,19 +71,15 @@ class RolloutEngine(Protocol):
         While the engine is paused with `keep` the call waits and then goes on under the new weights; with `abort`
         it returns what it has, marked `aborted`.
         """
-        ...
 
     async def abort(self, request_id: str) -> None:
         """End a request now: its `generate` returns what it has, marked `aborted`. Unknown ids are ignored."""
-        ...
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling: `wait` finishes what is in flight, `abort` returns it unfinished, `keep` holds it."""
-        ...
 
     async def resume(self) -> None:
         """Sample again after `pause`."""
-        ...
 
     async def update_weights(
         self, stream: WeightStream, version: int, *, adapter: LoraAdapter | None = None
@@ -245,7 +93,6 @@ class RolloutEngine(Protocol):
             WeightSyncError: a name, shape or count differs; the engine then serves the old version or refuses.
             ConfigError: an adapter, and the engine takes none, or no more.
         """
-        ...
 
     async def drop_adapter(self, name: str) -> None:
         """Forget an adapter. Unknown names are ignored.
@@ -253,7 +100,6 @@ class RolloutEngine(Protocol):
         Raises:
             OffbeatError: a request in flight uses it.
         """
-        ...
 
     async def sleep(self, level: int) -> None:
         """Give memory back: level 1 the KV cache, level 2 the weights too, which `update_weights` must bring anew.
@@ -261,22 +107,84 @@ class RolloutEngine(Protocol):
         Samples held by `pause("keep")` stay in flight, and go on with their tokens after `wake` and `resume`; where the
         weights have not come by then they end as aborted, and nothing is sampled.
         """
-        ...
 
     async def wake(self, tags: tuple[str, ...] = ()) -> None:
         """Take memory again after `sleep`: tags `weights`, `kv_cache`, or none for both.
 
         `weights` alone lets an update in while the memory of the cache is still somebody else's.
         """
-        ...
 
     async def health(self) -> EngineHealth:
         """Return at once, whatever the engine is doing."""
-        ...
 
     async def close(self) -> None:
         """Free everything. Requests in flight return as aborted."""
-        ...
+
+
+@runtime_checkable
+class ScoringEngine(RolloutEngine, Protocol):
+    """A rollout engine that scores, too. Its capabilities declare it (`RolloutCapabilities.scores`)."""
+
+    async def score(self, request: ScoreRequest) -> list[Floats]:
+        """Log-probabilities of the continuations' tokens under the weights that are served.
+
+        While the engine is paused or sleeps it scores nothing: the call waits, or raises.
+
+        Returns:
+            One [T] float32 for each continuation, nats, in order.
+
+        Raises:
+            DataError: see `ScoreRequest.check`.
+            ConfigError: a temperature that the engine cannot score at.
+        """
+
+
+TellToken = Callable[[int, int, float], None]
+"""Called with the number of the sample in its request, the token's id and its log-probability, nats."""
+
+
+@runtime_checkable
+class StreamingEngine(RolloutEngine, Protocol):
+    """A rollout engine that tells of each token when it is sampled."""
+
+    async def stream(self, request: GenerateRequest, tell: TellToken) -> list[Completion]:
+        """Do what `generate` does, and call `tell` in the event loop for each token before the completions return."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracePlan:
+    """What one role traces of itself.
+
+    Args:
+        role: such as "trainer-0".
+        folder: takes a file `ROLE-STEP.json` for each step, in Chrome's format.
+        first, last: the steps, from `first` up to, not including, `last`.
+        max_bytes: of all its files.
+    """
+
+    role: str
+    folder: str
+    first: int
+    last: int
+    max_bytes: int
+
+
+@runtime_checkable
+class TracingEngine(RolloutEngine, Protocol):
+    """A rollout engine that traces itself, in whichever processes it computes.
+
+    Its capabilities declare it (`RolloutCapabilities.traces`), where it was given `RolloutEngineConfig.trace_folder`.
+    """
+
+    async def begin_trace(self) -> None:
+        """Trace from here on."""
+
+    async def end_trace(self) -> list[Path]:
+        """Trace no further.
+
+        Returns:
+            One file in Chrome's format for each rank, in `trace_folder`: the caller's, to move or to remove.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,9 @@ offbeat-run reads the metadata; the class itself needs nothing but the standard 
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, field, fields
+import operator
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
 from typing import Any, Final, TypeVar, get_origin
 
 from offbeat_types._errors import ConfigError
@@ -18,6 +19,7 @@ REQUIRED: Final = MISSING
 """Pass as `default` for a setting that has none."""
 
 
+@dataclass(frozen=True)
 class Setting:
     """What is known of one setting beyond its name and type.
 
@@ -30,20 +32,15 @@ class Setting:
             written as a TOML list.
     """
 
-    def __init__(
-        self,
-        doc: str,
-        unit: str = "",
-        *,
-        ge: float | None = None,
-        gt: float | None = None,
-        le: float | None = None,
-        lt: float | None = None,
-        choices: Sequence[str] = (),
-        is_text: bool = False,
-    ) -> None:
-        self.doc, self.unit, self.choices, self.is_text = doc, unit, tuple(choices), is_text
-        self.ge, self.gt, self.le, self.lt = ge, gt, le, lt
+    doc: str
+    unit: str = ""
+    _: KW_ONLY
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    choices: tuple[str, ...] = ()
+    is_text: bool = False
 
     def complaint(self, value: object) -> str | None:
         """Say what is required of `value` when it is out of bounds, else None. None itself is always in bounds."""
@@ -53,16 +50,16 @@ class Setting:
             return "one of " + ", ".join(self.choices)
         if not isinstance(value, int | float):
             return None
-        bounds = {">=": self.ge, ">": self.gt, "<=": self.le, "<": self.lt}
-        inside = (
-            (self.ge is None or value >= self.ge)
-            and (self.gt is None or value > self.gt)
-            and (self.le is None or value <= self.le)
-            and (self.lt is None or value < self.lt)
+        bounds = (
+            (">=", self.ge, operator.ge),
+            (">", self.gt, operator.gt),
+            ("<=", self.le, operator.le),
+            ("<", self.lt, operator.lt),
         )
-        if inside:
+        given = [(sign, bound, holds) for sign, bound, holds in bounds if bound is not None]
+        if all(holds(value, bound) for _, bound, holds in given):
             return None
-        return "a number " + " and ".join(f"{sign} {bound:g}" for sign, bound in bounds.items() if bound is not None)
+        return "a number " + " and ".join(f"{sign} {bound:g}" for sign, bound, _ in given)
 
 
 def setting(default: Any, doc: str, unit: str = "", **bounds: Any) -> Any:

@@ -1,23 +1,23 @@
-"""The training contract: what every engine that updates weights takes and gives.
+"""The training contract: what every engine that updates weights takes and gives, and what all do with an update.
 
 Shapes: T tokens of one sequence, N loss tokens of one micro-batch (packed, no padding), S sequences in it.
 """
 
+import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 
-from offbeat_types._errors import ShapeError
-from offbeat_types._requests import Ids, Image, check_images
-from offbeat_types._rollout import Floats
+from offbeat_types._errors import ConfigError, ModelError, OffbeatError, PeerFailedError
+from offbeat_types._requests import Floats
 from offbeat_types._settings import REQUIRED, setting
+from offbeat_types._trajectory import TrainSequence
 
 TensorT = TypeVar("TensorT")
-
 Aggregation = Literal["mean", "sum", "max", "min", "last"]
 
 
@@ -61,37 +61,6 @@ def merge_metrics(batches: Sequence[Mapping[str, Metric]]) -> Metrics:
         for name, metric in batch.items():
             merged[name] = merged[name].merge(metric) if name in merged else metric
     return merged
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainSequence:
-    """One token sequence to learn from. Index t of every array belongs to token t, predicted from tokens before t.
-
-    Args:
-        ids: [T] int32.
-        loss_mask: [T] bool; True where the token enters the loss. loss_mask[0] must be False.
-        extras: per-token inputs of the loss, each [T] float32; entries where loss_mask is False are not read.
-        images: each [H, W, 3] uint8, in the order of their placeholders, as in `GenerateRequest`. A placeholder in the
-            loss was sampled: it is a token like any other, and stands for no image.
-
-    Raises:
-        ShapeError: the arrays differ in shape, or loss_mask[0] is True.
-        DataError: an image that is not one.
-    """
-
-    ids: Ids
-    loss_mask: npt.NDArray[np.bool_]
-    extras: dict[str, Floats] = field(default_factory=dict)
-    images: tuple[Image, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_images(self.images, "a sequence to learn from")
-        shapes = {"loss_mask": self.loss_mask.shape, **{name: array.shape for name, array in self.extras.items()}}
-        wrong = {name: shape for name, shape in shapes.items() if shape != self.ids.shape}
-        if wrong:
-            raise ShapeError(f"every array of a sequence needs the shape of ids {self.ids.shape}: got {wrong}")
-        if len(self.ids) and self.loss_mask[0]:
-            raise ShapeError("loss_mask[0] must be False: nothing comes before the first token to predict it from")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +108,6 @@ class TrainEngine(Protocol):
             The loss function's metrics merged, and the engine's own: `loss` (the sum) and others, such as
             `num_microbatches`, whose names hold no slash.
         """
-        ...
 
     def step(self) -> Metrics:
         """Clip, update the weights, clear gradients. A step whose gradient is not finite is refused and counted.
@@ -147,37 +115,30 @@ class TrainEngine(Protocol):
         Returns:
             `grad_norm`, `learning_rate`, `steps_refused`.
         """
-        ...
 
     def logprobs(self, sequences: Sequence[TrainSequence], *, reference: bool = False) -> list[Floats]:
         """[T] float32 nats per sequence; 0 where loss_mask is False. `reference` asks the frozen first policy."""
-        ...
 
     def weights(self) -> Any:
         """Iterate (Hugging Face name, tensor) in one fixed order; LoRA is merged.
 
         On several ranks each step gathers a whole tensor, so every rank iterates to the end, whoever needs them.
         """
-        ...
 
     def save_weights(self, folder: Path) -> None:
         """Write a folder in Hugging Face format: weights with LoRA merged, config, tokenizer."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Write what `save_weights` writes, and optimizer, schedule and RNG beside it, into a folder all ranks see.
 
         Everything is on disk when it returns on any rank; publishing it by a rename is the caller's.
         """
-        ...
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, on whatever number of ranks."""
-        ...
 
     def close(self) -> None:
         """Free everything."""
-        ...
 
 
 @runtime_checkable
@@ -194,11 +155,9 @@ class SleepingTrainEngine(TrainEngine, Protocol):
             ConfigError: another level.
             OffbeatError: in the midst of an update; or there is no room for what is put away.
         """
-        ...
 
     def wake(self, tags: tuple[str, ...] = ()) -> None:
         """Take memory again after `sleep`: tags `weights`, `optimizer` (all else), or none for both."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +219,6 @@ class TrainBackend(Protocol):
             ConfigError: a setting or option is out of range, or so many ranks cannot share this model that way.
             ModelError: the model folder is missing, corrupt, or of a family that is not supported.
         """
-        ...
 
     def create(self, config: "TrainEngineConfig", mesh: Any = None) -> TrainEngine:
         """Load the model and make the optimizer.
@@ -273,7 +231,6 @@ class TrainBackend(Protocol):
         Raises:
             BackendError, ConfigError, ModelError: as `plan`, and of weights that are missing or of another model.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,3 +266,176 @@ class TrainEngineConfig(TrainEngineSettings):
     total_steps: int = setting(0, "Updates after which linear and cosine reach their end; 0: set by the app.", ge=0)
     adam_eps: float = setting(1e-8, "AdamW epsilon.", gt=0)
     num_threads: int = setting(0, "CPU threads; 0 leaves the choice to the launcher.", ge=0)
+
+
+def learning_rate_at(step: int, config: TrainEngineConfig) -> float:
+    """Learning rate of update `step`, counted from 0.
+
+    It rises linearly over the warm-up, reaching its peak at update `warmup_steps`, and falls to
+    `min_learning_rate_ratio` of it at update `total_steps`, where it stays.
+    """
+    peak, warmup, floor = config.learning_rate, config.warmup_steps, config.min_learning_rate_ratio
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    if config.schedule == "constant":
+        return peak
+    done = min((step - warmup) / max(config.total_steps - warmup, 1), 1.0)
+    left = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return peak * (floor + (1.0 - floor) * left)
+
+
+def check_schedule(config: TrainEngineConfig) -> None:
+    """Refuse a schedule that has no end, or ends before its warm-up does.
+
+    Raises:
+        ConfigError: with the setting to change.
+    """
+    if config.schedule != "constant" and config.total_steps <= config.warmup_steps:
+        raise ConfigError(
+            f"schedule {config.schedule!r} needs total_steps above warmup_steps: "
+            f"got {config.total_steps} and {config.warmup_steps}; set total_steps, or schedule = 'constant'"
+        )
+
+
+def check_token_ids(sequences: Sequence[TrainSequence], vocabulary: int) -> None:
+    """Refuse token ids that the model does not have.
+
+    Raises:
+        ModelError: with the range found.
+    """
+    found = [sequence.ids for sequence in sequences if len(sequence.ids)]
+    low = min((int(ids.min()) for ids in found), default=0)
+    high = max((int(ids.max()) for ids in found), default=0)
+    if low < 0 or high >= vocabulary:
+        raise ModelError(
+            f"token ids must be in [0, {vocabulary}): got {low} to {high}; use the tokenizer of this model"
+        )
+
+
+def loss_extras(sequences: Sequence[TrainSequence]) -> dict[str, Floats]:
+    """The extras of a micro-batch's sequences at their loss tokens, each [N] float32, by name in order."""
+    return {
+        name: np.concatenate([each.extras[name][each.loss_mask] for each in sequences]).astype(np.float32)
+        for name in sorted(sequences[0].extras)
+    }
+
+
+def call_loss(loss: LossFunction, tokens: LossTokens[TensorT]) -> tuple[TensorT, Metrics]:
+    """Call the caller's loss and check what it returns, before anything is done with it that other ranks wait for.
+
+    Returns:
+        A scalar, and metrics whose numbers are plain ones.
+
+    Raises:
+        OffbeatError: it returned something else; and whatever the loss raises.
+    """
+    value: Any
+    value, metrics = loss(tokens)
+    is_tensor = isinstance(value, type(tokens.logprobs_N))
+    if not is_tensor or value.numel() != 1:
+        got = f"a tensor of shape {tuple(value.shape)}" if is_tensor else repr(value)
+        raise OffbeatError(f"the loss must return (scalar tensor, metrics): got {got} for the scalar")
+    for name, metric in metrics.items():
+        if not isinstance(metric, Metric):
+            raise OffbeatError(f"the loss must return its metrics as Metric(value=...): got {name} = {metric!r}")
+    return value.reshape(()), {
+        name: Metric(value=float(metric.value), weight=float(metric.weight), how=metric.how)
+        for name, metric in metrics.items()
+    }
+
+
+def count_micro_batch(sequences: Sequence[TrainSequence], num_computed: int, loss: float) -> Metrics:
+    """What an engine reports of a micro-batch beside the metrics of the loss function.
+
+    Args:
+        sequences: of the micro-batch.
+        num_computed: tokens that were computed for them.
+        loss: of the micro-batch.
+    """
+    counts = {
+        "loss": loss,
+        "num_microbatches": 1.0,
+        "packed_tokens": float(num_computed),
+        "sequence_tokens": float(sum(len(sequence.ids) for sequence in sequences)),
+    }
+    return {name: Metric(value=value, how="sum") for name, value in counts.items()}
+
+
+def spread_values(
+    sequences: Sequence[TrainSequence], members: Sequence[Sequence[int]], values: Sequence[Floats]
+) -> list[Floats]:
+    """Bring each share's values, one per loss token in its order, to the sequences.
+
+    Args:
+        sequences: of the whole update.
+        members: for each share, which of them it computed.
+        values: of each share.
+
+    Returns:
+        [T] float32 for each sequence, 0 outside the loss mask.
+    """
+    found = [np.zeros(len(sequence.ids), np.float32) for sequence in sequences]
+    for share, theirs in zip(members, values, strict=True):
+        start = 0
+        for member in share:
+            mask = sequences[member].loss_mask
+            stop = start + int(mask.sum())
+            found[member][mask] = theirs[start:stop]
+            start = stop
+    return found
+
+
+def merge_over_ranks(
+    results: Sequence[Metrics],
+    failure: Exception | None,
+    *,
+    share: int,
+    speaks: bool,
+    exchange: Callable[[Any], Sequence[Any]],
+) -> Metrics:
+    """Metrics of all micro-batches over all shares, in their order. All ranks call it, and all get the same.
+
+    Args:
+        results: of the micro-batches of this rank.
+        failure: why there are no more, if something failed.
+        share: the part of the update that this rank computes.
+        speaks: this rank reports for its share; one of each does.
+        exchange: gives the plain data of every rank, in the order of ranks.
+
+    Raises:
+        PeerFailedError: another rank failed; and `failure`, on the rank that did.
+    """
+    plain, failure = _pack(results, failure)
+    reason = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    found = exchange((reason, share, speaks, plain))
+    if failure is not None:
+        raise failure
+    for rank, (their_reason, *_) in enumerate(found):
+        if their_reason:
+            raise PeerFailedError(f"trainer rank {rank}", their_reason)
+    by_share = {their_share: metrics for _, their_share, they_speak, metrics in found if they_speak}
+    return merge_metrics([_unpack(by_share[each]) for each in sorted(by_share)])
+
+
+def digest_sequences(sequences: Sequence[TrainSequence]) -> str:
+    """Digest of everything that the plan of an update and its loss read."""
+    digest = hashlib.blake2b(digest_size=16)
+    for sequence in sequences:
+        unnamed = [("", array) for array in (sequence.ids, sequence.loss_mask, *sequence.images)]
+        for name, array in (*unnamed, *sorted(sequence.extras.items())):
+            digest.update(f"{name} {array.dtype} {array.shape}".encode())
+            digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _pack(results: Sequence[Metrics], failure: Exception | None) -> tuple[dict[str, list[Any]], Exception | None]:
+    """Metrics as plain data, or why there are none; raises nothing: other ranks wait for either."""
+    try:
+        merged = merge_metrics(results)
+    except Exception as error:  # noqa: BLE001  two micro-batches add up one name in two ways: told to all ranks
+        return {}, failure or error
+    return {name: [metric.value, metric.weight, metric.how] for name, metric in merged.items()}, failure
+
+
+def _unpack(plain: Mapping[str, Sequence[Any]]) -> Metrics:
+    return {name: Metric(value=value, weight=weight, how=how) for name, (value, weight, how) in plain.items()}

@@ -1,18 +1,90 @@
-"""What one sample became when an environment answers it: turns of sampled tokens, and what was read between them.
+"""What was sampled and read after a prompt, and the sequence to learn from that is made of it.
 
-Legend: P prompt tokens, T tokens after the prompt, N of them sampled.
+Legend: P prompt tokens, T tokens of a completion or after the prompt, N of them sampled.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from offbeat_types._errors import ShapeError
-from offbeat_types._requests import Ids, Image
-from offbeat_types._rollout import Completion, Floats, StopReason, VersionSegment
-from offbeat_types._training import TrainSequence
+from offbeat_types._requests import Floats, Ids, Image, check_images
+
+StopReason = Literal["eos", "stop", "length", "aborted"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionSegment:
+    """A run of `num_tokens` tokens, all sampled by policy `version`."""
+
+    version: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What one sample became.
+
+    Args:
+        ids: [T] int32, the end-of-sequence or stop token included when one was sampled.
+        logprobs: [T] float32, nats, of each sampled token (see `SamplingParams`).
+        segments: which policy version sampled which run of tokens, oldest first; they add up to T.
+        stop_reason: `aborted` means unfinished: continue it or drop it, never train on it as if it had ended.
+        text: decoded ids without special tokens.
+    """
+
+    ids: Ids
+    logprobs: Floats
+    segments: tuple[VersionSegment, ...]
+    stop_reason: StopReason
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        covered = sum(segment.num_tokens for segment in self.segments)
+        if not len(self.ids) == len(self.logprobs) == covered:
+            raise ShapeError(
+                f"a completion needs as many ids, logprobs and version-segment tokens: "
+                f"got {len(self.ids)}, {len(self.logprobs)} and {covered}"
+            )
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest token; lag is counted from it. 0 when there is no token."""
+        return min((segment.version for segment in self.segments), default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSequence:
+    """One token sequence to learn from. Index t of every array belongs to token t, predicted from tokens before t.
+
+    Args:
+        ids: [T] int32.
+        loss_mask: [T] bool; True where the token enters the loss. loss_mask[0] must be False.
+        extras: per-token inputs of the loss, each [T] float32; entries where loss_mask is False are not read.
+        images: each [H, W, 3] uint8, in the order of their placeholders, as in `GenerateRequest`. A placeholder in the
+            loss was sampled: it is a token like any other, and stands for no image.
+
+    Raises:
+        ShapeError: the arrays differ in shape, or loss_mask[0] is True.
+        DataError: an image that is not one.
+    """
+
+    ids: Ids
+    loss_mask: npt.NDArray[np.bool_]
+    extras: dict[str, Floats] = field(default_factory=dict)
+    images: tuple[Image, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_images(self.images, "a sequence to learn from")
+        shapes = {"loss_mask": self.loss_mask.shape, **{name: array.shape for name, array in self.extras.items()}}
+        wrong = {name: shape for name, shape in shapes.items() if shape != self.ids.shape}
+        if wrong:
+            raise ShapeError(f"every array of a sequence needs the shape of ids {self.ids.shape}: got {wrong}")
+        if len(self.ids) and self.loss_mask[0]:
+            raise ShapeError("loss_mask[0] must be False: nothing comes before the first token to predict it from")
+
 
 TrajectoryEnd = Literal["done", "cut_off", "max_turns", "max_tokens"]
 

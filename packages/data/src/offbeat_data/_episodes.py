@@ -1,22 +1,23 @@
-"""The tokens between two of the model's turns: what ends its words, what it is told, and what lets it speak again.
+"""Plays episodes: the model speaks, the environment answers, until one of them or a limit ends it.
 
 A conversation grows by tokens and is never rendered or encoded as a whole again: the next prompt is the prompt before,
-the tokens sampled after it, and these. Rendering the whole anew would change it, for a model samples token sequences
-that its tokenizer would not choose, and templates trim what they are given.
+the tokens sampled after it, and those that the template puts between two turns. Rendering the whole anew would change
+it, for a model samples token sequences that its tokenizer would not choose, and templates trim what they are given.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
-from offbeat_data._chat_template import ChatTemplate, Message
-from offbeat_data._columns import as_text
-from offbeat_data._config import SourceConfig
+from offbeat_data._environments import EnvironmentConfig
 from offbeat_data._prompts import uses_template
-from offbeat_data._tokenizer import Tokenizer
-from offbeat_types import Completion, DataError, Ids, ModelError, Reply
+from offbeat_data._rows import as_text
+from offbeat_data._sources import SourceConfig
+from offbeat_data._tokenizer import ChatTemplate, Message, Tokenizer
+from offbeat_types import Completion, DataError, Ids, ModelError, Reply, Trajectory, TrajectoryEnd
 
 _SAID: Final = "\ufdd2"
 """Stands for the model's words: a Unicode noncharacter, which no text holds."""
@@ -102,12 +103,6 @@ class TurnTemplate:
         self._checked.add(tuple(roles))
 
 
-def extend(context_ids: Ids, *parts: Ids) -> Ids:
-    """The context of the next turn: [P] int32 of the turns so far."""
-    joined: Ids = np.concatenate([context_ids, *parts]).astype(np.int32, copy=False)
-    return joined
-
-
 def _probe(template: ChatTemplate, opening: str) -> str:
     """What a model may say: plain words, with thoughts before them where the template knows of thoughts."""
     if "</think>" not in template.source or opening.rstrip().endswith("</think>"):
@@ -117,11 +112,7 @@ def _probe(template: ChatTemplate, opening: str) -> str:
 
 
 def _text_content(content: Any) -> str:
-    """The text of a message's content, which may be a list of parts.
-
-    Raises:
-        DataError: a part that is no text.
-    """
+    """The text of a message's content, which may be a list of parts."""
     if not isinstance(content, list):
         return "" if content is None else as_text(content)
     if wrong := [part for part in content if not isinstance(part, Mapping) or "text" not in part]:
@@ -137,3 +128,74 @@ def _complaint(source: str, roles: Sequence[str], opening: str, said: str) -> st
         f"{opening[-40:]!r}): put a chat_template.jinja into that folder that keeps earlier turns as they are, or let "
         f"the environment answer in another role, such as tool"
     )
+
+
+Sample = Callable[[Ids, int], Awaitable[Completion]]
+"""Samples one turn: called with the context [P] int32 and the longest turn in tokens."""
+Answer = Callable[[str], Awaitable[Sequence[Message] | None]]
+"""`Environment.step`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeLimits:
+    """How long an episode may be.
+
+    Args:
+        max_turns: of the model.
+        max_tokens: after the prompt, said by the model and told to it.
+        max_turn_tokens: of one turn.
+    """
+
+    max_turns: int
+    max_tokens: int
+    max_turn_tokens: int
+
+    @classmethod
+    def of(cls, config: EnvironmentConfig, max_turn_tokens: int) -> "EpisodeLimits":
+        """The limits of a configuration."""
+        return cls(max_turns=config.max_turns, max_tokens=config.max_tokens, max_turn_tokens=max_turn_tokens)
+
+
+async def play_episode(
+    prompt_ids: Ids, sample: Sample, answer: Answer, template: TurnTemplate, limits: EpisodeLimits
+) -> Trajectory:
+    """Play from the prompt to the end. What was sampled stays as it is, whatever text it makes.
+
+    Args:
+        prompt_ids: [P] int32.
+        sample: samples one turn.
+        answer: takes the text of a turn, of the last one too, and returns what the environment says to it.
+        template: turns that into tokens.
+        limits: of the episode.
+
+    Raises:
+        ModelError: the chat template cannot be continued; see `TurnTemplate.reply_ids`.
+        OffbeatError: whatever `sample` and `answer` raise.
+    """
+    turns: list[Completion] = []
+    replies: list[Reply] = []
+    context_ids, tokens_left = prompt_ids, limits.max_tokens
+    while True:
+        completion = await sample(context_ids, min(limits.max_turn_tokens, tokens_left))
+        turns.append(completion)
+        messages = await answer(completion.text)
+        ended = _why_over(completion, messages, len(turns), limits)
+        if ended:
+            return Trajectory(turns=tuple(turns), replies=tuple(replies), ended=ended)
+        reply = template.reply(completion, messages or [])
+        tokens_left -= len(completion.ids) + len(reply.ids)
+        if tokens_left < 1:
+            return Trajectory(turns=tuple(turns), replies=tuple(replies), ended="max_tokens")
+        replies.append(reply)
+        context_ids = np.concatenate([context_ids, completion.ids, reply.ids]).astype(np.int32, copy=False)
+
+
+def _why_over(
+    completion: Completion, messages: Sequence[Message] | None, num_turns: int, limits: EpisodeLimits
+) -> TrajectoryEnd | None:
+    """Why there is no further turn; None when there is one, if its reply leaves room."""
+    if completion.stop_reason not in ("eos", "stop"):
+        return "cut_off"  # an answer would follow words that it never ended
+    if messages is None:
+        return "done"
+    return "max_turns" if num_turns >= limits.max_turns else None

@@ -1,21 +1,52 @@
-"""On-policy distillation: the student's own samples, judged token by token by a teacher.
+"""The Kullback-Leibler divergence from log-probabilities of sampled tokens: its estimators, and a teacher's advantages.
 
-The objective is the reverse divergence KL(π ‖ q) of student π and teacher q on what the student samples. Of the
-sampled token alone log π - log q is known, which is enough: E[∇ log π · (log π - log q)] is the gradient. So it
-enters as an advantage, log q - log π, and importance ratios, clipping and rollout correction act on it as on any other.
+Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from offbeat_objectives._config import AlgorithmConfig
-from offbeat_objectives._kl import kl_per_token
-from offbeat_objectives._metrics import read_metrics
-from offbeat_objectives._packing import require_tokens, reverse_scan, sequence_of_tokens
-from offbeat_objectives._preset import LOG_RATIO_BOUND
+from offbeat_objectives._config import LOG_RATIO_BOUND, AlgorithmConfig
+from offbeat_objectives._packing import read_metrics, require_tokens, reverse_scan, sequence_of_tokens
 from offbeat_types import Metrics
+
+K3_CAP: Final = 10.0
+
+
+def bounded_ratio(log_ratio: Tensor) -> Tensor:
+    """Exponential of a log ratio cut at ±20: between 2e-9 and 5e8."""
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def kl_per_token(logprobs_N: Tensor, other_N: Tensor, estimator: str) -> Tensor:
+    """Estimate KL(p ‖ q) at each token, for tokens drawn from p.
+
+    With ρ = q/p: k1 = -log ρ (unbiased, any sign), k2 = (log ρ)²/2 (biased, low variance, never negative),
+    k3 = ρ - 1 - log ρ (unbiased, never negative). As a loss on samples of p itself, k2 has the gradient of KL(p ‖ q),
+    k3 that of KL(q ‖ p), and k1 has none on average, since E[∇ log p] = 0.
+
+    Args:
+        logprobs_N: [N] log p, nats; may carry gradient.
+        other_N: [N] log q, nats.
+        estimator: k1, k2, k3, or k3_capped, which is at most 10 and has no gradient beyond.
+
+    Returns:
+        [N], nats.
+
+    Source: http://joschu.net/blog/kl-approx.html; verl (verl/trainer/ppo/core_algos.py, low_var_kl) for
+    the cap.
+    """
+    log_rho_N = (other_N - logprobs_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    if estimator == "k1":
+        return -log_rho_N
+    if estimator == "k2":
+        return log_rho_N.square() / 2
+    # expm1 keeps the digits that exp(x) - 1 loses near 0, where this estimator usually is.
+    k3_N = torch.expm1(log_rho_N) - log_rho_N
+    return k3_N.clamp(max=K3_CAP) if estimator == "k3_capped" else k3_N
 
 
 @dataclass(frozen=True, kw_only=True)

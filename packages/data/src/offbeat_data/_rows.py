@@ -1,0 +1,328 @@
+"""Rows of a data set: read from files, their columns, and their values as plain JSON data.
+
+A column's name may lead into the objects that a row holds: `reward_model.ground_truth` is the part `ground_truth` of
+the column `reward_model`, unless a column has that very name.
+"""
+
+import difflib
+import json
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from offbeat_types import ConfigError, DataError
+
+Row = dict[str, Any]
+_FORMS: Final = (
+    "a .jsonl or .parquet file, a folder of them, a folder as the Hub has it, with them in data/, or a folder written "
+    "by datasets' save_to_disk"
+)
+_MAX_DEPTH: Final = 100
+"""Lists and objects inside each other; Python walks about 300 before it gives up, and fewer deep inside a program."""
+
+
+# train-00000-of-00002.parquet, test.jsonl. Source: huggingface/datasets, data_files.py, SPLIT_PATTERN_SHARDED and
+# SPLIT_KEYWORDS.
+_SPLIT: Final = re.compile(
+    r"(.+)-\d{5}-of-\d{5}|(train|training|validation|valid|dev|val|test|testing|eval|evaluation)[-.]"
+)
+
+
+def read_rows(path: Path, split: str, limit: int) -> list[Row]:
+    """Rows of a file or folder (see `DataConfig.path`), in order, at most `limit` of them where it is not 0."""
+    try:
+        if not path.exists():
+            raise DataError(f"data path {path} does not exist: give {_FORMS}")
+        rows = _read_folder(path, split, limit) if path.is_dir() else _read_file(path, split, limit)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}; give this user the right to, or name other data") from error
+    if not rows:
+        raise DataError(f"{path} is empty: a data set needs at least one row")
+    return rows
+
+
+def refuse_split(source: str | Path, split: str) -> None:
+    """Refuse to take the same rows for another split than "train", which is what rows without a split are."""
+    if split != "train":
+        raise ConfigError(
+            f"{source} has no splits, and {split!r} would be all of it: leave data.split and data.eval_split out; "
+            f"data.eval_size or data.eval_path hold something out"
+        )
+
+
+def _read_file(path: Path, split: str, limit: int) -> list[Row]:
+    refuse_split(path, split)
+    return _reader(path)([path], limit)
+
+
+def _reader(path: Path) -> Callable[[list[Path], int], list[Row]]:
+    if path.suffix == ".parquet":
+        return _read_parquet
+    if path.suffix in (".jsonl", ".ndjson", ".json"):
+        return _read_json
+    raise DataError(f"{path} has an unknown form: give {_FORMS}")
+
+
+def _read_folder(folder: Path, split: str, limit: int) -> list[Row]:
+    if (folder / "dataset_dict.json").is_file():
+        splits = _json_object(folder / "dataset_dict.json").get("splits", [])
+        if split not in splits:
+            raise _no_such_split(folder, split, splits)
+        return _read_saved_dataset(folder / split, limit)
+    if (folder / "state.json").is_file():
+        refuse_split(folder, split)
+        return _read_saved_dataset(folder, limit)
+    for place in (folder, folder / "data"):  # Source: huggingface/datasets, docs, repository_structure
+        for suffix in (".parquet", ".jsonl"):
+            if files := sorted(place.glob(f"*{suffix}")):
+                return _reader(files[0])(_files_of_split(folder, files, split), limit)
+    names = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
+    raise DataError(f"{folder} holds no data set but {names}: give {_FORMS}")
+
+
+def _files_of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
+    """The files named after the split; all of them where no names tell them apart."""
+    if named := [path for path in files if path.name.startswith((f"{split}-", f"{split}."))]:
+        return named
+    splits = sorted({(found[1] or found[2]) if (found := _SPLIT.match(path.name)) else "" for path in files})
+    if len(splits) > 1 or (any(splits) and split != "train"):
+        raise _no_such_split(folder, split, [name for name in splits if name])
+    refuse_split(folder, split)
+    return files
+
+
+def _no_such_split(folder: Path, split: str, splits: list[str]) -> DataError:
+    return DataError(f"{folder} has no split {split!r}: set data.split (data.eval_split) to one of {', '.join(splits)}")
+
+
+def _read_json(files: list[Path], limit: int) -> list[Row]:
+    rows: list[Row] = []
+    for path in files:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if limit and len(rows) == limit:
+                    return rows
+                if line.strip():
+                    rows.append(_parse_line(path, number, line))
+    return rows
+
+
+def _parse_line(path: Path, number: int, line: bytes) -> Row:
+    try:
+        row = json.loads(line)
+        _check_value(row)
+    except RecursionError as error:
+        raise DataError(f"{path}, line {number}: nested more than {_MAX_DEPTH} levels deep; flatten it") from error
+    except UnicodeEncodeError as error:
+        # JSON may write "\\ud83d" alone, which no tokenizer takes and no UTF-8 file holds.
+        raise DataError(
+            f"{path}, line {number}: half a character, a surrogate without its other half ({error}); write it whole"
+        ) from error
+    except ValueError as error:
+        raise DataError(f"{path}, line {number}: not valid JSON ({error}); each line needs one JSON object") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{path}, line {number}: each line needs one JSON object, got {type(row).__name__}")
+    return row
+
+
+def _check_value(value: Any, depth: int = 0) -> None:
+    if depth > _MAX_DEPTH:
+        raise RecursionError
+    if isinstance(value, str):
+        value.encode()
+    elif isinstance(value, dict | list):
+        for item in (*value, *value.values()) if isinstance(value, dict) else value:
+            _check_value(item, depth + 1)
+
+
+def _read_parquet(files: list[Path], limit: int) -> list[Row]:
+    import pyarrow.parquet as pq
+
+    def batches(path: Path) -> Iterator[Any]:
+        with pq.ParquetFile(path) as source:
+            yield from source.iter_batches()
+
+    return _take_rows(files, batches, limit, "cannot be read as Parquet: {}; write it again")
+
+
+def _read_saved_dataset(folder: Path, limit: int) -> list[Row]:
+    """Read `state.json` and the Arrow files it names; this needs pyarrow and not the library datasets.
+
+    Source: huggingface/datasets, arrow_dataset.py, Dataset.save_to_disk (indices are resolved when saving).
+    """
+    import pyarrow as pa
+
+    def batches(path: Path) -> Iterator[Any]:
+        with pa.memory_map(str(path)) as source:
+            yield from pa.ipc.open_stream(source)
+
+    files = [folder / entry["filename"] for entry in _json_object(folder / "state.json").get("_data_files", [])]
+    return _take_rows(files, batches, limit, "cannot be read as an Arrow stream: {}; save the data set again")
+
+
+def _take_rows(files: list[Path], batches: Callable[[Path], Iterator[Any]], limit: int, complaint: str) -> list[Row]:
+    """Rows of Arrow batches, in order, at most `limit` of them."""
+    import pyarrow as pa
+
+    rows: list[Row] = []
+    for path in files:
+        try:
+            for batch in batches(path):
+                rows += batch.to_pylist()
+                if limit and len(rows) >= limit:
+                    return rows[:limit]
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # Parquet promises no UTF-8 in its texts
+            raise DataError(f"{path} {complaint.format(error)}") from error
+    return rows
+
+
+def _json_object(path: Path) -> Row:
+    return _parse_line(path, 1, path.read_bytes().replace(b"\n", b" "))
+
+
+TOOLS: Final = "tools"
+
+
+def has_column(row: Row, column: str) -> bool:
+    """Whether a row has a column, or a part of one, of that name; it may be null."""
+    return _locate(row, column) is not None
+
+
+def find_column(row: Row, column: str) -> Any:
+    """The value of a column or of a part of one; None when there is none, or a number that is none."""
+    found = _locate(row, column)
+    value = found and found[0][found[1]]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+@contextmanager
+def naming_row(source: str, number: int) -> Iterator[None]:
+    """Name the row in the text of a DataError that comes of it."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{source}, row {number}: {error}") from error
+
+
+def require_column(row: Row, column: str, setting: str) -> Any:
+    """The value of `column`, which `data.SETTING` names; a DataError names the nearest where there is none."""
+    if not has_column(row, column):
+        names = list(_names(row))
+        near = difflib.get_close_matches(column, names, n=3, cutoff=0.4)
+        advice = f"; set data.{setting} to one of them" + (f", perhaps {', '.join(near)}" if near else "")
+        raise DataError(f"no column {column!r}, it has {', '.join(names) or 'none'}{advice}")
+    value = find_column(row, column)
+    if value is None:
+        raise DataError(f"column {column!r} (data.{setting}) is null; fill it in or drop the row")
+    return value
+
+
+def _locate(row: Row, column: str) -> tuple[Row, str] | None:
+    """The object that holds it, and its key there."""
+    if column in row:
+        return row, column
+    outer, _, inner = column.partition(".")
+    part = row.get(outer)
+    return _locate(part, inner) if inner and isinstance(part, dict) else None
+
+
+def _names(row: Row) -> Iterator[str]:
+    """All columns, each followed by its parts."""
+    for column, value in row.items():
+        yield column
+        if isinstance(value, dict):
+            yield from (f"{column}.{part}" for part in _names(value))
+
+
+def as_text(value: Any) -> str:
+    """A text as it is; any other value as JSON, so that 18 is "18" and [1, 2] is "[1, 2]"."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def as_messages(value: Any) -> list[dict[str, Any]]:
+    """Chat messages without the empty keys that columnar files put into each; one that calls tools may lack content."""
+    if not isinstance(value, list) or not value:
+        raise DataError(f"chat messages must be a list of at least one, got {value!r:.80}")
+    for message in value:
+        speaks = isinstance(message, dict) and ("content" in message or message.get("tool_calls"))
+        if not speaks or not isinstance(message.get("role"), str):
+            raise DataError(f"a chat message needs role and content, got {message!r:.80}")
+    return [{key: item for key, item in message.items() if item is not None or key == "content"} for message in value]
+
+
+def with_tools(row: Row, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Variables of the chat template, with the tools of the row's column `tools`: a list, or one in JSON."""
+    tools = row.get(TOOLS)
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            tools = {}
+    if not tools and not isinstance(tools, dict):
+        return options
+    if not isinstance(tools, list):
+        raise DataError(
+            f"column tools must be a list of function schemas, or one in JSON, got {row[TOOLS]!r:.80}; mend it, or "
+            "rename a column that is something else"
+        )
+    return {"tools": tools, **options}
+
+
+def with_system(messages: list[dict[str, Any]], system_prompt: str) -> list[dict[str, Any]]:
+    """Put the system prompt first, unless the conversation has one of its own."""
+    if not system_prompt or (messages and messages[0]["role"] == "system"):
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def to_plain(value: Any) -> Any:
+    """Lists, dicts with text keys, texts, numbers, booleans and None; anything else becomes its text.
+
+    NaN and infinities, which JSON does not have, become None.
+    What is plain already, as most rows are, is given back itself and not copied.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if isinstance(value, dict):
+        made = {str(key): to_plain(item) for key, item in value.items()}
+        return value if all(made.get(key, made) is item for key, item in value.items()) else made
+    if isinstance(value, list | tuple):
+        items = [to_plain(item) for item in value]
+        is_same = isinstance(value, list) and all(map(operator.is_, items, value))
+        return value if is_same else items
+    return f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)
+
+
+def pack(value: Any) -> Any:
+    """Rewrite tuples and dicts with keys other than text, which JSON would change without a word.
+
+    reasoning-gym's arc_agi gives the right answer a score of 0.05 when its grids come back as lists.
+    """
+    if isinstance(value, tuple):
+        return {"__tuple__": [pack(item) for item in value]}
+    if isinstance(value, list):
+        return [pack(item) for item in value]
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value):
+            return {key: pack(item) for key, item in value.items()}
+        return {"__items__": [[pack(key), pack(item)] for key, item in value.items()]}
+    return value
+
+
+def unpack(value: Any) -> Any:
+    """What `pack` was given."""
+    if isinstance(value, list):
+        return [unpack(item) for item in value]
+    if isinstance(value, dict):
+        if value.keys() == {"__tuple__"}:
+            return tuple(unpack(item) for item in value["__tuple__"])
+        if value.keys() == {"__items__"}:
+            return {unpack(key): unpack(item) for key, item in value["__items__"]}
+        return {key: unpack(item) for key, item in value.items()}
+    return value
