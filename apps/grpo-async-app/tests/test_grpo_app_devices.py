@@ -14,7 +14,7 @@ from grpo_async_app._config import GrpoConfig
 from grpo_async_app._fleet import Fleet
 from grpo_async_app._placement import find_site, place_run
 from grpo_async_app._preflight import check_run
-from offbeat_cluster.placement import grid_nodes
+from offbeat_placement import grid_nodes
 from offbeat_run import load_config
 from offbeat_testing import CommandLine, RunningCommand
 from offbeat_types import ConfigError, PlacementError
@@ -121,8 +121,8 @@ def test_an_engine_that_would_join_without_a_device_is_refused(config: Path, mod
 def test_a_device_that_no_cluster_can_give_is_refused(
     config: Path, monkeypatch: pytest.MonkeyPatch, device: str, text: str
 ) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'offbeat-cluster[ray]'")
-    monkeypatch.setattr("offbeat_cluster.ray.RayLauncher.nodes", lambda _: grid_nodes(1, 8))
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'offbeat-actors[ray]'")
+    monkeypatch.setattr("offbeat_actors.ray.RayLauncher.nodes", lambda _: grid_nodes(1, 8))
     with pytest.raises(ConfigError, match=re.escape(text)):
         check_run(load_config(config, GrpoConfig, ["--cluster.launcher=ray", f"--engine.device={device}"]))
 

@@ -11,7 +11,7 @@ from grpo_async_app._config import GrpoConfig
 from grpo_async_app._placement import place_run, want
 from grpo_async_app._planner import GrpoPlanner
 from grpo_async_app._preflight import check_run, check_settings
-from offbeat_cluster.placement import grid_nodes
+from offbeat_placement import grid_nodes
 from offbeat_recipes import Setting, Site, change_recipe, fit_settings
 from offbeat_run import load_config, parse_config
 from offbeat_testing import CommandLine, large_model_configs, ray_nodes
@@ -316,7 +316,7 @@ def test_the_batch_arithmetic_adds_up(config: Path) -> None:
 
 
 def test_a_live_cluster_is_asked_what_it_has(command: CommandLine, tmp_path: Path) -> None:
-    ray = pytest.importorskip("ray", reason="pip install 'offbeat-cluster[ray]'")
+    ray = pytest.importorskip("ray", reason="pip install 'offbeat-actors[ray]'")
     words = ["--cluster", "live", "--engine.num_ranks", "8", "--rollout.num_engines", "2"]
     with ray_nodes(0, head_cpus=4, head_gpus=16) as cluster:
         address = ["--cluster.address", cluster.address]

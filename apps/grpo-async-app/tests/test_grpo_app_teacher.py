@@ -20,8 +20,8 @@ from grpo_async_app._roles import teacher as teacher_role
 from grpo_async_app._roles.batches import build_batch
 from grpo_async_app._roles.teacher import TeacherRole
 from grpo_async_app._shrink import shrink_run
-from offbeat_cluster.placement import Node, grid_nodes
 from offbeat_objectives import AlgorithmConfig
+from offbeat_placement import Node, grid_nodes
 from offbeat_recipes import Site
 from offbeat_run import load_config, read_metrics, read_timeline
 from offbeat_testing import FakeRolloutEngine, RunningCommand, tiny_model

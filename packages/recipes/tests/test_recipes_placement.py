@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_cluster.placement import MemoryEstimate, RankGroup
+from offbeat_placement import MemoryEstimate, RankGroup
 from offbeat_recipes import RunMemory, Site, Wanted, fit_settings, layout_elsewhere, read_shape, train_memory
 from offbeat_testing import large_model_configs
 from offbeat_types import PlacementError, TrainEngineConfig, TrainEngineSettings, TrainLayout

@@ -4,7 +4,7 @@ from typing import Final
 
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._own_devices import with_own_devices
-from offbeat_cluster.placement import ACCELERATOR, Allocation, RankGroup, suggest_changes
+from offbeat_placement import ACCELERATOR, Allocation, RankGroup, suggest_changes
 from offbeat_recipes import Placement, Site, Wanted
 from offbeat_types import ConfigError, PlacementError, load_backend
 

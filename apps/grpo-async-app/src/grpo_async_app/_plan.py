@@ -4,7 +4,7 @@ from grpo_async_app._batch import BatchArithmetic
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._preflight import Preflight
 from grpo_async_app._role_specs import plan_threads
-from offbeat_cluster import available_cpus
+from offbeat_actors import available_cpus
 from offbeat_run import count_text, size_text
 
 

@@ -6,7 +6,7 @@ from grpo_async_app._config import GrpoConfig
 from grpo_async_app._evaluation import validation_prompts
 from grpo_async_app._memory import estimate_memory
 from grpo_async_app._placement import find_site, place_run
-from offbeat_cluster import check_processes
+from offbeat_actors import check_processes
 from offbeat_data import (
     Prompt,
     PromptSet,

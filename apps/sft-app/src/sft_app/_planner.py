@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import ClassVar, Final
 
-from offbeat_cluster.placement import RankGroup
+from offbeat_placement import RankGroup
 from offbeat_recipes import NOT_LOOKED_AT, Outlook, Planner, RunMemory, Site, Wanted, layout_elsewhere, layout_row
 from offbeat_types import ConfigError, ModelError, TrainLayout
 from sft_app._config import SftConfig

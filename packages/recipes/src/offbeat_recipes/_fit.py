@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from offbeat_cluster.placement import Change, Suggestion, suggest_changes
+from offbeat_placement import Change, Suggestion, suggest_changes
 from offbeat_recipes._placement import Site, Wanted
 from offbeat_recipes._recipe_text import ConfigT, Setting, change_recipe, with_settings
 from offbeat_run import write_new_file

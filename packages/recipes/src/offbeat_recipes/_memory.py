@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from offbeat_cluster.placement import MemoryEstimate, ModelShape, TrainMemory
+from offbeat_placement import MemoryEstimate, ModelShape, TrainMemory
 from offbeat_recipes._placement import Placement
 from offbeat_run import count_text, size_text
 from offbeat_types import ModelError, TrainEngineSettings, TrainLayout

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from offbeat_cluster.placement import (
+from offbeat_placement import (
     ACCELERATOR,
     Allocation,
     Block,
