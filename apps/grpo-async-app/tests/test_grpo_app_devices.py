@@ -12,7 +12,7 @@ import pytest
 
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._fleet import Fleet
-from grpo_async_app._placement import find_site, place_run
+from grpo_async_app._placement import find_view, place_run
 from grpo_async_app._preflight import check_run
 from offbeat_placement import grid_nodes
 from offbeat_run import load_config
@@ -58,7 +58,7 @@ def test_roles_of_one_machine_each_see_a_device_that_nobody_else_has(
 def placed(config: Path, *words: str) -> dict[str, list[int | None]]:
     """Devices of each role on this machine."""
     loaded = load_config(config, GrpoConfig, words)
-    ranks = place_run(loaded, find_site(loaded)).plan.ranks
+    ranks = place_run(loaded, find_view(loaded)).plan.ranks
     return {role: [rank.device for rank in ranks if rank.role == role] for role in ("trainer", "rollout", "teacher")}
 
 
@@ -104,7 +104,7 @@ def test_an_engine_that_would_join_without_a_device_is_refused(config: Path, mod
     async def scenario() -> None:
         loaded = load_config(config, GrpoConfig, ON_ABACUS)
         async with Fleet(loaded, str(model), tmp_path / "logs") as fleet:
-            await fleet._place(place_run(loaded, find_site(loaded)))
+            await fleet._place(place_run(loaded, find_view(loaded)))
             with pytest.raises(PlacementError, match=r"reserved for 1 rollout engines.* none for rollout-1"):
                 await fleet._start_rollout("rollout-1")
 

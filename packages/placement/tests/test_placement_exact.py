@@ -23,9 +23,8 @@ from offbeat_placement import (
     plan_placement,
     suggest_changes,
 )
-from offbeat_placement._packing import pack
+from offbeat_placement._packing import Room, UnitType, pack
 from offbeat_placement._planner import find_plan
-from offbeat_placement._units import Room, UnitType
 from offbeat_types import PlacementError
 
 MANY = settings(max_examples=250, deadline=None)

@@ -9,11 +9,14 @@ import pytest
 
 from offbeat_placement import (
     Allocation,
+    ClusterView,
     Node,
     PlacedRank,
     Plan,
     RankGroup,
+    ResourceRequest,
     draw_plan,
+    fit_settings,
     grid_nodes,
     local_node,
     plan_blocks,
@@ -297,3 +300,20 @@ def test_five_hundred_and_twelve_nodes_are_planned_whole() -> None:
     with pytest.raises(PlacementError, match="4099 GPU wanted, 4096 free"):
         plan_placement(nodes, [groups[0], rollout(513, 3)])
     assert math.isinf(nodes[0].num_cpus)
+
+
+@pytest.mark.parametrize(("device", "kind"), [("cuda", "GPU"), ("xpu:3", "XPU"), ("auto", "GPU"), ("cpu", "GPU")])
+def test_the_recipe_tells_the_kind_of_accelerator_where_nobody_says_it(device: str, kind: str) -> None:
+    view = ClusterView.named("2x4", [device])
+    assert [dict(node.free) for node in view.nodes] == [{kind: (0, 1, 2, 3)}] * 2
+    assert view.kind(device) == ("" if device == "cpu" else kind)
+
+
+def test_nothing_is_given_out_where_nothing_is_reserved() -> None:
+    assert ClusterView(nodes=ClusterView.named("1x8", []).nodes, reserves=False).kind("cuda") == ""
+
+
+def test_what_no_setting_can_change_is_refused_with_the_reason() -> None:
+    group = RankGroup(role="trainer", tensor_parallel=8, width_multiple=8, keys={"tensor_parallel": "engine.num_ranks"})
+    with pytest.raises(PlacementError, match="8 GPU on one node"):
+        fit_settings(ClusterView.named("4x4", ["cuda"]), lambda _: ResourceRequest(groups=(group,)))

@@ -4,9 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from offbeat_placement._groups import RankGroup
-from offbeat_placement._nodes import Node, node_order, sort_nodes
 from offbeat_placement._plan import PlacedDriver, PlacedRank, Plan
+from offbeat_placement._resources import Node, RankGroup, node_order, sort_nodes
 from offbeat_types import PlacementError
 
 _MOST_SHOWN = 8

@@ -3,10 +3,18 @@
 Estimates leave out what nobody can know beforehand: fragmentation, the runtime's own few hundred megabytes, workspaces.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 from offbeat_placement._model_shape import ModelShape
+from offbeat_types import ModelError, TrainEngineSettings, TrainLayout
+
+NUMBER_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+_HEAD_BYTES: Final = 64 * 2**20
+"""Logits of a chunk in the default engine, whose chunks have 16 tokens at least."""
 
 
 @dataclass(frozen=True)
@@ -173,3 +181,56 @@ class RolloutMemory:
         """
         heads = max(1.0, shape.num_kv_heads / self.tensor_parallel)
         return 2 * heads * shape.head_dim * shape.num_layers / self.pipeline_parallel * self.kv_bytes
+
+
+def train_memory(
+    engine: TrainEngineSettings, layout: TrainLayout, shape: ModelShape, *, keeps_reference: bool = False
+) -> TrainMemory:
+    """How a trainer keeps a model.
+
+    Args:
+        engine: its settings.
+        layout: how its ranks share the model.
+        shape: of the model.
+        keeps_reference: a frozen copy of the first policy is held too, where all weights are trained.
+    """
+    return TrainMemory(
+        weight_bytes=layout.weight_bytes,
+        gradient_bytes=layout.gradient_bytes,
+        optimizer_bytes=layout.optimizer_bytes,
+        compute_bytes=NUMBER_BYTES[engine.dtype],
+        data_parallel=layout.dp * layout.cp,
+        tensor_parallel=layout.tp,
+        pipeline_parallel=layout.pp,
+        expert_parallel=layout.ep,
+        zero_stage=layout.zero_stage,
+        tokens=engine.max_tokens_per_microbatch // layout.cp,
+        recomputes=engine.activation_checkpointing,
+        keeps_reference=keeps_reference and not engine.lora_rank,
+        lora_rank=engine.lora_rank,
+        head_tokens=max(16, _HEAD_BYTES // (4 * shape.vocabulary)),
+    )
+
+
+def train_advice(engine: TrainEngineSettings, estimate: MemoryEstimate) -> str:
+    """What to change where a rank of a trainer holds too much: what most of it is made of."""
+    states = sum(estimate.parts.get(name, 0) for name in ("weights", "gradients", "optimizer", "reference"))
+    if states > estimate.num_bytes - states:
+        return "more engine.num_ranks" + ("" if engine.lora_rank else ", or adapters alone (engine.lora_rank)")
+    checkpointing = "" if engine.activation_checkpointing else "engine.activation_checkpointing = true, or "
+    return f"{checkpointing}fewer engine.max_tokens_per_microbatch"
+
+
+def read_shape(folder: str) -> ModelShape:
+    """Sizes of the model in a folder.
+
+    Raises:
+        ModelError: no config.json, not readable, or of a family that is not known.
+    """
+    path = Path(folder).expanduser() / "config.json"
+    try:
+        return ModelShape.from_config(json.loads(path.read_text()))
+    except FileNotFoundError:
+        raise ModelError(f"no {path}") from None
+    except ValueError as error:
+        raise ModelError(f"{path} is corrupt: {error}; copy it again") from error

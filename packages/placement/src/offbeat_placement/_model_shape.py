@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
-from offbeat_placement._vision_shape import count_vision
 from offbeat_types import ModelError
 
 
@@ -121,7 +120,7 @@ def _read(cls: type[ModelShape], family: str, config: Mapping[str, Any]) -> Mode
     blocks = [attention + mlp + 2 * hidden for mlp, _ in mlps]
     is_tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     embeddings = text["vocab_size"] * hidden * (1 if is_tied else 2)
-    vision = count_vision(family, config["vision_config"], hidden) if config.get("vision_config") else 0
+    vision = _count_vision(family, config["vision_config"], hidden) if config.get("vision_config") else 0
     return cls(
         family=family,
         num_parameters=sum(blocks) + hidden + embeddings + vision,
@@ -177,3 +176,63 @@ def _count_mlp(text: Mapping[str, Any], layer: int, hidden: int) -> tuple[int, i
     inner = text["intermediate_size"]
     biases = 2 * inner + hidden if text.get("mlp_bias", False) else 0
     return 3 * hidden * inner + biases, inner
+
+
+def _count_vision(family: str, vision: Mapping[str, Any], hidden: int) -> int:
+    """Parameters of a vision tower.
+
+    Args:
+        family: `model_type` of the whole model.
+        vision: its `vision_config`.
+        hidden: width of the language model it feeds.
+
+    Raises:
+        KeyError: a size is missing.
+    """
+    counters = {"qwen2_vl": _count_qwen2_vl, "qwen2_5_vl": _count_qwen2_5_vl}
+    return counters.get(family, _count_qwen3_vl)(vision, hidden)
+
+
+def _count_qwen2_vl(vision: Mapping[str, Any], hidden: int) -> int:
+    width = int(vision["embed_dim"])
+    inner, depth = int(width * vision.get("mlp_ratio", 4)), int(vision["depth"])
+    block = 2 * (2 * width) + _biased(width, 3 * width) + _biased(width, width)
+    block += _biased(width, inner) + _biased(inner, width)
+    return _patches(vision, width) + depth * block + 2 * width + _merger(vision, width, hidden)
+
+
+def _count_qwen2_5_vl(vision: Mapping[str, Any], hidden: int) -> int:
+    width, inner, depth = int(vision["hidden_size"]), int(vision["intermediate_size"]), int(vision["depth"])
+    block = 2 * width + _biased(width, 3 * width) + _biased(width, width)
+    block += 2 * _biased(width, inner) + _biased(inner, width)
+    out = int(vision.get("out_hidden_size", hidden))
+    return _patches(vision, width) + depth * block + width + _merger(vision, width, out)
+
+
+def _count_qwen3_vl(vision: Mapping[str, Any], hidden: int) -> int:
+    width, inner, depth = int(vision["hidden_size"]), int(vision["intermediate_size"]), int(vision["depth"])
+    block = 2 * (2 * width) + _biased(width, 3 * width) + _biased(width, width)
+    block += _biased(width, inner) + _biased(inner, width)
+    merged = width * int(vision.get("spatial_merge_size", 2)) ** 2
+    out = int(vision.get("out_hidden_size", hidden))
+    merger = _biased(merged, merged) + _biased(merged, out)
+    deep = len(vision.get("deepstack_visual_indexes", ()))
+    positions = int(vision["num_position_embeddings"]) * width
+    norms = 2 * width + deep * 2 * merged  # the deep mergers normalise after merging
+    return _patches(vision, width) + width + positions + depth * block + (1 + deep) * merger + norms
+
+
+def _biased(num_in: int, num_out: int) -> int:
+    return num_in * num_out + num_out
+
+
+def _patches(vision: Mapping[str, Any], width: int) -> int:
+    """The convolution over patches, without its bias."""
+    patch = vision.get("patch_size", 14) ** 2 * vision.get("temporal_patch_size", 2)
+    return int(vision.get("in_channels", vision.get("in_chans", 3)) * patch * width)
+
+
+def _merger(vision: Mapping[str, Any], width: int, out: int) -> int:
+    """Two biased layers over merged patches, without the norm before them."""
+    merged = width * int(vision.get("spatial_merge_size", 2)) ** 2
+    return _biased(merged, merged) + _biased(merged, out)

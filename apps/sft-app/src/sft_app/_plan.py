@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import ClassVar, Final
 
-from offbeat_placement import RankGroup
-from offbeat_recipes import NOT_LOOKED_AT, Outlook, Planner, RunMemory, Site, Wanted, layout_elsewhere, layout_row
-from offbeat_types import ConfigError, ModelError, TrainLayout
+from offbeat_placement import ClusterView, RankGroup, ResourceRequest
+from offbeat_recipes import Planner, RunPlan, layout_elsewhere, layout_row, plan_unseen
+from offbeat_types import ConfigError, TrainLayout
 from sft_app._config import SftConfig
 from sft_app._memory import estimate_memory, sharing_ranks
 from sft_app._preflight import Preflight, check_run
@@ -20,42 +20,37 @@ class SftPlanner(Planner[SftConfig]):
 
     config_type: ClassVar = SftConfig
 
-    def look_here(self, config: SftConfig) -> Outlook:
+    def plan_here(self, config: SftConfig) -> RunPlan:
         """As before a run."""
-        return _outlook(check_run(config))
+        return _run_plan(check_run(config))
 
-    def look_elsewhere(self, config: SftConfig, site: Site) -> Outlook:
+    def plan_elsewhere(self, config: SftConfig, view: ClusterView) -> RunPlan:
         """The machine, how ranks share the model, and memory where the model's config.json is here."""
-        placement = self.want(config, site).place(site)
-        engine, layout = config.engine, _layout(config)
-        rows = [("batch", _batch_text(config, layout)), layout_row(layout, engine.backend)]
-        notices: list[str] = []
-        memory: RunMemory | None = None
-        try:
-            memory = estimate_memory(config, layout)
-        except ModelError as error:
-            rows.append(("memory", f"not estimated: {error}"))
-        else:
-            rows += memory.rows(placement)
-            notices += memory.notices(placement)
-        rows += [("notice", notice) for notice in notices]
-        return Outlook(rows=[*rows, NOT_LOOKED_AT], placement=placement, memory=memory, facts=_facts(config, layout))
+        placement = self.request_resources(config, view).place(view)
+        engine = config.engine
+        layout = layout_elsewhere(config.train_engine(engine.max_updates), engine.backend, engine.num_ranks)
+        return plan_unseen(
+            placement,
+            lambda: estimate_memory(config, layout),
+            rows=[("batch", _batch_text(config, layout)), layout_row(layout, engine.backend)],
+            facts=_facts(config, layout),
+        )
 
-    def look_at_rehearsal(self, config: SftConfig, folder: Path) -> Outlook:
+    def plan_rehearsal(self, config: SftConfig, folder: Path) -> RunPlan:
         """As before a run."""
-        return _outlook(shrink_run(config, folder / "model").prepare())
+        return _run_plan(shrink_run(config, folder / "model").prepare())
 
-    def find_site(self, config: SftConfig, words: str) -> Site:
+    def find_view(self, config: SftConfig, words: str) -> ClusterView:
         """Machines, of which one will do."""
         if words in ("", _LIVE):
             raise ConfigError(
                 f"--cluster {words or 'is missing'}: sft-app trains on one machine; name it: --cluster 1x8, or a file"
             )
-        return Site.named(words, [config.engine.device])
+        return ClusterView.named(words, [config.engine.device])
 
-    def want(self, config: SftConfig, site: Site) -> Wanted:
+    def request_resources(self, config: SftConfig, view: ClusterView) -> ResourceRequest:
         """All ranks on one node: they are processes of one machine."""
-        kind = site.kind(config.engine.device)
+        kind = view.kind(config.engine.device)
         group = RankGroup(
             role="trainer",
             tensor_parallel=config.engine.num_ranks,
@@ -64,13 +59,7 @@ class SftPlanner(Planner[SftConfig]):
             cpus_per_rank=0 if kind else 1,
             keys=_KEYS,
         )
-        return Wanted(groups=(group,))
-
-
-def _layout(config: SftConfig) -> TrainLayout | None:
-    engine = config.engine
-    wanted = config.train_engine(engine.max_updates)
-    return layout_elsewhere(wanted, engine.backend, engine.num_ranks)
+        return ResourceRequest(groups=(group,))
 
 
 def _batch_text(config: SftConfig, layout: TrainLayout | None) -> str:
@@ -85,5 +74,5 @@ def _facts(config: SftConfig, layout: TrainLayout | None) -> dict[str, dict[str,
     return {"batch": {"sequences_per_step": config.engine.batch_size, "data_parallel": shares}}
 
 
-def _outlook(preflight: Preflight) -> Outlook:
-    return Outlook(rows=preflight.plan(), memory=preflight.memory, facts=_facts(preflight.config, preflight.layout))
+def _run_plan(preflight: Preflight) -> RunPlan:
+    return RunPlan(rows=preflight.plan(), memory=preflight.memory, facts=_facts(preflight.config, preflight.layout))
