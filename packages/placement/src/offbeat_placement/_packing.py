@@ -30,7 +30,7 @@ _SLACK: Final = 1e-9
 Counts = tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class UnitType:
     """Units alike.
 
@@ -164,10 +164,12 @@ class Packing:
     """The outcome.
 
     Args:
+        types: units that were packed.
         counts: for each node, units of each type; None when no packing was found.
         proven: whether "none" is certain; a search that gives up has proved nothing.
     """
 
+    types: Sequence[UnitType]
     counts: tuple[Counts, ...] | None
     proven: bool = True
 
@@ -182,19 +184,19 @@ def pack(types: Sequence[UnitType], rooms: Sequence[Room]) -> Packing:
     shelf = Shelf(types)
     for type_order, node_order in _filling_orders(types, rooms):
         if filled := _fill(shelf, rooms, type_order, node_order):
-            return Packing(filled)
+            return Packing(types, filled)
     classes = _classes(shelf, rooms)
     if classes is None:
-        return Packing(None, proven=False)
+        return Packing(types, None, proven=False)
     weights = _simple_weights(types)
     if any(cannot_hold(classes, shelf.wanted, each) for each in weights):
-        return Packing(None)
+        return Packing(types, None)
     if sum(len(each.patterns) for each in classes) > MAX_COLUMNS:
-        return Packing(None, proven=False)
+        return Packing(types, None, proven=False)
     search = _Search(classes, weights)
     if search.run(shelf.wanted):
-        return Packing(_deal_out(shelf.wanted, search, len(rooms)))
-    return Packing(None, proven=search.steps_left > 0)
+        return Packing(types, _deal_out(shelf.wanted, search, len(rooms)))
+    return Packing(types, None, proven=search.steps_left > 0)
 
 
 def _filling_orders(types: Sequence[UnitType], rooms: Sequence[Room]) -> list[tuple[list[int], list[int]]]:

@@ -42,23 +42,16 @@ def find_plan(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> Outcome:
         ConfigError: nodes or groups that contradict themselves.
     """
     nodes = sort_nodes(nodes)
-    found = _find_packing(nodes, groups)
-    if found.packing.counts is None:
-        return Outcome(None, found.packing.proven)
-    return Outcome(assign(nodes, groups, kinds_of(groups), found.types, found.packing.counts))
+    packing = _pack(nodes, groups)
+    return Outcome(_assign(nodes, groups, packing.types, packing.counts) if packing.counts else None, packing.proven)
 
 
 def fits(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> bool:
     """Whether there is a plan, without making it."""
-    return _find_packing(sort_nodes(nodes), groups).packing.counts is not None
+    return _pack(sort_nodes(nodes), groups).counts is not None
 
 
-class _Found(NamedTuple):
-    types: Sequence[UnitType]
-    packing: Packing
-
-
-def _find_packing(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> _Found:
+def _pack(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> Packing:
     kinds = kinds_of(groups)
     rooms = [_room(node, kinds) for node in nodes]
     layouts = list(islice(_layouts(groups, kinds, rooms), MAX_LAYOUTS + 1))
@@ -66,9 +59,9 @@ def _find_packing(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> _Found:
     for types in layouts[:MAX_LAYOUTS]:
         packing = pack(types, rooms)
         if packing.counts is not None:
-            return _Found(types, packing)
+            return packing
         proven = proven and packing.proven
-    return _Found((), Packing(None, proven))
+    return Packing((), None, proven)
 
 
 def _room(node: Node, kinds: Sequence[str]) -> Room:
@@ -83,8 +76,7 @@ def _room(node: Node, kinds: Sequence[str]) -> Room:
 def _layouts(groups: Sequence[RankGroup], kinds: Sequence[str], rooms: Sequence[Room]) -> Iterator[list[UnitType]]:
     """Ways of cutting the groups into units: replicas whole first, then by stages."""
     pools = pools_of(groups)
-    cuts = [[False], [True]] if any(group.pipeline_parallel > 1 for group in groups) else [[False]]
-    for [by_stages] in cuts:
+    for by_stages in [False, True] if any(group.pipeline_parallel > 1 for group in groups) else [False]:
         choices = [
             list(_units(index, group, kinds, rooms, pools[group.role], by_stages=by_stages))
             for index, group in enumerate(groups)
@@ -99,18 +91,9 @@ def _units(
     """Ways of cutting one group."""
     kind = kinds.index(group.accelerator) if group.accelerator else None
 
-    def units(width: int, count: int, *, whole: bool = False) -> UnitType:
+    def units(width: int, count: int, whole: bool = False) -> UnitType:
         cpus, memory_bytes = width * group.cpus_per_rank, width * group.memory_bytes_per_rank
-        return UnitType(
-            group=index,
-            pool=pool,
-            kind=kind,
-            width=width,
-            count=count,
-            num_cpus=cpus,
-            memory_bytes=memory_bytes,
-            whole=whole,
-        )
+        return UnitType(index, pool, kind, width, count, cpus, memory_bytes, whole)
 
     per_replica = group.pipeline_parallel if by_stages else 1
     yield [units(group.ranks_per_replica // per_replica, group.num_replicas * per_replica)]
@@ -124,12 +107,7 @@ def _spanning_units(
     group: RankGroup, rooms: Sequence[tuple[int, int]], units: Callable[..., UnitType]
 ) -> Iterator[list[UnitType]]:
     """Ways of cutting a group whose stages may lie on several nodes: as many stages as can on one node each, the others
-    on whole nodes of one size, which are narrower than a stage.
-
-    Args:
-        group: to be cut.
-        rooms: free accelerators of each node, and how many it has in all.
-        units: makes units of a width.
+    on whole nodes of one size, which are narrower than a stage. `rooms` is (free, in all) of each node.
     """
     width, num_stages = group.tensor_parallel, group.num_replicas * group.pipeline_parallel
     whole = [total for free, total in rooms if 0 < free == total < width and width % total == 0]
@@ -138,14 +116,8 @@ def _spanning_units(
     for single, *numbers in _splits(num_stages, most):
         if single == num_stages:
             continue  # that is the way of a group that spans no nodes
-        yield [
-            *([units(width, single)] if single else []),
-            *(
-                units(size, number * (width // size), whole=True)
-                for size, number in zip(sizes, numbers, strict=True)
-                if number
-            ),
-        ]
+        whole_nodes = [(size, n * (width // size)) for size, n in zip(sizes, numbers, strict=True) if n]
+        yield [units(width, single)] * bool(single) + [units(size, n, whole=True) for size, n in whole_nodes]
 
 
 def _splits(total: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -159,30 +131,18 @@ def _splits(total: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
             yield first, *rest
 
 
-@dataclass(frozen=True)
-class _Slot:
+class _Slot(NamedTuple):
     """A unit in its place: a node and devices of it, or as many None."""
 
     node: str
     devices: tuple[int | None, ...]
 
 
-def assign(
-    nodes: Sequence[Node],
-    groups: Sequence[RankGroup],
-    kinds: Sequence[str],
-    types: Sequence[UnitType],
-    counts: Sequence[Counts],
+def _assign(
+    nodes: Sequence[Node], groups: Sequence[RankGroup], types: Sequence[UnitType], counts: Sequence[Counts]
 ) -> Plan:
-    """Number the ranks in (node, device) order.
-
-    Args:
-        nodes: in order.
-        groups: wanted.
-        kinds: of accelerators, as `UnitType.kind` counts them.
-        types: units of the groups.
-        counts: for each node, units of each type.
-    """
+    """Number the ranks in (node, device) order; `counts` are units of each type on each node."""
+    kinds = kinds_of(groups)
     slots: dict[int, list[_Slot]] = {index: [] for index in range(len(groups))}
     for node, held in zip(nodes, counts, strict=True):
         for type_, devices in _lay_out(node, kinds, types, held):
