@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from offbeat_cluster import ClusterConfig
-from offbeat_cluster.placement import RankGroup, plan_blocks, plan_placement
-from offbeat_cluster.ray._connection import Connection
-from offbeat_cluster.ray._import import import_ray
-from offbeat_cluster.ray._reservation import Reservation, hold, release
+from offbeat_actors import ClusterConfig
+from offbeat_actors.ray._connection import Connection
+from offbeat_actors.ray._import import import_ray
+from offbeat_actors.ray._reservation import Reservation, hold, release
+from offbeat_placement import RankGroup, plan_blocks, plan_placement
 from offbeat_testing import ray_nodes
 from offbeat_types import PlacementError
 

@@ -19,8 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from offbeat_cluster.placement import Node, RankGroup, grid_nodes, plan_placement
-from offbeat_cluster.placement._planner import find_plan
+from offbeat_placement import Node, RankGroup, grid_nodes, plan_placement
+from offbeat_placement._planner import find_plan
 from offbeat_types import PlacementError
 
 Case = tuple[str, list[Node], list[RankGroup]]

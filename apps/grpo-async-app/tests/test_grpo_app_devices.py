@@ -12,9 +12,9 @@ import pytest
 
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._fleet import Fleet
-from grpo_async_app._placement import find_site, place_run
+from grpo_async_app._placement import find_view, place_run
 from grpo_async_app._preflight import check_run
-from offbeat_cluster.placement import grid_nodes
+from offbeat_placement import grid_nodes
 from offbeat_run import load_config
 from offbeat_testing import CommandLine, RunningCommand
 from offbeat_types import ConfigError, PlacementError
@@ -58,7 +58,7 @@ def test_roles_of_one_machine_each_see_a_device_that_nobody_else_has(
 def placed(config: Path, *words: str) -> dict[str, list[int | None]]:
     """Devices of each role on this machine."""
     loaded = load_config(config, GrpoConfig, words)
-    ranks = place_run(loaded, find_site(loaded)).plan.ranks
+    ranks = place_run(loaded, find_view(loaded)).plan.ranks
     return {role: [rank.device for rank in ranks if rank.role == role] for role in ("trainer", "rollout", "teacher")}
 
 
@@ -104,7 +104,7 @@ def test_an_engine_that_would_join_without_a_device_is_refused(config: Path, mod
     async def scenario() -> None:
         loaded = load_config(config, GrpoConfig, ON_ABACUS)
         async with Fleet(loaded, str(model), tmp_path / "logs") as fleet:
-            await fleet._place(place_run(loaded, find_site(loaded)))
+            await fleet._place(place_run(loaded, find_view(loaded)))
             with pytest.raises(PlacementError, match=r"reserved for 1 rollout engines.* none for rollout-1"):
                 await fleet._start_rollout("rollout-1")
 
@@ -121,8 +121,8 @@ def test_an_engine_that_would_join_without_a_device_is_refused(config: Path, mod
 def test_a_device_that_no_cluster_can_give_is_refused(
     config: Path, monkeypatch: pytest.MonkeyPatch, device: str, text: str
 ) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'offbeat-cluster[ray]'")
-    monkeypatch.setattr("offbeat_cluster.ray.RayLauncher.nodes", lambda _: grid_nodes(1, 8))
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'offbeat-actors[ray]'")
+    monkeypatch.setattr("offbeat_actors.ray.RayLauncher.nodes", lambda _: grid_nodes(1, 8))
     with pytest.raises(ConfigError, match=re.escape(text)):
         check_run(load_config(config, GrpoConfig, ["--cluster.launcher=ray", f"--engine.device={device}"]))
 

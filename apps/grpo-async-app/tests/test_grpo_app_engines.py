@@ -22,8 +22,8 @@ from grpo_async_app._roles import rollout as rollout_role
 from grpo_async_app._rollouts import ScoredTrajectory
 from grpo_async_app._scaling import take_asked_engines
 from grpo_async_app._watching import wait_gone
+from offbeat_actors._specs import Wait
 from offbeat_async_policy import AsyncPolicy
-from offbeat_cluster._specs import Wait
 from offbeat_data import Prompt
 from offbeat_run import RunFolder, load_config
 from offbeat_types import (
@@ -258,7 +258,7 @@ def test_tokens_that_engines_sample_show_that_the_run_moves(config: Path) -> Non
 
 
 class NamingLauncher:
-    """Knows who waits for whom, and reserves what a plan says: the seam of `offbeat_cluster.Launcher`."""
+    """Knows who waits for whom, and reserves what a plan says: the seam of `offbeat_actors.Launcher`."""
 
     reserves = True
 

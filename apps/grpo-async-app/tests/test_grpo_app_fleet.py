@@ -15,7 +15,7 @@ from offbeat_types import EngineHealth, PeerFailedError, PlacementError
 
 
 class BrokenLauncher:
-    """Starts nothing: the seam of `offbeat_cluster.Launcher`."""
+    """Starts nothing: the seam of `offbeat_actors.Launcher`."""
 
     reserves = False
 

@@ -8,11 +8,12 @@ import pytest
 
 from grpo_async_app._batch import BatchArithmetic
 from grpo_async_app._config import GrpoConfig
-from grpo_async_app._placement import place_run, want
-from grpo_async_app._planner import GrpoPlanner
+from grpo_async_app._placement import place_run, request_resources
+from grpo_async_app._plan import GrpoPlanner
 from grpo_async_app._preflight import check_run, check_settings
-from offbeat_cluster.placement import grid_nodes
-from offbeat_recipes import Setting, Site, change_recipe, fit_settings
+from offbeat_placement import ClusterView, Setting, fit_settings, grid_nodes
+from offbeat_recipes import change_recipe
+from offbeat_recipes._recipe_text import with_settings
 from offbeat_run import load_config, parse_config
 from offbeat_testing import CommandLine, large_model_configs, ray_nodes
 from offbeat_types import ConfigError, PlacementError
@@ -255,11 +256,11 @@ def small(**cluster: int) -> GrpoConfig:
 def test_threads_are_cpus_where_they_are_reserved() -> None:
     nodes = tuple(replace(node, num_cpus=16) for node in grid_nodes(2, 8))
     config = small(rollout_threads=8, trainer_threads=8)
-    plan = place_run(config, Site(nodes=nodes, reserves=True)).plan
+    plan = place_run(config, ClusterView(nodes=nodes, reserves=True)).plan
     assert {rank.node for rank in plan.ranks if rank.role == "rollout"} == {"node-0", "node-1"}
     with pytest.raises(PlacementError):
-        place_run(small(rollout_threads=32), Site(nodes=nodes, reserves=True))
-    place_run(small(rollout_threads=32), Site(nodes=nodes, reserves=False))
+        place_run(small(rollout_threads=32), ClusterView(nodes=nodes, reserves=True))
+    place_run(small(rollout_threads=32), ClusterView(nodes=nodes, reserves=False))
 
 
 def test_a_trainers_tensor_parallel_groups_lie_on_one_node_too(command: CommandLine, tmp_path: Path) -> None:
@@ -276,9 +277,9 @@ def test_a_trainers_tensor_parallel_groups_lie_on_one_node_too(command: CommandL
 def test_devices_are_what_the_cluster_calls_them() -> None:
     nodes = tuple(grid_nodes(2, 8, "XPU"))
     config = small()
-    assert place_run(config, Site(nodes=nodes, reserves=True)).groups[0].accelerator == "XPU"
+    assert place_run(config, ClusterView(nodes=nodes, reserves=True)).groups[0].accelerator == "XPU"
     on_cpus = replace(config, engine=replace(config.engine, device="cpu"))
-    placed = place_run(on_cpus, Site(nodes=nodes, reserves=True))
+    placed = place_run(on_cpus, ClusterView(nodes=nodes, reserves=True))
     assert [group.accelerator for group in placed.groups] == ["", "XPU"]
 
 
@@ -291,13 +292,17 @@ def test_changes_reach_every_form_of_recipe() -> None:
         change_recipe(inline, {"cluster.colocate": True}, GrpoConfig)
 
 
-def fit(config: GrpoConfig, site: Site) -> dict[str, Setting]:
-    return fit_settings(config, site, lambda changed: want(changed, site), GrpoPlanner().companions)
+def fit(config: GrpoConfig, view: ClusterView) -> dict[str, Setting]:
+    return fit_settings(
+        view,
+        lambda settings: request_resources(with_settings(config, settings), view),
+        lambda settings: GrpoPlanner().companions(config, settings),
+    )
 
 
 def test_a_recipe_that_fits_needs_no_change() -> None:
-    assert fit(small(), Site(nodes=tuple(grid_nodes(2, 8)), reserves=True)) == {}
-    assert fit(small(), Site(nodes=tuple(grid_nodes(1, 8)), reserves=True)) == {
+    assert fit(small(), ClusterView(nodes=tuple(grid_nodes(2, 8)), reserves=True)) == {}
+    assert fit(small(), ClusterView(nodes=tuple(grid_nodes(1, 8)), reserves=True)) == {
         "cluster.colocate": True,
         "async.staleness_threshold": 0,
         "async.trigger_parameter_sync_step": 1,
@@ -316,7 +321,7 @@ def test_the_batch_arithmetic_adds_up(config: Path) -> None:
 
 
 def test_a_live_cluster_is_asked_what_it_has(command: CommandLine, tmp_path: Path) -> None:
-    ray = pytest.importorskip("ray", reason="pip install 'offbeat-cluster[ray]'")
+    ray = pytest.importorskip("ray", reason="pip install 'offbeat-actors[ray]'")
     words = ["--cluster", "live", "--engine.num_ranks", "8", "--rollout.num_engines", "2"]
     with ray_nodes(0, head_cpus=4, head_gpus=16) as cluster:
         address = ["--cluster.address", cluster.address]

@@ -25,7 +25,7 @@ WORDS = [
 
 @pytest.mark.timeout(600)
 def test_one_key_trains_on_ray_and_leaves_the_same_promises(config: Path, tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'offbeat-cluster[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'offbeat-actors[ray]'")
     check_run(config, tmp_path / "run")
 
 
@@ -95,7 +95,7 @@ def nodes() -> Iterator[str]:
 
     All but the head have eight accelerators, in Ray's books only.
     """
-    reason = "Ray is not installed: pip install 'offbeat-cluster[ray]'"
+    reason = "Ray is not installed: pip install 'offbeat-actors[ray]'"
     pytest.importorskip("ray", reason=reason)
     with ray_nodes(4) as cluster:
         yield cluster.address

@@ -20,9 +20,8 @@ from grpo_async_app._roles import teacher as teacher_role
 from grpo_async_app._roles.batches import build_batch
 from grpo_async_app._roles.teacher import TeacherRole
 from grpo_async_app._shrink import shrink_run
-from offbeat_cluster.placement import Node, grid_nodes
 from offbeat_objectives import AlgorithmConfig
-from offbeat_recipes import Site
+from offbeat_placement import ClusterView, Node, grid_nodes
 from offbeat_run import load_config, read_metrics, read_timeline
 from offbeat_testing import FakeRolloutEngine, RunningCommand, tiny_model
 from offbeat_types import (
@@ -227,7 +226,7 @@ def on_gpus(config: Path, words: list[str], *more: str) -> GrpoConfig:
 
 
 def placed(config: GrpoConfig, nodes: list[Node]) -> dict[str, set[tuple[str, int | None]]]:
-    plan = place_run(config, Site(nodes=tuple(nodes), reserves=True)).plan
+    plan = place_run(config, ClusterView(nodes=tuple(nodes), reserves=True)).plan
     return {
         role: {(rank.node, rank.device) for rank in plan.ranks if rank.role == role}
         for role in ("trainer", "rollout", "teacher")

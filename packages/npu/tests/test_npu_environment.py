@@ -9,7 +9,7 @@ import pytest
 
 from offbeat_npu import RAY_RESOURCE, VISIBLE_DEVICES, NpuDevice, cann_version, check_pair, examine_environment
 from offbeat_npu._environment import _mindspeed
-from offbeat_recipes import Site
+from offbeat_placement import ClusterView
 from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_types import (
     BackendError,
@@ -83,7 +83,7 @@ def test_names_are_rays_own():
 
 
 def test_a_plan_asks_ray_for_npus_by_rays_name():
-    assert Site.named("1x8", ["npu:0"]).nodes[0].num_free(RAY_RESOURCE) == 8
+    assert ClusterView.named("1x8", ["npu:0"]).nodes[0].num_free(RAY_RESOURCE) == 8
 
 
 def test_auto_means_npus_even_where_torch_answers_for_them_as_cuda():

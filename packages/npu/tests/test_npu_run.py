@@ -8,7 +8,7 @@ import npu_standin
 import pytest
 import torch
 
-from offbeat_cluster import _child
+from offbeat_actors import _child
 from offbeat_npu import _runtime
 from offbeat_testing import RunningCommand, forked_main, small_grpo_run, tiny_model
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 from grpo_async_app._handover import is_lost
-from offbeat_cluster import ActorHandle
+from offbeat_actors import ActorHandle
 from offbeat_run import clock_s
 from offbeat_types import ConfigError, DeadlineError, OffbeatError, PauseMode, PeerFailedError
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._evaluation import validated_names
 from grpo_async_app._imports.command import import_command
-from grpo_async_app._plan import describe_plan
-from grpo_async_app._planner import GrpoPlanner
+from grpo_async_app._plan import GrpoPlanner, describe_plan
 from grpo_async_app._preflight import Preflight, check_run, check_same_data
 from grpo_async_app._quickstart import find_lesson, make_model, quickstart_config, warm_up
 from grpo_async_app._scaling import ask_for_engines

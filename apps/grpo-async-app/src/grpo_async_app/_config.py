@@ -4,8 +4,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from grpo_async_app._teacher_config import TeacherConfig
+from offbeat_actors import ClusterConfig
 from offbeat_async_policy import AsyncConfig
-from offbeat_cluster import ClusterConfig
 from offbeat_data import DataConfig, EnvironmentConfig, RewardConfig
 from offbeat_objectives import AlgorithmConfig
 from offbeat_run import CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig

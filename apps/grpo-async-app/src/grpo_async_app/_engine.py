@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from grpo_async_app._colocation import Turns
 from grpo_async_app._handover import WeightOffer, hand_over
-from offbeat_cluster import ActorHandle
+from offbeat_actors import ActorHandle
 from offbeat_types import EngineHealth, WeightProof
 
 

@@ -13,7 +13,7 @@ from grpo_async_app._handover import WeightOffer, is_lost
 from grpo_async_app._restarts import RestartBudget, Tell, start_again
 from grpo_async_app._speeds import EngineSpeeds
 from grpo_async_app._watching import wait_gone
-from offbeat_cluster import ActorHandle
+from offbeat_actors import ActorHandle
 from offbeat_run import clock_s
 from offbeat_types import (
     Completion,

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
-from offbeat_cluster import ActorHandle, Launcher, RoleSpec
+from offbeat_actors import ActorHandle, Launcher, RoleSpec
 from offbeat_data import EnvironmentFailedError, Prompt, RewardScore
 from offbeat_types import DeadlineError, OffbeatError, PeerFailedError
 

@@ -19,9 +19,9 @@ from grpo_async_app._restarts import RestartBudget, Tell, start_again
 from grpo_async_app._role_specs import RoleSpecs
 from grpo_async_app._teachers import Teachers
 from grpo_async_app._trainers import Trainers, start_trainers
-from offbeat_cluster import ActorHandle, Launcher
+from offbeat_actors import ActorHandle, Launcher
 from offbeat_data import Prompt, RewardPool, RewardScore
-from offbeat_recipes import Placement
+from offbeat_placement import Placement
 from offbeat_run import clock_s
 from offbeat_types import (
     ConfigError,

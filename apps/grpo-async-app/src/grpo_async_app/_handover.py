@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
 
-from offbeat_cluster import ActorHandle
+from offbeat_actors import ActorHandle
 from offbeat_types import OffbeatError, PeerFailedError, WeightSyncError
 
 DEATH_SEEN_AFTER_S: Final = 2.0

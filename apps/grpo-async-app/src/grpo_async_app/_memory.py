@@ -5,8 +5,17 @@ from typing import Final
 
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._placement import trainer_width
-from offbeat_cluster.placement import MemoryEstimate, ModelShape, RolloutMemory
-from offbeat_recipes import NUMBER_BYTES, Placement, RunMemory, read_shape, train_advice, train_memory
+from offbeat_placement import (
+    NUMBER_BYTES,
+    MemoryEstimate,
+    ModelShape,
+    Placement,
+    RolloutMemory,
+    read_shape,
+    train_advice,
+    train_memory,
+)
+from offbeat_recipes import RunMemory
 from offbeat_types import CacheBudget, CacheNeeds, RolloutEngineSettings, TrainLayout, installed_backends, load_backend
 
 _CACHE_ADVICE: Final = "a larger {0}.tensor_parallel, or fewer {0}.max_running"

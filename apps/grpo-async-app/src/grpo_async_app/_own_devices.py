@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from grpo_async_app._config import GrpoConfig
-from offbeat_cluster.placement import Node
+from offbeat_placement import Node
 from offbeat_types import load_backend
 
 

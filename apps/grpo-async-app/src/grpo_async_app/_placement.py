@@ -4,8 +4,15 @@ from typing import Final
 
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._own_devices import with_own_devices
-from offbeat_cluster.placement import ACCELERATOR, Allocation, RankGroup, suggest_changes
-from offbeat_recipes import Placement, Site, Wanted
+from offbeat_placement import (
+    ACCELERATOR,
+    Allocation,
+    ClusterView,
+    Placement,
+    RankGroup,
+    ResourceRequest,
+    suggest_changes,
+)
 from offbeat_types import ConfigError, PlacementError, load_backend
 
 LIVE: Final = "live"
@@ -32,7 +39,7 @@ _TEACHER_KEYS: Final = {
 }
 
 
-def find_site(config: GrpoConfig, cluster: str = "") -> Site:
+def find_view(config: GrpoConfig, cluster: str = "") -> ClusterView:
     """The nodes to plan for.
 
     Args:
@@ -46,55 +53,55 @@ def find_site(config: GrpoConfig, cluster: str = "") -> Site:
         OffbeatError: a live cluster that does not answer.
     """
     if cluster and cluster != LIVE:
-        return Site.named(cluster, (config.engine.device, config.rollout.device))
+        return ClusterView.named(cluster, (config.engine.device, config.rollout.device))
     launcher = load_backend("offbeat.launcher", "ray" if cluster else config.cluster.launcher)
     nodes = launcher.nodes(config.cluster)
     if not launcher.reserves:
         nodes = [with_own_devices(node, config) for node in nodes]
-    return Site(nodes=tuple(nodes), reserves=launcher.reserves)
+    return ClusterView(nodes=tuple(nodes), reserves=launcher.reserves)
 
 
-def place_run(config: GrpoConfig, site: Site) -> Placement:
+def place_run(config: GrpoConfig, view: ClusterView) -> Placement:
     """Plan where every rank goes. Pure.
 
     Raises:
         PlacementError: it does not fit, with the changes that would.
         ConfigError: settings that contradict each other.
     """
-    wanted = want(config, site)
+    wanted = request_resources(config, view)
     try:
-        return wanted.place(site)
+        return wanted.place(view)
     except PlacementError as error:
-        if site.reserves or wanted.allocation is not None:
+        if view.reserves or wanted.allocation is not None:
             raise
-        suggestions = suggest_changes(site.nodes, wanted.groups)
+        suggestions = suggest_changes(view.nodes, wanted.groups)
         here = [changes for changes in suggestions if all(change.field != "nodes" for change in changes)]
         texts = [", ".join(change.text for change in changes) for changes in here]
         raise PlacementError(error.reason, error.shortfall, (*texts, _BY_NUMBER)) from None
 
 
-def want(config: GrpoConfig, site: Site) -> Wanted:
-    """What a run asks of a site.
+def request_resources(config: GrpoConfig, view: ClusterView) -> ResourceRequest:
+    """What a run asks for.
 
     Raises:
         ConfigError: settings that contradict each other.
         PlacementError: it has more nodes than the launcher can reach.
     """
-    _check_numbers(config, site)
-    return Wanted(groups=tuple(_groups(config, site)), allocation=_allocation(config, site))
+    _check_numbers(config, view)
+    return ResourceRequest(groups=tuple(_groups(config, view)), allocation=_allocation(config, view))
 
 
-def _check_numbers(config: GrpoConfig, site: Site) -> None:
+def _check_numbers(config: GrpoConfig, view: ClusterView) -> None:
     for key, name in config.devices.items():
         kind, has_number, _ = name.partition(":")
-        if site.reserves and has_number:
+        if view.reserves and has_number:
             raise ConfigError(
                 f"{key} = {name} is one device of one machine, and on a cluster each role takes those that it is "
                 f"given: name the kind alone ({kind})"
             )
 
 
-def _allocation(config: GrpoConfig, site: Site) -> Allocation | None:
+def _allocation(config: GrpoConfig, view: ClusterView) -> Allocation | None:
     """The part of the cluster that the configuration asks for; None: all of it.
 
     Raises:
@@ -106,14 +113,14 @@ def _allocation(config: GrpoConfig, site: Site) -> Allocation | None:
         return None
     if not (cluster.num_nodes and cluster.accelerators_per_node):
         raise ConfigError("cluster.num_nodes and cluster.accelerators_per_node go together: set both, or neither")
-    if not site.reserves and cluster.num_nodes > len(site.nodes):
+    if not view.reserves and cluster.num_nodes > len(view.nodes):
         raise PlacementError(
             f"{cluster.num_nodes} nodes asked for (cluster.num_nodes): launcher {cluster.launcher!r} starts "
-            f"everything on {len(site.nodes)}",
+            f"everything on {len(view.nodes)}",
             changes=('cluster.launcher = "ray" on a Ray cluster', "cluster.num_nodes = 1"),
         )
-    kind = site.kind(config.engine.device) or site.kind(config.rollout.device)
-    if not site.reserves and not kind:
+    kind = view.kind(config.engine.device) or view.kind(config.rollout.device)
+    if not view.reserves and not kind:
         return None
     return Allocation(
         num_nodes=cluster.num_nodes,
@@ -123,14 +130,14 @@ def _allocation(config: GrpoConfig, site: Site) -> Allocation | None:
     )
 
 
-def _groups(config: GrpoConfig, site: Site) -> list[RankGroup]:
+def _groups(config: GrpoConfig, view: ClusterView) -> list[RankGroup]:
     """Groups of ranks that a run consists of.
 
     Raises:
         ConfigError: the trainer's ranks are not whole tensor-parallel groups.
     """
     cluster, rollout, width = config.cluster, config.rollout, trainer_width(config)
-    trains_on, samples_on = site.kind(config.engine.device), site.kind(rollout.device)
+    trains_on, samples_on = view.kind(config.engine.device), view.kind(rollout.device)
     is_colocated = cluster.colocate and bool(trains_on) and trains_on == samples_on
     groups = [
         RankGroup(
@@ -138,7 +145,7 @@ def _groups(config: GrpoConfig, site: Site) -> list[RankGroup]:
             num_replicas=config.engine.num_ranks // width,
             tensor_parallel=width,
             accelerator=trains_on,
-            cpus_per_rank=_cpus_per_rank(site, trains_on, cluster.trainer_threads),
+            cpus_per_rank=_cpus_per_rank(view, trains_on, cluster.trainer_threads),
             keys=_TRAINER_KEYS,
             scales={"num_replicas": width},
         ),
@@ -147,7 +154,7 @@ def _groups(config: GrpoConfig, site: Site) -> list[RankGroup]:
             num_replicas=rollout.num_engines,
             tensor_parallel=rollout.tensor_parallel,
             accelerator=samples_on,
-            cpus_per_rank=_cpus_per_rank(site, samples_on, cluster.rollout_threads / rollout.tensor_parallel),
+            cpus_per_rank=_cpus_per_rank(view, samples_on, cluster.rollout_threads / rollout.tensor_parallel),
             shares_devices_with="trainer" if is_colocated else "",
             spans_nodes=cluster.spans_nodes and bool(samples_on),
             process_per_replica=True,
@@ -156,22 +163,22 @@ def _groups(config: GrpoConfig, site: Site) -> list[RankGroup]:
         ),
     ]
     if config.teacher.is_set:
-        groups.append(_teacher_group(config, site, samples_on))
+        groups.append(_teacher_group(config, view, samples_on))
     if config.environment.name:
-        cpus = _cpus_per_rank(site, "", 1)
+        cpus = _cpus_per_rank(view, "", 1)
         groups.append(RankGroup(role="environment", accelerator="", cpus_per_rank=cpus, process_per_replica=True))
     return groups
 
 
-def _teacher_group(config: GrpoConfig, site: Site, samples_on: str) -> RankGroup:
+def _teacher_group(config: GrpoConfig, view: ClusterView, samples_on: str) -> RankGroup:
     """Replicas of the teacher: apart, or on the accelerators of the engines that sample.
 
     Raises:
         ConfigError: to be colocated where the two compute on different kinds of device.
     """
     teacher = config.teacher
-    kind = site.kind(teacher.device)
-    if teacher.colocate and site.reserves and not (kind and kind == samples_on):
+    kind = view.kind(teacher.device)
+    if teacher.colocate and view.reserves and not (kind and kind == samples_on):
         raise ConfigError(
             f"teacher.colocate = true: the teacher computes on {kind or 'CPUs'} and the rollout engines on "
             f"{samples_on or 'CPUs'}, which share nothing; set it to false, or teacher.device as rollout.device"
@@ -181,7 +188,7 @@ def _teacher_group(config: GrpoConfig, site: Site, samples_on: str) -> RankGroup
         num_replicas=teacher.num_replicas,
         tensor_parallel=teacher.tensor_parallel,
         accelerator=kind,
-        cpus_per_rank=_cpus_per_rank(site, kind, config.cluster.rollout_threads / teacher.tensor_parallel),
+        cpus_per_rank=_cpus_per_rank(view, kind, config.cluster.rollout_threads / teacher.tensor_parallel),
         shares_devices_with="rollout" if teacher.colocate and kind else "",
         process_per_replica=True,
         keys=_TEACHER_KEYS,
@@ -203,8 +210,8 @@ def trainer_width(config: GrpoConfig) -> int:
     return width
 
 
-def _cpus_per_rank(site: Site, kind: str, threads: float) -> float:
+def _cpus_per_rank(view: ClusterView, kind: str, threads: float) -> float:
     """CPUs to reserve: the threads that are set; one where a rank computes on CPUs and nothing is set."""
-    if not site.reserves:
+    if not view.reserves:
         return 0
     return threads or (0 if kind else 1)

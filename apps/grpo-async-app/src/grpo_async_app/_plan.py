@@ -1,11 +1,88 @@
-"""The plan of a run in words: resources, memory, batch arithmetic. Starts nothing."""
+"""What `grpo-async-app plan` shows: a run here, on another cluster, and in rehearsal. Starts nothing."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar, Final
 
 from grpo_async_app._batch import BatchArithmetic
 from grpo_async_app._config import GrpoConfig
-from grpo_async_app._preflight import Preflight
+from grpo_async_app._memory import estimate_memory
+from grpo_async_app._placement import find_view, request_resources
+from grpo_async_app._preflight import Preflight, check_reward, check_run, check_settings
 from grpo_async_app._role_specs import plan_threads
-from offbeat_cluster import available_cpus
+from grpo_async_app._shrink import shrink_run
+from offbeat_placement import ClusterView, ResourceRequest, Setting, available_cpus
+from offbeat_recipes import Planner, RunPlan, layout_elsewhere, layout_row, plan_unseen
 from offbeat_run import count_text, size_text
+from offbeat_types import BackendError
+
+_IN_TURNS: Final[Mapping[str, Setting]] = {
+    "async.staleness_threshold": 0,
+    "async.trigger_parameter_sync_step": 1,
+    "async.partial_rollout": False,
+}
+"""What goes with cluster.colocate: roles that take turns train synchronously."""
+
+
+class GrpoPlanner(Planner[GrpoConfig]):
+    """Trainer, rollout engines and what belongs to them, in their places."""
+
+    config_type: ClassVar = GrpoConfig
+
+    def plan_here(self, config: GrpoConfig) -> RunPlan:
+        """As before a run."""
+        return _run_plan(check_run(config))
+
+    def plan_elsewhere(self, config: GrpoConfig, view: ClusterView) -> RunPlan:
+        """Settings, places, batches, and memory where the model's config.json is here."""
+        placement = request_resources(config, view).place(view)
+        notices = [*check_settings(config), *_reward_notice(config)]
+        engine = config.engine
+        wanted = config.train_engine(config.model.path, engine.max_updates)
+        layout = layout_elsewhere(wanted, engine.backend, engine.num_ranks)
+        batch = BatchArithmetic.of(config, layout)
+        return plan_unseen(
+            placement,
+            lambda: estimate_memory(config, layout, placement),
+            rows=[*batch.rows(), layout_row(layout, engine.backend)],
+            notices=[*notices, *batch.notices()],
+            facts={"batch": batch.as_data()},
+        )
+
+    def plan_rehearsal(self, config: GrpoConfig, folder: Path) -> RunPlan:
+        """As before a run."""
+        return _run_plan(shrink_run(config, folder).prepare())
+
+    def find_view(self, config: GrpoConfig, words: str) -> ClusterView:
+        """Also "live", the Ray cluster, and "", where the launcher would start."""
+        return find_view(config, words)
+
+    def request_resources(self, config: GrpoConfig, view: ClusterView) -> ResourceRequest:
+        """Groups of all roles."""
+        return request_resources(config, view)
+
+    def companions(self, config: GrpoConfig, settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
+        """Roles that take turns cannot lag."""
+        return _IN_TURNS if "cluster.colocate" in settings and config.async_.mode != "on-policy pipeline" else {}
+
+
+def _reward_notice(config: GrpoConfig) -> list[str]:
+    """Refuse a reward that does not exist; what one needs may be installed where the run will be."""
+    try:
+        check_reward(config)
+    except BackendError as error:
+        return [f"on this machine {error}"]
+    return []
+
+
+def _run_plan(preflight: Preflight) -> RunPlan:
+    batch = BatchArithmetic.of(preflight.config, preflight.layout)
+    return RunPlan(
+        rows=describe_plan(preflight),
+        placement=preflight.placement,
+        memory=preflight.memory,
+        facts={"batch": batch.as_data()},
+    )
 
 
 def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields, replace
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._evaluation import validation_prompts
 from grpo_async_app._memory import estimate_memory
-from grpo_async_app._placement import find_site, place_run
-from offbeat_cluster import check_processes
+from grpo_async_app._placement import find_view, place_run
+from offbeat_actors import check_processes
 from offbeat_data import (
     Prompt,
     PromptSet,
@@ -19,7 +19,8 @@ from offbeat_data import (
     try_reward,
 )
 from offbeat_objectives import check_algorithm
-from offbeat_recipes import Placement, RunMemory, Site
+from offbeat_placement import ClusterView, Placement
+from offbeat_recipes import RunMemory
 from offbeat_run import ModelFolder, check_trackers, inspect_model
 from offbeat_types import (
     ConfigError,
@@ -110,19 +111,19 @@ def check_run(config: GrpoConfig) -> Preflight:
     template = _turn_template(config, tokenizer)
     prompts = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer)
     # From here on torch may be imported, which takes seconds: the mistakes above are told at once.
-    site = find_site(config)
-    if not site.reserves:
+    view = find_view(config)
+    if not view.reserves:
         check_processes(config.processes)
-    placement = place_run(config, site)
+    placement = place_run(config, view)
     notices = (*notices, *_engine_notices(config))
     _check_cut(config)
     backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
     _check_turns(config, backend)
-    _check_devices(config, site)
+    _check_devices(config, view)
     _check_teacher(config, tokenizer)
     num_updates = _count_updates(config, len(prompts.train))
     config.profile.check(config.traced_roles, num_updates)
-    layout = _plan_trainer(backend, config, num_updates, site)
+    layout = _plan_trainer(backend, config, num_updates, view)
     held_out = validation_prompts(config, prompts.eval)
     if config.eval.every_updates and not held_out:
         raise ConfigError(
@@ -280,10 +281,10 @@ def _turn_template(config: GrpoConfig, tokenizer: Tokenizer) -> TurnTemplate | N
     return template
 
 
-def _plan_trainer(backend: TrainBackend, config: GrpoConfig, num_updates: int, site: Site) -> TrainLayout:
+def _plan_trainer(backend: TrainBackend, config: GrpoConfig, num_updates: int, view: ClusterView) -> TrainLayout:
     """Ask the trainer's backend whether so many ranks can train this model with these settings, and how."""
     wanted = config.train_engine(config.model.path, num_updates)
-    if site.reserves:
+    if view.reserves:
         wanted = replace(wanted, device="auto")  # the devices are the nodes', and the driver need have none
     return backend.plan(wanted, config.engine.num_ranks)
 
@@ -326,20 +327,20 @@ def _check_mode(config: GrpoConfig) -> None:
         )
 
 
-def _check_devices(config: GrpoConfig, site: Site) -> None:
+def _check_devices(config: GrpoConfig, view: ClusterView) -> None:
     """Devices that settings name are here; those of a cluster are its nodes' to open, and here only kinds are known."""
     named = {key: name for key, name in config.devices.items() if name not in ("auto", "cpu")}
     if not named:
         return
     from offbeat_mesh import open_device, rank_device  # imports torch: only where a device is named
 
-    if not site.reserves:
+    if not view.reserves:
         for name in sorted(set(named.values())):
             open_device(name)
         rank_device(config.engine.device, 0, config.engine.num_ranks, setting="engine.device")
     for key, name in named.items():
         kinds = installed_backends("offbeat.device")
-        if site.reserves and name not in kinds:
+        if view.reserves and name not in kinds:
             raise ConfigError(f"{key} = {name!r}: no such kind of device is known; choose auto, {', '.join(kinds)}")
 
 

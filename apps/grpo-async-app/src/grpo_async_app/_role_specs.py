@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from grpo_async_app._config import GrpoConfig
-from offbeat_cluster import RoleSpec, available_cpus, split_threads
+from offbeat_actors import RoleSpec, available_cpus, split_threads
 from offbeat_types import TracePlan
 
 

@@ -14,8 +14,8 @@ from grpo_async_app._config import GrpoConfig, RolloutConfig
 from grpo_async_app._preflight import Preflight, check_run
 from grpo_async_app._shrink_reward import REWARD
 from grpo_async_app._teacher_config import TeacherConfig
+from offbeat_actors import ClusterConfig
 from offbeat_async_policy import AsyncConfig
-from offbeat_cluster import ClusterConfig
 from offbeat_data import DataConfig, EnvironmentConfig, RewardConfig
 from offbeat_objectives import AlgorithmConfig
 from offbeat_recipes import (

@@ -9,7 +9,7 @@ from grpo_async_app._config import GrpoConfig
 from grpo_async_app._gathering import all_or_first_error
 from grpo_async_app._restarts import RestartBudget, Tell, start_again
 from grpo_async_app._watching import wait_gone
-from offbeat_cluster import ActorHandle
+from offbeat_actors import ActorHandle
 from offbeat_types import (
     DeadlineError,
     EngineHealth,

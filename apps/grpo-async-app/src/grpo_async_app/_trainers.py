@@ -10,7 +10,7 @@ from grpo_async_app._gathering import all_or_first_error
 from grpo_async_app._handover import DEATH_SEEN_AFTER_S
 from grpo_async_app._roles.team import TeamPlace
 from grpo_async_app._watching import wait_gone
-from offbeat_cluster import ActorHandle, Launcher, RoleSpec
+from offbeat_actors import ActorHandle, Launcher, RoleSpec
 from offbeat_types import PeerFailedError
 
 

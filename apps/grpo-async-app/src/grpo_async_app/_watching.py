@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable
 from typing import Final, Protocol
 
-from offbeat_cluster import ActorHandle
+from offbeat_actors import ActorHandle
 from offbeat_types import DeadlineError, PeerFailedError
 
 QUESTIONS_PER_DEADLINE: Final = 4

@@ -20,7 +20,7 @@ from offbeat_run import (
 from offbeat_types import ConfigError
 from sft_app._config import SftConfig
 from sft_app._imports.command import import_command
-from sft_app._planner import SftPlanner
+from sft_app._plan import SftPlanner
 from sft_app._preflight import Preflight, check_run
 from sft_app._shrink import shrink_run
 from sft_app._train import create_engine, held_out_loss, progress_of, resume, train

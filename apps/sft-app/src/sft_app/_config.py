@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 
-from offbeat_cluster import available_cpus
+from offbeat_actors import available_cpus
 from offbeat_data import ConversationConfig
 from offbeat_run import CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
 from offbeat_types import REQUIRED, TrainEngineConfig, TrainEngineSettings, setting

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, Final, TypeVar
 
-from offbeat_cluster import ActorHandle, LocalLauncher, RoleSpec
+from offbeat_actors import ActorHandle, LocalLauncher, RoleSpec
 from offbeat_types import OffbeatError, PeerFailedError
 
 T = TypeVar("T")

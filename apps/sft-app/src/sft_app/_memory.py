@@ -3,7 +3,8 @@
 from math import prod
 from typing import Final
 
-from offbeat_recipes import RunMemory, read_shape, train_advice, train_memory
+from offbeat_placement import read_shape, train_advice, train_memory
+from offbeat_recipes import RunMemory
 from offbeat_types import ConfigError, TrainLayout
 from sft_app._config import SftConfig
 

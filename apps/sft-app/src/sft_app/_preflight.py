@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from offbeat_cluster import check_processes
+from offbeat_actors import check_processes
 from offbeat_data import ConversationSet, EpochOrder, load_conversations, load_tokenizer
 from offbeat_recipes import RunMemory
 from offbeat_run import ModelFolder, check_trackers, count_text, inspect_model, size_text

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import offbeat_liveness as liveness
-from offbeat_cluster import RoleSpec
+from offbeat_actors import RoleSpec
 from offbeat_objectives import sft_loss
 from offbeat_types import Floats, LossFunction, Metrics, PeerFailedError, TracePlan, TrainEngineConfig, TrainSequence
 from sft_app._crew import Crew

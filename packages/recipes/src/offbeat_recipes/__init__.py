@@ -1,16 +1,21 @@
 """What a recipe goes through before it runs: planned on a cluster, made to fit it, rehearsed on a laptop."""
 
 from offbeat_recipes._drawn_data import NUM_DRAWN, draw_chats, draw_figures, draw_sums
-from offbeat_recipes._elsewhere import NOT_LOOKED_AT, layout_elsewhere, layout_row
-from offbeat_recipes._fit import fit_settings
+from offbeat_recipes._elsewhere import layout_elsewhere, layout_row
 from offbeat_recipes._imports.command import Framework, import_recipe
 from offbeat_recipes._imports.draft import Draft, Entry, is_number
 from offbeat_recipes._imports.options import Program, Source, is_open, read_command_line, read_options
 from offbeat_recipes._imports.training_arguments import write_rhythm, write_training_arguments
-from offbeat_recipes._memory import NUMBER_BYTES, RunMemory, read_shape, train_advice, train_memory
-from offbeat_recipes._placement import Placement, Site, Wanted
-from offbeat_recipes._plan_command import PLAN_OPTIONS, PLAN_SWITCHES, Outlook, Planner, plan_command
-from offbeat_recipes._recipe_text import Setting, change_recipe
+from offbeat_recipes._plan_command import (
+    PLAN_OPTIONS,
+    PLAN_SWITCHES,
+    Planner,
+    RunMemory,
+    RunPlan,
+    plan_command,
+    plan_unseen,
+)
+from offbeat_recipes._recipe_text import change_recipe
 from offbeat_recipes._shrink import (
     EMBEDDED,
     MAX_ROLES,
@@ -28,8 +33,6 @@ __all__ = [
     "EMBEDDED",
     "MAX_IMAGE_TOKENS",
     "MAX_ROLES",
-    "NOT_LOOKED_AT",
-    "NUMBER_BYTES",
     "NUM_DRAWN",
     "PLAN_OPTIONS",
     "PLAN_SWITCHES",
@@ -38,20 +41,15 @@ __all__ = [
     "Draft",
     "Entry",
     "Framework",
-    "Outlook",
-    "Placement",
     "Planner",
     "Program",
     "RunMemory",
-    "Setting",
-    "Site",
+    "RunPlan",
     "Source",
-    "Wanted",
     "change_recipe",
     "draw_chats",
     "draw_figures",
     "draw_sums",
-    "fit_settings",
     "import_recipe",
     "installed_backend",
     "is_number",
@@ -60,16 +58,14 @@ __all__ = [
     "layout_row",
     "make_tiny_model",
     "plan_command",
+    "plan_unseen",
     "read_command_line",
     "read_options",
-    "read_shape",
     "shrink_engine",
     "stand_ins",
     "takes_experts",
     "takes_images",
     "tiny_family",
-    "train_advice",
-    "train_memory",
     "write_rhythm",
     "write_training_arguments",
 ]

@@ -4,25 +4,94 @@ import json
 import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Generic
 
-from offbeat_recipes._fit import fit_settings, write_fitted
-from offbeat_recipes._memory import RunMemory
-from offbeat_recipes._placement import Placement, Site, Wanted
-from offbeat_recipes._recipe_text import ConfigT, Setting
-from offbeat_run import CommandWords, load_config, print_table
-from offbeat_types import ConfigError
+from offbeat_placement import (
+    ClusterView,
+    MemoryEstimate,
+    ModelShape,
+    Placement,
+    ResourceRequest,
+    Setting,
+    fit_settings,
+)
+from offbeat_recipes._elsewhere import NOT_LOOKED_AT
+from offbeat_recipes._recipe_text import ConfigT, change_recipe, with_settings
+from offbeat_run import CommandWords, count_text, load_config, print_table, size_text, write_new_file
+from offbeat_types import ConfigError, ModelError
 
 PLAN_OPTIONS: Final = ("cluster", "fit", "format")
 PLAN_SWITCHES: Final = ("shrink",)
 _FORMATS: Final = ("text", "json")
+_MADE_TO_FIT: Final = "made to fit another cluster: where words and settings differ, the settings hold."
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """Estimates of one rank of each role.
+
+    Args:
+        shape: of the model that is trained.
+        roles: estimates by role.
+        advice: by role, what to change where a device holds too little.
+        limits: by role, bytes of its device that it allows itself; others take all of it.
+    """
+
+    shape: ModelShape
+    roles: Mapping[str, MemoryEstimate]
+    advice: Mapping[str, str]
+    limits: Mapping[str, int] = field(default_factory=dict)
+
+    def rows(self, placement: Placement | None = None) -> list[tuple[str, str]]:
+        """In words."""
+        shape = self.shape
+        model = f"{shape.family}, {count_text(shape.num_parameters)} parameters"
+        if shape.num_vision_parameters:
+            model += f", {count_text(shape.num_vision_parameters)} of them for vision"
+        rows = [("parameters", model)]
+        for role, estimate in self.roles.items():
+            of = _of_text(estimate, placement, role) if placement else ""
+            rows.append((f"{role} memory", f"{_parts_text(estimate)}{of}"))
+        return rows
+
+    def notices(self, placement: Placement) -> list[str]:
+        """Devices that hold too little. Roles that share the trainer's take turns with it: each is alone there."""
+        needs = {role: estimate.num_bytes for role, estimate in self.roles.items()}
+        limits = {role: self.limits.get(role) or placement.accelerator_bytes(role) for role in needs}
+        for group in placement.groups:
+            if (host := group.shares_devices_with) and host != "trainer":  # at the same time: the teacher of an engine
+                needs[host] += needs.pop(group.role)
+                limits[host] = placement.accelerator_bytes(host)
+        return [
+            f"a {role} rank needs about {size_text(needed)} and {_limit_text(limits[role], placement, role)}: "
+            f"{self.advice[role]}"
+            for role, needed in needs.items()
+            if limits[role] and needed > limits[role]
+        ]
+
+
+def _parts_text(estimate: MemoryEstimate) -> str:
+    parts = " + ".join(f"{name} {size_text(size)}" for name, size in estimate.parts.items())
+    return f"{size_text(estimate.num_bytes)} a rank: {parts}"
+
+
+def _limit_text(limit: int, placement: Placement, role: str) -> str:
+    has = placement.accelerator_bytes(role)
+    if limit == has:
+        return f"its device has {size_text(has)}"
+    return f"may take {size_text(limit)} of the {size_text(has)} of its device"
+
+
+def _of_text(estimate: MemoryEstimate, placement: Placement, role: str) -> str:
+    has = placement.accelerator_bytes(role)
+    return f" (of {size_text(has)}, {estimate.num_bytes / has:.0%})" if has else ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outlook:
+class RunPlan:
     """What is known of a run before it starts, here or on another cluster.
 
     Args:
@@ -55,29 +124,59 @@ class Outlook:
         return {**placed, "memory_bytes": bytes_of or None, **self.facts, "rows": rows}
 
 
+def plan_unseen(
+    placement: Placement,
+    estimate: Callable[[], RunMemory],
+    *,
+    rows: Sequence[tuple[str, str]],
+    notices: Sequence[str] = (),
+    facts: Mapping[str, Any],
+) -> RunPlan:
+    """What can be known from here of a run in another place.
+
+    Args:
+        placement: there.
+        estimate: of memory; raises ModelError where the model's config.json is not here, or of a family not known.
+        rows: of (what, how much).
+        notices: on its settings.
+        facts: numbers by section, for programs.
+    """
+    memory: RunMemory | None = None
+    rows, notices = list(rows), list(notices)
+    try:
+        memory = estimate()
+    except ModelError as error:
+        rows.append(("memory", f"not estimated: {error}"))
+    else:
+        rows += memory.rows(placement)
+        notices += memory.notices(placement)
+    rows += [("notice", notice) for notice in notices]
+    return RunPlan(rows=[*rows, NOT_LOOKED_AT], placement=placement, memory=memory, facts=facts)
+
+
 class Planner(ABC, Generic[ConfigT]):
     """What an application knows about its own runs; `plan_command` does the rest."""
 
     config_type: ClassVar[type]
 
     @abstractmethod
-    def look_here(self, config: ConfigT) -> Outlook:
+    def plan_here(self, config: ConfigT) -> RunPlan:
         """Check everything, as before a run, on this machine."""
 
     @abstractmethod
-    def look_elsewhere(self, config: ConfigT, site: Site) -> Outlook:
+    def plan_elsewhere(self, config: ConfigT, view: ClusterView) -> RunPlan:
         """Check what can be known from here of a run in another place."""
 
     @abstractmethod
-    def look_at_rehearsal(self, config: ConfigT, folder: Path) -> Outlook:
+    def plan_rehearsal(self, config: ConfigT, folder: Path) -> RunPlan:
         """Check the shrunken run, as before a run; its model and data may be made in the folder."""
 
     @abstractmethod
-    def find_site(self, config: ConfigT, words: str) -> Site:
+    def find_view(self, config: ConfigT, words: str) -> ClusterView:
         """The nodes that words name, such as "4x8"."""
 
     @abstractmethod
-    def want(self, config: ConfigT, site: Site) -> Wanted:
+    def request_resources(self, config: ConfigT, view: ClusterView) -> ResourceRequest:
         """What a run asks of a place."""
 
     def companions(self, config: ConfigT, settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
@@ -103,40 +202,48 @@ def plan_command(planner: Planner[ConfigT], words: CommandWords, file: str) -> i
     if style not in _FORMATS:
         raise ConfigError(f"--format takes {' or '.join(_FORMATS)}: got {style!r}")
     config: ConfigT = load_config(file, planner.config_type, words.overrides)
-    outlook = _look(planner, config, words, Path(file))
+    run_plan = _look(planner, config, words, Path(file))
     if style == "json":
-        print(json.dumps(outlook.as_data(), indent=1))
+        print(json.dumps(run_plan.as_data(), indent=1))
     else:
-        outlook.show()
+        run_plan.show()
     return 0
 
 
-def _look(planner: Planner[ConfigT], config: ConfigT, words: CommandWords, file: Path) -> Outlook:
+def _look(planner: Planner[ConfigT], config: ConfigT, words: CommandWords, file: Path) -> RunPlan:
     cluster, target = words.options.get("cluster", ""), words.options.get("fit", "")
     if "shrink" in words.switches:
         if cluster or target:
             raise ConfigError("--shrink rehearses a recipe on this machine: leave --cluster and --fit out")
         with tempfile.TemporaryDirectory(prefix="offbeat-plan-") as folder:
-            return planner.look_at_rehearsal(config, Path(folder))
+            return planner.plan_rehearsal(config, Path(folder))
     if not cluster and not target:
-        return planner.look_here(config)
-    site = planner.find_site(config, cluster)
+        return planner.plan_here(config)
+    view = planner.find_view(config, cluster)
     if target:
-        config = _fit(planner, config, site, words, (file, Path(target)))
-    return planner.look_elsewhere(config, site) if cluster else planner.look_here(config)
+        config = _fit(planner, config, view, words, (file, Path(target)))
+    return planner.plan_elsewhere(config, view) if cluster else planner.plan_here(config)
 
 
 def _fit(
-    planner: Planner[ConfigT], config: ConfigT, site: Site, words: CommandWords, files: tuple[Path, Path]
+    planner: Planner[ConfigT], config: ConfigT, view: ClusterView, words: CommandWords, files: tuple[Path, Path]
 ) -> ConfigT:
     """Write the recipe with the changes that make it fit."""
     if words.overrides:
         raise ConfigError(
             "--fit changes the recipe's file: put settings into it instead of giving them as --section.key"
         )
-    settings = fit_settings(config, site, lambda changed: planner.want(changed, site), planner.companions)
-    fitted = write_fitted(*files, config, settings)
+    recipe, target = files
+    settings = fit_settings(
+        view,
+        lambda settings: planner.request_resources(with_settings(config, settings), view),
+        lambda settings: planner.companions(config, settings),
+    )
+    if not settings:
+        raise ConfigError(f"{recipe} fits as it is: nothing to write to {target}")
+    changed = change_recipe(recipe.read_text(), settings, type(config))
+    write_new_file(target, f"# {recipe.name} {_MADE_TO_FIT}\n#\n{changed}", "--fit")
     for key, value in settings.items():
         print(f"{key} = {str(value).lower()}", file=sys.stderr)
-    print(f"written to {files[1]}", file=sys.stderr)  # what is printed to the other stream may be JSON
-    return fitted
+    print(f"written to {target}", file=sys.stderr)  # what is printed to the other stream may be JSON
+    return with_settings(config, settings)

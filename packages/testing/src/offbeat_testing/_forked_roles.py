@@ -10,11 +10,11 @@ import socket
 from collections.abc import Callable
 from importlib import import_module
 
-from offbeat_cluster import LocalLauncher, RoleSpec, _child
-from offbeat_cluster._channel import Channel, SocketStream
-from offbeat_cluster._local_process import LocalProcess
-from offbeat_cluster._role_actor import RoleActor
-from offbeat_cluster._spawn import open_log, own_environment
+from offbeat_actors import LocalLauncher, RoleSpec, _child
+from offbeat_actors._channel import Channel, SocketStream
+from offbeat_actors._local_process import LocalProcess
+from offbeat_actors._role_actor import RoleActor
+from offbeat_actors._spawn import open_log, own_environment
 from offbeat_testing._forked_process import ForkedProcess
 
 _LOOK_EVERY_S = 0.02

@@ -60,7 +60,7 @@ def ray_nodes(
         head_cpus: of the head.
         head_gpus: of the head.
     """
-    from ray.cluster_utils import Cluster  # imported late: an extra of offbeat-cluster
+    from ray.cluster_utils import Cluster  # imported late: an extra of offbeat-actors
 
     folder = tempfile.mkdtemp(prefix="ray-")  # short: Ray puts sockets into it
     head: dict[str, Any] = {"num_cpus": head_cpus, "num_gpus": head_gpus, "include_dashboard": False}

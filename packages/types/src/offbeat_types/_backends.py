@@ -17,8 +17,8 @@ INSTALL_LINES: Final = {
     ("offbeat.rollout", "trtllm"): "pip install offbeat-rollout-trtllm",
     ("offbeat.engine", "torch"): "pip install offbeat-engine-torch",
     ("offbeat.engine", "megatron"): 'pip install "offbeat-engine-megatron[engine]"',
-    ("offbeat.launcher", "local"): "pip install offbeat-cluster",
-    ("offbeat.launcher", "ray"): 'pip install "offbeat-cluster[ray]"',
+    ("offbeat.launcher", "local"): "pip install offbeat-actors",
+    ("offbeat.launcher", "ray"): 'pip install "offbeat-actors[ray]"',
 }
 
 

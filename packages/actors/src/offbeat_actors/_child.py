@@ -1,0 +1,196 @@
+"""The process of one role: `python -m offbeat_actors._child FD GUARDIAN_FD NAME`, started by a launcher.
+
+The event loop reads calls and answers them. Methods that are not async, and the constructor, run in one worker
+thread, one at a time; so the loop, and with it every async method, answers while a long method computes.
+"""
+
+import asyncio
+import ctypes
+import faulthandler
+import inspect
+import io
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from offbeat_actors._binding import bind_arguments, load_target
+from offbeat_actors._channel import Channel, SocketStream
+from offbeat_actors._failures import describe_failure
+from offbeat_actors._frames import (
+    START_ID,
+    STOP_ID,
+    Bytes,
+    Call,
+    Cancel,
+    Frame,
+    FrameWriter,
+    Result,
+    Start,
+    Stop,
+    write_frame,
+)
+from offbeat_actors._guardian import PR_SET_PDEATHSIG, Guardian
+from offbeat_liveness import watch_if_invited
+from offbeat_types import defer_device_backends
+
+EXIT_PARENT_GONE: Final = 70
+
+
+class _Server:
+    """Holds the role object and answers the calls of the parent."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="role")
+        self._num_in_worker = 0
+        self._role: Any = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._closed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until told to stop; leave at once when the parent is gone."""
+        reading = asyncio.create_task(self._read())
+        closing = asyncio.create_task(self._closed.wait())
+        await asyncio.wait({reading, closing}, return_when=asyncio.FIRST_COMPLETED)
+        if reading.done():
+            reading.result()
+            _exit_now(EXIT_PARENT_GONE)
+        for task in self._tasks.values():
+            task.cancel()
+        await self._channel.flush()
+        if self._num_in_worker:
+            _exit_now(0)  # a normal exit would wait for a method that nobody can interrupt
+
+    async def _read(self) -> None:
+        while (frame := await self._channel.receive()) is not None:
+            match frame.message:
+                case Start() as start:
+                    self._spawn(START_ID, self._start(start, frame))
+                case Call() as call:
+                    self._spawn(call.id, self._call(call, frame))
+                case Cancel(id=call_id) if call_id in self._tasks:
+                    self._tasks[call_id].cancel()
+                case Stop():
+                    self._spawn(STOP_ID, self._stop()).add_done_callback(lambda _: self._closed.set())
+
+    def _spawn(self, call_id: int, work: Coroutine[Any, Any, Bytes]) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._answer(call_id, work))
+        self._tasks[call_id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(call_id, None))
+        task.add_done_callback(lambda _: work.close())  # when cancelled before its first step
+        return task
+
+    async def _answer(self, call_id: int, work: Coroutine[Any, Any, Bytes]) -> None:
+        try:
+            frame = await work
+        except BaseException as error:  # noqa: BLE001  the boundary: whatever a role raises goes to the caller
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                return  # the caller has gone away
+            frame = write_frame(describe_failure(call_id, error))
+        self._channel.send(frame)
+
+    async def _start(self, start: Start, frame: Frame) -> Bytes:
+        sys.path.extend(entry for entry in start.path if entry not in sys.path)
+
+        def construct() -> None:
+            target = load_target(start.target)
+            bound = bind_arguments(target, [], start.kwargs, frame)
+            self._role = target(*bound.args, **bound.kwargs)
+
+        # The constructor is watched as the role's first method; only if it went well comes `start`.
+        failure_or_result = await self._in_worker(START_ID, construct)
+        if self._role is not None and hasattr(self._role, "start"):
+            return await self._invoke(START_ID, self._role.start)
+        return failure_or_result
+
+    async def _call(self, call: Call, frame: Frame) -> Bytes:
+        method = self._public_method(call.method)
+        bound = bind_arguments(method, call.args, call.kwargs, frame)
+        return await self._invoke(call.id, method, *bound.args, **bound.kwargs)
+
+    async def _stop(self) -> Bytes:
+        return await self._invoke(STOP_ID, getattr(self._role, "close", _nothing))
+
+    async def _invoke(self, call_id: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Bytes:
+        if inspect.iscoroutinefunction(method):
+            return _write_result(call_id, await method(*args, **kwargs))
+        return await self._in_worker(call_id, lambda: method(*args, **kwargs))
+
+    async def _in_worker(self, call_id: int, function: Callable[[], object]) -> Bytes:
+        """Run in the worker thread, and write the answer there too: a big one takes its time."""
+
+        def run() -> Bytes:
+            self._num_in_worker += 1
+            try:
+                return _write_result(call_id, function())
+            except BaseException as error:  # noqa: BLE001  as above; SystemExit and StopIteration must not reach asyncio
+                return write_frame(describe_failure(call_id, error))
+            finally:
+                self._num_in_worker -= 1
+
+        return await asyncio.get_running_loop().run_in_executor(self._worker, run)
+
+    def _public_method(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._role, name, None)
+        if name.startswith("_") or not callable(method):
+            public = [key for key in dir(self._role) if not key.startswith("_") and callable(getattr(self._role, key))]
+            raise AttributeError(f"{type(self._role).__name__} has no method {name!r}; it has {', '.join(public)}")
+        return method  # type: ignore[no-any-return]
+
+
+def _write_result(call_id: int, value: object) -> Bytes:
+    writer = FrameWriter()
+    return writer.finish(Result(call_id, writer.pack(value)))
+
+
+def _nothing() -> None:
+    """Stand in for the `close` of a role that has none."""
+
+
+def _exit_now(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _prepare_process() -> None:
+    """Die with the parent, leave Ctrl-C to it, and log by whole lines."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        # The end of the socket says the same, but not to a thread that computes without the interpreter lock.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    faulthandler.enable(all_threads=False)  # of the crash only: the end of the log comes along in errors
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
+async def _serve(sock: socket.socket) -> None:
+    server = _Server(Channel(SocketStream(sock)))
+    try:
+        await server.run()
+    except Exception:  # noqa: BLE001  the boundary of the process: a broken frame; say it in the log and leave
+        traceback.print_exc()
+        _exit_now(1)
+
+
+def main(fd: int) -> None:
+    """Serve one role on the socket `fd`, inherited from the parent."""
+    defer_device_backends()
+    _prepare_process()
+    sock = socket.socket(fileno=fd)
+    sock.set_inheritable(False)
+    watch_if_invited(os.environ.get("OFFBEAT_ROLE", ""))
+    asyncio.run(_serve(sock))
+
+
+if __name__ == "__main__":
+    guardian = Guardian(int(sys.argv[2]))
+    main(int(sys.argv[1]))
+    guardian.dismiss()

@@ -1,0 +1,98 @@
+"""What every launcher does: start roles within a deadline, stop them all together, kill them."""
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from typing import Final, Self
+
+from offbeat_actors._frames import START_ID
+from offbeat_actors._role_actor import RoleActor
+from offbeat_actors._spawn import write_start
+from offbeat_actors._specs import ClusterConfig, RoleSpec, Wait
+from offbeat_types import ConfigError, DeadlineError
+
+_log: Final = logging.getLogger(__name__)
+
+
+class ProcessLauncher(ABC):
+    """Starts each role as a process of its own; where, its subclasses say.
+
+    Args:
+        run_name: told to every role as the environment variable OFFBEAT_RUN.
+        config: deadlines; the defaults when None.
+    """
+
+    def __init__(self, run_name: str, config: ClusterConfig | None = None) -> None:
+        self._run_name = run_name
+        self._config = config or ClusterConfig()
+        self._actors: dict[str, RoleActor] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self, spec: RoleSpec, *, deadline_s: float | None = None) -> RoleActor:
+        """Start a role, and return when its constructor, and its `start()` if it has one, are done.
+
+        Raises:
+            OffbeatError: the constructor raised it, with the same type and text.
+            PeerFailedError: the constructor raised another error, or the process died.
+            DeadlineError: not ready in time; the process has been ended.
+            ConfigError: the target is not "package.module:Class", or a role of this name is running.
+        """
+        deadline_s = self._config.start_timeout_s if deadline_s is None else deadline_s
+        self._check(spec)
+        first_frame = write_start(spec)
+        actor: RoleActor | None = None
+        try:
+            async with asyncio.timeout(deadline_s):
+                actor = self._actors[spec.name] = await self._spawn(spec)
+                await actor.request(START_ID, first_frame)
+        except TimeoutError:
+            if actor is not None:
+                await actor.destroy()
+            log = actor.log if actor else spec.log_path or "its output"
+            advice = f"see {log}, or raise cluster.start_timeout_s"
+            raise DeadlineError(f"starting {spec.name}", spec.name, deadline_s, advice) from None
+        except BaseException:
+            if actor is not None:
+                await actor.destroy()
+            raise
+        return actor
+
+    def waits(self) -> list[Wait]:
+        """Calls to all roles that have not been answered, the longest first."""
+        waits = [wait for actor in self._actors.values() for wait in actor.waits()]
+        return sorted(waits, key=lambda wait: -wait.lasted_s)
+
+    async def close(self, deadline_s: float | None = None) -> None:
+        """Stop every role that is still there, all at once. What goes wrong is logged: the run has ended anyway.
+
+        Args:
+            deadline_s: for all of them together; None: `stop_timeout_s`.
+        """
+        actors = list(self._actors.values())
+        outcomes = await asyncio.gather(*(actor.stop(deadline_s) for actor in actors), return_exceptions=True)
+        self._actors.clear()
+        for actor, outcome in zip(actors, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                _log.warning("%s did not close well: %s", actor.name, outcome)
+
+    def kill(self) -> None:
+        """End every role now. A `close` that runs, or comes after it, has nothing left to wait for."""
+        for actor in self._actors.values():
+            if actor.alive:  # the process id of another may belong to somebody else by now
+                actor.kill()
+
+    @abstractmethod
+    async def _spawn(self, spec: RoleSpec) -> RoleActor:
+        """Start the process. When cancelled or failing it leaves none behind."""
+
+    def _check(self, spec: RoleSpec) -> None:
+        module, _, name = spec.target.partition(":")
+        if not module or not name:
+            raise ConfigError(f"{spec.name}: a target reads 'package.module:Class', got {spec.target!r}")
+        if (actor := self._actors.get(spec.name)) and actor.alive:
+            raise ConfigError(f"a role named {spec.name!r} is running already: stop it first or choose another name")

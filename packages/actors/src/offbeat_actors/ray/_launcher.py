@@ -1,0 +1,272 @@
+"""The `ray` launcher: roles on the nodes of a Ray cluster, each in the place that a plan gives it."""
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
+
+from offbeat_actors._channel import Channel
+from offbeat_actors._launching import ProcessLauncher
+from offbeat_actors._role_actor import RoleActor
+from offbeat_actors._spawn import open_log, own_environment
+from offbeat_actors._specs import ClusterConfig, RoleSpec
+from offbeat_actors.ray._connection import Connection, cluster_nodes
+from offbeat_actors.ray._log_mirror import describe_log
+from offbeat_actors.ray._messages import Order, Started, decode, encode
+from offbeat_actors.ray._remote_process import KeeperLink, RemoteProcess, is_node_alive
+from offbeat_actors.ray._reservation import (
+    Reservation,
+    find_room,
+    release,
+    release_now,
+    reserve,
+    start_keeper,
+    unanswered,
+)
+from offbeat_placement import Node, PlacedDriver, PlacedRank, Plan, RankGroup, plan_blocks, process_of, verify_placed
+from offbeat_types import PeerFailedError, PlacementError
+
+T = TypeVar("T")
+
+_log: Final = logging.getLogger(__name__)
+
+_LEASE: Final = 5
+"""Times `silent_after_s` after which a cut-off node ends its roles. More than once: a driver may be suspended."""
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """Where a role goes: a keeper, and ordinals among its devices; None for all of them."""
+
+    link: KeeperLink
+    devices: list[int] | None
+
+
+class RayLauncher(ProcessLauncher):
+    """Starts roles as processes on the nodes of a Ray cluster.
+
+    On each node that a plan uses, a keeper (a Ray actor) holds a block of devices and runs the processes of its roles
+    as its children. Calls go through Ray as the same frames that the local launcher sends over a socket: nothing of
+    them is pickled. Everything is gone when this process is, however it dies.
+
+    Args:
+        run_name: told to every role as the environment variable OFFBEAT_RUN, and shown by Ray.
+        config: cluster and deadlines; the defaults when None.
+    """
+
+    reserves = True
+
+    def __init__(self, run_name: str, config: ClusterConfig | None = None) -> None:
+        super().__init__(run_name, config)
+        self._connection: asyncio.Future[Connection] | None = None
+        self._given_up = threading.Event()
+        self._home: asyncio.Future[KeeperLink] | None = None
+        self._held: list[Reservation] = []
+        self._seats: dict[str, _Seat] = {}
+        self._renewing = asyncio.Lock()
+
+    @property
+    def address(self) -> str:
+        """IP address of this machine as the other nodes see it; known once a role has been placed or started."""
+        connection = _result(self._connection)
+        assert connection is not None, "place or start something first"
+        return connection.address
+
+    @classmethod
+    def nodes(cls, config: ClusterConfig) -> list[Node]:
+        """The machines of the cluster, and what is free there now: see `cluster_nodes`."""
+        return cluster_nodes(config)
+
+    async def place(self, plan: Plan, groups: Sequence[RankGroup], *, deadline_s: float | None = None) -> None:
+        """Reserve what a plan asks for, and check that it lies as planned: see `Launcher.place`.
+
+        The deadline begins when Ray is connected, for which it has `connect_timeout_s`.
+        """
+        deadline_s = self._config.place_timeout_s if deadline_s is None else deadline_s
+        connection = await self._connect()
+        begin_s = time.monotonic()
+        blocks = plan_blocks(plan, groups)
+        try:
+            async with asyncio.timeout(deadline_s):
+                nodes = await asyncio.to_thread(connection.nodes)
+                ids = _match_nodes({block.node for block in blocks}, nodes)
+                await self._give_back({role for block in blocks for role in block.roles})
+        except TimeoutError:
+            raise unanswered(deadline_s) from None
+        spent_s = time.monotonic() - begin_s
+        held = await reserve(connection, blocks, ids, run_name=self._run_name, deadline_s=deadline_s, spent_s=spent_s)
+        try:
+            _verify(plan, groups, held, {name: nodes[node] for name, node in ids.items()})
+        except PlacementError:
+            await release(connection.ray, held)
+            raise
+        self._held += held
+        for each in reversed(held):  # of an engine on several nodes the first block is where its driver goes
+            self._seat(each)
+
+    async def close(self, deadline_s: float | None = None) -> None:
+        """Stop every role, give all devices back, and end a cluster of our own: see `Launcher.close`."""
+        await super().close(deadline_s)
+        if self._connection is not None and not self._connection.done():
+            self._given_up.set()
+            await asyncio.wait({self._connection})
+            self._given_up = threading.Event()
+        if (connection := _result(self._connection)) is not None:
+            if (home := _result(self._home)) is not None:
+                home.kill()
+            await release(connection.ray, self._held)
+            await asyncio.to_thread(connection.close)
+        self._held, self._seats, self._home, self._connection = [], {}, None, None
+
+    def kill(self) -> None:
+        """End every role now, and give all devices back."""
+        super().kill()
+        if (connection := _result(self._connection)) is not None:
+            release_now(connection.ray, self._held)
+
+    async def _spawn(self, spec: RoleSpec) -> RoleActor:
+        link = await self._link_of(spec.name)
+        seat = self._seats.get(spec.name)
+        order = self._order(spec, seat.devices if seat else None)
+        try:
+            started = decode(await link.actor.start.remote(encode(order)), Started)
+        except link.ray.exceptions.RayError as error:
+            raise PeerFailedError(spec.name, await link.explain_loss(error)) from error
+        except asyncio.CancelledError:
+            link.actor.send_signal.remote(order.key, int(signal.SIGKILL))
+            raise
+        if started.error:
+            raise PeerFailedError(spec.name, f"could not be started on {link.address}: {started.error}")
+        process = RemoteProcess(link, order.key, started.pid, spec.log_path, self._config.silent_after_s)
+        return RoleActor(spec, process, Channel(process), self._config)
+
+    def _order(self, spec: RoleSpec, devices: list[int] | None) -> Order:
+        log = None
+        if spec.log_path is not None:
+            os.close(open_log(spec.log_path, spec.name))
+            log = describe_log(spec.log_path)
+        carried = {name: os.environ[name] for name in self._config.forward_env if name in os.environ}
+        return Order(
+            key=f"{spec.name} {secrets.token_hex(4)}",
+            role=spec.name,
+            env={**carried, **own_environment(spec, self._run_name, self.address)},
+            folder=os.getcwd(),
+            log=log,
+            devices=devices,
+            lease_s=_LEASE * self._config.silent_after_s,
+        )
+
+    async def _link_of(self, role: str) -> KeeperLink:
+        if role in self._seats:
+            await self._renew(role)
+            return self._seats[role].link
+        home = _result(self._home)
+        if self._home is None or (self._home.done() and (home is None or home.lost)):
+            self._home = asyncio.ensure_future(self._open_home())
+        return await asyncio.shield(self._home)
+
+    async def _renew(self, role: str) -> None:
+        """Where a role's keeper is gone: reserve its block anew, on its node or, when that is gone too, on another."""
+        async with self._renewing:  # roles of one block are often started at once
+            link = self._seats[role].link
+            if not link.lost:
+                return
+            connection = await self._connect()
+            former = next(each for each in self._held if each.keeper is link)
+            await release(connection.ray, [former])
+            nodes = await asyncio.to_thread(connection.nodes)
+            if not await asyncio.to_thread(is_node_alive, connection.ray, link.node):
+                nodes.pop(link.node, None)
+            block, node = find_room(former.block, nodes, is_silent=link.is_silent)
+            _log.warning("%s: %s; its block goes to %s", role, link.lost, block.node)
+            deadline_s = self._config.place_timeout_s
+            held = await reserve(
+                connection, [block], {block.node: node}, run_name=self._run_name, deadline_s=deadline_s
+            )
+            self._held[self._held.index(former)] = held[0]
+            self._seat(held[0])
+
+    def _seat(self, each: Reservation) -> None:
+        for role, ordinals in each.block.roles.items():
+            self._seats[role] = _Seat(each.link, list(ordinals))
+
+    async def _open_home(self) -> KeeperLink:
+        """Start the keeper of all roles that no plan has placed, on the driver's own node."""
+        connection = await self._connect()
+        affinity = connection.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        strategy = affinity(connection.own_node, soft=False)
+        actor = start_keeper(connection.ray, f"{self._run_name}/home", strategy)
+        link = KeeperLink(connection.ray, actor, connection.own_node, connection.address)
+        try:
+            await actor.whereabouts.remote()
+        except connection.ray.exceptions.RayError as error:
+            raise PeerFailedError("the keeper", await link.explain_loss(error)) from error
+        return link
+
+    async def _connect(self) -> Connection:
+        """Connect in a thread, once: it takes seconds, in which the driver must hear Ctrl-C."""
+        if self._connection is None or (self._connection.done() and _result(self._connection) is None):
+            self._connection = asyncio.ensure_future(asyncio.to_thread(Connection, self._config, self._given_up))
+        return await asyncio.shield(self._connection)
+
+    async def _give_back(self, roles: set[str]) -> None:
+        """Release the former blocks of roles that are placed anew."""
+        running = sorted(role for role in roles if (actor := self._actors.get(role)) and actor.alive)
+        if running:
+            raise PlacementError(f"{', '.join(running)} cannot be placed while running: stop them first")
+        former = [each for each in self._held if roles & each.block.roles.keys()]
+        self._held = [each for each in self._held if each not in former]
+        if former:
+            await release((await self._connect()).ray, former)
+
+
+def _result(future: "asyncio.Future[T] | None") -> T | None:
+    """What a future has come to; None while it is open, or when it has failed."""
+    if future is None or not future.done() or future.cancelled() or future.exception() is not None:
+        return None
+    return future.result()
+
+
+def _match_nodes(names: set[str], nodes: dict[str, Node]) -> dict[str, str]:
+    """Ray's id for each node of a plan. A cluster of one node is that node, whatever the plan calls it."""
+    ids = {node.name: node_id for node_id, node in nodes.items()}
+    if len(names) == 1 and len(ids) == 1:
+        return dict.fromkeys(names, next(iter(nodes)))
+    if missing := sorted(names - ids.keys()):
+        raise PlacementError(
+            f"the plan uses {', '.join(missing)}, and the cluster has {', '.join(sorted(ids)) or 'no node'}: "
+            "plan again with the nodes it has now"
+        )
+    return {name: ids[name] for name in names}
+
+
+def _verify(plan: Plan, groups: Sequence[RankGroup], held: Sequence[Reservation], nodes: dict[str, Node]) -> None:
+    """Hold what Ray has placed to the promises of the plan, with the devices that it has really given."""
+    by_role = {group.role: group for group in groups}
+    ranks: list[PlacedRank] = []
+    drivers: dict[tuple[str, int], PlacedDriver] = {}
+    for each in held:
+        on_node = [rank for rank in plan.ranks if rank.node == each.block.node]
+        own = [rank for rank in on_node if process_of(rank, by_role[rank.role]) in each.block.roles]
+        planned = sorted({rank.device for rank in own if rank.device is not None})
+        for rank in own:
+            device = None if rank.device is None else _number(each.devices[planned.index(rank.device)])
+            ranks.append(replace(rank, device=device))
+            key = (rank.role, rank.replica)
+            drivers.setdefault(key, PlacedDriver(role=rank.role, replica=rank.replica, node=each.block.node))
+    ranks.sort(key=lambda rank: rank.rank)
+    real = [
+        replace(node, name=name, free={kind: tuple(range(num)) for kind, num in node.total.items()}, num_cpus=1e9)
+        for name, node in nodes.items()
+    ]
+    verify_placed(ranks, list(drivers.values()), real, groups)
+
+
+def _number(device: str) -> Any:
+    return int(device) if device.isdecimal() else device

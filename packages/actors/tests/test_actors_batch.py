@@ -1,0 +1,77 @@
+"""A call to many roles names whoever does not answer, and a stopped process is told from a slow one."""
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import pytest
+from conftest import Launchers
+from test_actors_failures import error_of, needs_linux
+
+from offbeat_actors import RoleSpec, call_all
+from offbeat_types import ConfigError, DeadlineError
+
+
+async def start_all(launcher: Any, target: str, names: list[str], env: dict[str, str]) -> list[Any]:
+    return await asyncio.gather(
+        *(launcher.start(RoleSpec(name, f"actor_roles:{target}", env=env), deadline_s=60) for name in names)
+    )
+
+
+def test_all_answers_come_in_the_order_of_the_roles(launchers: Launchers, role_env: dict[str, str]) -> None:
+    async def scenario() -> None:
+        async with launchers.make() as launcher:
+            roles = await start_all(launcher, "Patient", ["rollout-0", "rollout-1"], role_env)
+            pids = await call_all(roles, "pid", returns=int, deadline_s=30)
+            assert pids == [role.pid for role in roles]
+            assert await call_all([], "pid", returns=int, deadline_s=30) == []
+
+    asyncio.run(scenario())
+
+
+@needs_linux
+def test_sleep_on_all_engines_names_each_that_does_not_answer(launchers: Launchers, role_env: dict[str, str]) -> None:
+    async def scenario() -> None:
+        async with launchers.make() as launcher:
+            roles = await start_all(launcher, "Sleeper", ["rollout-0", "rollout-1", "rollout-2"], role_env)
+            await call_all(roles, "sleep", 1, deadline_s=30)
+            assert launcher.waits() == []
+            await roles[1].call("get_stuck")
+            os.kill(roles[2].pid, signal.SIGSTOP)
+            sleeping = asyncio.create_task(call_all(roles, "sleep", 2, deadline_s=8))
+            await roles[0].call("sleep", 2)
+            assert {wait.name for wait in launcher.waits()} >= {"rollout-1.sleep", "rollout-2.sleep"}
+            with pytest.raises(DeadlineError) as waited:
+                await sleeping
+            assert waited.value.waiting == "sleep of 3 roles"
+            assert waited.value.on == "rollout-1, rollout-2"
+            assert "rollout-1: it is alive" in waited.value.advice
+            assert "rollout-2: its process is stopped (SIGSTOP" in waited.value.advice
+            roles[2].kill()  # a stopped one ends too
+            async with asyncio.timeout(20):
+                await roles[2].wait_dead()
+
+    asyncio.run(scenario())
+
+
+def test_the_first_error_of_any_role_ends_the_wait(launchers: Launchers, role_env: dict[str, str]) -> None:
+    async def scenario() -> None:
+        async with launchers.make() as launcher:
+            roles = await start_all(launcher, "Faulty", ["rollout-0", "rollout-1"], role_env)
+            with pytest.raises(ConfigError, match="float7"):
+                await call_all(roles, "config_error", deadline_s=100)
+
+    asyncio.run(scenario())
+
+
+def test_a_deadline_inside_a_role_is_not_taken_for_silence(launchers: Launchers, role_env: dict[str, str]) -> None:
+    async def scenario() -> None:
+        async with launchers.make() as launcher:
+            roles = await start_all(launcher, "Faulty", ["rollout-0", "rollout-1"], role_env)
+            with pytest.raises(DeadlineError) as waited:
+                await call_all(roles, "deadline_error", deadline_s=30)
+            assert waited.value.waiting == "queue.get"
+            assert "rollout-0.hang" in str(await error_of(roles[0], "hang", deadline_s=0.2))
+
+    asyncio.run(scenario())

@@ -1,6 +1,0 @@
-"""The `ray` launcher: roles on the nodes of a Ray cluster. It imports without Ray, and names what to install."""
-
-from offbeat_cluster.ray._connection import cluster_nodes
-from offbeat_cluster.ray._launcher import RayLauncher
-
-__all__ = ["RayLauncher", "cluster_nodes"]

@@ -1,0 +1,65 @@
+"""Where every rank of a run goes, a pure function from nodes and groups to a plan; and what each holds in memory."""
+
+from offbeat_placement._check import check_plan, verify_placed
+from offbeat_placement._memory import (
+    NUMBER_BYTES,
+    MemoryEstimate,
+    RolloutMemory,
+    TrainMemory,
+    read_shape,
+    train_advice,
+    train_memory,
+)
+from offbeat_placement._model_shape import ModelShape
+from offbeat_placement._placement import Placement, ResourceRequest, Setting, fit_settings, plan_placement
+from offbeat_placement._plan import Block, PlacedDriver, PlacedRank, Plan, draw_plan, plan_blocks, process_of
+from offbeat_placement._resources import (
+    ACCELERATOR,
+    Allocation,
+    ClusterView,
+    Node,
+    RankGroup,
+    available_cpus,
+    grid_nodes,
+    local_node,
+    read_nodes,
+)
+from offbeat_placement._shortfall import Change, Suggestion, apply_changes, suggest_changes
+
+__all__ = [
+    "ACCELERATOR",
+    "NUMBER_BYTES",
+    "Allocation",
+    "Block",
+    "Change",
+    "ClusterView",
+    "MemoryEstimate",
+    "ModelShape",
+    "Node",
+    "PlacedDriver",
+    "PlacedRank",
+    "Placement",
+    "Plan",
+    "RankGroup",
+    "ResourceRequest",
+    "RolloutMemory",
+    "Setting",
+    "Suggestion",
+    "TrainMemory",
+    "apply_changes",
+    "available_cpus",
+    "check_plan",
+    "draw_plan",
+    "fit_settings",
+    "grid_nodes",
+    "local_node",
+    "plan_blocks",
+    "plan_placement",
+    "process_of",
+    "read_nodes",
+    "read_shape",
+    "suggest_changes",
+    "train_advice",
+    "train_memory",
+    "verify_placed",
+]

@@ -1,0 +1,236 @@
+"""Memory of one device, estimated from the model's sizes: what a trainer rank and a rollout rank hold.
+
+Estimates leave out what nobody can know beforehand: fragmentation, the runtime's own few hundred megabytes, workspaces.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from offbeat_placement._model_shape import ModelShape
+from offbeat_types import ModelError, TrainEngineSettings, TrainLayout
+
+NUMBER_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+_HEAD_BYTES: Final = 64 * 2**20
+"""Logits of a chunk in the default engine, whose chunks have 16 tokens at least."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device, by what they are for."""
+
+    parts: Mapping[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """All parts together."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainMemory:
+    """How a trainer keeps a model.
+
+    Args:
+        weight_bytes: of one weight.
+        gradient_bytes: of one gradient.
+        optimizer_bytes: of the optimizer's state of one weight: 8 for two float32 moments, 12 with a master copy.
+        compute_bytes: of one number in the activations.
+        data_parallel: ranks over which the stage below spreads.
+        tensor_parallel: ranks that share each matrix.
+        pipeline_parallel: ranks that share the blocks.
+        expert_parallel: ranks that share the experts, each whole; 1: experts are shared like everything else.
+        zero_stage: what data-parallel ranks share out: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights
+            too (FSDP). Source: arXiv:1910.02054, figure 1.
+        tokens: of one micro-batch on one rank.
+        recomputes: activations are recomputed block by block in the backward pass.
+        keeps_reference: a frozen copy of the first policy is held too.
+        lora_rank: of adapters on all linear layers of the blocks; 0 trains all weights.
+        head_tokens: tokens whose logits exist at the same time; 0: all of the micro-batch.
+    """
+
+    weight_bytes: int = 4
+    gradient_bytes: int = 4
+    optimizer_bytes: int = 8
+    compute_bytes: int = 4
+    data_parallel: int = 1
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    zero_stage: int = 3
+    tokens: int = 8192
+    recomputes: bool = False
+    keeps_reference: bool = False
+    lora_rank: int = 0
+    head_tokens: int = 0
+
+    def estimate(self, shape: ModelShape) -> MemoryEstimate:
+        """Bytes of one rank."""
+        gathers = self.zero_stage == 3 and self.data_parallel > 1
+        weights = self._held(shape, 3)
+        parts = {
+            "weights": weights * self.weight_bytes,
+            "gradients": self._trained(shape, 2) * self.gradient_bytes,
+            "optimizer": self._trained(shape, 1) * self.optimizer_bytes,
+            "reference": weights * self.weight_bytes if self.keeps_reference else 0,
+            # FSDP gathers a block while the one before it computes.
+            "gathered": 2 * shape.block_parameters * self.weight_bytes / self.tensor_parallel if gathers else 0,
+            "activations": self._activations(shape),
+            "logits": self._logits(shape),
+        }
+        return MemoryEstimate({name: int(size) for name, size in parts.items() if size})
+
+    def _held(self, shape: ModelShape, stage: int) -> float:
+        """Numbers of one rank, one for each parameter, of what is shared out from a stage of ZeRO on."""
+        width, replicas = self.tensor_parallel, self.data_parallel
+        experts = shape.expert_parameters if self.expert_parallel > 1 else 0
+        held = (shape.num_parameters - experts) / width / self._share(stage, replicas)
+        if experts:
+            held += experts / self.expert_parallel / self._share(stage, replicas * width / self.expert_parallel)
+        return held / self.pipeline_parallel
+
+    def _trained(self, shape: ModelShape, stage: int) -> float:
+        """As `_held`, of what is trained."""
+        if not self.lora_rank:
+            return self._held(shape, stage)
+        adapters = self._num_adapter_weights(shape) / (self.tensor_parallel * self.pipeline_parallel)
+        return adapters / self._share(stage, self.data_parallel)
+
+    def _share(self, stage: int, replicas: float) -> float:
+        return replicas if self.zero_stage >= stage else 1
+
+    def _num_adapter_weights(self, shape: ModelShape) -> int:
+        ends = 2 * shape.hidden + 2 * shape.query_width + 2 * (shape.hidden + shape.kv_width)  # q, o; k, v
+        ends += 3 * (shape.hidden + shape.mlp_width)
+        return shape.num_layers * ends * self.lora_rank
+
+    def _activations(self, shape: ModelShape) -> float:
+        """What the forward pass keeps for the backward pass."""
+        block = block_activations(shape) / self.tensor_parallel
+        num_blocks = shape.num_layers / self.pipeline_parallel
+        # A pipeline's first rank holds as many micro-batches as there are stages.
+        numbers = num_blocks * shape.hidden + block if self.recomputes else num_blocks * block
+        return self.tokens * self.compute_bytes * numbers * self.pipeline_parallel
+
+    def _logits(self, shape: ModelShape) -> float:
+        """float32 logits and their gradient."""
+        return 2 * 4 * min(self.head_tokens or self.tokens, self.tokens) * shape.vocabulary / self.tensor_parallel
+
+
+def block_activations(shape: ModelShape) -> int:
+    """Numbers that one decoder block keeps of one token for its backward pass.
+
+    Counted as in arXiv:2205.05198, section 4.1, for a block with RMS norms, flash attention, rotary positions and a
+    gated feed-forward part, without dropout: each norm keeps its input, the scaled input and what the matrices after
+    it read (6h); attention keeps queries, keys, values and its output (twice: as made, and as the output projection
+    reads it); the feed-forward part keeps gate, its activation, up, and their product. Tests count what torch keeps.
+    """
+    attention = 3 * shape.query_width + 2 * shape.kv_width
+    if shape.norms_heads:
+        attention += 2 * (shape.query_width + shape.kv_width)
+    routed = 2 * shape.num_experts_per_token * shape.hidden
+    return 6 * shape.hidden + attention + 4 * shape.mlp_width + routed
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutMemory:
+    """How an engine keeps a model.
+
+    Args:
+        weight_bytes: of one weight.
+        kv_bytes: of one number in the KV cache.
+        tensor_parallel: ranks that share each matrix and the heads.
+        pipeline_parallel: ranks that share the blocks.
+        max_running: samples decoded together.
+        max_model_len: tokens of the longest.
+        sync_bytes: buffers of a weight sync.
+        cache_bytes: what the engine sets aside for its cache, in which samples wait for room; 0 where that depends on
+            a device that nobody knows; None: all running samples may grow to their longest.
+    """
+
+    weight_bytes: int = 2
+    kv_bytes: int = 2
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    max_running: int = 64
+    max_model_len: int = 4096
+    sync_bytes: int = 0
+    cache_bytes: int | None = None
+
+    def estimate(self, shape: ModelShape) -> MemoryEstimate:
+        """Bytes of one rank, with a KV cache for one sample of the longest at least."""
+        longest = self.max_model_len * self.kv_bytes_per_token(shape)
+        wanted = self.max_running * longest if self.cache_bytes is None else self.cache_bytes
+        parts = {
+            "weights": self.held_weights(shape),
+            "KV cache" if wanted else "KV cache of one sample": max(wanted, longest),
+            "weight sync": self.sync_bytes,
+        }
+        return MemoryEstimate({name: int(size) for name, size in parts.items() if size})
+
+    def held_weights(self, shape: ModelShape) -> int:
+        """Bytes of the weights on one rank."""
+        return int(shape.num_parameters * self.weight_bytes / (self.tensor_parallel * self.pipeline_parallel))
+
+    def kv_bytes_per_token(self, shape: ModelShape) -> float:
+        """Keys and values of one token on one rank; with more ranks than heads each head is held several times.
+
+        Source: arXiv:2309.06180, section 3.
+        """
+        heads = max(1.0, shape.num_kv_heads / self.tensor_parallel)
+        return 2 * heads * shape.head_dim * shape.num_layers / self.pipeline_parallel * self.kv_bytes
+
+
+def train_memory(
+    engine: TrainEngineSettings, layout: TrainLayout, shape: ModelShape, *, keeps_reference: bool = False
+) -> TrainMemory:
+    """How a trainer keeps a model.
+
+    Args:
+        engine: its settings.
+        layout: how its ranks share the model.
+        shape: of the model.
+        keeps_reference: a frozen copy of the first policy is held too, where all weights are trained.
+    """
+    return TrainMemory(
+        weight_bytes=layout.weight_bytes,
+        gradient_bytes=layout.gradient_bytes,
+        optimizer_bytes=layout.optimizer_bytes,
+        compute_bytes=NUMBER_BYTES[engine.dtype],
+        data_parallel=layout.dp * layout.cp,
+        tensor_parallel=layout.tp,
+        pipeline_parallel=layout.pp,
+        expert_parallel=layout.ep,
+        zero_stage=layout.zero_stage,
+        tokens=engine.max_tokens_per_microbatch // layout.cp,
+        recomputes=engine.activation_checkpointing,
+        keeps_reference=keeps_reference and not engine.lora_rank,
+        lora_rank=engine.lora_rank,
+        head_tokens=max(16, _HEAD_BYTES // (4 * shape.vocabulary)),
+    )
+
+
+def train_advice(engine: TrainEngineSettings, estimate: MemoryEstimate) -> str:
+    """What to change where a rank of a trainer holds too much: what most of it is made of."""
+    states = sum(estimate.parts.get(name, 0) for name in ("weights", "gradients", "optimizer", "reference"))
+    if states > estimate.num_bytes - states:
+        return "more engine.num_ranks" + ("" if engine.lora_rank else ", or adapters alone (engine.lora_rank)")
+    checkpointing = "" if engine.activation_checkpointing else "engine.activation_checkpointing = true, or "
+    return f"{checkpointing}fewer engine.max_tokens_per_microbatch"
+
+
+def read_shape(folder: str) -> ModelShape:
+    """Sizes of the model in a folder.
+
+    Raises:
+        ModelError: no config.json, not readable, or of a family that is not known.
+    """
+    path = Path(folder).expanduser() / "config.json"
+    try:
+        return ModelShape.from_config(json.loads(path.read_text()))
+    except FileNotFoundError:
+        raise ModelError(f"no {path}") from None
+    except ValueError as error:
+        raise ModelError(f"{path} is corrupt: {error}; copy it again") from error

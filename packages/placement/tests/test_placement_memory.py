@@ -1,0 +1,258 @@
+"""Parameter counts and activations, against the models that transformers builds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat_placement import ModelShape, RolloutMemory, TrainMemory
+from offbeat_placement._memory import block_activations
+from offbeat_types import ModelError
+
+TEXT = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+QWEN3 = {**TEXT, "head_dim": 16}
+MOE = {**QWEN3, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+QWEN2_VISION = {"depth": 2, "embed_dim": 32, "hidden_size": 48, "num_heads": 4, "patch_size": 14, "mlp_ratio": 4}
+QWEN2_5_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_heads": 4,
+    "out_hidden_size": 48,
+    "fullatt_block_indexes": [1],
+}
+QWEN3_VISION = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_heads": 4,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 2],
+}
+
+
+def with_vision(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    top = {"tie_word_embeddings": text["tie_word_embeddings"]}
+    return {"text_config": {**text, "rope_parameters": rope}, "vision_config": vision, **top}
+
+
+MODELS = {
+    "llama": TEXT,
+    "llama, tied": {**TEXT, "tie_word_embeddings": True},
+    "llama, biased": {**TEXT, "attention_bias": True, "mlp_bias": True},
+    "mistral": {**TEXT, "head_dim": 8},
+    "qwen2": TEXT,
+    "qwen2, tied": {**TEXT, "tie_word_embeddings": True},
+    "qwen3": QWEN3,
+    "qwen3, biased": {**QWEN3, "attention_bias": True},
+    "qwen3_moe": MOE,
+    "qwen3_moe, every second": {**MOE, "decoder_sparse_step": 2, "mlp_only_layers": []},
+    "qwen2_vl": with_vision(TEXT, QWEN2_VISION),
+    "qwen2_5_vl": with_vision(TEXT, QWEN2_5_VISION),
+    "qwen3_vl": with_vision(QWEN3, QWEN3_VISION),
+    "qwen3_vl, tied": with_vision({**QWEN3, "tie_word_embeddings": True}, QWEN3_VISION),
+    "qwen3_vl_moe": with_vision({**MOE, "mlp_only_layers": []}, QWEN3_VISION),
+}
+
+
+def build(name: str, folder: Path, device: str = "meta") -> tuple[dict[str, Any], Any]:
+    """The model, and its config.json as transformers writes it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    family = name.partition(",")[0]
+    config = AutoConfig.for_model(family, **MODELS[name])
+    config.save_pretrained(folder)
+    kind = AutoModelForImageTextToText if "vision_config" in MODELS[name] else AutoModelForCausalLM
+    with torch.device(device):
+        model = kind.from_config(config)
+    model.tie_weights()
+    return json.loads((folder / "config.json").read_text()), model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_of_the_real_model(name: str, tmp_path: Path) -> None:
+    config, model = build(name, tmp_path)
+    shape = ModelShape.from_config(config)
+    assert shape.num_parameters == sum(weight.numel() for weight in model.parameters())
+    blocks = [module for module in model.modules() if type(module).__name__.endswith("DecoderLayer")]
+    assert shape.num_layers == len(blocks)
+    assert shape.block_parameters == max(sum(weight.numel() for weight in block.parameters()) for block in blocks)
+    vision = [weight for key, weight in model.named_parameters() if ".visual." in key]
+    assert shape.num_vision_parameters == sum(weight.numel() for weight in vision)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_activations_are_those_that_torch_keeps(name: str, tmp_path: Path) -> None:
+    import torch
+
+    config, model = build(name, tmp_path, "cpu")
+    model.config._attn_implementation = "sdpa"
+    weights = {weight.data_ptr() for weight in model.parameters()}
+    ids = torch.arange(64).view(2, 32)
+
+    def kept(num_layers: int) -> int:
+        held: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                held[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        model.model.config.num_hidden_layers = num_layers
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        assert output.requires_grad
+        return sum(held.values())
+
+    per_block = (kept(3) - kept(1)) / 2
+    estimated = 4 * ids.numel() * block_activations(ModelShape.from_config(config))
+    assert estimated == pytest.approx(per_block, rel=0.15)
+
+
+SMALL_HEADS = {"num_attention_heads": 28, "num_key_value_heads": 4}
+QWEN2_5_7B = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "tie_word_embeddings": False,
+    **SMALL_HEADS,
+}
+PUBLISHED = {
+    "Llama-3.1-8B": (
+        8_030_261_248,
+        {
+            "model_type": "llama",
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+    ),
+    "SmolLM2-135M": (
+        134_515_008,
+        {
+            "model_type": "llama",
+            "vocab_size": 49152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Qwen2.5-7B": (7_615_616_512, {"model_type": "qwen2", **QWEN2_5_7B}),
+    "Qwen2.5-VL-7B": (
+        8_292_166_656,
+        {
+            "model_type": "qwen2_5_vl",
+            **QWEN2_5_7B,
+            "vision_config": {
+                "depth": 32,
+                "hidden_size": 1280,
+                "intermediate_size": 3420,
+                "out_hidden_size": 3584,
+                "patch_size": 14,
+                "in_chans": 3,
+            },
+        },
+    ),
+    "Qwen3-30B-A3B": (
+        30_532_122_624,
+        {
+            "model_type": "qwen3_moe",
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_of_published_checkpoints(name: str) -> None:
+    # Source: the totals that the checkpoints' own safetensors files add up to.
+    num_parameters, config = PUBLISHED[name]
+    assert ModelShape.from_config(config).num_parameters == num_parameters
+
+
+def shape_of(name: str, tmp_path: Path) -> ModelShape:
+    return ModelShape.from_config({"model_type": name.partition(",")[0], **MODELS[name]})
+
+
+def test_sharding_divides_what_its_stage_says(tmp_path: Path) -> None:
+    shape = shape_of("llama", tmp_path)
+    alone = TrainMemory(tokens=1).estimate(shape).parts
+    n = shape.num_parameters
+    assert (alone["weights"], alone["gradients"], alone["optimizer"]) == (4 * n, 4 * n, 8 * n)
+    expected = {0: (1, 1, 1), 1: (1, 1, 4), 2: (1, 4, 4), 3: (4, 4, 4)}
+    for stage, shares in expected.items():
+        parts = TrainMemory(tokens=1, data_parallel=4, zero_stage=stage).estimate(shape).parts
+        assert tuple(alone[name] // parts[name] for name in ("weights", "gradients", "optimizer")) == shares, stage
+        assert ("gathered" in parts) == (stage == 3)
+    # 2 bytes of weight and of gradient, 12 of optimizer, over 64 ranks: the figures of the ZeRO paper's first figure.
+    mixed = {"weight_bytes": 2, "gradient_bytes": 2, "optimizer_bytes": 12, "data_parallel": 64}
+    big = ModelShape(**{**vars(shape), "num_parameters": 7_500_000_000})
+    for stage, gigabytes in {0: 120, 1: 31.4, 2: 16.6, 3: 1.9}.items():
+        parts = TrainMemory(**mixed, zero_stage=stage).estimate(big).parts
+        states = parts["weights"] + parts["gradients"] + parts["optimizer"]
+        assert states / 1e9 == pytest.approx(gigabytes, rel=0.02)
+
+
+def test_checkpointing_keeps_one_block_and_the_inputs_of_the_others(tmp_path: Path) -> None:
+    shape = shape_of("qwen3", tmp_path)
+    whole = TrainMemory(tokens=100).estimate(shape).parts["activations"]
+    cut = TrainMemory(tokens=100, recomputes=True).estimate(shape).parts["activations"]
+    assert whole == 3 * 100 * 4 * block_activations(shape)
+    assert cut == 100 * 4 * (3 * shape.hidden + block_activations(shape))
+
+
+def test_the_kv_cache_is_cut_by_heads_until_there_is_one_a_rank(tmp_path: Path) -> None:
+    shape = shape_of("qwen3", tmp_path)  # 2 heads of keys and values, of width 16, in 3 layers
+    sizes = [RolloutMemory(tensor_parallel=tp).kv_bytes_per_token(shape) for tp in (1, 2, 4)]
+    assert sizes == [2 * 2 * 16 * 3 * 2, 2 * 16 * 3 * 2, 2 * 16 * 3 * 2]
+    parts = RolloutMemory(max_running=5, max_model_len=7).estimate(shape).parts
+    assert parts["KV cache"] == 5 * 7 * sizes[0]
+
+
+def test_a_family_that_is_not_known_is_refused_by_name() -> None:
+    with pytest.raises(ModelError, match="'gpt2' is not known: known families are llama"):
+        ModelShape.from_config({"model_type": "gpt2"})
+    with pytest.raises(ModelError, match="lacks 'intermediate_size'"):
+        ModelShape.from_config({"model_type": "llama", **{k: v for k, v in TEXT.items() if k != "intermediate_size"}})
+
+
+def test_experts_are_held_by_those_that_share_them() -> None:
+    shape = ModelShape.from_config({**MOE, "model_type": "qwen3_moe"})
+    sparse, dense = shape.expert_parameters, shape.num_parameters - shape.expert_parameters
+    assert sparse == 2 * 5 * 3 * 48 * 24, "two of the three blocks have five experts of three matrices"
+    whole = {"weight_bytes": 2, "optimizer_bytes": 12, "tokens": 16, "zero_stage": 1}
+    parts = TrainMemory(**whole, data_parallel=4, tensor_parallel=2, expert_parallel=4).estimate(shape).parts
+    assert parts["weights"] == (dense // 2 + sparse // 4) * 2
+    assert parts["gradients"] == (dense // 2 + sparse // 4) * 4
+    assert parts["optimizer"] == (dense / 2 / 4 + sparse / 4 / 2) * 12, "eight ranks hold four kinds of experts twice"
+    together = TrainMemory(**whole, data_parallel=4, tensor_parallel=2).estimate(shape).parts
+    assert together["weights"] == shape.num_parameters // 2 * 2, "without a split of their own, like everything else"
