@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar, overload
 
-from offbeat_actors._specs import ActorHandle
+from offbeat_actors._spec import ActorHandle
 from offbeat_types import DeadlineError
 
 T = TypeVar("T")
