@@ -1,14 +1,18 @@
-"""One call to many roles."""
+"""Many actors as one: a call to all of them, a start of all or none, the first death among them."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar, overload
 
-from offbeat_actors._spec import ActorHandle
-from offbeat_types import DeadlineError
+from offbeat_actors._spec import ActorHandle, Launcher, RoleSpec
+from offbeat_actors._supervision import wait_gone
+from offbeat_types import DeadlineError, PeerFailedError
 
 T = TypeVar("T")
 
+DEATH_SEEN_AFTER_S: Final = 2.0
+"""Torch tells the other ranks of a death at once; the driver hears of it from the kernel a moment later."""
 _LAST_ANSWERS_S: Final = 3.0
 """All calls have one deadline; how long to wait for each to say what its role is doing."""
 
@@ -75,3 +79,110 @@ def _name_all(
         error = call.exception() if call.done() and not call.cancelled() else None
         advice.append(f"{name}: {error.advice}" if isinstance(error, DeadlineError) else name)
     return DeadlineError(f"{method} of {num_roles} roles", ", ".join(late), deadline_s, "; ".join(advice))
+
+
+class ActorGroup:
+    """Equal actors, such as the ranks of a trainer: every call goes to all of them, and the first answers.
+
+    Must be made inside a running event loop.
+
+    Args:
+        actors: in order.
+        silent_after_s: one that answers nothing for so long is killed; it has a method `beat`, which answers at once
+            whatever it computes.
+    """
+
+    def __init__(self, actors: Sequence[ActorHandle], silent_after_s: float) -> None:
+        self.actors = tuple(actors)
+        self._ends = {
+            each.name: asyncio.create_task(wait_gone(each, partial(each.call, "beat"), silent_after_s))
+            for each in actors
+        }
+
+    @property
+    def address(self) -> str:
+        """IP address of the machine of the first."""
+        return self.actors[0].address
+
+    async def call(self, method: str, *args: Any, returns: Any = None, deadline_s: float) -> Any:
+        """Call a method of all: see `ActorHandle.call`. The first error of any of them is raised.
+
+        Raises:
+            PeerFailedError: one has died; named is the one that died first.
+        """
+        try:
+            answers = await gather_or_cancel(
+                [each.call(method, *args, returns=returns, deadline_s=deadline_s) for each in self.actors]
+            )
+        except PeerFailedError as error:
+            raise await self.death(error.log_tail) or error from error
+        return answers[0]
+
+    async def death(self, log_tail: str = "") -> PeerFailedError | None:
+        """The first death of one, when there was one: the others may see it before the driver does.
+
+        Args:
+            log_tail: what is known of its last words.
+        """
+        await asyncio.wait(self._ends.values(), timeout=DEATH_SEEN_AFTER_S, return_when=asyncio.FIRST_COMPLETED)
+        for name, end in self._ends.items():
+            if end.done():
+                return PeerFailedError(name, end.result(), log_tail)
+        return None
+
+    def raise_if_dead(self) -> None:
+        """Raise when one is gone.
+
+        Raises:
+            PeerFailedError: with its name.
+        """
+        for name, end in self._ends.items():
+            if end.done():
+                raise PeerFailedError(name, end.result())
+
+    async def destroy(self) -> None:
+        """Kill all, and wait until none is left."""
+        for each in self.actors:
+            if each.alive:
+                each.kill()
+        await asyncio.gather(*self._ends.values())
+
+    async def forget(self) -> None:
+        """Watch over them no longer."""
+        for end in self._ends.values():
+            end.cancel()
+        await asyncio.gather(*self._ends.values(), return_exceptions=True)
+
+
+async def start_all(launcher: Launcher, specs: Sequence[RoleSpec]) -> list[ActorHandle]:
+    """Start all at once, or none: when one fails, none is left, and their names are free again.
+
+    Raises:
+        OffbeatError: as `Launcher.start`.
+    """
+    started: list[ActorHandle] = []
+
+    async def start(spec: RoleSpec) -> ActorHandle:
+        actor = await launcher.start(spec)
+        started.append(actor)
+        return actor
+
+    try:
+        return await gather_or_cancel([start(spec) for spec in specs])
+    except BaseException:
+        for actor in started:
+            actor.kill()
+        await asyncio.gather(*(actor.wait_dead() for actor in started))
+        raise
+
+
+async def gather_or_cancel(work: Iterable[Awaitable[Any]]) -> list[Any]:
+    """Await all; on the first error cancel the rest, wait until they have ended, and raise it as it is."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
