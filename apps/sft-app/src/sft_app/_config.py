@@ -25,6 +25,7 @@ class EngineConfig(TrainEngineSettings):
         1, "Processes that train together, each with a device or a share of the CPUs.", ge=1, le=65536
     )
     update_deadline_s: float = setting(7200.0, "Longest time for one update or checkpoint of several ranks.", "s", gt=0)
+    silent_after_s: float = setting(60.0, "A rank whose process answers nothing for so long is killed.", "s", gt=0)
     batch_size: int = setting(32, "Sequences in one optimizer step.", "sequences", ge=1)
     max_updates: int = setting(0, "End the run after so many steps; 0: when the data ends.", "updates", ge=0)
 
