@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 
-from offbeat_actors import available_cpus
+from offbeat_actors import ClusterConfig, available_cpus
 from offbeat_data import ConversationConfig
 from offbeat_run import CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
 from offbeat_types import REQUIRED, TrainEngineConfig, TrainEngineSettings, setting
@@ -25,7 +25,6 @@ class EngineConfig(TrainEngineSettings):
         1, "Processes that train together, each with a device or a share of the CPUs.", ge=1, le=65536
     )
     update_deadline_s: float = setting(7200.0, "Longest time for one update or checkpoint of several ranks.", "s", gt=0)
-    silent_after_s: float = setting(60.0, "A rank whose process answers nothing for so long is killed.", "s", gt=0)
     batch_size: int = setting(32, "Sequences in one optimizer step.", "sequences", ge=1)
     max_updates: int = setting(0, "End the run after so many steps; 0: when the data ends.", "updates", ge=0)
 
@@ -53,6 +52,7 @@ class SftConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch._C._distributed_c10d import TCPStore
 
 import offbeat_liveness as liveness
-from offbeat_actors import ActorGroup, LocalLauncher, RoleSpec, start_all
+from offbeat_actors import ActorGroup, ClusterConfig, LocalLauncher, RoleSpec, start_all
 from offbeat_mesh import Mesh, StepTracer, join_world, open_device, open_store, rank_device
 from offbeat_objectives import sft_loss
 from offbeat_types import (
@@ -120,7 +120,7 @@ class RanksEngine:
         backend: name of the training engine.
         num_ranks: >= 2.
         deadline_s: for each call, and for each wait of one rank for another in it.
-        silent_after_s: a rank whose process answers nothing for so long is killed.
+        cluster: where the ranks live.
         stall_after_s: see `LivenessConfig`.
         logs: folder for the logs of the ranks and for what their monitors find; None: they print where we do.
         trace: what each rank traces, by its name.
@@ -137,13 +137,13 @@ class RanksEngine:
         backend: str,
         num_ranks: int,
         deadline_s: float,
-        silent_after_s: float,
+        cluster: ClusterConfig,
         stall_after_s: float,
         logs: Path | None,
         trace: Callable[[str], TracePlan | None] = lambda _: None,
     ) -> None:
         self._deadline_s, self._is_in_call = deadline_s, True
-        self._launcher = LocalLauncher("sft-app")
+        self._launcher = LocalLauncher("sft-app", cluster)
         self._store = open_store(self._launcher.address)
         shared = {
             "config": config,
@@ -173,7 +173,7 @@ class RanksEngine:
         self._thread.start()
         self._ranks: ActorGroup | None = None
         try:
-            self._ranks = self._run(self._start(specs, silent_after_s))
+            self._ranks = self._run(self._start(specs, cluster.silent_after_s))
         except BaseException:
             self.close()
             raise

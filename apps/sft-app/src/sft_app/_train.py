@@ -50,7 +50,7 @@ def create_engine(preflight: Preflight, run: RunFolder | None = None) -> Engine:
             backend=config.engine.backend,
             num_ranks=config.engine.num_ranks,
             deadline_s=config.engine.update_deadline_s,
-            silent_after_s=config.engine.silent_after_s,
+            cluster=config.cluster,
             stall_after_s=config.liveness.stall_after_s,
             logs=run.logs if run else None,
             trace=partial(config.profile.plan, folder=run.profile) if run else lambda _: None,
