@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offbeat_actors import ClusterConfig
-from offbeat_actors.ray._connection import Connection
-from offbeat_actors.ray._import import import_ray
+from offbeat_actors.ray._cluster import Connection, import_ray
 from offbeat_actors.ray._reservation import Reservation, hold, release
 from offbeat_placement import RankGroup, plan_blocks, plan_placement
 from offbeat_testing import ray_nodes

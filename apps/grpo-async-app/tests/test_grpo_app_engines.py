@@ -17,12 +17,11 @@ from grpo_async_app._engines import Engines
 from grpo_async_app._evaluation import Validation
 from grpo_async_app._fleet import Fleet
 from grpo_async_app._handover import hand_over
-from grpo_async_app._restarts import RestartBudget
 from grpo_async_app._roles import rollout as rollout_role
 from grpo_async_app._rollouts import ScoredTrajectory
 from grpo_async_app._scaling import take_asked_engines
-from grpo_async_app._watching import wait_gone
-from offbeat_actors._specs import Wait
+from offbeat_actors import RestartBudget, wait_gone
+from offbeat_actors._spec import Wait
 from offbeat_async_policy import AsyncPolicy
 from offbeat_data import Prompt
 from offbeat_run import RunFolder, load_config

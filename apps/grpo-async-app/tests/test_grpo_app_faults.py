@@ -13,7 +13,7 @@ import pytest
 from role_faults import accounting_complaints, last_value, listening_addresses, role_pids, signal_role, updates
 from run_faults import slowed
 
-from offbeat_actors._role_actor import RoleActor
+from offbeat_actors._actor import RoleActor
 from offbeat_rollout_torch._stepper import Stepper
 from offbeat_run import RunFolder, read_timeline
 from offbeat_testing import RunningCommand, wait_until_gone

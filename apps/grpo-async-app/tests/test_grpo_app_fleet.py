@@ -8,8 +8,8 @@ import pytest
 
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._fleet import Fleet
-from grpo_async_app._restarts import RestartBudget
 from grpo_async_app._speeds import EngineSpeeds
+from offbeat_actors import RestartBudget
 from offbeat_run import load_config
 from offbeat_types import EngineHealth, PeerFailedError, PlacementError
 

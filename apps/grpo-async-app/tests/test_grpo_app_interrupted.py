@@ -39,9 +39,9 @@ def test_ctrl_c_while_a_model_generates(forked_main: Callable[[], object], confi
     run = tmp_path / "run"
     with generating(config, run) as process:
         started = process.descendants()
-        guardians = [pid for pid in started if "offbeat-guardian" in Path(f"/proc/{pid}/cmdline").read_text()]
-        assert len(guardians) == 2
-        assert len(started) - len(guardians) == 3  # trainer, rollout engine, verifier
+        reapers = [pid for pid in started if "offbeat-reaper" in Path(f"/proc/{pid}/cmdline").read_text()]
+        assert len(reapers) == 2
+        assert len(started) - len(reapers) == 3  # trainer, rollout engine, verifier
         process.press_ctrl_c()
         assert_ended_with_one_line(process, run, started)
 

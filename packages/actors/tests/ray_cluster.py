@@ -8,11 +8,9 @@ from typing import Any
 
 from offbeat_actors import ClusterConfig
 from offbeat_actors.ray import RayLauncher
-from offbeat_actors.ray._connection import Connection
-from offbeat_actors.ray._import import import_ray
-from offbeat_actors.ray._keeper import Keeper
-from offbeat_actors.ray._messages import Whereabouts, decode
-from offbeat_actors.ray._remote_process import KeeperLink
+from offbeat_actors.ray._agent import NodeAgent, Whereabouts, decode
+from offbeat_actors.ray._cluster import Connection, import_ray
+from offbeat_actors.ray._process import AgentLink
 from offbeat_testing import RayNodes, ray_nodes
 
 NUM_GPUS = 8
@@ -25,12 +23,12 @@ class RayCluster:
     Args:
         ray: the module.
         nodes: of the cluster.
-        home: a keeper on the driver's node for the tests to share: to start one for each would take a second each.
+        home: a node agent on the driver's node for the tests to share: to start one for each would take a second each.
     """
 
     ray: Any
     nodes: RayNodes
-    home: KeeperLink | None = None
+    home: AgentLink | None = None
 
     @property
     def address(self) -> str:
@@ -68,10 +66,10 @@ def connected_nodes(num_nodes: int) -> Iterator[RayCluster]:
 
 
 class SharedHomeLauncher(RayLauncher):
-    """A launcher whose roles without a plan go to the keeper that the tests share.
+    """A launcher whose roles without a plan go to the node agent that the tests share.
 
     Args:
-        cluster: with the keeper.
+        cluster: with the agent.
         config: deadlines.
     """
 
@@ -80,16 +78,16 @@ class SharedHomeLauncher(RayLauncher):
         self._cluster = cluster
 
     async def close(self, deadline_s: float | None = None) -> None:
-        """Leave the keeper to the next test."""
+        """Leave the node agent to the next test."""
         self._home = None
         await super().close(deadline_s)
 
-    async def _open_home(self) -> KeeperLink:
+    async def _open_home(self) -> AgentLink:
         connection = await self._connect()
         if self._cluster.home is None or self._cluster.home.lost:
             affinity = connection.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
             strategy = affinity(connection.own_node, soft=False)
-            actor = connection.ray.remote(Keeper).options(num_cpus=0, scheduling_strategy=strategy).remote()
+            actor = connection.ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=strategy).remote()
             where = decode(await actor.whereabouts.remote(), Whereabouts)
-            self._cluster.home = KeeperLink(connection.ray, actor, where.node, where.address)
+            self._cluster.home = AgentLink(connection.ray, actor, where.node, where.address)
         return self._cluster.home

@@ -16,8 +16,8 @@ import pytest
 from conftest import Launchers
 from role_processes import role_processes
 
-from offbeat_actors import ActorHandle, RoleSpec, _local_process
-from offbeat_actors._local_process import LocalProcess
+from offbeat_actors import ActorHandle, RoleSpec, _local
+from offbeat_actors._local import LocalProcess
 from offbeat_types import (
     ConfigError,
     DeadlineError,
@@ -403,7 +403,7 @@ def test_kill_9_of_the_driver_ends_every_role(launchers: Launchers, role_env: di
 
 
 def test_a_process_that_sigkill_does_not_end_is_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_local_process, "_KILL_S", 0.2)
+    monkeypatch.setattr(_local, "_KILL_S", 0.2)
 
     async def scenario() -> None:
         # It leads no process group, so the signal to its group does not reach it: as one in the kernel, it goes on.

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from offbeat_actors._frames import HEADER, Call, Frame, FrameWriter, Result
+from offbeat_actors._wire import HEADER, Call, Frame, FrameWriter, Result
 
 DTYPES = st.one_of(
     hnp.boolean_dtypes(),

@@ -54,7 +54,7 @@ def wait_until_none(folder: Path, within_s: float) -> None:
         time.sleep(0.05)
 
 
-def guardian_of(role: int, folder: Path) -> int:
+def reaper_of(role: int, folder: Path) -> int:
     """The shell among the children of a role."""
     [pid] = (
         pid
@@ -86,44 +86,44 @@ def test_kill_9_of_a_role_ends_what_it_has_started_also_under_a_driver_that_does
             time.sleep(0.05)
 
 
-def test_an_orderly_end_leaves_neither_guardian_nor_zombie(start_role: Any, tmp_path: Path) -> None:
+def test_an_orderly_end_leaves_neither_reaper_nor_zombie(start_role: Any, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with start_role("Patient") as role:
-            guardian = guardian_of(role.pid, tmp_path)
+            reaper = reaper_of(role.pid, tmp_path)
             await role.stop()
-            assert not Path(f"/proc/{guardian}").exists()
+            assert not Path(f"/proc/{reaper}").exists()
         assert not role_processes(tmp_path)
 
     asyncio.run(scenario())
 
 
-def test_a_guardian_holds_one_pipe_and_less_than_a_megabyte(start_role: Any, tmp_path: Path) -> None:
+def test_a_reaper_holds_one_pipe_and_less_than_a_megabyte(start_role: Any, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with start_role("Patient") as role:
-            guardian = guardian_of(role.pid, tmp_path)
-            held = {fd: os.readlink(f"/proc/{guardian}/fd/{fd}") for fd in os.listdir(f"/proc/{guardian}/fd")}
+            reaper = reaper_of(role.pid, tmp_path)
+            held = {fd: os.readlink(f"/proc/{reaper}/fd/{fd}") for fd in os.listdir(f"/proc/{reaper}/fd")}
             own_kib = sum(
                 int(line.split()[1])
-                for line in Path(f"/proc/{guardian}/smaps_rollup").read_text().splitlines()
+                for line in Path(f"/proc/{reaper}/smaps_rollup").read_text().splitlines()
                 if line.startswith("Private")
             )
             assert held.pop("0").startswith("pipe:")
             assert set(held.values()) == {"/dev/null"}
-            assert os.readlink(f"/proc/{guardian}/cwd") == "/"
+            assert os.readlink(f"/proc/{reaper}/cwd") == "/"
             assert own_kib < 1024
 
     asyncio.run(scenario())
 
 
-def test_signals_that_are_meant_for_the_role_do_not_end_its_guardian(start_role: Any, tmp_path: Path) -> None:
+def test_signals_that_are_meant_for_the_role_do_not_end_its_reaper(start_role: Any, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with start_role("Stubborn") as role:  # it does not leave on SIGTERM either
-            guardian = guardian_of(role.pid, tmp_path)
+            reaper = reaper_of(role.pid, tmp_path)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-                os.kill(guardian, number)
+                os.kill(reaper, number)
             os.killpg(role.pid, signal.SIGTERM)
             await asyncio.sleep(0.3)
-            assert guardian_of(role.pid, tmp_path) == guardian
+            assert reaper_of(role.pid, tmp_path) == reaper
             assert role.alive
             role.kill()
             await role.wait_dead()

@@ -1,4 +1,4 @@
-"""What is Ray's own: connecting, a cluster of our own on loopback alone, keepers that die, logs of other machines."""
+"""What is Ray's own: connecting, a cluster of our own on loopback, node agents that die, logs of other machines."""
 
 import asyncio
 import contextlib
@@ -21,8 +21,8 @@ from test_actors_failures import error_of, needs_linux
 
 from offbeat_actors import ClusterConfig, RoleSpec
 from offbeat_actors.ray import RayLauncher, _launcher, cluster_nodes
-from offbeat_actors.ray._messages import LogFile
-from offbeat_actors.ray._own_cluster import own_folder
+from offbeat_actors.ray._agent import LogFile
+from offbeat_actors.ray._cluster import own_folder
 from offbeat_placement import RankGroup, plan_placement
 
 LISTEN = "0A"
@@ -197,7 +197,7 @@ def test_a_program_that_is_connected_already_is_not_connected_elsewhere(ray_clus
     assert ray_cluster.ray.is_initialized()
 
 
-def test_a_keeper_that_dies_takes_its_roles_along_and_is_replaced(
+def test_a_agent_that_dies_takes_its_roles_along_and_is_replaced(
     ray_cluster: RayCluster, role_env: dict[str, str], tmp_path: Path
 ) -> None:
     spec = RoleSpec("rollout-0", "actor_roles:Faulty", env=role_env, log_path=tmp_path / "rollout-0.log")
@@ -209,7 +209,7 @@ def test_a_keeper_that_dies_takes_its_roles_along_and_is_replaced(
             call = asyncio.create_task(error_of(first, "hang"))
             await error_of(first, "value_error")
             os.kill(parent_of(first.pid), signal.SIGKILL)
-            assert "rollout-0 failed: its keeper, a Ray actor on " in str(await call)
+            assert "rollout-0 failed: its node agent, a Ray actor on " in str(await call)
             assert not first.alive
             for _ in range(100):
                 if not role_processes(tmp_path):

@@ -259,7 +259,7 @@ def log_of(folder: Path, name: str) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_roles_whose_keeper_dies_start_again_in_their_own_place(
+def test_roles_whose_agent_dies_start_again_in_their_own_place(
     ray_cluster: RayCluster, role_env: dict[str, str], tmp_path: Path
 ) -> None:
     groups = [RankGroup(role="trainer", num_replicas=2, tensor_parallel=2)]
@@ -297,7 +297,7 @@ def test_a_role_whose_driver_is_not_heard_of_ends_in_time(
 
 
 @needs_linux
-def test_a_keeper_that_is_not_heard_of_is_given_up_in_time(
+def test_a_agent_that_is_not_heard_of_is_given_up_in_time(
     ray_cluster: RayCluster, role_env: dict[str, str], tmp_path: Path
 ) -> None:
     groups = [engines(1, 4)]
@@ -308,8 +308,8 @@ def test_a_keeper_that_is_not_heard_of_is_given_up_in_time(
             actor = await started.start(role("rollout-0", "Faulty", role_env, tmp_path))
             call = asyncio.create_task(actor.call("hang", deadline_s=100))
             await asyncio.sleep(0.2)
-            keeper = parent_of(actor.pid)
-            os.kill(keeper, signal.SIGSTOP)
+            agent = parent_of(actor.pid)
+            os.kill(agent, signal.SIGSTOP)
             try:
                 async with asyncio.timeout(60):
                     with pytest.raises(PeerFailedError, match=r"nothing was heard of its node 127.0.0.\d for 3 s"):
@@ -318,6 +318,6 @@ def test_a_keeper_that_is_not_heard_of_is_given_up_in_time(
                 assert again.address != actor.address  # its node may be cut off
             finally:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(keeper, signal.SIGCONT)
+                    os.kill(agent, signal.SIGCONT)
 
     asyncio.run(scenario())

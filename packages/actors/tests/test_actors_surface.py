@@ -25,7 +25,7 @@ def test_the_ray_launcher_is_found_by_its_entry_point() -> None:
 
 def test_importing_it_brings_neither_torch_nor_ray() -> None:
     code = (
-        "import offbeat_actors.ray, offbeat_actors._child, sys; "
+        "import offbeat_actors.ray, offbeat_actors._server, sys; "
         "print(*{'torch', 'ray', 'offbeat_mesh'} & {*sys.modules})"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout == "\n"

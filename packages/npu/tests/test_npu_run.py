@@ -8,7 +8,7 @@ import npu_standin
 import pytest
 import torch
 
-from offbeat_actors import _child
+from offbeat_actors import _server
 from offbeat_npu import _runtime
 from offbeat_testing import RunningCommand, forked_main, small_grpo_run, tiny_model
 
@@ -21,7 +21,7 @@ IN_STEP = (
 
 def where_it_is_installed(site, main):
     """`main` with the device's plugin installed in `site`; each role says at its end what the device has held."""
-    serve = _child.main
+    serve = _server.main
 
     def serve_and_tell(fd):
         serve(fd)
@@ -31,7 +31,7 @@ def where_it_is_installed(site, main):
     def run():
         sys.path.append(str(site))
         _runtime._import_runtime.cache_clear()  # another test of this process may have looked for it in vain
-        _child.main = serve_and_tell
+        _server.main = serve_and_tell
         return main()
 
     return run

@@ -97,6 +97,26 @@ class RolesProfileConfig(ProfileConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RolesConfig(ClusterConfig):
+    """Section `cluster`: that of `ClusterConfig`, and how the roles share CPUs and devices and are started again."""
+
+    trainer_threads: int = setting(0, "CPU threads of each trainer; 0 takes a share of all CPUs.", ge=0)
+    rollout_threads: int = setting(0, "CPU threads of each rollout engine; 0 takes a share of all CPUs.", ge=0)
+    colocate: bool = setting(False, "Rollout engines use the trainer's devices: they sleep while it trains.")
+    sleep_level: int = setting(
+        2, "What a colocated engine gives back while it sleeps: 1 its KV cache, 2 its weights too.", ge=1, le=2
+    )
+    turn_timeout_s: float = setting(
+        120.0, "Longest wait for one colocated role to give its memory back, or to take it again.", "s", gt=0
+    )
+    spans_nodes: bool = setting(False, "A rollout engine wider than a node may take several nodes, each whole.")
+    max_restarts: int = setting(
+        5, "Times one role is started again within restart_window_s; the next death ends the run.", "restarts", ge=0
+    )
+    restart_window_s: float = setting(3600.0, "Restarts longer ago than this are forgotten.", "s", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class GrpoConfig:
     """Everything a run of `grpo-async-app` can be told."""
 
@@ -109,7 +129,7 @@ class GrpoConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     async_: AsyncConfig = field(default_factory=AsyncConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    cluster: RolesConfig = field(default_factory=RolesConfig)
     log: LogConfig = field(default_factory=LogConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -8,12 +8,9 @@ from typing import Any
 from grpo_async_app._colocation import Turns
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._engine import Engine, bring_weights
-from grpo_async_app._gathering import all_or_first_error
 from grpo_async_app._handover import WeightOffer, is_lost
-from grpo_async_app._restarts import RestartBudget, Tell, start_again
 from grpo_async_app._speeds import EngineSpeeds
-from grpo_async_app._watching import wait_gone
-from offbeat_actors import ActorHandle
+from offbeat_actors import ActorHandle, RestartBudget, Tell, gather_or_cancel, start_again, wait_gone
 from offbeat_run import clock_s
 from offbeat_types import (
     Completion,
@@ -64,7 +61,7 @@ class Engines:
     async def start(self) -> None:
         """Start as many as the configuration says. None serves before it has got weights, or `serve` is called."""
         names = [f"rollout-{number}" for number in range(self._wanted)]
-        for name, handle in zip(names, await all_or_first_error([self._start(name) for name in names]), strict=True):
+        for name, handle in zip(names, await gather_or_cancel([self._start(name) for name in names]), strict=True):
             self._add(name, handle)
 
     async def _start(self, name: str) -> ActorHandle:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._engines import Engines
-from grpo_async_app._gathering import all_or_first_error
 from grpo_async_app._rollouts import Rollouts, ScoredTrajectory
+from offbeat_actors import gather_or_cancel
 from offbeat_data import Prompt
 from offbeat_types import GenerateRequest, OffbeatError, PeerFailedError, SamplingParams, Trajectory
 
@@ -132,5 +132,5 @@ async def _bounded(
         async with gate:
             return await answer(number, prompt)
 
-    answers = await all_or_first_error([one(number, prompt) for number, prompt in enumerate(prompts)])
+    answers = await gather_or_cancel([one(number, prompt) for number, prompt in enumerate(prompts)])
     return [answered for answered in answers if answered is not None]

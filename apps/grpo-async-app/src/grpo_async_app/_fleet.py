@@ -13,13 +13,11 @@ from grpo_async_app._colocation import Turns
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._engines import Engines
 from grpo_async_app._environment_process import EnvironmentProcess
-from grpo_async_app._gathering import all_or_first_error
 from grpo_async_app._handover import WeightOffer
-from grpo_async_app._restarts import RestartBudget, Tell, start_again
 from grpo_async_app._role_specs import RoleSpecs
 from grpo_async_app._teachers import Teachers
 from grpo_async_app._trainers import Trainers, start_trainers
-from offbeat_actors import ActorHandle, Launcher
+from offbeat_actors import ActorHandle, Launcher, RestartBudget, Tell, gather_or_cancel, start_again
 from offbeat_data import Prompt, RewardPool, RewardScore
 from offbeat_placement import Placement
 from offbeat_run import clock_s
@@ -123,9 +121,9 @@ class Fleet:
             await turns.trainer_started()
             await self._start_serving()
             await turns.engines_started()
-            await all_or_first_error(self._starting_teachers())
+            await gather_or_cancel(self._starting_teachers())
         else:
-            self._trainer, *_ = await all_or_first_error(
+            self._trainer, *_ = await gather_or_cancel(
                 [self._start_trainers(num_updates, checkpoint), self._start_serving(), *self._starting_teachers()]
             )
         self.engines.let_others_join()
@@ -142,7 +140,7 @@ class Fleet:
 
     async def _start_serving(self) -> None:
         environments = [self.environment.start()] if self.environment else []
-        await all_or_first_error([self.engines.start(), *environments])
+        await gather_or_cancel([self.engines.start(), *environments])
 
     def _starting_teachers(self) -> list[Coroutine[Any, Any, None]]:
         return [self.teachers.start()] if self.teachers is not None else []

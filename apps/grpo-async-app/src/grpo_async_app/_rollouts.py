@@ -9,7 +9,7 @@ from itertools import count
 
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._fleet import Fleet
-from grpo_async_app._gathering import all_or_first_error
+from offbeat_actors import gather_or_cancel
 from offbeat_data import EnvironmentFailedError, EpisodeLimits, Prompt, RewardScore, TurnTemplate, play_episode
 from offbeat_types import Completion, DataError, GenerateRequest, Ids, Trajectory
 
@@ -89,7 +89,7 @@ class Rollouts:
         first = asyncio.ensure_future(self._generate(name, request))
         try:
             play = [self._play(name, prompt, request, index, first) for index in range(request.num_samples)]
-            return [sample for sample in await all_or_first_error(play) if sample is not None]
+            return [sample for sample in await gather_or_cancel(play) if sample is not None]
         finally:
             first.cancel()
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from grpo_async_app._restarts import Tell
+from offbeat_actors import Tell
 from offbeat_run import RunFolder
 from offbeat_types import ConfigError, DeadlineError
 

@@ -10,11 +10,10 @@ from math import ceil
 from pathlib import Path
 from typing import Final
 
-from grpo_async_app._config import GrpoConfig, RolloutConfig
+from grpo_async_app._config import GrpoConfig, RolesConfig, RolloutConfig
 from grpo_async_app._preflight import Preflight, check_run
 from grpo_async_app._shrink_reward import REWARD
 from grpo_async_app._teacher_config import TeacherConfig
-from offbeat_actors import ClusterConfig
 from offbeat_async_policy import AsyncConfig
 from offbeat_data import DataConfig, EnvironmentConfig, RewardConfig
 from offbeat_objectives import AlgorithmConfig
@@ -227,9 +226,9 @@ def _shrink_async(policy: AsyncConfig, samples_per_prompt: int, num_ranks: int) 
     return replace(policy, mini_batch_size=size, max_in_flight=min(policy.max_in_flight, 2 * size))
 
 
-def _shrink_cluster(cluster: ClusterConfig) -> ClusterConfig:
+def _shrink_cluster(cluster: RolesConfig) -> RolesConfig:
     """On this machine, without Ray; whether the roles take turns stays."""
-    return ClusterConfig(
+    return RolesConfig(
         colocate=cluster.colocate,
         sleep_level=cluster.sleep_level,
         max_restarts=cluster.max_restarts,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 
-from offbeat_actors import available_cpus
+from offbeat_actors import ClusterConfig, available_cpus
 from offbeat_data import ConversationConfig
 from offbeat_run import CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
 from offbeat_types import REQUIRED, TrainEngineConfig, TrainEngineSettings, setting
@@ -52,6 +52,7 @@ class SftConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 

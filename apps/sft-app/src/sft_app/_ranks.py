@@ -1,92 +1,93 @@
-"""One of several ranks that train together: its place in the world, its engine, its monitor.
+"""The trainer on several ranks: each a process of its own, called as one engine by the process of the command line."""
 
-Every rank is asked for the same things in the same order (`TrainEngine`). Rank 0 is the process of the command line;
-the others run `Rank` as a role, `trainer-1`, `trainer-2`, …
-"""
-
-from dataclasses import dataclass
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import TCPStore
 
 import offbeat_liveness as liveness
-from offbeat_mesh import Mesh, StepTracer, World, join_world, open_device, open_store, rank_device
+from offbeat_actors import ActorGroup, ClusterConfig, LocalLauncher, RoleSpec, start_all
+from offbeat_mesh import Mesh, StepTracer, join_world, open_device, open_store, rank_device
 from offbeat_objectives import sft_loss
-from offbeat_types import TracePlan, TrainEngine, TrainEngineConfig, TrainSequence, load_backend
+from offbeat_types import (
+    Floats,
+    LossFunction,
+    Metrics,
+    TracePlan,
+    TrainEngine,
+    TrainEngineConfig,
+    TrainSequence,
+    load_backend,
+)
 
-_LOOPBACK: Final = "127.0.0.1"
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a rank belongs.
+class TrainerRank:
+    """The actor `trainer-N`: one rank. Every rank is asked for the same things in the same order.
 
     Args:
-        rank: in [0, size).
-        size: how many train together.
+        config: of the engine, the same on all ranks.
         backend: name of the training engine.
+        rank, size: in [0, size), of so many.
+        host, port: of the store where the ranks meet.
         deadline_s: for the ranks to come, and for each wait of one for another.
         stall_after_s: see `LivenessConfig`.
         dumps: folder for what the monitor finds; None writes none.
         trace: which steps it traces; None for none.
     """
 
-    rank: int
-    size: int
-    backend: str
-    deadline_s: float
-    stall_after_s: float
-    dumps: str | None
-    trace: TracePlan | None = None
+    def __init__(
+        self,
+        *,
+        config: TrainEngineConfig,
+        backend: str,
+        rank: int,
+        size: int,
+        host: str,
+        port: int,
+        deadline_s: float,
+        stall_after_s: float,
+        dumps: str | None,
+        trace: TracePlan | None,
+    ) -> None:
+        create = load_backend("offbeat.engine", backend).create  # the slow import, before anybody waits
+        self._monitor = liveness.watch(stall_after_s, "abort", dumps, name=f"trainer-{rank}")
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=deadline_s))
+        device = rank_device(config.device, rank, size)
+        self._world = join_world(rank=rank, size=size, store=store, device=device, deadline_s=deadline_s)
+        self._engine: TrainEngine = create(config, Mesh(dp=size))
+        self._tracer = StepTracer(open_device(device), trace) if trace else None
 
-    @property
-    def name(self) -> str:
-        """As errors, logs and the monitor call it."""
-        return f"trainer-{self.rank}"
+    def forward_backward(self, sequences: list[TrainSequence]) -> Metrics:
+        """See `TrainEngine.forward_backward`."""
+        return self._engine.forward_backward(sequences, sft_loss)
 
+    def step(self) -> Metrics:
+        """See `TrainEngine.step`."""
+        return self._engine.step()
 
-class Rank:
-    """A rank of the trainer. All of its methods belong to one thread.
+    def logprobs(self, sequences: list[TrainSequence], reference: bool) -> list[Floats]:
+        """See `TrainEngine.logprobs`."""
+        return self._engine.logprobs(sequences, reference=reference)
 
-    Args:
-        config: of the engine, the same on all ranks.
-        place: of this one.
-    """
+    def save_weights(self, folder: Path) -> None:
+        """See `TrainEngine.save_weights`."""
+        self._engine.save_weights(folder)
 
-    engine: TrainEngine
+    def save(self, folder: Path) -> None:
+        """See `TrainEngine.save`."""
+        self._engine.save(folder)
 
-    def __init__(self, config: TrainEngineConfig, place: Place) -> None:
-        self._config, self._place = config, place
-        self._create = load_backend("offbeat.engine", place.backend).create  # the slow import, before anybody waits
-        self._store: TCPStore | None = None
-        self._world: World | None = None
-        self._monitor: liveness.Monitor | None = None
-
-    def open_store(self) -> int:
-        """Open the place where the ranks find each other, and return its port."""
-        self._store = open_store(_LOOPBACK)
-        return int(self._store.port)
-
-    def join(self, port: int) -> None:
-        """Join the other ranks and load this one's part of the model."""
-        place = self._place
-        self._monitor = liveness.watch(place.stall_after_s, "abort", place.dumps, name=place.name)
-        store = self._store or TCPStore(_LOOPBACK, port)
-        device = rank_device(self._config.device, place.rank, place.size)
-        self._world = join_world(
-            rank=place.rank, size=place.size, store=store, device=device, deadline_s=place.deadline_s
-        )
-        self.engine = self._create(self._config, Mesh(dp=place.size))
-        self._tracer = StepTracer(open_device(device), place.trace) if place.trace else None
-
-    def forward_backward(self, sequences: list[TrainSequence]) -> None:
-        """Do this rank's share. The answer is rank 0's too, so it stays here; and so below."""
-        self.engine.forward_backward(sequences, sft_loss)
-
-    def step(self) -> None:
-        """Take the step."""
-        self.engine.step()
+    def load(self, folder: Path) -> None:
+        """See `TrainEngine.load`."""
+        self._engine.load(folder)
 
     def begin_trace(self, number: int) -> None:
         """Trace the step that begins, if it is one to trace."""
@@ -99,36 +100,149 @@ class Rank:
             self._tracer.stop()
             self._tracer.write()
 
-    def logprobs(self, sequences: list[TrainSequence], reference: bool) -> None:
-        """Do this rank's share."""
-        self.engine.logprobs(sequences, reference=reference)
+    async def beat(self) -> None:
+        """Answer, also while a step computes: the process is neither stopped nor stuck."""
 
-    def pass_weights(self) -> None:
-        """Give the others this rank's part of every tensor."""
-        for _ in self.engine.weights():
-            pass
+    def close(self) -> None:
+        """Free everything and leave the other ranks, when they leave as well."""
+        self._monitor.close()
+        self._engine.close()
+        self._world.leave()
+
+
+class RanksEngine:
+    """All ranks as one engine: has what the training loop uses of `offbeat_types.TrainEngine`.
+
+    A rank that fails or dies ends the call with an error that names it; there is no way on after that but `close`.
+
+    Args:
+        config: of the engine, the same for all ranks.
+        backend: name of the training engine.
+        num_ranks: >= 2.
+        deadline_s: for each call, and for each wait of one rank for another in it.
+        cluster: where the ranks live.
+        stall_after_s: see `LivenessConfig`.
+        logs: folder for the logs of the ranks and for what their monitors find; None: they print where we do.
+        trace: what each rank traces, by its name.
+
+    Raises:
+        UserError: a setting the backend cannot follow, a model it cannot train.
+        PeerFailedError: a rank did not start.
+    """
+
+    def __init__(
+        self,
+        config: TrainEngineConfig,
+        *,
+        backend: str,
+        num_ranks: int,
+        deadline_s: float,
+        cluster: ClusterConfig,
+        stall_after_s: float,
+        logs: Path | None,
+        trace: Callable[[str], TracePlan | None] = lambda _: None,
+    ) -> None:
+        self._deadline_s, self._is_in_call = deadline_s, True
+        self._launcher = LocalLauncher("sft-app", cluster)
+        self._store = open_store(self._launcher.address)
+        shared = {
+            "config": config,
+            "backend": backend,
+            "size": num_ranks,
+            "host": self._launcher.address,
+            "port": self._store.port,
+            "deadline_s": deadline_s,
+            "stall_after_s": stall_after_s,
+            "dumps": str(logs / time.strftime("liveness-%Y%m%d-%H%M%S")) if logs else None,
+        }
+        traces = [trace(f"trainer-{rank}") for rank in range(num_ranks)]
+        self._is_traced = any(traces)
+        specs = [
+            RoleSpec(
+                f"trainer-{rank}",
+                "sft_app._ranks:TrainerRank",
+                {**shared, "rank": rank, "trace": traces[rank]},
+                num_threads=config.num_threads,
+                log_path=logs / f"trainer-{rank}.log" if logs else None,
+            )
+            for rank in range(num_ranks)
+        ]
+        self._loop = asyncio.new_event_loop()
+        # It must outlive the ranks: on Linux they end with the thread that started them.
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ranks", daemon=True)
+        self._thread.start()
+        self._ranks: ActorGroup | None = None
+        try:
+            self._ranks = self._run(self._start(specs, cluster.silent_after_s))
+        except BaseException:
+            self.close()
+            raise
+        self._is_in_call = False
+
+    async def _start(self, specs: Sequence[RoleSpec], silent_after_s: float) -> ActorGroup:
+        return ActorGroup(await start_all(self._launcher, specs), silent_after_s)
+
+    def forward_backward(self, sequences: Sequence[TrainSequence], loss: LossFunction) -> Metrics:
+        """Add up gradients of the supervised loss, the only one that the ranks know."""
+        assert loss is sft_loss
+        metrics: Metrics = self._call("forward_backward", list(sequences), returns=Metrics)
+        return metrics
+
+    def step(self) -> Metrics:
+        """Clip, update the weights, clear gradients."""
+        metrics: Metrics = self._call("step", returns=Metrics)
+        return metrics
+
+    def logprobs(self, sequences: Sequence[TrainSequence], *, reference: bool = False) -> list[Floats]:
+        """Log-probability of each loss token: see `TrainEngine.logprobs`."""
+        found: list[Floats] = self._call("logprobs", list(sequences), reference, returns=list[Floats])
+        return found
 
     def save_weights(self, folder: Path) -> None:
-        """Write the weights together."""
-        self.engine.save_weights(folder)
+        """Write a folder in Hugging Face format."""
+        self._call("save_weights", folder)
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint together."""
-        self.engine.save(folder)
+        """Write what `save_weights` writes, and optimizer, schedule and random state beside it."""
+        self._call("save", folder)
 
     def load(self, folder: Path) -> None:
-        """Read a checkpoint together."""
-        self.engine.load(folder)
+        """Read what `save` wrote, on whatever number of ranks."""
+        self._call("load", folder)
 
-    def stop_watching(self) -> None:
-        """End the monitor: from here on a rank that is gone is nobody's concern."""
-        if self._monitor is not None:
-            self._monitor.close()
+    @contextmanager
+    def traced(self, number: int) -> Iterator[None]:
+        """The block in which a step runs, traced on the ranks that shall trace it."""
+        if not self._is_traced:
+            yield
+            return
+        self._call("begin_trace", number)
+        yield
+        self._call("end_trace")
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Free everything and leave the other ranks; without an error, when they leave as well."""
-        self.stop_watching()
-        if hasattr(self, "engine"):
-            self.engine.close()
-        if self._world is not None:
-            self._world.leave(error)
+    def close(self) -> None:
+        """Free everything and end the ranks: in order, or at once when a call has not come to its end."""
+        try:
+            self._run(self._stop())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    async def _stop(self) -> None:
+        if self._ranks is not None:
+            await self._ranks.forget()
+        if self._is_in_call:
+            self._launcher.kill()
+        await self._launcher.close()
+
+    def _call(self, method: str, *args: Any, returns: Any = None) -> Any:
+        assert self._ranks is not None
+        self._is_in_call = True
+        answer = self._run(self._ranks.call(method, *args, returns=returns, deadline_s=self._deadline_s))
+        self._is_in_call = False
+        return answer
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await something in the thread of the ranks. A signal's handler may raise here meanwhile."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -21,15 +21,17 @@ from offbeat_types import (
 )
 from sft_app._interrupt import deferred_interrupts
 from sft_app._preflight import Preflight, Progress
-from sft_app._team import TeamEngine
+from sft_app._ranks import RanksEngine
 
 STATE_FILE = "loop.json"
 
+Engine = TrainEngine | RanksEngine
+"""The trainer: in this process, or on several ranks."""
 UpdateTracer = Callable[[int], AbstractContextManager[None]]
 """Called with the number of an update, from 0: the block in which it runs."""
 
 
-def create_engine(preflight: Preflight, run: RunFolder | None = None) -> TrainEngine:
+def create_engine(preflight: Preflight, run: RunFolder | None = None) -> Engine:
     """Load the model into the trainer, on as many ranks as the configuration says.
 
     Args:
@@ -43,11 +45,12 @@ def create_engine(preflight: Preflight, run: RunFolder | None = None) -> TrainEn
     """
     config, settings = preflight.config, preflight.config.train_engine(preflight.num_updates)
     if config.engine.num_ranks > 1:
-        return TeamEngine(
+        return RanksEngine(
             settings,
             backend=config.engine.backend,
             num_ranks=config.engine.num_ranks,
             deadline_s=config.engine.update_deadline_s,
+            cluster=config.cluster,
             stall_after_s=config.liveness.stall_after_s,
             logs=run.logs if run else None,
             trace=partial(config.profile.plan, folder=run.profile) if run else lambda _: None,
@@ -56,9 +59,9 @@ def create_engine(preflight: Preflight, run: RunFolder | None = None) -> TrainEn
     return engine
 
 
-def open_tracer(preflight: Preflight, run: RunFolder, engine: TrainEngine) -> UpdateTracer:
+def open_tracer(preflight: Preflight, run: RunFolder, engine: Engine) -> UpdateTracer:
     """Traces the updates that section `profile` names, on all ranks that it names."""
-    if isinstance(engine, TeamEngine):
+    if isinstance(engine, RanksEngine):
         return engine.traced
     plan = preflight.config.profile.plan("trainer-0", run.profile)
     if plan is None:
@@ -66,7 +69,7 @@ def open_tracer(preflight: Preflight, run: RunFolder, engine: TrainEngine) -> Up
     return StepTracer(open_device(preflight.config.engine.device), plan).step
 
 
-def train(preflight: Preflight, run: RunFolder, engine: TrainEngine) -> None:
+def train(preflight: Preflight, run: RunFolder, engine: Engine) -> None:
     """Train to the end of the data.
 
     Args:
@@ -90,7 +93,7 @@ def progress_of(run: RunFolder) -> Progress:
     return Progress(updates=updates, position=state.get("position", updates * state["batch_size"]))  # older ones
 
 
-def resume(preflight: Preflight, run: RunFolder, engine: TrainEngine) -> None:
+def resume(preflight: Preflight, run: RunFolder, engine: Engine) -> None:
     """Go on from the latest whole checkpoint, or from the beginning when there is none yet; otherwise as `train`.
 
     Raises:
@@ -102,12 +105,12 @@ def resume(preflight: Preflight, run: RunFolder, engine: TrainEngine) -> None:
     _train(preflight, run, engine, start=start, resume_step=start or -1)
 
 
-def _train(preflight: Preflight, run: RunFolder, engine: TrainEngine, *, start: int, resume_step: int | None) -> None:
+def _train(preflight: Preflight, run: RunFolder, engine: Engine, *, start: int, resume_step: int | None) -> None:
     with RunLog(run, preflight.config.log, preflight.num_updates, resume_step) as log:
         _Session(preflight, run, engine, log, start).run()
 
 
-def _restore(engine: TrainEngine, preflight: Preflight, run: RunFolder) -> int:
+def _restore(engine: Engine, preflight: Preflight, run: RunFolder) -> int:
     """Updates done."""
     if not preflight.config.checkpoint.save_optimizer:
         raise RunFolderError(f"{run.path} was run with checkpoint.save_optimizer = false: it cannot be resumed")
@@ -141,7 +144,7 @@ def _loop_state(preflight: Preflight, updates: int) -> dict[str, int]:
 class _Session:
     """One process's part of a run."""
 
-    def __init__(self, preflight: Preflight, run: RunFolder, engine: TrainEngine, log: RunLog, start: int) -> None:
+    def __init__(self, preflight: Preflight, run: RunFolder, engine: Engine, log: RunLog, start: int) -> None:
         self._preflight, self._config, self._run = preflight, preflight.config, run
         self._engine, self._log, self._start = engine, log, start
 
@@ -206,7 +209,7 @@ class _Session:
         self._run.checkpoints.prune(checkpoint.keep)
 
 
-def held_out_loss(engine: TrainEngine, sequences: tuple[TrainSequence, ...]) -> float:
+def held_out_loss(engine: Engine, sequences: tuple[TrainSequence, ...]) -> float:
     """Mean cross entropy over all loss tokens, nats."""
     logprobs = engine.logprobs(sequences)
     total = sum(float(-found[sequence.loss_mask].sum()) for found, sequence in zip(logprobs, sequences, strict=True))

@@ -1,19 +1,29 @@
-"""Starts the role processes of a run and calls them: typed RPC, deadlines, named failures. No torch."""
+"""Starts the processes of a run, calls them, watches over them: typed calls, deadlines, restart budgets. No torch."""
 
-from offbeat_actors._batch import call_all
+from offbeat_actors._group import ActorGroup, call_all, gather_or_cancel, start_all
 from offbeat_actors._local import LocalLauncher
 from offbeat_actors._machine import check_processes, split_threads
-from offbeat_actors._specs import ActorHandle, ClusterConfig, Launcher, RoleSpec
+from offbeat_actors._spec import ActorHandle, ClusterConfig, Launcher, RoleSpec
+from offbeat_actors._supervision import RestartBudget, Supervised, Tell, least_loaded, start_again, wait_gone
 from offbeat_placement import available_cpus
 
 __all__ = [
+    "ActorGroup",
     "ActorHandle",
     "ClusterConfig",
     "Launcher",
     "LocalLauncher",
+    "RestartBudget",
     "RoleSpec",
+    "Supervised",
+    "Tell",
     "available_cpus",
     "call_all",
     "check_processes",
+    "gather_or_cancel",
+    "least_loaded",
     "split_threads",
+    "start_again",
+    "start_all",
+    "wait_gone",
 ]

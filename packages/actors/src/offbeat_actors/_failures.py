@@ -1,13 +1,30 @@
-"""Carries an exception from one process to another without pickle."""
+"""What went wrong in an actor's process, for its caller: its exception, without pickle, and the end of its log."""
 
+import os
 import sys
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
+from typing import Final
 
-from offbeat_actors._frames import Failure
-from offbeat_actors._log_tail import NUM_TAIL_LINES
+from offbeat_actors._wire import Failure
 from offbeat_types import OffbeatError, PeerFailedError
+
+NUM_TAIL_LINES: Final = 30
+
+
+def read_log_tail(path: Path, *, num_lines: int = NUM_TAIL_LINES, max_bytes: int = 8192) -> str:
+    """Return the last lines of a log, newest last; empty when there is no log."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - max_bytes))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-num_lines:])
+
 
 _PLAIN = (str, int, float, bool, type(None))
 

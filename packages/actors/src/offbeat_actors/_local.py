@@ -1,21 +1,105 @@
 """The `local` launcher: every role a process of this machine."""
 
 import asyncio
+import contextlib
 import os
+import signal
 import socket
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Final
 
-from offbeat_actors._channel import Channel, SocketStream
-from offbeat_actors._guardian import GuardianPipe
-from offbeat_actors._launching import ProcessLauncher
-from offbeat_actors._local_process import LocalProcess
-from offbeat_actors._role_actor import RoleActor
-from offbeat_actors._spawn import child_command, open_log, own_environment
-from offbeat_actors._specs import ClusterConfig, RoleSpec
+from offbeat_actors._actor import RoleActor
+from offbeat_actors._launcher import ProcessLauncher, child_command, open_log, own_environment
+from offbeat_actors._reaper import ReaperPipe
+from offbeat_actors._spec import ClusterConfig, RoleSpec
+from offbeat_actors._wire import Channel, SocketStream
 from offbeat_placement import Node, Plan, RankGroup, local_node, process_of
 from offbeat_types import PlacementError, load_backend
+
+_WORDS: Final = {
+    "T": "its process is stopped (SIGSTOP, or a debugger): continue it with SIGCONT, or kill it",
+    "t": "its process is stopped by a debugger",
+    "D": "its process waits for a disk or a device",
+    "Z": "its process has ended",
+}
+
+
+def describe_process(pid: int) -> str:
+    """Words for a state that explains silence; "" when nothing is odd, or on a system without /proc.
+
+    Source: proc_pid_stat(5), field 3.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return _WORDS.get(stat.rpartition(")")[2].split()[0], "")
+
+
+_KILL_S: Final = 20.0
+"""After SIGKILL: how long a process may take to end. The memory of a large one is given back in seconds."""
+
+
+class LocalProcess:
+    """Implements `RoleProcess` for a child process that leads a process group of its own.
+
+    Args:
+        process: the child.
+        reaper: of its group, where it has one.
+    """
+
+    address = "127.0.0.1"
+    place = ""
+
+    def __init__(self, process: asyncio.subprocess.Process, reaper: ReaperPipe | None = None) -> None:
+        self._process, self._reaper = process, reaper
+        self._killed = asyncio.Event()
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """False once it has been seen to end."""
+        return self._process.returncode is None
+
+    async def wait(self) -> int | str:
+        """Wait for its end: its exit code, or minus the signal that killed it; words when SIGKILL does not end it."""
+        ended = asyncio.ensure_future(self._process.wait())
+        killed = asyncio.ensure_future(self._killed.wait())
+        try:
+            await asyncio.wait({ended, killed}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ended}, timeout=_KILL_S)
+            if ended.done():
+                return ended.result()
+        finally:
+            ended.cancel()
+            killed.cancel()
+            await self._end_group()
+        doing = describe_process(self.pid) or "it holds its devices and memory until it does"
+        return f"its process {self.pid} has not ended {_KILL_S:g} s after SIGKILL: {doing}"
+
+    async def _end_group(self) -> None:
+        """What it has started must not outlive it."""
+        if self._reaper is not None:
+            self.send_signal(signal.SIGKILL)
+            await self._reaper.close()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to its process group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+        if number == signal.SIGKILL:
+            self._killed.set()
+
+    async def state(self) -> str:
+        """What it is doing, when that is odd."""
+        return describe_process(self.pid)
 
 
 class LocalLauncher(ProcessLauncher):
@@ -67,17 +151,17 @@ class LocalLauncher(ProcessLauncher):
 
     async def _spawn(self, spec: RoleSpec) -> RoleActor:
         ours, theirs = socket.socketpair()
-        guardian = GuardianPipe()
+        reaper = ReaperPipe()
         try:
             log = open_log(spec.log_path, spec.name) if spec.log_path else None
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *child_command(theirs.fileno(), guardian.theirs, spec.name),
+                    *child_command(theirs.fileno(), reaper.theirs, spec.name),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     env={**os.environ, **own_environment(spec, self._run_name, self.address)},
-                    pass_fds=(theirs.fileno(), guardian.theirs),
+                    pass_fds=(theirs.fileno(), reaper.theirs),
                     # A session of its own: Ctrl-C in the terminal reaches the driver only, and one signal to the
                     # group ends whatever processes the role has started.
                     start_new_session=True,
@@ -87,12 +171,12 @@ class LocalLauncher(ProcessLauncher):
                     os.close(log)
         except BaseException:
             ours.close()
-            guardian.abandon()
+            reaper.abandon()
             raise
         finally:
             theirs.close()
-            guardian.hand_over()
-        return RoleActor(spec, LocalProcess(process, guardian), Channel(SocketStream(ours)), self._config)
+            reaper.hand_over()
+        return RoleActor(spec, LocalProcess(process, reaper), Channel(SocketStream(ours)), self._config)
 
 
 def _shown_devices(plan: Plan, groups: Sequence[RankGroup]) -> dict[str, dict[str, str]]:

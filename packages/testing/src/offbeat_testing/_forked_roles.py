@@ -10,11 +10,11 @@ import socket
 from collections.abc import Callable
 from importlib import import_module
 
-from offbeat_actors import LocalLauncher, RoleSpec, _child
-from offbeat_actors._channel import Channel, SocketStream
-from offbeat_actors._local_process import LocalProcess
-from offbeat_actors._role_actor import RoleActor
-from offbeat_actors._spawn import open_log, own_environment
+from offbeat_actors import LocalLauncher, RoleSpec, _server
+from offbeat_actors._actor import RoleActor
+from offbeat_actors._launcher import open_log, own_environment
+from offbeat_actors._local import LocalProcess
+from offbeat_actors._wire import Channel, SocketStream
 from offbeat_testing._forked_process import ForkedProcess
 
 _LOOK_EVERY_S = 0.02
@@ -67,7 +67,7 @@ async def _fork_role(launcher: LocalLauncher, spec: RoleSpec) -> RoleActor:
     def become_role() -> None:
         ours.close()
         os.environ.update(variables)
-        _child.main(theirs.detach())
+        _server.main(theirs.detach())
 
     process = _RoleProcess(become_role, [spec.name], log)
     theirs.close()

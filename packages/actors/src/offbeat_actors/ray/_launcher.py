@@ -11,22 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
-from offbeat_actors._channel import Channel
-from offbeat_actors._launching import ProcessLauncher
-from offbeat_actors._role_actor import RoleActor
-from offbeat_actors._spawn import open_log, own_environment
-from offbeat_actors._specs import ClusterConfig, RoleSpec
-from offbeat_actors.ray._connection import Connection, cluster_nodes
-from offbeat_actors.ray._log_mirror import describe_log
-from offbeat_actors.ray._messages import Order, Started, decode, encode
-from offbeat_actors.ray._remote_process import KeeperLink, RemoteProcess, is_node_alive
+from offbeat_actors._actor import RoleActor
+from offbeat_actors._launcher import ProcessLauncher, open_log, own_environment
+from offbeat_actors._spec import ClusterConfig, RoleSpec
+from offbeat_actors._wire import Channel
+from offbeat_actors.ray._agent import Order, Started, decode, describe_log, encode
+from offbeat_actors.ray._cluster import Connection, cluster_nodes
+from offbeat_actors.ray._process import AgentLink, RemoteProcess, is_node_alive
 from offbeat_actors.ray._reservation import (
     Reservation,
     find_room,
     release,
     release_now,
     reserve,
-    start_keeper,
+    start_agent,
     unanswered,
 )
 from offbeat_placement import Node, PlacedDriver, PlacedRank, Plan, RankGroup, plan_blocks, process_of, verify_placed
@@ -42,18 +40,18 @@ _LEASE: Final = 5
 
 @dataclass(frozen=True)
 class _Seat:
-    """Where a role goes: a keeper, and ordinals among its devices; None for all of them."""
+    """Where a role goes: a node agent, and ordinals among its devices; None for all of them."""
 
-    link: KeeperLink
+    link: AgentLink
     devices: list[int] | None
 
 
 class RayLauncher(ProcessLauncher):
     """Starts roles as processes on the nodes of a Ray cluster.
 
-    On each node that a plan uses, a keeper (a Ray actor) holds a block of devices and runs the processes of its roles
-    as its children. Calls go through Ray as the same frames that the local launcher sends over a socket: nothing of
-    them is pickled. Everything is gone when this process is, however it dies.
+    On each node that a plan uses, a node agent (a Ray actor) holds a block of devices and runs the processes of its
+    roles as its children. Calls go through Ray as the same frames that the local launcher sends over a socket: nothing
+    of them is pickled. Everything is gone when this process is, however it dies.
 
     Args:
         run_name: told to every role as the environment variable OFFBEAT_RUN, and shown by Ray.
@@ -66,7 +64,7 @@ class RayLauncher(ProcessLauncher):
         super().__init__(run_name, config)
         self._connection: asyncio.Future[Connection] | None = None
         self._given_up = threading.Event()
-        self._home: asyncio.Future[KeeperLink] | None = None
+        self._home: asyncio.Future[AgentLink] | None = None
         self._held: list[Reservation] = []
         self._seats: dict[str, _Seat] = {}
         self._renewing = asyncio.Lock()
@@ -162,7 +160,7 @@ class RayLauncher(ProcessLauncher):
             lease_s=_LEASE * self._config.silent_after_s,
         )
 
-    async def _link_of(self, role: str) -> KeeperLink:
+    async def _link_of(self, role: str) -> AgentLink:
         if role in self._seats:
             await self._renew(role)
             return self._seats[role].link
@@ -172,13 +170,13 @@ class RayLauncher(ProcessLauncher):
         return await asyncio.shield(self._home)
 
     async def _renew(self, role: str) -> None:
-        """Where a role's keeper is gone: reserve its block anew, on its node or, when that is gone too, on another."""
+        """Where a role's node agent is gone: reserve its block anew, on its node or, if that is gone, on another."""
         async with self._renewing:  # roles of one block are often started at once
             link = self._seats[role].link
             if not link.lost:
                 return
             connection = await self._connect()
-            former = next(each for each in self._held if each.keeper is link)
+            former = next(each for each in self._held if each.agent is link)
             await release(connection.ray, [former])
             nodes = await asyncio.to_thread(connection.nodes)
             if not await asyncio.to_thread(is_node_alive, connection.ray, link.node):
@@ -196,17 +194,17 @@ class RayLauncher(ProcessLauncher):
         for role, ordinals in each.block.roles.items():
             self._seats[role] = _Seat(each.link, list(ordinals))
 
-    async def _open_home(self) -> KeeperLink:
-        """Start the keeper of all roles that no plan has placed, on the driver's own node."""
+    async def _open_home(self) -> AgentLink:
+        """Start the node agent of all roles that no plan has placed, on the driver's own node."""
         connection = await self._connect()
         affinity = connection.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         strategy = affinity(connection.own_node, soft=False)
-        actor = start_keeper(connection.ray, f"{self._run_name}/home", strategy)
-        link = KeeperLink(connection.ray, actor, connection.own_node, connection.address)
+        actor = start_agent(connection.ray, f"{self._run_name}/home", strategy)
+        link = AgentLink(connection.ray, actor, connection.own_node, connection.address)
         try:
             await actor.whereabouts.remote()
         except connection.ray.exceptions.RayError as error:
-            raise PeerFailedError("the keeper", await link.explain_loss(error)) from error
+            raise PeerFailedError("the node agent", await link.explain_loss(error)) from error
         return link
 
     async def _connect(self) -> Connection:

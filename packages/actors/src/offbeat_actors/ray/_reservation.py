@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from offbeat_actors.ray._connection import Connection
-from offbeat_actors.ray._keeper import Keeper
-from offbeat_actors.ray._messages import Whereabouts, decode
-from offbeat_actors.ray._remote_process import KeeperLink, is_node_alive
+from offbeat_actors.ray._agent import NodeAgent, Whereabouts, decode
+from offbeat_actors.ray._cluster import Connection
+from offbeat_actors.ray._process import AgentLink, is_node_alive
 from offbeat_placement import Block, Node
 from offbeat_types import DeadlineError, PeerFailedError, PlacementError
 
@@ -30,22 +29,22 @@ class Reservation:
     Args:
         block: what was asked for.
         group: Ray's placement group, of one bundle.
-        keeper: in it, once it has been started.
+        agent: in it, once it has been started.
         devices: ids of its devices on its node, in order.
-        is_ready: the keeper has answered.
+        is_ready: the node agent has answered.
     """
 
     block: Block
     group: Any
-    keeper: KeeperLink | None = None
+    agent: AgentLink | None = None
     devices: tuple[str, ...] = ()
     is_ready: bool = False
 
     @property
-    def link(self) -> KeeperLink:
-        """To the keeper."""
-        assert self.keeper is not None  # `reserve` starts one in each block
-        return self.keeper
+    def link(self) -> AgentLink:
+        """To the agent."""
+        assert self.agent is not None  # `reserve` starts one in each block
+        return self.agent
 
 
 async def reserve(
@@ -57,7 +56,7 @@ async def reserve(
     deadline_s: float,
     spent_s: float = 0.0,
 ) -> list[Reservation]:
-    """Reserve blocks and start a keeper in each.
+    """Reserve blocks and start a node agent in each.
 
     Args:
         connection: to the cluster.
@@ -96,7 +95,7 @@ async def hold(
     *,
     run_name: str,
 ) -> None:
-    """Reserve blocks, without keepers: see `reserve`, which bounds the wait and releases.
+    """Reserve blocks, without node agents: see `reserve`, which bounds the wait and releases.
 
     What has been asked for goes into `held` before anything waits, so that it can be released whatever happens.
     """
@@ -107,7 +106,7 @@ async def hold(
 
 
 async def release(ray: Any, held: Sequence[Reservation]) -> None:
-    """Give blocks back, end their keepers, and wait until Ray has taken note."""
+    """Give blocks back, end their node agents, and wait until Ray has taken note."""
     release_now(ray, held)
 
     async def gone(each: Reservation) -> None:
@@ -122,15 +121,15 @@ async def release(ray: Any, held: Sequence[Reservation]) -> None:
 def release_now(ray: Any, held: Sequence[Reservation]) -> None:
     """Give blocks back without waiting."""
     for each in held:
-        if each.keeper is not None:
-            each.keeper.kill()
+        if each.agent is not None:
+            each.agent.kill()
         with contextlib.suppress(ray.exceptions.RayError):
             ray.util.remove_placement_group(each.group)
 
 
-def start_keeper(ray: Any, name: str, strategy: Any, **resources: Any) -> Any:
-    """Start a keeper; it is ready when it first answers."""
-    actor = ray.remote(Keeper).options(
+def start_agent(ray: Any, name: str, strategy: Any, **resources: Any) -> Any:
+    """Start a node agent; it is ready when it first answers."""
+    actor = ray.remote(NodeAgent).options(
         name=f"{name} {secrets.token_hex(4)}",
         scheduling_strategy=strategy,
         max_restarts=0,
@@ -151,7 +150,7 @@ def needs_of(block: Block) -> dict[str, float]:
 
 
 def find_room(block: Block, nodes: Mapping[str, Node], *, is_silent: bool) -> tuple[Block, str]:
-    """Find a place for a block whose keeper is gone: its own node if that lives, else the tightest that has room.
+    """Find a place for a block whose node agent is gone: its own node if that lives, else the tightest that has room.
 
     Args:
         block: where it was.
@@ -225,7 +224,7 @@ async def _table(ray: Any, each: Reservation) -> dict[str, Any]:
 
 
 async def _open(ray: Any, each: Reservation, node: str, run_name: str) -> None:
-    """Start the keeper of a block, and check that it is where it should be and has what it should."""
+    """Start the node agent of a block, and check that it is where it should be and has what it should."""
     block = each.block
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
         each.group, placement_group_bundle_index=0, placement_group_capture_child_tasks=False
@@ -233,13 +232,13 @@ async def _open(ray: Any, each: Reservation, node: str, run_name: str) -> None:
     resources: dict[str, Any] = {"resources": {block.device_kind: block.num_devices}} if block.num_devices else {}
     if block.device_kind == "GPU":  # Ray has an argument of its own for this kind
         resources = {"num_gpus": block.num_devices}
-    actor = start_keeper(ray, f"{run_name}/{block.name}", strategy, num_cpus=needs_of(block).get("CPU", 0), **resources)
-    each.keeper = KeeperLink(ray, actor, node, block.node)
+    actor = start_agent(ray, f"{run_name}/{block.name}", strategy, num_cpus=needs_of(block).get("CPU", 0), **resources)
+    each.agent = AgentLink(ray, actor, node, block.node)
     try:
         where = decode(await actor.whereabouts.remote(), Whereabouts)
     except ray.exceptions.RayError as error:
-        raise PeerFailedError(block.name, await each.keeper.explain_loss(error)) from error
-    each.keeper.address = where.address
+        raise PeerFailedError(block.name, await each.agent.explain_loss(error)) from error
+    each.agent.address = where.address
     each.devices, each.is_ready = tuple(where.devices), True
     if where.node != node or len(where.devices) != block.num_devices:
         raise PlacementError(
@@ -274,7 +273,7 @@ def _describe_wait(
         if state != "CREATED":
             waiting.append(f"{each.block.name} ({_explain_wait(each.block, free.get(nodes[each.block.node]))})")
     unready = [f"{each.block.name} on {each.block.node}" for each in held if not each.is_ready]
-    on = ", ".join(waiting) or f"the keepers of {', '.join(unready)}"
+    on = ", ".join(waiting) or f"the node agents of {', '.join(unready)}"
     advice = "another run holds what is missing; everything has been released; or raise cluster.place_timeout_s"
     return DeadlineError(f"placing {len(held)} blocks", on, deadline_s, advice)
 

@@ -1,4 +1,4 @@
-"""A role process that a keeper runs, as the driver has it."""
+"""A role process that a node agent runs, as the driver has it."""
 
 import asyncio
 import contextlib
@@ -10,15 +10,14 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from offbeat_actors._spawn import open_log
-from offbeat_actors.ray._kept_process import CHUNK_BYTES
-from offbeat_actors.ray._messages import Report, decode
+from offbeat_actors._launcher import open_log
+from offbeat_actors.ray._agent import CHUNK_BYTES, Report, decode
 from offbeat_types import RunFolderError
 
 _log: Final = logging.getLogger(__name__)
 
 _PATIENCE_S: Final = 10.0
-"""A keeper reports at least so often, even when there is nothing to tell."""
+"""A node agent reports at least so often, even when there is nothing to tell."""
 _ASK_S: Final = 5.0
 """For Ray to say whether a node lives."""
 _AGAIN_S: Final = 0.1
@@ -27,11 +26,11 @@ _REACH_S: Final = 2.0
 _LOOK_AGAIN_S: Final = 2.0
 """After `silent_after_s`, for what has come to be read."""
 _KILL_S: Final = 5.0
-"""After SIGKILL: how long the keeper has to report the end, before it is given up itself."""
+"""After SIGKILL: how long the node agent has to report the end, before it is given up itself."""
 
 
-class KeeperLink:
-    """One keeper, as the driver has it.
+class AgentLink:
+    """One node agent, as the driver has it.
 
     Args:
         ray: the module.
@@ -65,7 +64,7 @@ class KeeperLink:
             self.lost = f"its node {self.address} was lost"
         else:
             last = [type(error).__name__, *(line.strip() for line in text.splitlines() if line.strip())][-1]
-            self.lost = f"its keeper, a Ray actor on {self.address}, died: {last}"
+            self.lost = f"its node agent, a Ray actor on {self.address}, died: {last}"
         return self.lost
 
     async def _final_word(self, error: BaseException) -> BaseException:
@@ -95,17 +94,17 @@ def is_node_alive(ray: Any, node_id: str) -> bool:
 
 
 class RemoteProcess:
-    """Implements `RoleProcess` and `ByteStream` over the reports of a keeper.
+    """Implements `RoleProcess` and `ByteStream` over the reports of a node agent.
 
     Args:
-        link: to the keeper that has started it.
-        key: what the keeper calls it.
+        link: to the node agent that has started it.
+        key: what the node agent calls it.
         pid: its process id there.
         log_path: takes what it writes, when the node does not have this file itself.
-        silent_after_s: a keeper that reports nothing for so long is given up: its node is stopped, or cut off.
+        silent_after_s: a node agent that reports nothing for so long is given up: its node is stopped, or cut off.
     """
 
-    def __init__(self, link: KeeperLink, key: str, pid: int, log_path: Path | None, silent_after_s: float) -> None:
+    def __init__(self, link: AgentLink, key: str, pid: int, log_path: Path | None, silent_after_s: float) -> None:
         self._link, self._key, self.pid, self._log_path = link, key, pid, log_path
         self._silent_after_s = silent_after_s
         self._loop = asyncio.get_running_loop()
@@ -136,12 +135,12 @@ class RemoteProcess:
         return await asyncio.shield(self._end)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Have the keeper send it. After SIGKILL a keeper that reports no end is ended itself."""
+        """Have the node agent send it. After SIGKILL a node agent that reports no end is ended itself."""
         if not self.alive:
             return
         self._link.actor.send_signal.remote(self._key, int(number))
         if number == signal.SIGKILL:
-            lost = f"its keeper on {self.address} did not answer and was ended"
+            lost = f"its node agent on {self.address} did not answer and was ended"
             self._loop.call_later(_KILL_S, self._give_up, lost)
 
     async def state(self) -> str:
@@ -189,7 +188,7 @@ class RemoteProcess:
             self._finish(await self._link.explain_loss(error))
 
     async def _next_report(self) -> Report | None:
-        """What the keeper has to tell; None: it was silent for too long, and not because this process was suspended.
+        """What the node agent has to tell; None: it was silent for too long, and this process was not suspended.
 
         Of a process that goes on after SIGSTOP the timers are due before it has read what came meanwhile: it looks
         once more.

@@ -10,13 +10,15 @@ from typing import Any, Final, Protocol, TypeVar, overload
 
 import msgspec
 
-from offbeat_actors._channel import Channel
-from offbeat_actors._failures import rebuild_failure
-from offbeat_actors._frames import (
+import offbeat_liveness as liveness
+from offbeat_actors._failures import read_log_tail, rebuild_failure
+from offbeat_actors._spec import ClusterConfig, RoleSpec, Wait
+from offbeat_actors._wire import (
     STOP_ID,
     Bytes,
     Call,
     Cancel,
+    Channel,
     Failure,
     Frame,
     FrameWriter,
@@ -24,9 +26,6 @@ from offbeat_actors._frames import (
     Stop,
     write_frame,
 )
-from offbeat_actors._liveness import declare_wait
-from offbeat_actors._log_tail import read_log_tail
-from offbeat_actors._specs import ClusterConfig, RoleSpec, Wait
 from offbeat_types import DeadlineError, OffbeatError, PeerFailedError
 
 T = TypeVar("T")
@@ -137,7 +136,7 @@ class RoleActor:
         waiting = f"{self.name}.{method}"
         self._calls[call_id] = (method, time.monotonic(), deadline_s)
         try:
-            with declare_wait(waiting, self.name, deadline_s):
+            with liveness.waiting(waiting, on=self.name, deadline_s=deadline_s):
                 async with asyncio.timeout(deadline_s):
                     answer = await self.request(call_id, frame)
         except TimeoutError:

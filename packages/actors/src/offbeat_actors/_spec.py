@@ -190,36 +190,20 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Section `cluster`: where the roles run, and how long to wait for them."""
+    """Section `cluster`: where the actors of a run live, and how long to wait for them."""
 
     launcher: str = setting("local", "Who starts the role processes: local, on this machine without Ray; or ray.")
     address: str = setting(
         "local", "Ray cluster to use, as host:port; local starts one on this machine's loopback, for this run alone."
     )
     forward_env: list[str] = setting([], "Environment variables of the driver that roles on a Ray cluster get too.")
-    trainer_threads: int = setting(0, "CPU threads of each trainer; 0 takes a share of all CPUs.", ge=0)
-    rollout_threads: int = setting(0, "CPU threads of each rollout engine; 0 takes a share of all CPUs.", ge=0)
     num_nodes: int = setting(0, "Nodes that the run takes; 0: whatever the cluster has.", "nodes", ge=0)
     accelerators_per_node: int = setting(
         0, "Accelerators that it takes of each of these nodes; 0: whatever they have.", "devices", ge=0
     )
-    colocate: bool = setting(False, "Rollout engines use the trainer's devices: they sleep while it trains.")
-    sleep_level: int = setting(
-        2, "What a colocated engine gives back while it sleeps: 1 its KV cache, 2 its weights too.", ge=1, le=2
-    )
-    turn_timeout_s: float = setting(
-        120.0, "Longest wait for one colocated role to give its memory back, or to take it again.", "s", gt=0
-    )
-    spans_nodes: bool = setting(False, "A rollout engine wider than a node may take several nodes, each whole.")
     start_timeout_s: float = setting(300.0, "Longest wait for a role to import, load a model and be ready.", "s", gt=0)
     call_timeout_s: float = setting(1800.0, "Longest wait for one call to a role, unless the call says so.", "s", gt=0)
     connect_timeout_s: float = setting(60.0, "Longest wait for a Ray cluster to answer or to start.", "s", gt=0)
     place_timeout_s: float = setting(120.0, "Longest wait for a Ray cluster to have room for all roles.", "s", gt=0)
     stop_timeout_s: float = setting(20.0, "Time a role has to close before it is killed.", "s", gt=0)
-    silent_after_s: float = setting(
-        60.0, "A trainer or rollout engine that answers nothing for so long is killed and started again.", "s", gt=0
-    )
-    max_restarts: int = setting(
-        5, "Times one role is started again within restart_window_s; the next death ends the run.", "restarts", ge=0
-    )
-    restart_window_s: float = setting(3600.0, "Restarts longer ago than this are forgotten.", "s", gt=0)
+    silent_after_s: float = setting(60.0, "A role that answers nothing for so long is killed.", "s", gt=0)

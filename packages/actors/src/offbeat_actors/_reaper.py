@@ -1,7 +1,7 @@
 """Ends what a role has started when the role or its driver is gone, also after `kill -9`.
 
 The kernel ends a role whose driver dies, but not the processes that the role has started: an engine's core would keep
-its devices. So each role starts a guardian in its own process group: a shell that waits for the end of a pipe whose
+its devices. So each role starts a reaper in its own process group: a shell that waits for the end of a pipe whose
 other end the driver holds, or for the end of the role, and then ends the group. A shell, since it holds 0.2 MB and
 starts in 2 ms; a Python that does the same holds 3 MB. What leaves the group on purpose (`setsid`) is not followed.
 """
@@ -23,7 +23,7 @@ PR_SET_PDEATHSIG: Final = 1
 
 _ROLE_ENDED: Final = signal.SIGRTMAX - 7 if sys.platform == "linux" else signal.SIGUSR1
 """From the kernel. Nobody sends it to the group for a reason of his own."""
-# `read` returns at the end of the pipe or at the signal; the last line ends the guardian too.
+# `read` returns at the end of the pipe or at the signal; the last line ends the reaper too.
 _SCRIPT: Final = f"""
 trap '' HUP INT QUIT TERM
 trap : {int(_ROLE_ENDED)}
@@ -37,8 +37,8 @@ _GONE_S: Final = 2.0
 """For a process to end that was sent SIGKILL, on a machine under load."""
 
 
-class GuardianPipe:
-    """The pipe of one guardian, as held by whoever starts the role.
+class ReaperPipe:
+    """The pipe of one reaper, as held by whoever starts the role.
 
     Attributes:
         theirs: the end for the role to inherit; close it with `hand_over` when the role was started.
@@ -52,7 +52,7 @@ class GuardianPipe:
         os.close(self.theirs)
 
     async def close(self) -> None:
-        """Let go of the pipe when the group of the role was killed: returns when the guardian is gone too."""
+        """Let go of the pipe when the group of the role was killed: returns when the reaper is gone too."""
         give_up_s = time.monotonic() + _GONE_S
         poll = select.poll()
         poll.register(self._ours, 0)  # of a pipe that nobody reads any more it tells POLLERR
@@ -61,14 +61,14 @@ class GuardianPipe:
         self.abandon()
 
     def abandon(self) -> None:
-        """Let go of the pipe; a guardian that is still there ends what is left of the group."""
+        """Let go of the pipe; a reaper that is still there ends what is left of the group."""
         if self._ours >= 0:
             os.close(self._ours)
         self._ours = -1
 
 
-class Guardian:
-    """The guardian of this process, which leads a process group. Start it before anything makes threads.
+class Reaper:
+    """The reaper of this process, which leads a process group. Start it before anything makes threads.
 
     Args:
         fd: the role's end of its pipe, inherited; closed here.
@@ -76,7 +76,7 @@ class Guardian:
 
     def __init__(self, fd: int) -> None:
         self._process = subprocess.Popen(
-            ["/bin/sh", "-c", _SCRIPT, "offbeat-guardian"],
+            ["/bin/sh", "-c", _SCRIPT, "offbeat-reaper"],
             stdin=fd,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""The process of one role: `python -m offbeat_actors._child FD GUARDIAN_FD NAME`, started by a launcher.
+"""The process of one role: `python -m offbeat_actors._server FD REAPER_FD NAME`, started by a launcher.
 
 The event loop reads calls and answers them. Methods that are not async, and the constructor, run in one worker
 thread, one at a time; so the loop, and with it every async method, answers while a long method computes.
@@ -7,6 +7,7 @@ thread, one at a time; so the loop, and with it every async method, answers whil
 import asyncio
 import ctypes
 import faulthandler
+import importlib
 import inspect
 import io
 import os
@@ -14,27 +15,29 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
-from offbeat_actors._binding import bind_arguments, load_target
-from offbeat_actors._channel import Channel, SocketStream
+import msgspec
+
 from offbeat_actors._failures import describe_failure
-from offbeat_actors._frames import (
+from offbeat_actors._reaper import PR_SET_PDEATHSIG, Reaper
+from offbeat_actors._wire import (
     START_ID,
     STOP_ID,
     Bytes,
     Call,
     Cancel,
+    Channel,
     Frame,
     FrameWriter,
     Result,
+    SocketStream,
     Start,
     Stop,
     write_frame,
 )
-from offbeat_actors._guardian import PR_SET_PDEATHSIG, Guardian
 from offbeat_liveness import watch_if_invited
 from offbeat_types import defer_device_backends
 
@@ -190,7 +193,42 @@ def main(fd: int) -> None:
     asyncio.run(_serve(sock))
 
 
+def load_target(target: str) -> type[Any]:
+    """Import "package.module:Class"."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+
+
+def bind_arguments(
+    function: Callable[..., Any], args: Sequence[msgspec.Raw], kwargs: Mapping[str, msgspec.Raw], frame: Frame
+) -> inspect.BoundArguments:
+    """Match packed arguments with the parameters of a method or class, and decode each.
+
+    A parameter without annotation takes plain data and arrays as they come.
+
+    Raises:
+        TypeError: an argument is missing or unknown.
+        msgspec.ValidationError: one is of another type than declared; the text names the parameter.
+    """
+    hints = get_type_hints(function.__init__ if isinstance(function, type) else function)  # type: ignore[misc]
+    signature = inspect.signature(function)
+    bound = signature.bind(*args, **kwargs)
+    for name, value in bound.arguments.items():
+        hint = hints.get(name, Any)
+        kind = signature.parameters[name].kind
+        try:
+            if kind is inspect.Parameter.VAR_POSITIONAL:
+                bound.arguments[name] = tuple(frame.unpack(raw, hint) for raw in value)
+            elif kind is inspect.Parameter.VAR_KEYWORD:
+                bound.arguments[name] = {key: frame.unpack(raw, hint) for key, raw in value.items()}
+            else:
+                bound.arguments[name] = frame.unpack(value, hint)
+        except msgspec.ValidationError as error:
+            raise msgspec.ValidationError(f"argument {name!r}: {error}") from None
+    return bound
+
+
 if __name__ == "__main__":
-    guardian = Guardian(int(sys.argv[2]))
+    reaper = Reaper(int(sys.argv[2]))
     main(int(sys.argv[1]))
-    guardian.dismiss()
+    reaper.dismiss()

@@ -1,0 +1,188 @@
+"""Many actors as one: a call to all of them, a start of all or none, the first death among them."""
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, TypeVar, overload
+
+from offbeat_actors._spec import ActorHandle, Launcher, RoleSpec
+from offbeat_actors._supervision import wait_gone
+from offbeat_types import DeadlineError, PeerFailedError
+
+T = TypeVar("T")
+
+DEATH_SEEN_AFTER_S: Final = 2.0
+"""Torch tells the other ranks of a death at once; the driver hears of it from the kernel a moment later."""
+_LAST_ANSWERS_S: Final = 3.0
+"""All calls have one deadline; how long to wait for each to say what its role is doing."""
+
+
+@overload
+async def call_all(
+    roles: Sequence[ActorHandle], method: str, *args: Any, returns: type[T], deadline_s: float, **kwargs: Any
+) -> list[T]: ...
+@overload
+async def call_all(
+    roles: Sequence[ActorHandle], method: str, *args: Any, returns: None = None, deadline_s: float, **kwargs: Any
+) -> list[None]: ...
+async def call_all(
+    roles: Sequence[ActorHandle], method: str, *args: Any, returns: Any = None, deadline_s: float, **kwargs: Any
+) -> list[Any]:
+    """Call a method of all roles at once and wait for all of them, within one deadline.
+
+    Args:
+        roles: to call.
+        method: its name; further arguments as in `ActorHandle.call`.
+        args: the same for all.
+        returns: type of each result.
+        deadline_s: for all together.
+        kwargs: the same for all.
+
+    Returns:
+        The results, in the order of the roles.
+
+    Raises:
+        DeadlineError: names every role that has not answered, and what each is doing.
+        OffbeatError: the first error of any role; the other calls are cancelled.
+    """
+    calls = [
+        asyncio.ensure_future(role.call(method, *args, returns=returns, deadline_s=deadline_s, **kwargs))
+        for role in roles
+    ]
+    try:
+        return await asyncio.gather(*calls)
+    except DeadlineError as error:
+        await asyncio.wait(calls, timeout=_LAST_ANSWERS_S)
+        late = {role.name: call for role, call in zip(roles, calls, strict=True) if _is_late(role, method, call)}
+        if (len(late) < 2 and len(roles) == 1) or not late:
+            raise
+        raise _name_all(method, late, len(roles), deadline_s) from error
+    finally:
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+
+def _is_late(role: ActorHandle, method: str, call: "asyncio.Future[Any]") -> bool:
+    """Whether the role itself did not answer; an answer may be a DeadlineError too, of a wait inside the role."""
+    if not call.done():
+        return True
+    error = None if call.cancelled() else call.exception()
+    return isinstance(error, DeadlineError) and error.waiting == f"{role.name}.{method}"
+
+
+def _name_all(
+    method: str, late: Mapping[str, "asyncio.Future[Any]"], num_roles: int, deadline_s: float
+) -> DeadlineError:
+    advice = []
+    for name, call in late.items():
+        error = call.exception() if call.done() and not call.cancelled() else None
+        advice.append(f"{name}: {error.advice}" if isinstance(error, DeadlineError) else name)
+    return DeadlineError(f"{method} of {num_roles} roles", ", ".join(late), deadline_s, "; ".join(advice))
+
+
+class ActorGroup:
+    """Equal actors, such as the ranks of a trainer: every call goes to all of them, and the first answers.
+
+    Must be made inside a running event loop.
+
+    Args:
+        actors: in order.
+        silent_after_s: one that answers nothing for so long is killed; it has a method `beat`, which answers at once
+            whatever it computes.
+    """
+
+    def __init__(self, actors: Sequence[ActorHandle], silent_after_s: float) -> None:
+        self.actors = tuple(actors)
+        self._ends = {
+            each.name: asyncio.create_task(wait_gone(each, partial(each.call, "beat"), silent_after_s))
+            for each in actors
+        }
+
+    @property
+    def address(self) -> str:
+        """IP address of the machine of the first."""
+        return self.actors[0].address
+
+    async def call(self, method: str, *args: Any, returns: Any = None, deadline_s: float) -> Any:
+        """Call a method of all: see `ActorHandle.call`. The first error of any of them is raised.
+
+        Raises:
+            PeerFailedError: one has died; named is the one that died first.
+        """
+        try:
+            answers = await gather_or_cancel(
+                [each.call(method, *args, returns=returns, deadline_s=deadline_s) for each in self.actors]
+            )
+        except PeerFailedError as error:
+            raise await self.death(error.log_tail) or error from error
+        return answers[0]
+
+    async def death(self, log_tail: str = "") -> PeerFailedError | None:
+        """The first death of one, when there was one: the others may see it before the driver does.
+
+        Args:
+            log_tail: what is known of its last words.
+        """
+        await asyncio.wait(self._ends.values(), timeout=DEATH_SEEN_AFTER_S, return_when=asyncio.FIRST_COMPLETED)
+        for name, end in self._ends.items():
+            if end.done():
+                return PeerFailedError(name, end.result(), log_tail)
+        return None
+
+    def raise_if_dead(self) -> None:
+        """Raise when one is gone.
+
+        Raises:
+            PeerFailedError: with its name.
+        """
+        for name, end in self._ends.items():
+            if end.done():
+                raise PeerFailedError(name, end.result())
+
+    async def destroy(self) -> None:
+        """Kill all, and wait until none is left."""
+        for each in self.actors:
+            if each.alive:
+                each.kill()
+        await asyncio.gather(*self._ends.values())
+
+    async def forget(self) -> None:
+        """Watch over them no longer."""
+        for end in self._ends.values():
+            end.cancel()
+        await asyncio.gather(*self._ends.values(), return_exceptions=True)
+
+
+async def start_all(launcher: Launcher, specs: Sequence[RoleSpec]) -> list[ActorHandle]:
+    """Start all at once, or none: when one fails, none is left, and their names are free again.
+
+    Raises:
+        OffbeatError: as `Launcher.start`.
+    """
+    started: list[ActorHandle] = []
+
+    async def start(spec: RoleSpec) -> ActorHandle:
+        actor = await launcher.start(spec)
+        started.append(actor)
+        return actor
+
+    try:
+        return await gather_or_cancel([start(spec) for spec in specs])
+    except BaseException:
+        for actor in started:
+            actor.kill()
+        await asyncio.gather(*(actor.wait_dead() for actor in started))
+        raise
+
+
+async def gather_or_cancel(work: Iterable[Awaitable[Any]]) -> list[Any]:
+    """Await all; on the first error cancel the rest, wait until they have ended, and raise it as it is."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

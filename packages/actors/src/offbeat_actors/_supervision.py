@@ -1,0 +1,177 @@
+"""Keeps actors alive: asks them whether they are, ends those that are silent, starts those that ended again.
+
+A process that is stopped, or stuck where not even its event loop turns, is as good as dead; but nothing says so. So
+each actor is asked something it can answer at once whatever it computes. One that stays silent, or answers with errors
+alone, is killed: silence turns into death, and death is dealt with in one place.
+"""
+
+import asyncio
+import logging
+import time
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol, TypeVar
+
+from offbeat_actors._spec import ActorHandle
+from offbeat_types import DeadlineError, PeerFailedError
+
+T = TypeVar("T")
+
+_log: Final = logging.getLogger(__name__)
+
+QUESTIONS_PER_DEADLINE: Final = 4
+"""A silence is found at most a quarter of its deadline late."""
+
+Tell = Callable[[str], None]
+"""Takes one line about what has happened to an actor, for whoever looks at the run."""
+
+
+class Ask(Protocol):
+    """Asks an actor something, and waits so many seconds for its answer."""
+
+    def __call__(self, *, deadline_s: float) -> Awaitable[object]: ...
+
+
+async def wait_gone(actor: ActorHandle, ask: Ask, silent_after_s: float) -> str:
+    """Wait until an actor is gone, and say how it ended.
+
+    Args:
+        actor: started.
+        ask: asks it.
+        silent_after_s: one that answers nothing for so long is killed.
+    """
+    gone = asyncio.ensure_future(actor.wait_dead())
+    failing_since_s: float | None = None
+    try:
+        while not gone.done():
+            cause = ""
+            try:
+                await ask(deadline_s=silent_after_s)
+                failing_since_s = None
+            except DeadlineError:
+                cause = "it answered nothing"
+            except PeerFailedError as error:  # its end, or it cannot do so much as answer: it may be without memory
+                failing_since_s = failing_since_s or time.monotonic()
+                if time.monotonic() - failing_since_s >= silent_after_s:
+                    cause = f"it answered with errors alone ({error.reason})"
+            if cause and not gone.done():
+                actor.kill()
+                await gone
+                return f"{cause} for {silent_after_s:g} s (cluster.silent_after_s) and was killed"
+            await asyncio.wait({gone}, timeout=silent_after_s / QUESTIONS_PER_DEADLINE)
+        return gone.result()
+    finally:
+        gone.cancel()
+
+
+class RestartBudget:
+    """How often an actor may be started again: enough for accidents, too seldom for a crash loop.
+
+    Args:
+        max_restarts: of one actor within the window.
+        window_s: its length; what was longer ago is forgotten.
+
+    Attributes:
+        spent: restarts of each actor since the start.
+    """
+
+    def __init__(self, max_restarts: int, window_s: float) -> None:
+        self._max_restarts, self._window_s = max_restarts, window_s
+        self._at_s: defaultdict[str, deque[float]] = defaultdict(deque)
+        self.spent: defaultdict[str, int] = defaultdict(int)
+
+    def spend(self, name: str, cause: str, now_s: float) -> None:
+        """Take one restart.
+
+        Args:
+            name: such as "rollout-0".
+            cause: how it ended, in words.
+            now_s: of any clock that never goes back.
+
+        Raises:
+            PeerFailedError: there is none left; with the cause.
+        """
+        recent = self._at_s[name]
+        while recent and recent[0] <= now_s - self._window_s:
+            recent.popleft()
+        if len(recent) >= self._max_restarts:
+            raise PeerFailedError(
+                name,
+                f"{cause}; it was started again {len(recent)} times within {self._window_s:g} s, and "
+                f"cluster.max_restarts = {self._max_restarts} allows no more",
+            )
+        recent.append(now_s)
+        self.spent[name] += 1
+
+
+async def start_again(budget: RestartBudget, name: str, cause: str, start: Callable[[], Awaitable[T]], tell: Tell) -> T:
+    """Start what has ended, and once more when the new one ends before it is ready, while the budget lasts.
+
+    Args:
+        budget: takes each attempt.
+        name: such as "rollout-0".
+        cause: how it ended, in words.
+        start: starts it.
+        tell: takes a line for each attempt.
+
+    Raises:
+        PeerFailedError: the budget is spent; with the last cause.
+        OffbeatError: it cannot be started, and another attempt would not help.
+    """
+    while True:
+        budget.spend(name, cause, time.monotonic())
+        tell(f"{name}: {cause}; it is started again")
+        try:
+            return await start()
+        except (PeerFailedError, DeadlineError) as error:
+            cause = error.reason if isinstance(error, PeerFailedError) else str(error)
+            _log.warning("%s", error)  # the end of its log too
+
+
+class Supervised:
+    """An actor through all its processes.
+
+    Args:
+        name: such as "rollout-0".
+        actor: its process; a dead one while the next is started.
+
+    Attributes:
+        load: what it has to do, in any unit.
+        serves: it can be asked. Set as well when it never will again, for those who wait.
+        failure: why it never will, where that is an error.
+    """
+
+    def __init__(self, name: str, actor: ActorHandle) -> None:
+        self.name, self.actor, self.load = name, actor, 0
+        self.serves = asyncio.Event()
+        self.failure: BaseException | None = None
+
+    async def ready(self, waiting: str, deadline_s: float) -> ActorHandle:
+        """Its process, once it serves.
+
+        Raises:
+            DeadlineError: it did not in time.
+            OffbeatError: it never will.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self.serves.wait()
+        except TimeoutError:
+            raise DeadlineError(waiting, f"{self.name} to be ready", deadline_s, "see its log") from None
+        if self.failure is not None:
+            raise self.failure
+        return self.actor
+
+    def give_up(self, actor: ActorHandle) -> bool:
+        """End a process that has failed so that only a new one mends it; whether it still lived."""
+        if self.actor is actor:
+            self.serves.clear()  # at once: one that is dead has the least to do, and would get everything
+        is_alive = actor.alive
+        if is_alive:
+            actor.kill()
+        return is_alive
+
+
+def least_loaded(supervised: "list[Supervised]") -> Supervised:
+    """The one that serves and has the least to do; any one when none serves."""
+    return min([each for each in supervised if each.serves.is_set()] or supervised, key=lambda each: each.load)
