@@ -2,8 +2,8 @@
 
     python tools/bench/weightsync_engines.py MODEL_FOLDER [--repeats N]
 
-float32 weights of the torch trainer to a bfloat16 engine, which packs them and proves what it holds; the three ways
-take turns: one lane (the tensors one by one), lanes (all of them at hand), and TCP.
+float32 weights of the torch trainer to a bfloat16 engine, which packs them and proves what it holds; shared memory and
+TCP take turns.
 """
 
 import argparse
@@ -59,10 +59,9 @@ def measure(model: Path, repeats: int) -> dict[str, list[float]]:
     )
     over_tcp = trainer.listen("127.0.0.1")
     orders.recv()
-    seconds: dict[str, list[float]] = {"one lane": [], "lanes": [], "tcp": []}
-    for version in range(3 * repeats):
-        way = list(seconds)[version % 3]
-        trainer._in_lanes = way != "one lane"
+    seconds: dict[str, list[float]] = {"shared memory": [], "tcp": []}
+    for version in range(2 * repeats):
+        way = list(seconds)[version % 2]
         orders.send((over_tcp if way == "tcp" else address, version))
         start = time.perf_counter()
         trainer.send_weights(version, DEADLINE_S, over_tcp if way == "tcp" else "")

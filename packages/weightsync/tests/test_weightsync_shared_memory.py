@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offbeat_types import WeightSyncError
-from offbeat_weightsync import BucketPlan, SharedMemorySender, _connections, _shared_sender, describe_tensors, receive
+from offbeat_weightsync import BucketPlan, SharedMemorySender, _addresses, _sender, describe_tensors, receive
 from offbeat_weightsync._addresses import kernel_address
 
 
@@ -50,7 +50,7 @@ def test_a_socket_may_be_a_file_which_goes_with_the_sender(tmp_path: Path, weigh
 def test_who_connects_and_says_nothing_does_not_stop_a_sync(
     address: str, weights: dict[str, Tensor], start_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_shared_sender, "_GREETING_S", 2.0)
+    monkeypatch.setattr(_sender, "_GREETING_S", 2.0)
     with make_sender(address, weights) as sender, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.connect(kernel_address(address))  # as an engine does that is stopped in the middle
         engine = start_engine(address)
@@ -61,7 +61,7 @@ def test_who_connects_and_says_nothing_does_not_stop_a_sync(
 def test_an_engine_takes_no_weights_from_another_users_process(
     address: str, weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_connections.os, "getuid", lambda: os.geteuid() + 1)  # as if the sender's were another
+    monkeypatch.setattr(_addresses.os, "getuid", lambda: os.geteuid() + 1)  # as if the sender's were another
     with (
         make_sender(address, weights),
         pytest.raises(WeightSyncError, match=f"who listens at {address} is another user's process"),

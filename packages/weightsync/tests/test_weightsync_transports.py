@@ -1,6 +1,7 @@
 """Weights between processes arrive whole and proved, or both sides say what went wrong: by each transport alike."""
 
 import gc
+import mmap
 import os
 import sys
 import threading
@@ -15,7 +16,7 @@ from torch import Tensor
 from weightsync_peers import be_trainer_that_dies
 
 from offbeat_types import DeadlineError, OffbeatError, WeightSyncError
-from offbeat_weightsync import describe_tensors, receive, tensor_checksums
+from offbeat_weightsync import PeerStream, describe_tensors, receive, tensor_checksums
 
 
 def total(tensors: Iterable[Tensor]) -> str:
@@ -67,6 +68,57 @@ def take(address: str, version: int, deadline_s: float = 30) -> dict[str, Tensor
         held = {name: tensor.clone() for name, tensor in stream}
         stream.confirm(stream.prove(held.__getitem__))
     return held
+
+
+def load(address: str, held: dict[str, Tensor]) -> PeerStream:
+    """Take version 1 into tensors that are there."""
+    with receive(address, 1, 30) as stream:
+        stream.load(held.__getitem__)
+        stream.confirm(stream.prove(held.__getitem__))
+    return stream
+
+
+def empty_like(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights.items()}
+
+
+def test_engines_load_into_their_own_tensors_however_these_lie(listen: Any, weights: dict[str, Tensor]) -> None:
+    rows, held = empty_like(weights), empty_like(weights)
+    held["wide"] = torch.zeros(3, 1000).t()
+    with listen(weights) as sender:
+        engines = [in_thread(lambda mine=mine: load(sender.address, mine)) for mine in (rows, held)]  # type: ignore[misc]
+        proofs = sender.send(weights.items(), 1, 2)
+        for thread, _ in engines:
+            thread.join()
+    assert proofs[0] == proofs[1]
+    for name, tensor in weights.items():
+        assert torch.equal(held[name], tensor)
+        assert torch.equal(rows[name], tensor)
+
+
+def test_a_stream_that_is_over_holds_nothing_of_the_engines(listen: Any, weights: dict[str, Tensor]) -> None:
+    weights = {name: weights[name] for name in ("embed", "wide")}
+    memory = {name: mmap.mmap(-1, tensor.nbytes) for name, tensor in weights.items()}
+    held = {name: torch.frombuffer(memory[name], dtype=torch.float32).view(weights[name].shape) for name in weights}
+    with listen(weights) as sender:
+        thread, streams = in_thread(lambda: load(sender.address, held))
+        sender.send(weights.items(), 1, 1)
+        thread.join()
+    assert isinstance(streams[0], PeerStream)
+    held.clear()
+    for each in memory.values():
+        each.close()  # raises BufferError if anybody still looks at it
+
+
+def test_an_engine_without_room_says_so_before_anything_is_written(listen: Any, weights: dict[str, Tensor]) -> None:
+    held = empty_like(weights) | {"head": torch.zeros(3)}
+    with listen(weights) as sender:
+        thread, results = in_thread(lambda: load(sender.address, held))
+        with pytest.raises(WeightSyncError, match=r"^rollout-0 gave up: head: planned with shape \(16, 8\)"):
+            sender.send(weights.items(), 1, 1)
+        thread.join()
+    assert not held["embed"].any()
+    assert "head: planned with shape" in str(results[0])
 
 
 def test_one_sender_sends_version_after_version(listen: Any, weights: dict[str, Tensor]) -> None:
@@ -139,13 +191,15 @@ def test_one_engine_that_fails_fails_the_sync_for_all(
 
 
 @pytest.mark.parametrize("fault", ["die at embed", "die at wide", "die at head"])
-def test_an_engine_that_dies_is_named_at_once(
+def test_an_engine_that_dies_is_named_at_once_on_all_sides(
     listen: Any, weights: dict[str, Tensor], start_engine: Any, fault: str
 ) -> None:
     with listen(weights) as sender:
         start_engine(sender.address, fault, name="rollout-7")
+        other = start_engine(sender.address)
         with pytest.raises(WeightSyncError, match="rollout-7 hung up or died"):
-            sender.send(weights.items(), 1, 1)
+            sender.send(weights.items(), 1, 2)
+        assert "trainer-0 gave up: rollout-7 hung up or died" in other.next_text()
 
 
 def test_an_engine_that_stands_still_is_named_at_the_deadline(

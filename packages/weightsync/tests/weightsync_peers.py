@@ -59,16 +59,6 @@ def spoil(held: dict[str, Tensor], fault: str) -> None:
         held[name] = held[name].double()
 
 
-def be_trainer(texts: Connection, host: str) -> None:
-    """Say where it listens, and send in lanes more (144 MB) than the sockets between two processes hold."""
-    tensors = {f"t{index}": torch.full((4_000_000,), float(index)) for index in range(9)}
-    plan = BucketPlan.build(describe_tensors(tensors.items()), 1 << 20)
-    sender = open_sender(new_address(host), plan, deadline_s=30)
-    texts.send("ready")
-    texts.send(sender.address)
-    sender.send(tensors.items(), 1, 1)
-
-
 def be_trainer_that_dies(texts: Connection, host: str) -> None:
     """Say where it listens, send one tensor, and die while the second is asked for."""
     tensors = {"a": torch.ones(5000), "b": torch.ones(5000)}
