@@ -7,7 +7,6 @@ few buckets pass and says so at the next exchange of all ranks. So a failure end
 and the group stays usable.
 """
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -73,8 +72,8 @@ def broadcast_weights(
         sync.start(partial(sync.offer, plan)).result()
         sync.make_buffers(plan, device)
         checksums = _send_buckets(sync, plan, PlannedTensors(plan, tensors))
-        sent = WeightProof(version=version, num_tensors=len(plan.specs), checksums=checksums)
-        return sync.start(partial(sync.settle, sent)).result()
+        sync.sent = WeightProof(version=version, num_tensors=len(plan.specs), checksums=checksums)
+        return sync.start(sync.settle).result()
 
 
 def _send_buckets(sync: "_GroupSync", plan: BucketPlan, source: PlannedTensors) -> tuple[str, ...]:
@@ -162,13 +161,11 @@ class BroadcastStream(ArrivingStream):
         if self._confirmed:
             return
         self._failure = error
-        with contextlib.suppress(BaseException):  # it raises this very error, or what ended the sync before
-            if self._sent is None:
-                while len(self._moving) < len(self.plan.buckets):
-                    self._start_next()
-                    self._moving[-1].result()
-                self._end()
-            self._sync.start(partial(self._sync.settle, self._sent, error=error)).result()
+        while len(self._moving) < len(self.plan.buckets):
+            self._start_next()
+        if self._sent is None:
+            self._sync.start(partial(self._sync.hear_proof, error))
+        self._sync.start(partial(self._sync.settle, error=error))
 
     def _arrive(self, room: Room) -> Runs:
         for index, bucket in enumerate(self.plan.buckets):
@@ -188,8 +185,7 @@ class BroadcastStream(ArrivingStream):
         return self._sync.start(lambda: self._sync.hear_proof(self._failure)).result()
 
     def _tell(self, proof: WeightProof) -> None:
-        assert self._sent is not None
-        self._sync.start(partial(self._sync.settle, self._sent, proof)).result()
+        self._sync.start(partial(self._sync.settle, proof)).result()
 
 
 class _GroupSync:
@@ -208,6 +204,7 @@ class _GroupSync:
         self._thread = ThreadPoolExecutor(1, "offbeat-weight-broadcast")
         self._ended_by: BaseException | None = None
         self.plan: BucketPlan
+        self.sent: WeightProof
         self.buffers: list[Tensor] = []
 
     def __enter__(self) -> Self:
@@ -285,22 +282,20 @@ class _GroupSync:
     def hear_proof(self, failure: BaseException | None) -> WeightProof:
         """A receiver hears what was sent, once all has come."""
         self.agree_to_go_on(failure)
-        return proof_from_data(self._broadcast_data(None))
+        self.sent = proof_from_data(self._broadcast_data(None))
+        return self.sent
 
-    def settle(
-        self, sent: WeightProof | None, held: WeightProof | None = None, error: BaseException | None = None
-    ) -> list[WeightProof]:
+    def settle(self, held: WeightProof | None = None, error: BaseException | None = None) -> list[WeightProof]:
         """Exchange what the receivers hold or what became of them; every rank comes to the same verdict."""
-        assert sent is not None
         if self._is_source:
-            self._broadcast_data(proof_to_data(sent))
-        proofs = []
+            self._broadcast_data(proof_to_data(self.sent))
+        proofs: list[WeightProof] = []
         for member, said in enumerate(self._gather(reason_of(error) if error else held and proof_to_data(held))):
             if isinstance(said, str):
                 raise self._given_up(member, said)
             if member != self._source:
                 proofs.append(proof_from_data(said))
-                compare_proofs(self.plan, sent, proofs[-1], f"rank {self._group.ranks[member]}")
+                compare_proofs(self.plan, self.sent, proofs[-1], f"rank {self._group.ranks[member]}")
         return proofs
 
     def _given_up(self, member: int, text: Any) -> WeightSyncError:
