@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, Self, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from offbeat_mesh import Device, Group, current_world
 from offbeat_types import MismatchError, TensorSpec, WeightProof, WeightSyncError
 from offbeat_weightsync._connection import Deadline, reason_of
 from offbeat_weightsync._plan import BucketPlan
-from offbeat_weightsync._proofs import compare_proofs, proof_from_data, proof_to_data
+from offbeat_weightsync._proofs import compare_proofs
 from offbeat_weightsync._stream import MAX_RUN_BYTES, ArrivingStream, Room, Runs
 from offbeat_weightsync._tensors import PlannedTensors
 
@@ -242,14 +243,13 @@ class _GroupSync:
 
     def offer(self, plan: BucketPlan) -> None:
         """The sender says what will come; raises on all ranks if they want different things."""
-        specs = [[spec.name, spec.dtype, list(spec.shape)] for spec in plan.specs]
-        self._broadcast_data({"specs": specs, "bucket_bytes": plan.bucket_bytes})
+        self._broadcast_data({"specs": msgspec.to_builtins(plan.specs), "bucket_bytes": plan.bucket_bytes})
         self._agree_on(plan.digest)
 
     def learn(self) -> BucketPlan:
         """The receivers hear what will come; raises on all ranks if they want different things."""
         header: Any = self._broadcast_data(None)
-        specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in header["specs"]]
+        specs = msgspec.convert(header["specs"], tuple[TensorSpec, ...])
         try:
             plan = BucketPlan.build(specs, header["bucket_bytes"])
         except WeightSyncError as error:
@@ -282,19 +282,19 @@ class _GroupSync:
     def hear_proof(self, failure: BaseException | None) -> WeightProof:
         """A receiver hears what was sent, once all has come."""
         self.agree_to_go_on(failure)
-        self.sent = proof_from_data(self._broadcast_data(None))
+        self.sent = msgspec.convert(self._broadcast_data(None), WeightProof)
         return self.sent
 
     def settle(self, held: WeightProof | None = None, error: BaseException | None = None) -> list[WeightProof]:
         """Exchange what the receivers hold or what became of them; every rank comes to the same verdict."""
         if self._is_source:
-            self._broadcast_data(proof_to_data(self.sent))
+            self._broadcast_data(msgspec.to_builtins(self.sent))
         proofs: list[WeightProof] = []
-        for member, said in enumerate(self._gather(reason_of(error) if error else held and proof_to_data(held))):
+        for member, said in enumerate(self._gather(reason_of(error) if error else msgspec.to_builtins(held))):
             if isinstance(said, str):
                 raise self._given_up(member, said)
             if member != self._source:
-                proofs.append(proof_from_data(said))
+                proofs.append(msgspec.convert(said, WeightProof))
                 compare_proofs(self.plan, self.sent, proofs[-1], f"rank {self._group.ranks[member]}")
         return proofs
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
-import msgspec
 import xxhash
 from torch import Tensor
 
@@ -61,23 +60,6 @@ def compare_proofs(plan: BucketPlan, sent: WeightProof, held: WeightProof, holde
                 f"{holder} holds other bytes than were sent, in bucket {index} of {len(plan.buckets)} "
                 f"({first} to {last}): checksum {ours} was sent, it has {theirs}"
             )
-
-
-def proof_to_data(proof: WeightProof) -> dict[str, Any]:
-    """The proof as plain data, for a wire or a file."""
-    return {"version": proof.version, "num_tensors": proof.num_tensors, "checksums": list(proof.checksums)}
-
-
-def proof_from_data(data: Any) -> WeightProof:
-    """The proof that `proof_to_data` wrote.
-
-    Raises:
-        WeightSyncError: it is no such data.
-    """
-    try:
-        return msgspec.convert(data, WeightProof)
-    except msgspec.ValidationError as error:
-        raise WeightSyncError(f"a proof needs version, num_tensors and checksums: got {data!r:.80}") from error
 
 
 def tensor_checksums(

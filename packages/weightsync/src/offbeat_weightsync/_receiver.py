@@ -1,7 +1,6 @@
 """The rollout engine's side of the transports between processes: join a sender, and take what it sends."""
 
 import os
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,9 +118,6 @@ class PeerStream(ArrivingStream):
 
     def close(self) -> None:
         """Let go of memory that is shared with the sender."""
-
-    @abstractmethod
-    def _arrive(self, room: Room) -> Runs: ...
 
     def _end(self) -> WeightProof:
         return self._connection.receive(End, "the end of the weights").sent

@@ -154,13 +154,9 @@ class WeightSender(ABC):
 
         Args:
             weights: gives (name, tensor) as planned, each time it is called; it is called twice.
-            version: policy version; the receivers must ask for the same.
+            version: see `send`, also for the rest and for what it raises.
             num_receivers: how many to wait for before sending, at least 1.
             deadline_s: overrides the sender's.
-
-        Raises:
-            WeightSyncError: see `send`.
-            DeadlineError: see `send`.
         """
         with self._joined(version, num_receivers, deadline_s) as joined:
             ours = planned_checksums(self.plan, weights())
@@ -311,13 +307,10 @@ class WeightSender(ABC):
 
 
 class SharedMemorySender(WeightSender):
-    """Sends weights to any number of receivers on this machine: see `WeightSender`.
+    """Sends weights to any number of receivers on this machine.
 
     Args:
-        socket_path: where to listen; see `new_socket_path`.
-        plan: the tensors, in the order in which they will be given, and the dtypes in which they travel.
-        deadline_s: time allowed for each sync, from `send` to the last proof.
-        name: this side, for the receivers' errors.
+        socket_path: where to listen; see `new_socket_path`. What is not named here: see `WeightSender`.
         device: a CUDA device to hold what is on its way, such as "cuda:0", which the receivers open by CUDA
             IPC; None: it lies in host memory.
 
@@ -381,13 +374,10 @@ class SharedMemorySender(WeightSender):
 
 
 class TcpSender(WeightSender):
-    """Sends weights to receivers on any host that have the address's token: see `WeightSender`.
+    """Sends weights to receivers on any host that have the address's token.
 
     Args:
-        address: from `new_address(host)`.
-        plan: the tensors, in the order in which they will be given, and the dtypes in which they travel.
-        deadline_s: time allowed for each sync, from `send` to the last proof.
-        name: this side, for the receivers' errors.
+        address: from `new_address(host)`. What is not named here: see `WeightSender`.
 
     Raises:
         WeightSyncError: the address is taken, or none of this machine.

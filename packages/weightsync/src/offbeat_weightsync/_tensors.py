@@ -145,7 +145,11 @@ class PlannedTensors:
     def _copy(self, run: Piece, target: Tensor) -> None:
         """Copy a run of the present tensor, in the dtype planned for it."""
         if self._bytes is not None:
-            _copy_bytes(self._bytes[run.tensor_offset : run.tensor_offset + run.num_bytes], target)
+            source = self._bytes[run.tensor_offset : run.tensor_offset + run.num_bytes]
+            if target.is_cpu:
+                np.copyto(target.numpy(), source)
+            else:
+                target.copy_(torch.from_numpy(source))
             return
         assert self._flat is not None
         elements = target.view(torch_dtype(self._specs[run.tensor].dtype))
@@ -192,13 +196,6 @@ def find_target(target: Callable[[str], Tensor], spec: TensorSpec) -> Tensor:
     if tensor.numel() * tensor.element_size() != spec.num_bytes:
         raise WeightSyncError(f"{spec.name}: planned with shape {spec.shape}, the engine has {tuple(tensor.shape)}")
     return tensor.detach() if tensor.requires_grad else tensor
-
-
-def _copy_bytes(source: Bytes, target: Tensor) -> None:
-    if target.is_cpu:
-        np.copyto(target.numpy(), source)
-    else:
-        target.copy_(torch.from_numpy(source))
 
 
 def _describe_surplus(name: str, sent: Iterable[TensorSpec]) -> str:
