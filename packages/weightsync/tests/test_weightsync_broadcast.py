@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from weightsync_memory import peak_bytes
 from weightsync_peers import load, spoil
 from weightsync_ranks import RunRanks
 
@@ -315,14 +316,6 @@ def test_the_peak_of_extra_memory_is_two_buckets(run_ranks: RunRanks) -> None:
 
     for said in run_ranks(2, body):
         assert float(said) < 2.0, said  # of two buckets at most
-
-
-def peak_bytes(*, reset: bool = False) -> int:
-    """Most memory this process has held since the last reset."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 def test_weights_of_one_bucket_arrive(run_ranks: RunRanks) -> None:

@@ -2,13 +2,13 @@
 
 import os
 import socket
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from weightsync_peers import in_thread, receive_all
 
 from offbeat_types import WeightSyncError
 from offbeat_weightsync import BucketPlan, SharedMemorySender, _addresses, _sender, describe_tensors, receive
@@ -29,20 +29,13 @@ def test_an_engine_without_a_sender_says_so(address: str) -> None:
 
 def test_a_socket_may_be_a_file_which_goes_with_the_sender(tmp_path: Path, weights: dict[str, Tensor]) -> None:
     path = os.path.relpath(tmp_path / "weights")
-    held: dict[str, Tensor] = {}
-
-    def take() -> None:
-        with receive(path, 1, 30) as stream:
-            held.update((name, tensor.clone()) for name, tensor in stream)
-            stream.confirm(stream.prove(held.__getitem__))
-
     with make_sender(path, weights) as sender:
         with pytest.raises(WeightSyncError, match=r"cannot listen for receivers at .*weights: Address already in use"):
             make_sender(path, weights)
-        thread = threading.Thread(target=take)
-        thread.start()
+        thread, found = in_thread(lambda: receive_all(path))
         sender.send(weights.items(), 1, 1)
         thread.join()
+    held: Any = found[0]
     assert all(torch.equal(held[name], weights[name]) for name in weights)
     assert not Path(path).exists()
 

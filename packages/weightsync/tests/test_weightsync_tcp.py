@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from weightsync_peers import in_thread, receive_all
 
-from offbeat_types import DeadlineError, OffbeatError, WeightSyncError
-from offbeat_weightsync import BucketPlan, TcpSender, _sender, describe_tensors, new_address, open_sender, receive
+from offbeat_types import DeadlineError, WeightSyncError
+from offbeat_weightsync import BucketPlan, TcpSender, _sender, describe_tensors, new_address, open_sender
 from offbeat_weightsync._addresses import TcpAddress
 from offbeat_weightsync._connection import Connection
 
@@ -21,26 +22,9 @@ def sender(weights: dict[str, Tensor]) -> TcpSender:
     return TcpSender(new_address("127.0.0.1"), BucketPlan.build(describe_tensors(weights.items()), 4096), deadline_s=20)
 
 
-def take(
-    address: str, version: int = 1, deadline_s: float = 20, *, after: threading.Thread | None = None
-) -> tuple[threading.Thread, list[object]]:
-    """Receive in a thread, once another one has ended; the list gets the tensors or the error."""
-    found: list[object] = []
-
-    def run() -> None:
-        if after is not None:
-            after.join()
-        try:
-            with receive(address, version, deadline_s) as stream:
-                held = {name: tensor.clone() for name, tensor in stream}
-                stream.confirm(stream.prove(held.__getitem__))
-            found.append(held)
-        except OffbeatError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, found
+def take(address: str, version: int = 1, deadline_s: float = 20) -> tuple[threading.Thread, list[object]]:
+    """Receive in a thread; the list gets the tensors or the error."""
+    return in_thread(lambda: receive_all(address, version, deadline_s))
 
 
 def test_an_address_has_host_port_and_a_token_that_errors_do_not_show() -> None:
@@ -86,7 +70,7 @@ def test_an_engine_with_another_token_is_sent_away_and_the_sync_goes_on(
     assert place is not None
     with sender:
         stranger, refused = take(place._replace(token="0" * 32).with_token())
-        friend, held = take(sender.address, after=stranger)  # a sender answers strangers while a sync goes on
+        friend, held = in_thread(lambda: (stranger.join(), receive_all(sender.address))[1])  # answered in a sync
         sender.send(weights.items(), 1, 1)
         friend.join()
     assert isinstance(held[0], dict)

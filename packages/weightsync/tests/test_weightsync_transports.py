@@ -4,7 +4,6 @@ import gc
 import mmap
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from weightsync_peers import be_trainer_that_dies
+from weightsync_peers import be_trainer_that_dies, in_thread, receive_all
 
-from offbeat_types import DeadlineError, OffbeatError, WeightSyncError
+from offbeat_types import DeadlineError, WeightSyncError
 from offbeat_weightsync import PeerStream, describe_tensors, receive, tensor_checksums
 
 
@@ -46,28 +45,6 @@ def test_the_master_weights_are_converted_to_the_engines_dtype(
         sender.send(weights.items(), 1, 1)
     expected = total(tensor.bfloat16() for tensor in weights.values())
     assert engine.next_text() == f"holds {len(weights)} tensors of version 1, sum {expected}"
-
-
-def in_thread(function: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
-    """Run in a thread; the list gets the result or the error."""
-    results: list[object] = []
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except OffbeatError as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, results
-
-
-def take(address: str, version: int, deadline_s: float = 30) -> dict[str, Tensor]:
-    with receive(address, version, deadline_s) as stream:
-        held = {name: tensor.clone() for name, tensor in stream}
-        stream.confirm(stream.prove(held.__getitem__))
-    return held
 
 
 def load(address: str, held: dict[str, Tensor]) -> PeerStream:
@@ -125,7 +102,7 @@ def test_one_sender_sends_version_after_version(listen: Any, weights: dict[str, 
     with listen(weights) as sender:
         for version in range(1, 6):
             weights["wide"].add_(1)
-            thread, results = in_thread(lambda version=version: take(sender.address, version))  # type: ignore[misc]
+            thread, results = in_thread(lambda version=version: receive_all(sender.address, version))  # type: ignore[misc]
             sender.send(weights.items(), version, 1)
             thread.join()
             held = results[0]
@@ -290,7 +267,7 @@ def test_tensors_that_differ_from_the_plan_fail_both_sides(
     words: str,
 ) -> None:
     with listen(weights) as sender:
-        thread, results = in_thread(lambda: take(sender.address, 1))
+        thread, results = in_thread(lambda: receive_all(sender.address, 1))
         with pytest.raises(WeightSyncError, match=words):
             sender.send(change(weights), 1, 1)
         thread.join()
@@ -306,7 +283,7 @@ def test_an_error_of_the_trainer_while_it_gives_tensors_reaches_the_engines(
         raise RuntimeError("the merge of LoRA failed")
 
     with listen(weights) as sender:
-        thread, results = in_thread(lambda: take(sender.address, 1))
+        thread, results = in_thread(lambda: receive_all(sender.address, 1))
         with pytest.raises(RuntimeError, match="the merge of LoRA failed"):
             sender.send(give(), 1, 1)
         thread.join()
@@ -320,7 +297,7 @@ def test_an_engine_whose_sender_does_not_send_stops_at_its_deadline(listen: Any,
             DeadlineError, match=r"version 1 at rollout-0: waited 0.2 s for the sender.* \(its (plan|greeting)\)"
         ),
     ):
-        take(sender.address, 1, deadline_s=0.2)
+        receive_all(sender.address, 1, deadline_s=0.2)
 
 
 def test_a_stream_is_read_once_and_whole_before_it_is_proved(listen: Any, weights: dict[str, Tensor]) -> None:
@@ -349,7 +326,7 @@ def test_a_trainer_that_dies_is_named_at_once_and_leaves_nothing(host: str, star
     address = trainer.next_text()
     begin = time.monotonic()
     with pytest.raises(WeightSyncError, match="trainer-0 hung up or died"):
-        take(address, 1, deadline_s=60)
+        receive_all(address, 1, deadline_s=60)
     assert time.monotonic() - begin < 30  # at once, not at the deadline
     trainer.wait_dead()
     if not host:
@@ -361,13 +338,13 @@ def test_a_trainer_that_dies_is_named_at_once_and_leaves_nothing(host: str, star
         assert left == set()
         assert address not in Path("/proc/net/unix").read_text()
     with pytest.raises(WeightSyncError, match=r"no sender listens at .*: Connection refused"):
-        take(address, 1)
+        receive_all(address, 1)
 
 
 def test_a_split_tensor_and_a_whole_one_are_equal_at_any_bucket_size(listen: Any, weights: dict[str, Tensor]) -> None:
     for bucket_bytes in (64, 128, 4096, 1 << 20):
         with listen(weights, bucket_bytes=bucket_bytes) as sender:
-            thread, results = in_thread(lambda sender=sender: take(sender.address, 1))  # type: ignore[misc]
+            thread, results = in_thread(lambda sender=sender: receive_all(sender.address, 1))  # type: ignore[misc]
             sender.send(weights.items(), 1, 1)
             thread.join()
             held = results[0]
@@ -400,7 +377,7 @@ def test_syncs_leave_no_files_open(listen: Any, weights: dict[str, Tensor]) -> N
     before = os.listdir("/proc/self/fd")
     for _ in range(3):
         with listen(weights) as sender:
-            thread, _results = in_thread(lambda sender=sender: take(sender.address, 1))  # type: ignore[misc]
+            thread, _results = in_thread(lambda sender=sender: receive_all(sender.address, 1))  # type: ignore[misc]
             sender.send(weights.items(), 1, 1)
             thread.join()
     assert len(os.listdir("/proc/self/fd")) <= len(before), "fewer: another test's may close at any moment"

@@ -2,8 +2,10 @@
 
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -71,3 +73,26 @@ def be_trainer_that_dies(texts: Connection, host: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     sender.send(give(), 1, 1)
+
+
+def in_thread(function: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    """Run in a thread; the list gets the result or the error."""
+    results: list[object] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except OffbeatError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, results
+
+
+def receive_all(address: str | Path, version: int = 1, deadline_s: float = 30) -> dict[str, Tensor]:
+    """Take a version, prove it and confirm."""
+    with receive(address, version, deadline_s) as stream:
+        held = {name: tensor.clone() for name, tensor in stream}
+        stream.confirm(stream.prove(held.__getitem__))
+    return held

@@ -22,7 +22,7 @@ from offbeat_weightsync._fp8 import (
     quantize_blocks,
     quantize_tensors,
 )
-from offbeat_weightsync._names import EXPERTS, GATE_UP, QKV, Fusion, NameMap, Place
+from offbeat_weightsync._names import EXPERTS, GATE_UP, QKV, Fusion, NameMap, TensorSlice
 from offbeat_weightsync._plan import DEFAULT_BUCKET_BYTES, Bucket, BucketPlan, Piece
 from offbeat_weightsync._proofs import tensor_checksums
 from offbeat_weightsync._receiver import PeerStream, SharedMemoryStream, TcpStream, receive
@@ -46,11 +46,11 @@ __all__ = [
     "NameMap",
     "PeerStream",
     "Piece",
-    "Place",
     "SharedMemorySender",
     "SharedMemoryStream",
     "TcpSender",
     "TcpStream",
+    "TensorSlice",
     "TensorSpec",
     "WeightSender",
     "broadcast_weights",

@@ -135,7 +135,7 @@ def read_weights(
     Args:
         root: folder of versions.
         version: policy version wanted; no other will do.
-        deadline_s: for the version to be there.
+        deadline_s: for the version to be there, and then for it to be read.
         name: this side, unique among the readers, for the writer's errors.
 
     Raises:
@@ -151,7 +151,7 @@ def read_weights(
             time.sleep(LOOK_S)
     try:
         plan, layout, written = _read_manifest(folder, version)
-        with _FileReader(folder, plan, layout) as files:
+        with _FileReader(folder, plan, layout, deadline) as files:
             stream = DiskStream(plan, version, written, files)
             yield stream
             stream.check_confirmed(name)
@@ -318,9 +318,9 @@ class _FileWriter:
 class _FileReader(ExitStack):
     """The safetensors files of a version, all open."""
 
-    def __init__(self, folder: Path, plan: BucketPlan, layout: Layout) -> None:
+    def __init__(self, folder: Path, plan: BucketPlan, layout: Layout, deadline: Deadline) -> None:
         super().__init__()
-        self._plan = plan
+        self._plan, self._deadline = plan, deadline
         self._offsets: dict[int, tuple[int, Path, int]] = {}
         with ExitStack() as opened:
             for index, (first, last) in enumerate(layout):
@@ -344,8 +344,10 @@ class _FileReader(ExitStack):
             self._offsets[index] = fd, path, offset
             offset += spec.num_bytes
 
-    def read(self, run: Piece, _bucket: int, target: memoryview) -> None:
+    def read(self, run: Piece, bucket: int, target: memoryview) -> None:
         """Read a run of bytes of a tensor."""
+        if not self._deadline.left_s():
+            raise self._deadline.missed(f"the disk to read bucket {bucket} of {len(self._plan.buckets)}")
         fd, path, start = self._offsets[run.tensor]
         done = 0
         while done < len(target):

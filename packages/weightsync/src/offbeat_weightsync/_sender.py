@@ -252,6 +252,7 @@ class WeightSender(ABC):
         for key, _ in ready:
             if key.data is None:
                 self._admit_next()
+            if key.data not in self._strangers:  # it was the oldest of too many, perhaps
                 continue
             key.data.deadline = Deadline("greeting of a receiver", min(_GREETING_S, deadline.left_s()))
             join = self._hear(key.data)
