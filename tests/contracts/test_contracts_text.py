@@ -44,8 +44,7 @@ DEVICES_ALLOWED: dict[str, str] = {
     "packages/rollout-torch/src/offbeat_rollout_torch/_linear.py": "oneDNN's packed products are a CPU's",
     "packages/rollout-trtllm/src/offbeat_rollout_trtllm/_handles.py": HANDLES,
     "packages/rollout-vllm/src/offbeat_rollout_vllm/_extension.py": "vLLM's build for CPUs cannot sleep by itself",
-    "packages/weightsync/src/offbeat_weightsync/_broadcast.py": "streams and window sizes suit main memory",
-    "packages/weightsync/src/offbeat_weightsync/_cuda_ipc.py": HANDLES,
+    "packages/weightsync/src/offbeat_weightsync/_shared_memory.py": HANDLES,
 }
 
 

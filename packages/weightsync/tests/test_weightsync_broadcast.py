@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from weightsync_memory import peak_bytes
 from weightsync_peers import load, spoil
 from weightsync_ranks import RunRanks
 
@@ -17,8 +17,7 @@ from offbeat_mesh import Group
 from offbeat_types import OffbeatError
 from offbeat_weightsync import (
     BucketPlan,
-    _group_streams,
-    _group_windows,
+    _broadcast,
     broadcast_weights,
     describe_tensors,
     receive_broadcast,
@@ -28,20 +27,9 @@ BUCKET_BYTES = 4096
 Named = Iterable[tuple[str, Tensor]]
 
 
-STREAMS = True
-"""How `send` sends: set by the fixture, and inherited by the ranks that a test forks."""
-
-
-@pytest.fixture(params=[True, False], ids=["streams", "windows"], autouse=True)
-def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Both ways that the bytes can go."""
-    monkeypatch.setattr(sys.modules[__name__], "STREAMS", request.param)
-    return bool(request.param)
-
-
 def send(group: Group, tensors: Named, version: int, planned: dict[str, Tensor], deadline_s: float = 20) -> str:
     plan = BucketPlan.build(describe_tensors(planned.items()), BUCKET_BYTES)
-    proofs = broadcast_weights(group, plan, tensors, version, deadline_s=deadline_s, streams=STREAMS)
+    proofs = broadcast_weights(group, plan, tensors, version, deadline_s=deadline_s)
     return f"{len(proofs)} proofs of version {version}"
 
 
@@ -80,7 +68,7 @@ def test_weights_are_loaded_in_place_and_converted_on_the_way(weights: dict[str,
     def body(group: Group) -> str:
         plan = BucketPlan.build(describe_tensors(floats.items(), "bfloat16"), BUCKET_BYTES)
         if group.rank == 0:
-            return f"{len(broadcast_weights(group, plan, floats.items(), 7, deadline_s=20, streams=STREAMS))}"
+            return f"{len(broadcast_weights(group, plan, floats.items(), 7, deadline_s=20))}"
         held = {spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in plan.specs}
         with receive_broadcast(group, 7, deadline_s=20) as stream:
             stream.load(held.__getitem__)
@@ -172,7 +160,6 @@ def test_a_false_proof_is_found_by_every_rank(weights: dict[str, Tensor], run_ra
         return "confirmed"
 
     for said in run_ranks(3, body):
-        said = said.replace("rank 0 gave up: ", "")  # over streams it is the sender that finds it
         assert said.startswith("WeightSyncError: rank 2 holds other bytes than were sent, in bucket 0 of 5"), said
 
 
@@ -257,10 +244,8 @@ def test_a_sender_that_dies_between_two_buckets_is_named_on_all_ranks(
         assert text.startswith("PeerFailedError: rank 0 (dp 0) failed: its process ended"), text
 
 
-def test_an_engine_that_stands_still_is_named_at_the_deadline(
-    weights: dict[str, Tensor], run_ranks: RunRanks, streams: bool
-) -> None:
-    def sync(group: Group) -> str:
+def test_an_engine_that_stands_still_is_named_at_the_deadline(weights: dict[str, Tensor], run_ranks: RunRanks) -> None:
+    def body(group: Group) -> str:
         if group.rank == 0:
             return send(group, weights.items(), 1, weights, deadline_s=5)
         with receive_broadcast(group, 1, deadline_s=5 if group.rank == 2 else 12) as stream:
@@ -272,35 +257,16 @@ def test_an_engine_that_stands_still_is_named_at_the_deadline(
             stream.confirm(stream.prove(held.__getitem__))
         return "the sync should have ended"
 
-    def body(group: Group) -> str:
-        if not streams:
-            return sync(group)
-        try:
-            return sync(group)
-        except OffbeatError as error:
-            return f"{error_of(error)}; then {len(group.all_gather_data(group.rank))} ranks"
-
     sender, _, other = run_ranks(3, body)
     for said in (sender, other):
         assert said.startswith(("DeadlineError", "PeerFailedError", "WeightSyncError: rank 0 gave up")), said
         assert "rank 1" in said or "version 1" in said, said
-    if streams:
-        assert sender.startswith("DeadlineError: weight sync of version 1: waited "), sender
-        assert " s for rank 1 to " in sender
-        assert sender.endswith("; then 3 ranks"), sender
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_cannot_begin_fails_all_ranks_and_the_next_sync_works(
-    weights: dict[str, Tensor],
-    run_ranks: RunRanks,
-    streams: bool,
-    failing: int,
-    monkeypatch: pytest.MonkeyPatch,
+    weights: dict[str, Tensor], run_ranks: RunRanks, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if streams and failing:
-        pytest.skip("a receiver of streams begins after it has connected: see the faults of engines")
-
     def no_memory(*_: object, **__: object) -> Tensor:
         raise MemoryError("no memory left")
 
@@ -311,20 +277,18 @@ def test_a_rank_that_cannot_begin_fails_all_ranks_and_the_next_sync_works(
 
     def body(group: Group) -> str:
         with monkeypatch.context() as broken:
-            if group.rank == failing and streams:
-                broken.setattr(_group_streams, "own_host", lambda: "192.0.2.1")  # of no machine: RFC 5737
-            elif group.rank == failing:
-                broken.setattr(_group_windows.torch, "empty", no_memory)
+            if group.rank == failing:
+                broken.setattr(_broadcast.torch, "empty", no_memory)
             try:
                 said = sync(group, 1)
             except (OffbeatError, MemoryError) as error:
                 said = error_of(error)
         return f"{said}; then {sync(group, 2)}"
 
-    reason = "cannot listen for receivers at tcp://192.0.2.1:0" if streams else "MemoryError: no memory left"
+    reason = "MemoryError: no memory left"
     for rank, text in enumerate(run_ranks(3, body)):
-        start = reason if not streams else f"WeightSyncError: {reason}"
-        assert text.startswith(start if rank == failing else f"WeightSyncError: rank {failing} gave up: {reason}"), text
+        heard = f"WeightSyncError: rank {failing} gave up: {reason}"
+        assert text.startswith(reason if rank == failing else heard), text
         assert text.endswith("; then 2 proofs of version 2" if rank == 0 else "; then 8 tensors"), text
 
 
@@ -342,7 +306,7 @@ def test_the_peak_of_extra_memory_is_two_buckets(run_ranks: RunRanks) -> None:
         before = peak_bytes(reset=True)
         if group.rank == 0:
             tensors = ((name, shared.fill_(index)) for index, name in enumerate(names))
-            broadcast_weights(group, plan, tensors, 1, deadline_s=20, streams=STREAMS)
+            broadcast_weights(group, plan, tensors, 1, deadline_s=20)
         else:
             with receive_broadcast(group, 1, deadline_s=20) as stream:
                 stream.load(place.__getitem__)
@@ -351,18 +315,10 @@ def test_the_peak_of_extra_memory_is_two_buckets(run_ranks: RunRanks) -> None:
         return str((peak_bytes() - before) / bucket_bytes)
 
     for said in run_ranks(2, body):
-        assert float(said) < 2.0, said  # of two windows at most
+        assert float(said) < 2.0, said  # of two buckets at most
 
 
-def peak_bytes(*, reset: bool = False) -> int:
-    """Most memory this process has held since the last reset."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024
-
-
-def test_weights_that_go_in_one_window_arrive(run_ranks: RunRanks) -> None:
+def test_weights_of_one_bucket_arrive(run_ranks: RunRanks) -> None:
     weights = {"only": torch.arange(10.0)}
 
     def body(group: Group) -> str:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from offbeat_types import WeightSyncError
+from offbeat_types import TensorSpec, WeightSyncError
 from offbeat_weightsync import BucketPlan, SharedMemorySender, describe_tensors
-from offbeat_weightsync._cuda_ipc import CudaHandle
-from offbeat_weightsync._messages import Hello, Message
+from offbeat_weightsync._connection import CudaHandle, Message, Offer
 
 SHARED = (
     "device",
@@ -61,9 +60,9 @@ def test_torch_without_cuda_says_so_and_so_do_we(address: str, weights: dict[str
 
 def test_a_handle_survives_the_wire() -> None:
     handle = CudaHandle(0, b"\x01" * 66, 1 << 25, 4096, b"/torch_1_2", 3, b"\0" * 64, True, "GPU-1")
-    hello = Hello([("a", "float32", (2, 3))], 64, 4096, 2, "0" * 16, "", handle)
-    again: Any = msgspec.msgpack.decode(msgspec.msgpack.encode(hello), type=Message)
-    assert again == hello
+    offer = Offer((TensorSpec("a", "float32", (2, 3)),), 64, "0" * 16, "", 4096, handle)
+    again: Any = msgspec.msgpack.decode(msgspec.msgpack.encode(offer), type=Message)
+    assert again == offer
     assert msgspec.structs.astuple(again.cuda)[1:-1] == msgspec.structs.astuple(handle)[1:-1]
 
 

@@ -257,7 +257,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path, weights: di
         write(tmp_path / "file", weights)
 
 
-def test_a_version_that_goes_in_one_window_is_read(tmp_path: Path) -> None:
+def test_a_version_of_one_bucket_is_read(tmp_path: Path) -> None:
     weights = {"only": torch.arange(10.0)}
     held = {"only": torch.zeros(10)}
     write_weights(tmp_path, BucketPlan.build(describe_tensors(weights.items())), weights.items(), 3)

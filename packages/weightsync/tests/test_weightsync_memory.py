@@ -12,9 +12,8 @@ MOST_BUCKETS = 2.5
 """Two, and what Python takes for its threads and messages: 64 MiB are a bucket here. The weights are five."""
 
 
-@pytest.mark.parametrize("in_lanes", [True, False], ids=["lanes", "one-lane"])
-def test_the_peak_of_extra_memory_between_processes_is_two_buckets(start_peer: Any, host: str, in_lanes: bool) -> None:
-    trainer = start_peer(be_trainer, host, in_lanes)
+def test_the_peak_of_extra_memory_between_processes_is_two_buckets(start_peer: Any, host: str) -> None:
+    trainer = start_peer(be_trainer, host)
     engine = start_peer(be_engine, trainer.next_text())
     sender_buckets, engine_buckets = float(trainer.next_text()), float(engine.next_text())
     assert sender_buckets < (1.0 if host else MOST_BUCKETS)  # over TCP the bytes have no memory but the kernel's

@@ -124,7 +124,7 @@ def test_parts_that_do_not_make_a_whole_are_refused(tensors: dict[str, Tensor], 
 def test_tied_tensors_lie_in_one_place_and_must_be_equal() -> None:
     tensors = llama(layers=1) | {"lm_head.weight": torch.ones(11, 16)}
     names = NameMap.build(describe_tensors(tensors.items()), [QKV], tied=TIED)
-    assert names.places["lm_head.weight"] == names.places["model.embed_tokens.weight"]
+    assert names.slices["lm_head.weight"] == names.slices["model.embed_tokens.weight"]
     with pytest.raises(WeightSyncError, match=r"lm_head.weight is tied to model.embed_tokens.weight, but their values"):
         names.fuse(tensors.items())
     with pytest.raises(WeightSyncError, match=r"lm_head.weight is tied to nothing, which the trainer does not have"):

@@ -1,15 +1,18 @@
-"""The plan lays out every byte once, the same way everywhere, and refuses what it cannot carry."""
+"""The plan lays out every byte once, the same way everywhere, and buckets are filled by it on any device."""
 
 import subprocess
 import sys
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from offbeat_types import TENSOR_DTYPES, WeightSyncError
-from offbeat_weightsync import BucketPlan, TensorSpec
+from offbeat_weightsync import BucketPlan, TensorSpec, describe_tensors
 from offbeat_weightsync._plan import ALIGNMENT
+from offbeat_weightsync._tensors import RUN_BYTES, PlannedTensors
 
 SHAPES = st.lists(st.integers(1, 40), max_size=3).map(tuple)
 BUCKET_BYTES = st.integers(1, 64).map(lambda number: number * ALIGNMENT)
@@ -97,3 +100,39 @@ def test_what_cannot_be_planned_is_refused(
 ) -> None:
     with pytest.raises(WeightSyncError, match=words):
         BucketPlan.build([TensorSpec(*spec) for spec in specs], bucket_bytes)
+
+
+class Elsewhere(Tensor):
+    """Memory that says it is not the host's, so that nobody looks at it as such."""
+
+    is_cpu = property(lambda _: False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_device_gets_the_bytes_that_the_host_gets(dtype: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    weights = {
+        "long": torch.randn(RUN_BYTES // 2 + 8, generator=draw),  # several runs, in several buckets
+        "scalar": torch.randn((), generator=draw),
+        "wide": torch.randn(70, 300, generator=draw),
+    }
+    plan = BucketPlan.build(describe_tensors(weights.items(), dtype), RUN_BYTES + 64)
+    assert len(plan.buckets) > 1
+
+    def fill(memory: Tensor) -> tuple[list[Tensor], tuple[str, ...]]:
+        planned, found = PlannedTensors(plan, weights.items()), []
+        for bucket in plan.buckets:
+            memory.zero_()
+            assert list(planned.fill(bucket, memory))[-1] == bucket.num_bytes
+            found.append(memory.as_subclass(Tensor)[: bucket.num_bytes].clone())
+        return found, planned.finish()
+
+    host, checksums = fill(torch.empty(RUN_BYTES + 64, dtype=torch.uint8))
+    device, theirs = fill(torch.empty(RUN_BYTES + 64, dtype=torch.uint8).as_subclass(Elsewhere))
+    runs = PlannedTensors(plan, weights.items())
+    sent = [[(run, bytes(data)) for run, data in runs.runs(bucket)] for bucket in plan.buckets]
+    assert runs.finish() == theirs == checksums
+    assert all(torch.equal(one, other) for one, other in zip(host, device, strict=True))
+    for bucket, pieces in zip(host, sent, strict=True):
+        for run, data in pieces:
+            assert bucket[run.bucket_offset : run.bucket_offset + run.num_bytes].numpy().tobytes() == data

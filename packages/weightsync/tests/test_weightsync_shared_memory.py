@@ -2,16 +2,16 @@
 
 import os
 import socket
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from weightsync_peers import in_thread, receive_all
 
 from offbeat_types import WeightSyncError
-from offbeat_weightsync import BucketPlan, SharedMemorySender, _connections, _shared_sender, describe_tensors, receive
+from offbeat_weightsync import BucketPlan, SharedMemorySender, _addresses, _sender, describe_tensors, receive
 from offbeat_weightsync._addresses import kernel_address
 
 
@@ -29,20 +29,13 @@ def test_an_engine_without_a_sender_says_so(address: str) -> None:
 
 def test_a_socket_may_be_a_file_which_goes_with_the_sender(tmp_path: Path, weights: dict[str, Tensor]) -> None:
     path = os.path.relpath(tmp_path / "weights")
-    held: dict[str, Tensor] = {}
-
-    def take() -> None:
-        with receive(path, 1, 30) as stream:
-            held.update((name, tensor.clone()) for name, tensor in stream)
-            stream.confirm(stream.prove(held.__getitem__))
-
     with make_sender(path, weights) as sender:
         with pytest.raises(WeightSyncError, match=r"cannot listen for receivers at .*weights: Address already in use"):
             make_sender(path, weights)
-        thread = threading.Thread(target=take)
-        thread.start()
+        thread, found = in_thread(lambda: receive_all(path))
         sender.send(weights.items(), 1, 1)
         thread.join()
+    held: Any = found[0]
     assert all(torch.equal(held[name], weights[name]) for name in weights)
     assert not Path(path).exists()
 
@@ -50,7 +43,7 @@ def test_a_socket_may_be_a_file_which_goes_with_the_sender(tmp_path: Path, weigh
 def test_who_connects_and_says_nothing_does_not_stop_a_sync(
     address: str, weights: dict[str, Tensor], start_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_shared_sender, "_GREETING_S", 2.0)
+    monkeypatch.setattr(_sender, "_GREETING_S", 2.0)
     with make_sender(address, weights) as sender, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.connect(kernel_address(address))  # as an engine does that is stopped in the middle
         engine = start_engine(address)
@@ -61,7 +54,7 @@ def test_who_connects_and_says_nothing_does_not_stop_a_sync(
 def test_an_engine_takes_no_weights_from_another_users_process(
     address: str, weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_connections.os, "getuid", lambda: os.geteuid() + 1)  # as if the sender's were another
+    monkeypatch.setattr(_addresses.os, "getuid", lambda: os.geteuid() + 1)  # as if the sender's were another
     with (
         make_sender(address, weights),
         pytest.raises(WeightSyncError, match=f"who listens at {address} is another user's process"),

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from weightsync_peers import in_thread, receive_all
 
-from offbeat_types import DeadlineError, OffbeatError, WeightSyncError
-from offbeat_weightsync import BucketPlan, TcpSender, _tcp_sender, describe_tensors, new_address, open_sender, receive
+from offbeat_types import DeadlineError, WeightSyncError
+from offbeat_weightsync import BucketPlan, TcpSender, _sender, describe_tensors, new_address, open_sender
 from offbeat_weightsync._addresses import TcpAddress
+from offbeat_weightsync._connection import Connection
 
 
 @pytest.fixture
@@ -20,26 +22,9 @@ def sender(weights: dict[str, Tensor]) -> TcpSender:
     return TcpSender(new_address("127.0.0.1"), BucketPlan.build(describe_tensors(weights.items()), 4096), deadline_s=20)
 
 
-def take(
-    address: str, version: int = 1, deadline_s: float = 20, *, after: threading.Thread | None = None
-) -> tuple[threading.Thread, list[object]]:
-    """Receive in a thread, once another one has ended; the list gets the tensors or the error."""
-    found: list[object] = []
-
-    def run() -> None:
-        if after is not None:
-            after.join()
-        try:
-            with receive(address, version, deadline_s) as stream:
-                held = {name: tensor.clone() for name, tensor in stream}
-                stream.confirm(stream.prove(held.__getitem__))
-            found.append(held)
-        except OffbeatError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, found
+def take(address: str, version: int = 1, deadline_s: float = 20) -> tuple[threading.Thread, list[object]]:
+    """Receive in a thread; the list gets the tensors or the error."""
+    return in_thread(lambda: receive_all(address, version, deadline_s))
 
 
 def test_an_address_has_host_port_and_a_token_that_errors_do_not_show() -> None:
@@ -85,7 +70,7 @@ def test_an_engine_with_another_token_is_sent_away_and_the_sync_goes_on(
     assert place is not None
     with sender:
         stranger, refused = take(place._replace(token="0" * 32).with_token())
-        friend, held = take(sender.address, after=stranger)  # a sender answers strangers while a sync goes on
+        friend, held = in_thread(lambda: (stranger.join(), receive_all(sender.address))[1])  # answered in a sync
         sender.send(weights.items(), 1, 1)
         friend.join()
     assert isinstance(held[0], dict)
@@ -117,7 +102,7 @@ def test_an_engine_finds_a_false_sender_out(weights: dict[str, Tensor]) -> None:
 def test_who_connects_and_says_nothing_does_not_stop_a_sync(
     sender: TcpSender, weights: dict[str, Tensor], said: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_tcp_sender, "_GREETING_S", 100.0)
+    monkeypatch.setattr(_sender, "_GREETING_S", 100.0)
     place = TcpAddress.parse(sender.address)
     assert place is not None
     with sender, contextlib.ExitStack() as strangers:
@@ -143,7 +128,7 @@ def test_what_is_no_message_does_not_stop_a_sync(sender: TcpSender, weights: dic
 def test_strangers_that_stop_in_the_middle_do_not_make_a_sync_miss_its_deadline(
     sender: TcpSender, weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_tcp_sender, "_GREETING_S", 100.0)  # the sender has less patience than that in all
+    monkeypatch.setattr(_sender, "_GREETING_S", 100.0)  # the sender has less patience than that in all
     place = TcpAddress.parse(sender.address)
     assert place is not None
     begin = time.monotonic()
@@ -157,23 +142,30 @@ def test_strangers_that_stop_in_the_middle_do_not_make_a_sync_miss_its_deadline(
 
 
 def test_a_connection_that_is_lost_between_two_living_sides_fails_both_before_the_deadline(
-    sender: TcpSender, weights: dict[str, Tensor]
+    sender: TcpSender, weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    connections: list[socket.socket] = []
+
+    def accepted(self: TcpSender, sock: socket.socket, connection: Connection) -> object:
+        connections.append(sock)
+        return greet(self, sock, connection)
+
     def give() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights.items():
             if name == "wide":
-                for lane in next(iter(sender._lanes.values())).values():
-                    lane.break_off()
+                connections[0].shutdown(socket.SHUT_RDWR)
             yield name, tensor
 
+    greet = TcpSender._greet
+    monkeypatch.setattr(TcpSender, "_greet", accepted)
     begin = time.monotonic()
     with sender:
         receiver, found = take(sender.address)
-        with pytest.raises(WeightSyncError, match=r"hung up or died .*; its other connection still stands"):
+        with pytest.raises(WeightSyncError, match="rollout-0 hung up or died before all was sent"):
             sender.send(give(), 1, 1)
         receiver.join()
     assert time.monotonic() - begin < 15  # of 20
-    assert isinstance(found[0], WeightSyncError)
+    assert "trainer-0 hung up or died while bucket" in str(found[0])
 
 
 def test_an_engine_that_comes_early_for_the_next_version_waits_for_it(

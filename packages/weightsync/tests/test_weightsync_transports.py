@@ -1,9 +1,9 @@
 """Weights between processes arrive whole and proved, or both sides say what went wrong: by each transport alike."""
 
 import gc
+import mmap
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from weightsync_peers import be_trainer_that_dies
+from weightsync_peers import be_trainer_that_dies, in_thread, receive_all
 
-from offbeat_types import DeadlineError, OffbeatError, WeightSyncError
-from offbeat_weightsync import describe_tensors, receive, tensor_checksums
+from offbeat_types import DeadlineError, WeightSyncError
+from offbeat_weightsync import PeerStream, describe_tensors, receive, tensor_checksums
 
 
 def total(tensors: Iterable[Tensor]) -> str:
@@ -47,33 +47,62 @@ def test_the_master_weights_are_converted_to_the_engines_dtype(
     assert engine.next_text() == f"holds {len(weights)} tensors of version 1, sum {expected}"
 
 
-def in_thread(function: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
-    """Run in a thread; the list gets the result or the error."""
-    results: list[object] = []
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except OffbeatError as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, results
-
-
-def take(address: str, version: int, deadline_s: float = 30) -> dict[str, Tensor]:
-    with receive(address, version, deadline_s) as stream:
-        held = {name: tensor.clone() for name, tensor in stream}
+def load(address: str, held: dict[str, Tensor]) -> PeerStream:
+    """Take version 1 into tensors that are there."""
+    with receive(address, 1, 30) as stream:
+        stream.load(held.__getitem__)
         stream.confirm(stream.prove(held.__getitem__))
-    return held
+    return stream
+
+
+def empty_like(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights.items()}
+
+
+def test_engines_load_into_their_own_tensors_however_these_lie(listen: Any, weights: dict[str, Tensor]) -> None:
+    rows, held = empty_like(weights), empty_like(weights)
+    held["wide"] = torch.zeros(3, 1000).t()
+    with listen(weights) as sender:
+        engines = [in_thread(lambda mine=mine: load(sender.address, mine)) for mine in (rows, held)]  # type: ignore[misc]
+        proofs = sender.send(weights.items(), 1, 2)
+        for thread, _ in engines:
+            thread.join()
+    assert proofs[0] == proofs[1]
+    for name, tensor in weights.items():
+        assert torch.equal(held[name], tensor)
+        assert torch.equal(rows[name], tensor)
+
+
+def test_a_stream_that_is_over_holds_nothing_of_the_engines(listen: Any, weights: dict[str, Tensor]) -> None:
+    weights = {name: weights[name] for name in ("embed", "wide")}
+    memory = {name: mmap.mmap(-1, tensor.nbytes) for name, tensor in weights.items()}
+    held = {name: torch.frombuffer(memory[name], dtype=torch.float32).view(weights[name].shape) for name in weights}
+    with listen(weights) as sender:
+        thread, streams = in_thread(lambda: load(sender.address, held))
+        sender.send(weights.items(), 1, 1)
+        thread.join()
+    assert isinstance(streams[0], PeerStream)
+    held.clear()
+    for each in memory.values():
+        each.close()  # raises BufferError if anybody still looks at it
+
+
+def test_an_engine_without_room_says_so_before_anything_is_written(listen: Any, weights: dict[str, Tensor]) -> None:
+    held = empty_like(weights) | {"head": torch.zeros(3)}
+    with listen(weights) as sender:
+        thread, results = in_thread(lambda: load(sender.address, held))
+        with pytest.raises(WeightSyncError, match=r"^rollout-0 gave up: head: planned with shape \(16, 8\)"):
+            sender.send(weights.items(), 1, 1)
+        thread.join()
+    assert not held["embed"].any()
+    assert "head: planned with shape" in str(results[0])
 
 
 def test_one_sender_sends_version_after_version(listen: Any, weights: dict[str, Tensor]) -> None:
     with listen(weights) as sender:
         for version in range(1, 6):
             weights["wide"].add_(1)
-            thread, results = in_thread(lambda version=version: take(sender.address, version))  # type: ignore[misc]
+            thread, results = in_thread(lambda version=version: receive_all(sender.address, version))  # type: ignore[misc]
             sender.send(weights.items(), version, 1)
             thread.join()
             held = results[0]
@@ -139,13 +168,15 @@ def test_one_engine_that_fails_fails_the_sync_for_all(
 
 
 @pytest.mark.parametrize("fault", ["die at embed", "die at wide", "die at head"])
-def test_an_engine_that_dies_is_named_at_once(
+def test_an_engine_that_dies_is_named_at_once_on_all_sides(
     listen: Any, weights: dict[str, Tensor], start_engine: Any, fault: str
 ) -> None:
     with listen(weights) as sender:
         start_engine(sender.address, fault, name="rollout-7")
+        other = start_engine(sender.address)
         with pytest.raises(WeightSyncError, match="rollout-7 hung up or died"):
-            sender.send(weights.items(), 1, 1)
+            sender.send(weights.items(), 1, 2)
+        assert "trainer-0 gave up: rollout-7 hung up or died" in other.next_text()
 
 
 def test_an_engine_that_stands_still_is_named_at_the_deadline(
@@ -236,7 +267,7 @@ def test_tensors_that_differ_from_the_plan_fail_both_sides(
     words: str,
 ) -> None:
     with listen(weights) as sender:
-        thread, results = in_thread(lambda: take(sender.address, 1))
+        thread, results = in_thread(lambda: receive_all(sender.address, 1))
         with pytest.raises(WeightSyncError, match=words):
             sender.send(change(weights), 1, 1)
         thread.join()
@@ -252,7 +283,7 @@ def test_an_error_of_the_trainer_while_it_gives_tensors_reaches_the_engines(
         raise RuntimeError("the merge of LoRA failed")
 
     with listen(weights) as sender:
-        thread, results = in_thread(lambda: take(sender.address, 1))
+        thread, results = in_thread(lambda: receive_all(sender.address, 1))
         with pytest.raises(RuntimeError, match="the merge of LoRA failed"):
             sender.send(give(), 1, 1)
         thread.join()
@@ -266,7 +297,7 @@ def test_an_engine_whose_sender_does_not_send_stops_at_its_deadline(listen: Any,
             DeadlineError, match=r"version 1 at rollout-0: waited 0.2 s for the sender.* \(its (plan|greeting)\)"
         ),
     ):
-        take(sender.address, 1, deadline_s=0.2)
+        receive_all(sender.address, 1, deadline_s=0.2)
 
 
 def test_a_stream_is_read_once_and_whole_before_it_is_proved(listen: Any, weights: dict[str, Tensor]) -> None:
@@ -295,7 +326,7 @@ def test_a_trainer_that_dies_is_named_at_once_and_leaves_nothing(host: str, star
     address = trainer.next_text()
     begin = time.monotonic()
     with pytest.raises(WeightSyncError, match="trainer-0 hung up or died"):
-        take(address, 1, deadline_s=60)
+        receive_all(address, 1, deadline_s=60)
     assert time.monotonic() - begin < 30  # at once, not at the deadline
     trainer.wait_dead()
     if not host:
@@ -307,13 +338,13 @@ def test_a_trainer_that_dies_is_named_at_once_and_leaves_nothing(host: str, star
         assert left == set()
         assert address not in Path("/proc/net/unix").read_text()
     with pytest.raises(WeightSyncError, match=r"no sender listens at .*: Connection refused"):
-        take(address, 1)
+        receive_all(address, 1)
 
 
 def test_a_split_tensor_and_a_whole_one_are_equal_at_any_bucket_size(listen: Any, weights: dict[str, Tensor]) -> None:
     for bucket_bytes in (64, 128, 4096, 1 << 20):
         with listen(weights, bucket_bytes=bucket_bytes) as sender:
-            thread, results = in_thread(lambda sender=sender: take(sender.address, 1))  # type: ignore[misc]
+            thread, results = in_thread(lambda sender=sender: receive_all(sender.address, 1))  # type: ignore[misc]
             sender.send(weights.items(), 1, 1)
             thread.join()
             held = results[0]
@@ -346,7 +377,7 @@ def test_syncs_leave_no_files_open(listen: Any, weights: dict[str, Tensor]) -> N
     before = os.listdir("/proc/self/fd")
     for _ in range(3):
         with listen(weights) as sender:
-            thread, _results = in_thread(lambda sender=sender: take(sender.address, 1))  # type: ignore[misc]
+            thread, _results = in_thread(lambda sender=sender: receive_all(sender.address, 1))  # type: ignore[misc]
             sender.send(weights.items(), 1, 1)
             thread.join()
     assert len(os.listdir("/proc/self/fd")) <= len(before), "fewer: another test's may close at any moment"

@@ -43,7 +43,7 @@ def say_extra(texts: Connection, body: Callable[[], None]) -> None:
     texts.send(f"{(peak_bytes() - before) / BUCKET_BYTES}")
 
 
-def be_trainer(texts: Connection, host: str, in_lanes: bool) -> None:
+def be_trainer(texts: Connection, host: str) -> None:
     """Say where it listens, and send."""
     tensors = make_tensors()
     plan = BucketPlan.build(describe_tensors(tensors.items()), BUCKET_BYTES)
@@ -51,7 +51,7 @@ def be_trainer(texts: Connection, host: str, in_lanes: bool) -> None:
     def send() -> None:
         with open_sender(new_address(host), plan, deadline_s=DEADLINE_S) as sender:
             texts.send(sender.address)
-            sender.send(tensors.items() if in_lanes else iter(tensors.items()), 1, 1)
+            sender.send(tensors.items(), 1, 1)
 
     texts.send("ready")
     say_extra(texts, send)

@@ -2,8 +2,10 @@
 
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -59,16 +61,6 @@ def spoil(held: dict[str, Tensor], fault: str) -> None:
         held[name] = held[name].double()
 
 
-def be_trainer(texts: Connection, host: str) -> None:
-    """Say where it listens, and send in lanes more (144 MB) than the sockets between two processes hold."""
-    tensors = {f"t{index}": torch.full((4_000_000,), float(index)) for index in range(9)}
-    plan = BucketPlan.build(describe_tensors(tensors.items()), 1 << 20)
-    sender = open_sender(new_address(host), plan, deadline_s=30)
-    texts.send("ready")
-    texts.send(sender.address)
-    sender.send(tensors.items(), 1, 1)
-
-
 def be_trainer_that_dies(texts: Connection, host: str) -> None:
     """Say where it listens, send one tensor, and die while the second is asked for."""
     tensors = {"a": torch.ones(5000), "b": torch.ones(5000)}
@@ -81,3 +73,26 @@ def be_trainer_that_dies(texts: Connection, host: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     sender.send(give(), 1, 1)
+
+
+def in_thread(function: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    """Run in a thread; the list gets the result or the error."""
+    results: list[object] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except OffbeatError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, results
+
+
+def receive_all(address: str | Path, version: int = 1, deadline_s: float = 30) -> dict[str, Tensor]:
+    """Take a version, prove it and confirm."""
+    with receive(address, version, deadline_s) as stream:
+        held = {name: tensor.clone() for name, tensor in stream}
+        stream.confirm(stream.prove(held.__getitem__))
+    return held

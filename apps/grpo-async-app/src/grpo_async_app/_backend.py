@@ -274,7 +274,7 @@ class GrpoBackend:
 
     async def close(self) -> None:
         """Leave nothing behind that would go on by itself."""
-        await self._fleet.engines.forget_errands()
+        await self._fleet.engines.cancel_transfers()
         if self._validating is not None:
             self._validating.cancel()
             await asyncio.gather(self._validating, return_exceptions=True)

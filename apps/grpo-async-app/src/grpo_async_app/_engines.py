@@ -52,7 +52,7 @@ class Engines:
         self._serve_as_started = False
         self._all_started = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._errands: set[asyncio.Task[None]] = set()  # bring weights
+        self._transfers: set[asyncio.Task[None]] = set()  # bring weights
         self._speeds = EngineSpeeds()
         self._stragglers: dict[str, float] = {}
         self.bring_weights: BringWeights | None = None
@@ -89,7 +89,7 @@ class Engines:
 
     async def close(self) -> None:
         """Look after them no longer."""
-        await self.forget_errands()
+        await self.cancel_transfers()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -221,13 +221,13 @@ class Engines:
             return False
         return True
 
-    async def forget_errands(self) -> None:
+    async def cancel_transfers(self) -> None:
         """Bring no weights any more: the trainer that they would come from is gone."""
         self.bring_weights = None
-        for errand in self._errands:
-            errand.cancel()
-        await asyncio.gather(*self._errands, return_exceptions=True)
-        self._errands.clear()
+        for transfer in self._transfers:
+            transfer.cancel()
+        await asyncio.gather(*self._transfers, return_exceptions=True)
+        self._transfers.clear()
 
     # ── life and death ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -236,7 +236,7 @@ class Engines:
 
         Each time: the run may take it for the trainer's fault, go on, and would have an engine that nobody looks after.
         """
-        for tasks in (self._tasks, self._errands):
+        for tasks in (self._tasks, self._transfers):
             for task in [task for task in tasks if task.done()]:
                 if not task.cancelled() and (error := task.exception()):
                     raise error
@@ -299,7 +299,7 @@ class Engines:
         if self._serve_as_started:
             engine.serves.set()
         elif self.bring_weights is not None:
-            self._errands.add(asyncio.ensure_future(self.bring_weights(engine.name)))
+            self._transfers.add(asyncio.ensure_future(self.bring_weights(engine.name)))
 
     # ── coming and going ──────────────────────────────────────────────────────────────────────────────────────────
 

@@ -67,7 +67,7 @@ class Fleet:
         self._launcher: Launcher = load_backend("offbeat.launcher", config.cluster.launcher)("grpo", config.cluster)
         self._socket_path = new_socket_path()
         self._trainer: Trainers | None = None
-        self._errands = itertools.count(1)
+        self._transfer_ids = itertools.count(1)
         self._gives_devices = False
         self.tell: Tell = _log.warning
         self._budget = RestartBudget(config.cluster.max_restarts, config.cluster.restart_window_s)
@@ -241,18 +241,18 @@ class Fleet:
         async def source_for(host: str) -> str:
             return shared if host == trainer.address else await trainer.listen(deadline_s)
 
-        errand = 0
+        transfer_id = 0
 
         async def send(source: str) -> None:
-            nonlocal errand
-            errand = next(self._errands)
-            where = ("" if source == shared else source, errand)
+            nonlocal transfer_id
+            transfer_id = next(self._transfer_ids)
+            where = ("" if source == shared else source, transfer_id)
             await trainer.call(
                 "send_weights", version, deadline_s, *where, returns=list[WeightProof], deadline_s=deadline_s + 5
             )
 
         async def withdraw() -> None:
-            await trainer.call("withdraw", errand, deadline_s=deadline_s)
+            await trainer.call("withdraw", transfer_id, deadline_s=deadline_s)
 
         return WeightOffer(version=version, source_for=source_for, send=send, withdraw=withdraw)
 

@@ -3,14 +3,18 @@
 from offbeat_types import TensorSpec
 from offbeat_weightsync._adapters import merge_adapter, select_adapter
 from offbeat_weightsync._addresses import new_address, new_socket_path
-from offbeat_weightsync._arrivals import ArrivingStream
-from offbeat_weightsync._broadcast import broadcast_weights, receive_broadcast
-from offbeat_weightsync._changes import tensor_checksums
-from offbeat_weightsync._dequantized import DequantizedStream
-from offbeat_weightsync._disk_reader import DiskStream, read_weights, wait_for_proofs
-from offbeat_weightsync._disk_writer import remove_partial_versions, write_weights
-from offbeat_weightsync._folders import list_versions, remove_old_versions
+from offbeat_weightsync._broadcast import BroadcastStream, broadcast_weights, receive_broadcast
+from offbeat_weightsync._disk import (
+    DiskStream,
+    list_versions,
+    read_weights,
+    remove_old_versions,
+    remove_partial_versions,
+    wait_for_proofs,
+    write_weights,
+)
 from offbeat_weightsync._fp8 import (
+    DequantizedStream,
     dequantize_blocks,
     fp8_error_bound,
     fp8_specs,
@@ -18,17 +22,12 @@ from offbeat_weightsync._fp8 import (
     quantize_blocks,
     quantize_tensors,
 )
-from offbeat_weightsync._group_windows import BroadcastStream
-from offbeat_weightsync._in_process import InProcessStream
-from offbeat_weightsync._names import EXPERTS, GATE_UP, QKV, Fusion, NameMap, Place
-from offbeat_weightsync._peer_stream import PeerStream
+from offbeat_weightsync._names import EXPERTS, GATE_UP, QKV, Fusion, NameMap, TensorSlice
 from offbeat_weightsync._plan import DEFAULT_BUCKET_BYTES, Bucket, BucketPlan, Piece
-from offbeat_weightsync._receiver import receive
-from offbeat_weightsync._sender import WeightSender
-from offbeat_weightsync._shared_sender import SharedMemorySender
-from offbeat_weightsync._shared_stream import SharedMemoryStream
-from offbeat_weightsync._tcp_sender import TcpSender, open_sender
-from offbeat_weightsync._tcp_stream import TcpStream
+from offbeat_weightsync._proofs import tensor_checksums
+from offbeat_weightsync._receiver import PeerStream, SharedMemoryStream, TcpStream, receive
+from offbeat_weightsync._sender import SharedMemorySender, TcpSender, WeightSender, open_sender
+from offbeat_weightsync._stream import ArrivingStream, InProcessStream
 from offbeat_weightsync._tensors import describe_tensors
 
 __all__ = [
@@ -47,11 +46,11 @@ __all__ = [
     "NameMap",
     "PeerStream",
     "Piece",
-    "Place",
     "SharedMemorySender",
     "SharedMemoryStream",
     "TcpSender",
     "TcpStream",
+    "TensorSlice",
     "TensorSpec",
     "WeightSender",
     "broadcast_weights",

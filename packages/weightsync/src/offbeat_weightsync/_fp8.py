@@ -1,4 +1,4 @@
-"""FP8 weights: blocks of 128 × 128 in e4m3, with a float32 scale for each block. Pure.
+"""FP8 weights: blocks of 128 × 128 in e4m3, with a float32 scale for each block.
 
 e4m3 has 3 bits of mantissa, normal numbers from 2^-6 to 448, and steps of 2^-9 below that. A block is divided by its
 scale, amax / 448, and rounded to nearest; so an element is off by at most half a step of its own size:
@@ -10,12 +10,12 @@ those of DeepSeek-V3 (arXiv:2412.19437, section 3.3; its inference/kernel.py), w
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from offbeat_types import TensorSpec, WeightSyncError
+from offbeat_types import TensorSpec, WeightProof, WeightStream, WeightSyncError
 
 BLOCK: Final = 128
 MAX_E4M3: Final = 448.0
@@ -87,6 +87,54 @@ def quantize_tensors(
             yield name + SCALE_SUFFIX, scales
         else:
             yield name, tensor
+
+
+class DequantizedStream:
+    """A `WeightStream` of FP8 blocks, handed out as the float32 values that they stand for, under the weights' names.
+
+    The proof is of blocks and scales as they were sent: each weight is read back and divided by its scale, which gives
+    its block again to the bit as long as the engine's format is finer than e4m3. So an element counts as the one that
+    was sent if it is nearer to that than to the next that e4m3 has.
+
+    Args:
+        stream: in which the scale of a block-quantised weight comes right after it (`quantize_tensors`).
+    """
+
+    def __init__(self, stream: WeightStream) -> None:
+        self._stream, self.version = stream, stream.version
+        self._scales: dict[str, Tensor] = {}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor); scales do not show.
+
+        Raises:
+            WeightSyncError: a quantised weight without its scale, or a scale without its weight.
+        """
+        tensors = iter(self._stream)
+        for name, tensor in tensors:
+            if name.endswith(SCALE_SUFFIX):
+                raise WeightSyncError(f"{name}: a scale came without its weight before it")
+            if not isinstance(tensor, Tensor) or tensor.dtype != torch.float8_e4m3fn:
+                yield name, tensor
+                continue
+            blocks = tensor.clone()  # it is valid until the next is asked for
+            scale_name, scales = next(tensors, ("nothing", None))
+            if scale_name != name + SCALE_SUFFIX or scales is None:
+                raise WeightSyncError(f"{name}: FP8 blocks must be followed by {name + SCALE_SUFFIX}, got {scale_name}")
+            self._scales[name] = scales.clone()
+            yield name, dequantize_blocks(blocks, self._scales[name])
+
+    def prove(self, read: Callable[[str], Any]) -> WeightProof:
+        """See `WeightStream.prove`; `read` gives weights in the engine's format."""
+
+        def read_sent(name: str) -> Any:
+            weight = name.removesuffix(SCALE_SUFFIX)
+            if weight not in self._scales:
+                return read(name)
+            scales = self._scales[weight]
+            return scales if weight != name else requantize_blocks(read(name), scales)
+
+        return self._stream.prove(read_sent)
 
 
 def _fp8_pair(spec: TensorSpec) -> list[TensorSpec]:

@@ -46,8 +46,8 @@ EXPERTS: Final = (
 )
 
 
-class Place(NamedTuple):
-    """Where a tensor lies: rows of a view of the engine's tensor.
+class TensorSlice(NamedTuple):
+    """Where one of the trainer's tensors lies: rows of a view of the engine's tensor.
 
     Args:
         name: the engine's.
@@ -77,12 +77,12 @@ class NameMap:
     Args:
         specs: the trainer's tensors.
         engine_specs: the engine's.
-        places: trainer's name -> where it lies.
+        slices: trainer's name -> where it lies.
     """
 
     specs: tuple[TensorSpec, ...]
     engine_specs: tuple[TensorSpec, ...]
-    places: Mapping[str, Place]
+    slices: Mapping[str, TensorSlice]
 
     @classmethod
     def build(
@@ -93,7 +93,7 @@ class NameMap:
         renamed: Mapping[str, str] | None = None,
         tied: Mapping[str, str] | None = None,
     ) -> "NameMap":
-        """Find the place of each tensor.
+        """Find where each tensor lies.
 
         Args:
             specs: the trainer's tensors, in its order.
@@ -107,28 +107,28 @@ class NameMap:
         specs, fusions, tied = tuple(specs), tuple(fusions), tied or {}
         parts: dict[str, dict[tuple[int, int], TensorSpec]] = {}
         found: dict[str, tuple[str, Fusion]] = {}
-        plain: dict[str, Place] = {}
+        plain: dict[str, TensorSlice] = {}
         for spec in specs:
             if spec.name in tied:
                 continue
             match = next(filter(None, (_match(spec.name, fusion) for fusion in fusions)), None)
             if match is None:
-                plain[spec.name] = Place(_rename(spec.name, renamed))
+                plain[spec.name] = TensorSlice(_rename(spec.name, renamed))
             else:
                 engine, fusion, part, expert = match
                 parts.setdefault(engine, {})[part, expert] = spec
                 found[spec.name] = engine, fusion
-        places, engine_specs = dict(plain), {}
+        slices, engine_specs = dict(plain), {}
         for spec in specs:
             if spec.name in plain:
                 engine_specs[spec.name] = TensorSpec(plain[spec.name].name, spec.dtype, spec.shape)
             elif spec.name in found:
                 engine, fusion = found[spec.name]
                 engine_specs[engine], theirs = _fuse(_rename(engine, renamed), fusion, parts[engine])
-                places |= theirs
-        places |= {name: _tied_place(name, other, specs, places) for name, other in tied.items()}
-        places = {spec.name: places[spec.name] for spec in specs}
-        return cls(specs, tuple(engine_specs.values()), places)
+                slices |= theirs
+        slices |= {name: _tied_slice(name, other, specs, slices) for name, other in tied.items()}
+        slices = {spec.name: slices[spec.name] for spec in specs}
+        return cls(specs, tuple(engine_specs.values()), slices)
 
     def target(self, engine: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
         """What to give to `stream.load`: trainer's name -> view of the engine's memory.
@@ -136,7 +136,7 @@ class NameMap:
         Args:
             engine: engine's name -> its tensor, contiguous.
         """
-        return lambda name: self.places[name].within(engine(self.places[name].name))
+        return lambda name: self.slices[name].within(engine(self.slices[name].name))
 
     def read(self, engine: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
         """What to give to `stream.prove`: trainer's name -> what the engine holds, in the trainer's shape."""
@@ -151,14 +151,14 @@ class NameMap:
             WeightSyncError: tied tensors differ.
         """
         fused = {spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in self.engine_specs}
-        target, written = self.target(fused.__getitem__), set[Place]()
+        target, written = self.target(fused.__getitem__), set[TensorSlice]()
         for name, tensor in tensors:
             view = target(name)
             source = tensor.detach().to(view.dtype).reshape(view.shape)
-            if self.places[name] in written and not torch.equal(view, source):
-                raise WeightSyncError(f"{name} is tied to {self.places[name].name}, but their values differ")
+            if self.slices[name] in written and not torch.equal(view, source):
+                raise WeightSyncError(f"{name} is tied to {self.slices[name].name}, but their values differ")
             view.copy_(source)
-            written.add(self.places[name])
+            written.add(self.slices[name])
         return fused
 
     def split(self, engine: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -183,8 +183,10 @@ def _match(name: str, fusion: Fusion) -> tuple[str, Fusion, int, int] | None:
     return None
 
 
-def _fuse(engine: str, fusion: Fusion, parts: dict[tuple[int, int], TensorSpec]) -> tuple[TensorSpec, dict[str, Place]]:
-    """The engine's tensor, and the places within it."""
+def _fuse(
+    engine: str, fusion: Fusion, parts: dict[tuple[int, int], TensorSpec]
+) -> tuple[TensorSpec, dict[str, TensorSlice]]:
+    """The engine's tensor, and the slices of it."""
     num_experts, num_parts, groups = 1 + max(expert for _, expert in parts), len(fusion.parts), fusion.num_groups
     missing = [
         (part, expert) for expert in range(num_experts) for part in range(num_parts) if (part, expert) not in parts
@@ -201,11 +203,12 @@ def _fuse(engine: str, fusion: Fusion, parts: dict[tuple[int, int], TensorSpec])
                 f"{first.shape}, in {groups} group(s)"
             )
     view = (num_experts, groups, sum(rows), *first.shape[1:])
-    places = {
-        spec.name: Place(engine, view, expert, sum(rows[:part]), rows[part]) for (part, expert), spec in parts.items()
+    slices = {
+        spec.name: TensorSlice(engine, view, expert, sum(rows[:part]), rows[part])
+        for (part, expert), spec in parts.items()
     }
     stacked = (num_experts,) if EXPERT in fusion.parts[0] else ()
-    return TensorSpec(engine, first.dtype, (*stacked, groups * sum(rows), *first.shape[1:])), places
+    return TensorSpec(engine, first.dtype, (*stacked, groups * sum(rows), *first.shape[1:])), slices
 
 
 def _rename(name: str, renamed: Mapping[str, str] | None) -> str:
@@ -215,10 +218,10 @@ def _rename(name: str, renamed: Mapping[str, str] | None) -> str:
     return name
 
 
-def _tied_place(name: str, other: str, specs: tuple[TensorSpec, ...], places: Mapping[str, Place]) -> Place:
+def _tied_slice(name: str, other: str, specs: tuple[TensorSpec, ...], slices: Mapping[str, TensorSlice]) -> TensorSlice:
     of = {spec.name: spec for spec in specs}
-    if other not in places:
+    if other not in slices:
         raise WeightSyncError(f"{name} is tied to {other}, which the trainer does not have")
     if name in of and (of[name].shape, of[name].dtype) != (of[other].shape, of[other].dtype):
         raise WeightSyncError(f"{name} is tied to {other}, but {of[name].shape} is not {of[other].shape}")
-    return places[other]
+    return slices[other]

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from offbeat_types import TENSOR_DTYPES, TensorSpec, WeightSyncError
@@ -29,6 +30,12 @@ class Piece(NamedTuple):
     tensor_offset: int
     bucket_offset: int
     num_bytes: int
+
+    def cut(self, run_bytes: int) -> "Iterator[Piece]":
+        """The same bytes in runs of at most so many."""
+        for start in range(0, self.num_bytes, run_bytes):
+            length = min(run_bytes, self.num_bytes - start)
+            yield Piece(self.tensor, self.tensor_offset + start, self.bucket_offset + start, length)
 
 
 class Bucket(NamedTuple):
@@ -69,8 +76,7 @@ class BucketPlan:
         """
         specs = tuple(specs)
         _check(specs, bucket_bytes)
-        buckets = tuple(lay_out(((index, 0, spec.num_bytes) for index, spec in enumerate(specs)), bucket_bytes))
-        return cls(specs, bucket_bytes, buckets, _digest(specs, bucket_bytes))
+        return cls(specs, bucket_bytes, _lay_out(specs, bucket_bytes), _digest(specs, bucket_bytes))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BucketPlan) and self.digest == other.digest
@@ -89,13 +95,8 @@ class BucketPlan:
         return max(bucket.num_bytes for bucket in self.buckets)
 
 
-def lay_out(runs: Iterable[tuple[int, int, int]], room_bytes: int) -> list[Bucket]:
-    """Place runs of bytes, each aligned, first come first placed; one that does not fit is split.
-
-    Args:
-        runs: (tensor, first byte within it, length).
-        room_bytes: of a bucket, a multiple of 64.
-    """
+def _lay_out(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Place tensors, each aligned, first come first placed; one that does not fit is split."""
     buckets: list[Bucket] = []
     pieces: list[Piece] = []
     used = 0
@@ -107,19 +108,32 @@ def lay_out(runs: Iterable[tuple[int, int, int]], room_bytes: int) -> list[Bucke
         pieces.clear()
         used = 0
 
-    for tensor, start, num_bytes in runs:
-        if used + num_bytes > room_bytes:
+    for index, spec in enumerate(specs):
+        if used + spec.num_bytes > bucket_bytes:
             flush()
         done = 0
-        while done < num_bytes:
-            if used == room_bytes:
+        while done < spec.num_bytes:
+            if used == bucket_bytes:
                 flush()
-            length = min(num_bytes - done, room_bytes - used)
-            pieces.append(Piece(tensor, start + done, used, length))
+            length = min(spec.num_bytes - done, bucket_bytes - used)
+            pieces.append(Piece(index, done, used, length))
             done += length
             used += -(-length // ALIGNMENT) * ALIGNMENT
     flush()
-    return buckets
+    return tuple(buckets)
+
+
+@lru_cache(maxsize=4)
+def agreed_plan(specs: tuple[TensorSpec, ...], bucket_bytes: int, digest: str, sender: str) -> BucketPlan:
+    """The plan of what a sender announces; the same comes with version after version.
+
+    Raises:
+        WeightSyncError: it has another digest at the sender.
+    """
+    plan = BucketPlan.build(specs, bucket_bytes)
+    if plan.digest != digest:
+        raise WeightSyncError(f"the plans differ: {digest} at {sender}, {plan.digest} here; same version?")
+    return plan
 
 
 def _check(specs: tuple[TensorSpec, ...], bucket_bytes: int) -> None:

@@ -1,22 +1,32 @@
 """The rollout engine's side of the transports between processes: join a sender, and take what it sends."""
 
+import os
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
-from functools import lru_cache
+from contextlib import contextmanager
 from pathlib import Path
 
-from offbeat_types import OffbeatError, TensorSpec, WeightSyncError
-from offbeat_weightsync._addresses import TcpAddress
-from offbeat_weightsync._changes import kept_digest
-from offbeat_weightsync._connections import Connection, Deadline
-from offbeat_weightsync._messages import Hello, Join, Ready, Welcome
-from offbeat_weightsync._peer_stream import PeerStream
-from offbeat_weightsync._plan import BucketPlan
-from offbeat_weightsync._shared_stream import SharedMemoryStream, connect_shared
-from offbeat_weightsync._tcp import connect_tcp, join_tcp
-from offbeat_weightsync._tcp_stream import TcpStream
+from torch import Tensor
 
-Specs = tuple[tuple[str, str, tuple[int, ...]], ...]
+from offbeat_types import WeightProof, WeightSyncError
+from offbeat_weightsync._addresses import TcpAddress, connect
+from offbeat_weightsync._connection import (
+    Accepted,
+    Connection,
+    Deadline,
+    End,
+    Filled,
+    Join,
+    Loaded,
+    Offer,
+    Proof,
+    Ready,
+    Welcome,
+)
+from offbeat_weightsync._plan import BucketPlan, Piece, agreed_plan
+from offbeat_weightsync._proofs import kept_digest
+from offbeat_weightsync._shared_memory import NUM_SLOTS, open_device_slots, open_slots, synchronize
+from offbeat_weightsync._stream import MAX_RUN_BYTES, ArrivingStream, Room, Runs, read_runs
+from offbeat_weightsync._tensors import RUN_BYTES
 
 
 @contextmanager
@@ -27,7 +37,7 @@ def receive(
     *,
     name: str = "rollout-0",
     held: Mapping[str, str] | None = None,
-) -> Iterator[PeerStream]:
+) -> Iterator["PeerStream"]:
     """Connect to a `WeightSender` and yield the stream of one version. Blocking: use a thread.
 
         with receive(address, version, deadline_s=60, name="rollout-1") as stream:
@@ -49,53 +59,123 @@ def receive(
             bytes differ.
         DeadlineError: it did not come in time.
     """
-    deadline = Deadline(f"weight sync of version {version} at {name}", deadline_s)
-    tcp = TcpAddress.parse(str(address))
-    connection = connect_shared(address, deadline) if tcp is None else connect_tcp(tcp, deadline)
-    lanes: list[Connection] = []
+    connection = connect(address, Deadline(f"weight sync of version {version} at {name}", deadline_s))
     try:
-        join = Join(name, version, None if held is None else dict(held))
-        if tcp is None:
-            connection.send(join)
-        else:
-            lanes = join_tcp(tcp, join, connection)
-        with closing(_open_stream(connection, version, held, lanes)) as stream:
+        connection.send(Join(name, version, None if held is None else dict(held)))
+        stream = _open_stream(connection, version, held, over_tcp=TcpAddress.parse(str(address)) is not None)
+        try:
             yield stream
+        finally:
+            stream.close()
         stream.check_confirmed(name)
     except BaseException as error:
-        connection.fail(str(error) if isinstance(error, OffbeatError) else f"{type(error).__name__}: {error}")
+        connection.fail(error)
         raise
     finally:
-        for each in (*lanes, connection):
-            each.close()
+        connection.close()
 
 
 def _open_stream(
-    connection: Connection, version: int, held: Mapping[str, str] | None, lanes: list[Connection]
-) -> PeerStream:
+    connection: Connection, version: int, held: Mapping[str, str] | None, *, over_tcp: bool
+) -> "PeerStream":
     connection.peer = connection.receive(Welcome, "its plan").name
-    for lane in lanes:
-        lane.peer = connection.peer
-    hello = connection.receive(Hello, "its plan")
-    plan = _build_plan(tuple(hello.specs), hello.bucket_bytes)
-    if plan.digest != hello.digest:
-        raise WeightSyncError(
-            f"the plans differ: {hello.digest} at {connection.peer}, {plan.digest} here; same version?"
-        )
-    if hello.kept and (held is None or kept_digest(held, {spec.name for spec in plan.specs}) != hello.kept):
+    offer = connection.receive(Offer, "its plan")
+    plan = agreed_plan(offer.specs, offer.bucket_bytes, offer.digest, connection.peer)
+    if offer.kept and (held is None or kept_digest(held, {spec.name for spec in plan.specs}) != offer.kept):
         raise WeightSyncError(
             f"{connection.peer} sends changes to other weights than are held here; ask for everything"
         )
-    stream: PeerStream
-    if lanes:
-        stream = TcpStream(connection, plan, version, hello, lanes[: len(hello.lanes)])
+    if over_tcp:
+        stream: PeerStream = TcpStream(connection, plan, version)
     else:
-        stream = SharedMemoryStream(connection, plan, version, hello)
+        stream = SharedMemoryStream(connection, plan, version, _open_slots(connection, offer))
     connection.send(Ready(plan.digest))
     return stream
 
 
-@lru_cache(maxsize=4)
-def _build_plan(specs: Specs, bucket_bytes: int) -> BucketPlan:
-    """The same plan comes with version after version."""
-    return BucketPlan.build([TensorSpec(*spec) for spec in specs], bucket_bytes)
+def _open_slots(connection: Connection, offer: Offer) -> list[Tensor]:
+    if offer.cuda is not None:
+        return open_device_slots(offer.cuda, offer.slot_bytes)
+    fd = connection.receive_descriptor()
+    try:
+        return open_slots(fd, offer.slot_bytes, writable=False)
+    finally:
+        os.close(fd)
+
+
+class PeerStream(ArrivingStream):
+    """A `WeightStream` from another process. Made by `receive`.
+
+    Args:
+        connection: to the sender.
+        plan: what will come.
+        version: policy version.
+    """
+
+    def __init__(self, connection: Connection, plan: BucketPlan, version: int) -> None:
+        super().__init__(plan, version)
+        self._connection = connection
+
+    def close(self) -> None:
+        """Let go of memory that is shared with the sender."""
+
+    def _end(self) -> WeightProof:
+        return self._connection.receive(End, "the end of the weights").sent
+
+    def _tell(self, proof: WeightProof) -> None:
+        self._connection.send(Proof(proof))
+        self._connection.receive(Accepted, "the sender's answer to the proof")
+
+    def _bucket(self, index: int) -> str:
+        """For errors: what is waited for."""
+        return f"bucket {index} of {len(self.plan.buckets)}"
+
+
+class TcpStream(PeerStream):
+    """A `WeightStream` over TCP. Made by `receive`."""
+
+    def _arrive(self, room: Room) -> Runs:
+        """Straight into the engine's tensors, where they are contiguous in host memory."""
+
+        def read(_: Piece, bucket: int, target: memoryview) -> None:
+            self._connection.receive_data(target, self._bucket(bucket))
+
+        return read_runs(self.plan, RUN_BYTES, read, room)
+
+
+class SharedMemoryStream(PeerStream):
+    """A `WeightStream` through slots of shared memory. Made by `receive`.
+
+    Args:
+        connection: to the sender.
+        plan: what will come.
+        version: policy version.
+        slots: [bytes] uint8 each, mapped.
+    """
+
+    def __init__(self, connection: Connection, plan: BucketPlan, version: int, slots: list[Tensor]) -> None:
+        super().__init__(connection, plan, version)
+        self._slots = slots
+
+    def close(self) -> None:
+        """Let go of the slots now, not when the next version is awaited."""
+        self._slots = []
+
+    def _arrive(self, room: Room) -> Runs:
+        for index, bucket in enumerate(self.plan.buckets):
+            slot, num_filled = self._slots[index % NUM_SLOTS], 0
+            for piece in bucket.pieces:
+                for run in piece.cut(MAX_RUN_BYTES):
+                    while num_filled < run.bucket_offset + run.num_bytes:
+                        num_filled = self._await_filled(index)
+                    yield run, slot[run.bucket_offset : run.bucket_offset + run.num_bytes]
+            synchronize(slot)
+            self._connection.send(Loaded(index))
+
+    def _await_filled(self, index: int) -> int:
+        filled = self._connection.receive(Filled, self._bucket(index))
+        if filled.bucket != index:
+            raise WeightSyncError(
+                f"{self._connection.peer} sent bucket {filled.bucket} where {index} was due, in {self._bucket(index)}"
+            )
+        return filled.num_bytes

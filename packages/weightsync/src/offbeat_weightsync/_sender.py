@@ -1,18 +1,75 @@
-"""The trainer's side of the transports between processes: who listens, who has joined, and how a sync ends."""
+"""The trainer's side of the transports between processes: who may join, and one sync from the offer to the proofs."""
 
+import selectors
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Self
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self, TypeVar
 
+import msgspec
 from torch import Tensor
 
-from offbeat_types import OffbeatError, WeightProof, WeightSyncError
-from offbeat_weightsync._changes import kept_digest, plan_changes, planned_checksums
-from offbeat_weightsync._connections import Connection, Deadline
-from offbeat_weightsync._messages import Join, Welcome
+from offbeat_types import DeadlineError, WeightProof, WeightSyncError
+from offbeat_weightsync._addresses import ANSWER_BYTES, TcpAddress, admit, greet, is_same_user, listen, remove_socket
+from offbeat_weightsync._connection import (
+    LOOK_UP_S,
+    UNDECLARED_S,
+    Accepted,
+    Connection,
+    Deadline,
+    End,
+    Filled,
+    Join,
+    Loaded,
+    Offer,
+    Proof,
+    Ready,
+    Welcome,
+)
 from offbeat_weightsync._plan import BucketPlan
-from offbeat_weightsync._rounds import Round
+from offbeat_weightsync._proofs import compare_proofs, kept_digest, plan_changes, planned_checksums
+from offbeat_weightsync._shared_memory import NUM_SLOTS, SharedSlots
+from offbeat_weightsync._stream import MAX_RUN_BYTES
+from offbeat_weightsync._tensors import PlannedTensors
+
+T = TypeVar("T")
+
+_GREETING_S: Final = 5.0
+"""For a receiver that has been let in to say the rest of what it has begun to say: others wait meanwhile."""
+
+_MAX_STRANGERS: Final = 64
+"""Connections that have not asked for weights yet. One more, and the oldest has to go."""
+
+
+def open_sender(
+    address: str | Path, plan: BucketPlan, *, deadline_s: float = 300.0, name: str = "trainer-0"
+) -> "WeightSender":
+    """Listen at an address from `new_address`: over TCP if it names a host, otherwise by shared memory.
+
+    Args:
+        address: where to listen. Give receivers the sender's own `address`, which has the port.
+        plan: the tensors, in the order in which they will be given, and the dtypes in which they travel.
+        deadline_s: time allowed for each sync, from `send` to the last proof.
+        name: this side, for the receivers' errors.
+
+    Raises:
+        WeightSyncError: the address is taken, or no address; there is not enough memory.
+    """
+    if TcpAddress.parse(str(address)) is None:
+        return SharedMemorySender(address, plan, deadline_s=deadline_s, name=name)
+    return TcpSender(str(address), plan, deadline_s=deadline_s, name=name)
+
+
+@dataclass
+class _Stranger:
+    """Somebody who has connected: the nonce it was sent, what it has answered, and whether it may ask for weights."""
+
+    nonce: bytes = b""
+    answer: bytes = b""
+    is_admitted: bool = False
 
 
 class WeightSender(ABC):
@@ -27,25 +84,28 @@ class WeightSender(ABC):
         name: this side, for the receivers' errors.
     """
 
-    def __init__(self, address: str, plan: BucketPlan, *, deadline_s: float, name: str) -> None:
-        self.address, self.plan = address, plan
-        self._deadline_s, self._name = deadline_s, name
+    def __init__(self, address: str | Path, plan: BucketPlan, *, deadline_s: float, name: str) -> None:
+        self._listener, self.address = listen(address)
+        self.plan, self._deadline_s, self._name = plan, deadline_s, name
+        self._strangers: dict[Connection, _Stranger] = {}
 
     @abstractmethod
+    def _offer(self, peer: Connection, offer: Offer) -> None:
+        """Say to a receiver what will come, and how."""
+
+    @abstractmethod
+    def _send_buckets(self, peers: list[Connection], plan: BucketPlan, source: PlannedTensors) -> None:
+        """Send every bucket to all receivers."""
+
+    @abstractmethod
+    def _greet(self, sock: socket.socket, connection: Connection) -> _Stranger | None:
+        """Begin with somebody who has connected; None: it may not."""
+
     def close(self) -> None:
-        """Stop listening and let go of the memory."""
-
-    @abstractmethod
-    def _accept(self, deadline: Deadline, missing: str) -> tuple[Connection, Join] | None:
-        """Wait `LOOK_UP_S` at most for the next receiver; None: it was none, or not yet all of it."""
-
-    @abstractmethod
-    def _round(self, joined: dict[Connection, Join], plan: BucketPlan, kept: str) -> Round:
-        """A sync with receivers that have joined."""
-
-    @abstractmethod
-    def _part(self, peer: Connection) -> None:
-        """Hang up."""
+        """Stop listening."""
+        self._listener.close()
+        for stranger in list(self._strangers):
+            self._send_away(stranger)
 
     def __enter__(self) -> Self:
         return self
@@ -77,7 +137,7 @@ class WeightSender(ABC):
             DeadlineError: somebody did not come, load or prove in time.
         """
         with self._joined(version, num_receivers, deadline_s, is_withdrawn) as joined:
-            return self._round(joined, self.plan, "").send(tensors, version)
+            return self._send(list(joined), self.plan, tensors, version)
 
     def send_changed(
         self,
@@ -94,13 +154,9 @@ class WeightSender(ABC):
 
         Args:
             weights: gives (name, tensor) as planned, each time it is called; it is called twice.
-            version: policy version; the receivers must ask for the same.
+            version: see `send`, also for the rest and for what it raises.
             num_receivers: how many to wait for before sending, at least 1.
             deadline_s: overrides the sender's.
-
-        Raises:
-            WeightSyncError: see `send`.
-            DeadlineError: see `send`.
         """
         with self._joined(version, num_receivers, deadline_s) as joined:
             ours = planned_checksums(self.plan, weights())
@@ -108,7 +164,34 @@ class WeightSender(ABC):
             sent = {spec.name for spec in plan.specs}
             kept = kept_digest(ours, sent) if len(sent) < len(ours) else ""
             changed = ((name, tensor) for name, tensor in weights() if name in sent)
-            return self._round(joined, plan, kept).send(changed, version)
+            return self._send(list(joined), plan, changed, version, kept)
+
+    def _send(
+        self,
+        peers: list[Connection],
+        plan: BucketPlan,
+        tensors: Iterable[tuple[str, Tensor]],
+        version: int,
+        kept: str = "",
+    ) -> list[WeightProof]:
+        """Send to receivers that have joined; `kept` is the digest of what they hold already."""
+        for peer in peers:
+            self._offer(peer, Offer(plan.specs, plan.bucket_bytes, plan.digest, kept))
+        ready = _collect(peers, lambda peer: peer.receive(Ready, "its answer to the plan"), "to get ready")
+        for peer, answer in zip(peers, ready, strict=True):
+            if answer.digest != plan.digest:
+                raise WeightSyncError(f"the plans differ: {plan.digest} here, {answer.digest} at {peer.peer}")
+        source = PlannedTensors(plan, tensors)
+        self._send_buckets(peers, plan, source)
+        sent = WeightProof(version=version, num_tensors=len(plan.specs), checksums=source.finish())
+        for peer in peers:
+            peer.send(End(sent))
+        proofs = _collect(peers, lambda peer: peer.receive(Proof, "its proof").held, "to prove what it holds")
+        for peer, held in zip(peers, proofs, strict=True):
+            compare_proofs(plan, sent, held, peer.peer)
+        for peer in peers:
+            peer.send(Accepted())
+        return proofs
 
     @contextmanager
     def _joined(
@@ -128,11 +211,11 @@ class WeightSender(ABC):
             yield joined
         except BaseException as error:
             for peer in joined:
-                peer.fail(str(error) if isinstance(error, OffbeatError) else f"{type(error).__name__}: {error}")
+                peer.fail(error)
             raise
         finally:
             for peer in joined:
-                self._part(peer)
+                peer.close()
 
     def _gather(self, joined: dict[Connection, Join], version: int, num_receivers: int, deadline: Deadline) -> None:
         """Wait until all receivers have asked for this version."""
@@ -145,13 +228,209 @@ class WeightSender(ABC):
             if arrived is None:
                 continue
             peer, join = arrived
-            peer.peer = join.name
             if join.version < version:  # left over from a sync that failed
                 refused.append(f"refused {join.name}, which asked for version {join.version}")
-                peer.fail(f"version {join.version} was asked for; {self._name} sends version {version}")
-                self._part(peer)
+                peer.fail(
+                    WeightSyncError(f"version {join.version} was asked for; {self._name} sends version {version}")
+                )
+                peer.close()
                 continue
             joined[peer] = join
             if join.version != version:
                 raise WeightSyncError(f"{join.name} asked for version {join.version}; version {version} is being sent")
             peer.send(Welcome(self._name))
+
+    def _accept(self, deadline: Deadline, missing: str) -> tuple[Connection, Join] | None:
+        """Wait a moment for somebody to connect, or to ask for weights. Who falls silent holds nobody up."""
+        if not deadline.left_s():
+            raise deadline.missed(missing)  # also while strangers keep coming
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            for each in self._strangers:
+                selector.register(each, selectors.EVENT_READ, each)
+            ready = selector.select(min(deadline.left_s(), LOOK_UP_S))
+        for key, _ in ready:
+            if key.data is None:
+                self._admit_next()
+            if key.data not in self._strangers:  # it was the oldest of too many, perhaps
+                continue
+            key.data.deadline = Deadline("greeting of a receiver", min(_GREETING_S, deadline.left_s()))
+            join = self._hear(key.data)
+            if join is not None:  # whoever else is ready still is the next time
+                key.data.peer, key.data.deadline = join.name, deadline
+                return key.data, join
+        return None
+
+    def _admit_next(self) -> None:
+        """Take a connection, if it has not gone again."""
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        if len(self._strangers) == _MAX_STRANGERS:
+            self._send_away(next(iter(self._strangers)))
+        connection = Connection(sock, "a receiver", Deadline("greeting of a receiver", _GREETING_S))
+        try:
+            stranger = self._greet(sock, connection)
+        except (WeightSyncError, DeadlineError):
+            stranger = None
+        if stranger is None:
+            connection.close()
+        else:
+            self._strangers[connection] = stranger
+
+    def _hear(self, connection: Connection) -> Join | None:
+        """Hear what it says now, and let it in if it knows the token; return its request, once that is here."""
+        stranger = self._strangers[connection]
+        try:
+            if stranger.is_admitted:
+                join = connection.receive(Join, "its request")
+                connection.raise_if_spoken()  # it has given up since
+                del self._strangers[connection]
+                return join
+            room = bytearray(ANSWER_BYTES - len(stranger.answer))
+            stranger.answer += room[: connection.receive_some(memoryview(room), "its greeting")]
+            if len(stranger.answer) < ANSWER_BYTES:
+                return None
+            address = TcpAddress.parse(self.address)
+            assert address is not None
+            stranger.is_admitted = admit(connection, stranger.nonce, stranger.answer, address)
+            if stranger.is_admitted:
+                return None
+        except (WeightSyncError, DeadlineError):
+            pass  # nobody: it left, or stood still, before it had said who it was
+        self._send_away(connection)
+        return None
+
+    def _send_away(self, stranger: Connection) -> None:
+        del self._strangers[stranger]
+        stranger.close()
+
+
+class SharedMemorySender(WeightSender):
+    """Sends weights to any number of receivers on this machine.
+
+    Args:
+        socket_path: where to listen; see `new_socket_path`. What is not named here: see `WeightSender`.
+        device: a CUDA device to hold what is on its way, such as "cuda:0", which the receivers open by CUDA
+            IPC; None: it lies in host memory.
+
+    Raises:
+        WeightSyncError: there is no such device, the address is taken or too long, or there is not enough memory.
+    """
+
+    def __init__(
+        self,
+        socket_path: str | Path,
+        plan: BucketPlan,
+        *,
+        deadline_s: float = 300.0,
+        name: str = "trainer-0",
+        device: str | None = None,
+    ) -> None:
+        self._slots: SharedSlots | None = None
+        super().__init__(socket_path, plan, deadline_s=deadline_s, name=name)
+        self.socket_path = self.address
+        try:
+            self._slots = SharedSlots(plan, device)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Stop listening and let go of the memory."""
+        if self._listener.fileno() < 0:
+            return
+        super().close()
+        remove_socket(self.socket_path)
+        if self._slots is not None:
+            self._slots.close()
+            self._slots = None
+
+    def _greet(self, sock: socket.socket, connection: Connection) -> _Stranger | None:
+        return _Stranger(is_admitted=True) if is_same_user(sock) else None
+
+    def _offer(self, peer: Connection, offer: Offer) -> None:
+        assert self._slots is not None
+        cuda = self._slots.device_handle()
+        peer.send(msgspec.structs.replace(offer, slot_bytes=self._slots.slot_bytes, cuda=cuda))
+        if cuda is None:
+            peer.send_descriptor(self._slots.descriptor)
+
+    def _send_buckets(self, peers: list[Connection], plan: BucketPlan, source: PlannedTensors) -> None:
+        """A receiver loads a bucket while it is still being filled, and the one before."""
+        assert self._slots is not None
+        for index, bucket in enumerate(plan.buckets):
+            if index >= NUM_SLOTS:
+                _await_loaded(peers, plan, index - NUM_SLOTS)
+            said = 0
+            for num_bytes in source.fill(bucket, self._slots.slot(index)):
+                if num_bytes - said >= MAX_RUN_BYTES or num_bytes == bucket.num_bytes:
+                    self._slots.synchronize()
+                    for peer in peers:
+                        peer.send(Filled(index, num_bytes))
+                    said = num_bytes
+        for index in range(max(0, len(plan.buckets) - NUM_SLOTS), len(plan.buckets)):
+            _await_loaded(peers, plan, index)
+
+
+class TcpSender(WeightSender):
+    """Sends weights to receivers on any host that have the address's token.
+
+    Args:
+        address: from `new_address(host)`. What is not named here: see `WeightSender`.
+
+    Raises:
+        WeightSyncError: the address is taken, or none of this machine.
+    """
+
+    def __init__(self, address: str, plan: BucketPlan, *, deadline_s: float = 300.0, name: str = "trainer-0") -> None:
+        if TcpAddress.parse(address) is None:
+            raise WeightSyncError(f"a TcpSender listens at an address from new_address(host): got {address}")
+        super().__init__(address, plan, deadline_s=deadline_s, name=name)
+
+    def _greet(self, sock: socket.socket, connection: Connection) -> _Stranger | None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return _Stranger(greet(connection))
+
+    def _offer(self, peer: Connection, offer: Offer) -> None:
+        peer.send(offer)
+
+    def _send_buckets(self, peers: list[Connection], plan: BucketPlan, source: PlannedTensors) -> None:
+        """The bytes go from the trainer's tensors into the kernel, with no copy of ours between."""
+        for bucket in plan.buckets:
+            for _, data in source.runs(bucket):
+                for peer in peers:
+                    peer.raise_if_spoken()  # the kernel would take the bytes all the same
+                    peer.send_data(data)
+
+
+def _await_loaded(peers: list[Connection], plan: BucketPlan, index: int) -> None:
+    bucket = f"bucket {index} of {len(plan.buckets)}"
+    loaded = _collect(peers, lambda peer: peer.receive(Loaded, bucket).bucket, f"to load {bucket}")
+    for peer, number in zip(peers, loaded, strict=True):
+        if number != index:
+            raise WeightSyncError(f"{peer.peer} loaded bucket {number} where {index} was due")
+
+
+def _collect(peers: list[Connection], take: Callable[[Connection], T], what: str) -> list[T]:
+    """Take what comes from every receiver, in whatever order they come."""
+    taken: dict[Connection, T] = {}
+    deadline = peers[0].deadline
+    with selectors.DefaultSelector() as selector:
+        for peer in peers:
+            selector.register(peer, selectors.EVENT_READ, peer)
+        while len(taken) < len(peers):
+            missing = ", ".join(peer.peer for peer in peers if peer not in taken)
+            ready = selector.select(min(deadline.left_s(), UNDECLARED_S))
+            if not ready:
+                with deadline.declared(missing):
+                    ready = selector.select(min(deadline.left_s(), LOOK_UP_S))
+            if not ready:
+                deadline.look_up(missing)
+                if not deadline.left_s():
+                    raise deadline.missed(f"{missing} {what}")
+            for key, _ in ready:
+                selector.unregister(key.fileobj)
+                taken[key.data] = take(key.data)
+    return [taken[peer] for peer in peers]

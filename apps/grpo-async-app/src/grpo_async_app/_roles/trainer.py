@@ -84,7 +84,6 @@ class TrainerRole:
         self._last_withdrawn = 0
         if self._leads:
             self._senders[""] = open_sender(socket_path, self._plan)
-        self._in_lanes = mesh is None and not as_fp8 and tensors_stay(self._engine.weights)
 
     def update(self, groups: list[SampledGroup], num_batches: int, number: int = 0) -> Metrics:
         """Train on groups: one optimizer step for each of `num_batches` mini batches.
@@ -121,39 +120,39 @@ class TrainerRole:
         self._senders[sender.address] = sender
         return sender.address
 
-    def send_weights(self, version: int, deadline_s: float, address: str = "", errand: int = 0) -> list[WeightProof]:
+    def send_weights(
+        self, version: int, deadline_s: float, address: str = "", transfer_id: int = 0
+    ) -> list[WeightProof]:
         """Give the weights to one rollout engine that asks for `version`; the other ranks hand over their parts.
 
         Args:
             version: of the policy.
             deadline_s: for the engine to come, load and prove.
             address: what the engine was given, if it is one from `listen`.
-            errand: a number that grows with each call, for `withdraw`; 0 cannot be withdrawn.
+            transfer_id: a number that grows with each call, for `withdraw`; 0 cannot be withdrawn.
         """
-        if self._in_lanes:
-            return self._send(list(self._engine.weights()), version, deadline_s, address, errand)
         weights = iter(self._engine.weights())
         try:
-            return self._send(weights, version, deadline_s, address, errand) if self._leads else []
+            return self._send(weights, version, deadline_s, address, transfer_id) if self._leads else []
         finally:
             deque(weights, maxlen=0)  # all ranks gather every tensor, also when the receiver has failed
 
     def _send(
-        self, weights: Iterable[tuple[str, Any]], version: int, deadline_s: float, address: str, errand: int
+        self, weights: Iterable[tuple[str, Any]], version: int, deadline_s: float, address: str, transfer_id: int
     ) -> list[WeightProof]:
         def is_withdrawn() -> bool:
-            return 0 < errand <= self._last_withdrawn
+            return 0 < transfer_id <= self._last_withdrawn
 
         if self._as_fp8:
             weights = quantize_tensors(weights)
         return self._senders[address].send(weights, version, 1, deadline_s=deadline_s, is_withdrawn=is_withdrawn)
 
-    async def withdraw(self, errand: int) -> None:
-        """The engine of this errand does not come any more: wait for it no longer, also if that has not begun yet.
+    async def withdraw(self, transfer_id: int) -> None:
+        """The engine of this transfer does not come any more: wait for it no longer, also if that has not begun yet.
 
         A coroutine, so that it is heard while `send_weights` waits in its thread.
         """
-        self._last_withdrawn = max(self._last_withdrawn, errand)
+        self._last_withdrawn = max(self._last_withdrawn, transfer_id)
 
     def save(self, folder: str, with_optimizer: bool) -> None:
         """Write a checkpoint in Hugging Face format; with the optimizer it can be resumed exactly.
@@ -209,21 +208,6 @@ def make_trace(traces: list[TracePlan], team: TeamPlace, device: str) -> Callabl
     from offbeat_mesh import StepTracer, open_device
 
     return StepTracer(open_device(device), plan).step
-
-
-def tensors_stay(weights: Callable[[], Iterable[tuple[str, Any]]]) -> bool:
-    """Whether what is iterated are the engine's own tensors: then all can be held at once, and sent in lanes.
-
-    Copies, merged adapters and a buffer that is filled anew show by their memory, which differs between two iterations
-    or comes twice in one.
-    """
-    seen: set[int] = set()
-    for (_, one), (_, again) in zip(weights(), weights(), strict=True):
-        place = one.data_ptr()
-        if place != again.data_ptr() or place in seen:
-            return False
-        seen.add(place)
-    return True
 
 
 _NAMES = {

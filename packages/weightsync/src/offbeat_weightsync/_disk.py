@@ -1,0 +1,439 @@
+"""Weights on disk: one folder for each version, complete or not there, in safetensors files.
+
+    weights/
+      version-00000007/                          appears in one step, when all of it is on disk
+        model-00001-of-00002.safetensors         whole tensors in order, as transformers and others load them
+        model-00002-of-00002.safetensors
+        model.safetensors.index.json             which tensor lies in which file
+        weights.json                             version, plan, a checksum for each bucket, the files' sizes
+        proof-rollout-0.json                     what became of it at an engine
+      .version-00000008.partial/                 being written, or left by a writer that died
+
+Source: the format of safetensors, https://github.com/huggingface/safetensors (8 bytes with the header's length, a
+JSON header, the data); the index file of transformers' sharded checkpoints.
+"""
+
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import ClassVar, Final
+
+import msgspec
+import numpy as np
+from torch import Tensor
+
+from offbeat_types import (
+    MODEL_INDEX_FILE,
+    TensorSpec,
+    WeightProof,
+    WeightSyncError,
+    sync_path,
+    tensor_file_header,
+    tensor_file_index,
+)
+from offbeat_weightsync._connection import Deadline, reason_of
+from offbeat_weightsync._plan import BucketPlan, Piece
+from offbeat_weightsync._proofs import compare_proofs
+from offbeat_weightsync._stream import MAX_RUN_BYTES, ArrivingStream, Room, Runs, read_runs
+from offbeat_weightsync._tensors import PlannedTensors
+
+MANIFEST: Final = "weights.json"
+PREFIX: Final = "version-"
+FILE_BYTES: Final = 1 << 30
+
+LOOK_S: Final = 0.05
+"""How often a folder is looked at for what is awaited."""
+
+Layout = list[tuple[int, int]]
+"""Which tensors share a file: [first, last) of each."""
+
+
+class _Manifest(msgspec.Struct):
+    """What stands in weights.json."""
+
+    specs: list[tuple[str, str, tuple[int, ...]]]
+    bucket_bytes: int
+    digest: str
+    layout: Layout
+    proof: WeightProof
+    format: int = 1
+
+
+class _Report(msgspec.Struct, omit_defaults=True):
+    """What stands in proof-….json: what an engine holds, or why it gave up."""
+
+    held: WeightProof | None = None
+    error: str = ""
+
+
+def write_weights(
+    root: str | Path,
+    plan: BucketPlan,
+    tensors: Iterable[tuple[str, Tensor]],
+    version: int,
+    *,
+    keep: int = 2,
+    file_bytes: int = FILE_BYTES,
+) -> Path:
+    """Write a version, and return its folder when all of it is on disk. One writer at a time.
+
+    A writer that died is taken up: what it wrote, and what is the same now, is not written again. A version that is
+    complete already is compared with the tensors and left as it is.
+
+    Args:
+        root: folder of versions; made if it is not there.
+        plan: the tensors, in the order in which they come, and the dtypes in which they are held.
+        tensors: (name, tensor) as planned; converted on the way.
+        version: policy version, at least 0.
+        keep: complete versions to keep: this one, and those written last before it.
+        file_bytes: about as long is a file; a longer tensor has one of its own.
+
+    Raises:
+        WeightSyncError: tensors differ from the plan, the disk is full, or the version exists with other bytes.
+    """
+    root = Path(root)
+    partial, final = root / f".{PREFIX}{version:08d}.partial", _version_folder(root, version)
+    layout = _file_layout(plan, file_bytes)
+    source = PlannedTensors(plan, tensors)
+    try:
+        if final.exists():
+            _check_same(final, plan, source, version)
+            return final
+        partial.mkdir(parents=True, exist_ok=True)
+        with _FileWriter(partial, plan, layout) as files:
+            for bucket in plan.buckets:
+                for run, data in source.runs(bucket):
+                    files.write(run, data)
+                files.start_sync()
+            proof = WeightProof(version=version, num_tensors=len(plan.specs), checksums=source.finish())
+        _write_manifest(partial, plan, layout, proof)
+        os.replace(partial, final)
+        sync_path(root)
+        remove_old_versions(root, keep)
+    except OSError as error:
+        raise WeightSyncError(f"cannot write version {version} to {root}: {error.strerror or error}") from error
+    return final
+
+
+@contextmanager
+def read_weights(
+    root: str | Path, version: int, *, deadline_s: float = 300.0, name: str = "rollout-0"
+) -> Iterator["DiskStream"]:
+    """Wait for a version to be complete, and yield its stream. Blocking: use a thread.
+
+        with read_weights(folder, version) as stream:
+            stream.confirm(engine.update_weights(stream, version))
+
+    All files are opened at once, so a version that is removed meanwhile is still read to its end. What became of it
+    is written beside the version, for `wait_for_proofs`.
+
+    Args:
+        root: folder of versions.
+        version: policy version wanted; no other will do.
+        deadline_s: for the version to be there, and then for it to be read.
+        name: this side, unique among the readers, for the writer's errors.
+
+    Raises:
+        WeightSyncError: the folder is damaged, or the engine does not hold what was written.
+        DeadlineError: the version does not appear.
+    """
+    folder = _version_folder(Path(root), version)
+    deadline = Deadline(f"weight sync of version {version} at {name}", deadline_s)
+    with deadline.declared("trainer"):
+        while not (folder / MANIFEST).exists():
+            if not deadline.left_s():
+                raise deadline.missed(f"{folder} to be complete")
+            time.sleep(LOOK_S)
+    try:
+        plan, layout, written = _read_manifest(folder, version)
+        with _FileReader(folder, plan, layout, deadline) as files:
+            stream = DiskStream(plan, version, written, files)
+            yield stream
+            stream.check_confirmed(name)
+        _report(folder, name, _Report(held=stream.confirmed))
+    except BaseException as error:
+        _report(folder, name, _Report(error=reason_of(error)))
+        raise
+
+
+def wait_for_proofs(
+    root: str | Path, version: int, num_receivers: int, *, deadline_s: float = 300.0
+) -> list[WeightProof]:
+    """Wait until so many readers have proved a version; the writer calls this.
+
+    Raises:
+        WeightSyncError: a reader failed, or holds other bytes.
+        DeadlineError: not all came.
+    """
+    folder = _version_folder(Path(root), version)
+    plan, _, written = _read_manifest(folder, version)
+    deadline = Deadline(f"weight sync of version {version}", deadline_s)
+    while True:
+        proofs: dict[str, WeightProof] = {}
+        for path in sorted(folder.glob("proof-*.json")):
+            name, said = path.stem.removeprefix("proof-"), msgspec.json.decode(path.read_bytes(), type=_Report)
+            if said.held is None:
+                raise WeightSyncError(f"{name} gave up: {said.error}")
+            compare_proofs(plan, written, said.held, name)
+            proofs[name] = said.held
+        if len(proofs) >= num_receivers:
+            return list(proofs.values())
+        if not deadline.left_s():
+            here = f" (here: {', '.join(proofs)})" if proofs else ""
+            raise deadline.missed(f"{num_receivers - len(proofs)} of {num_receivers} readers to prove{here}")
+        time.sleep(LOOK_S)
+
+
+def list_versions(root: str | Path) -> list[int]:
+    """The complete versions, oldest first."""
+    folders = [path for path in Path(root).glob(f"{PREFIX}*") if (path / MANIFEST).is_file()]
+    return sorted(int(path.name.removeprefix(PREFIX)) for path in folders)
+
+
+def remove_old_versions(root: str | Path, keep: int) -> None:
+    """Remove all complete versions but the `keep` written last, which need not be the highest: a run may go back.
+
+    Who reads one already reads on: it has the files open.
+
+    Raises:
+        WeightSyncError: `keep` is below 1.
+    """
+    if keep < 1:
+        raise WeightSyncError(f"at least one version must be kept: got keep={keep}")
+    written = {
+        version: (_version_folder(Path(root), version) / MANIFEST).stat().st_mtime_ns for version in list_versions(root)
+    }
+    for version in sorted(written, key=lambda version: (written[version], version))[:-keep]:
+        doomed = _version_folder(Path(root), version)
+        hidden = doomed.with_name(f".{doomed.name}.removed")  # first, so that it is never seen half gone
+        os.replace(doomed, hidden)
+        shutil.rmtree(hidden)
+
+
+def remove_partial_versions(root: str | Path) -> None:
+    """Remove what writers that died have left and nobody will take up."""
+    for path in [*Path(root).glob(".version-*.partial"), *Path(root).glob(".version-*.removed")]:
+        shutil.rmtree(path)
+
+
+class DiskStream(ArrivingStream):
+    """A `WeightStream` from a folder. Made by `read_weights`.
+
+    Args:
+        plan: what was written.
+        version: policy version.
+        written: checksums of it.
+        files: open.
+    """
+
+    _did: ClassVar = "read"
+
+    def __init__(self, plan: BucketPlan, version: int, written: WeightProof, files: "_FileReader") -> None:
+        super().__init__(plan, version)
+        self._written, self._files = written, files
+        self.confirmed: WeightProof | None = None
+
+    def _arrive(self, room: Room) -> Runs:
+        return read_runs(self.plan, MAX_RUN_BYTES, self._files.read, room)
+
+    def _end(self) -> WeightProof:
+        return self._written
+
+    def _tell(self, proof: WeightProof) -> None:
+        compare_proofs(self.plan, self._written, proof, "the engine")
+        self.confirmed = proof
+
+
+class _FileWriter:
+    """The safetensors files of one version, open for writing one after the other.
+
+    Bytes that are in a file already, left by a writer that died, are compared and not written again.
+    """
+
+    def __init__(self, folder: Path, plan: BucketPlan, layout: Layout) -> None:
+        self._folder, self._plan, self._layout = folder, plan, layout
+        self._offsets: dict[int, int] = {}
+        self._index, self._fd, self._old_bytes = -1, -1, 0
+        self._syncer = ThreadPoolExecutor(1, "offbeat-weight-sync-to-disk")
+        self._syncing: Future[None] | None = None
+
+    def __enter__(self) -> "_FileWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self._close(synced=kind is None)
+        finally:
+            self._syncer.shutdown()
+
+    def write(self, run: Piece, data: memoryview) -> None:
+        """Put a run of bytes of a tensor where it belongs."""
+        if run.tensor not in self._offsets:
+            self._close(synced=True)
+            self._open(self._index + 1)
+        self._put(data, self._offsets[run.tensor] + run.tensor_offset)
+
+    def start_sync(self) -> None:
+        """Let the disk begin with what was written so far, while the next bucket is filled."""
+        if self._syncing is None or self._syncing.done():
+            self._syncing = self._syncer.submit(os.fdatasync, self._fd)
+
+    def _open(self, index: int) -> None:
+        first, last = self._layout[index]
+        specs = self._plan.specs[first:last]
+        header = tensor_file_header(specs)
+        ends = np.cumsum([len(header), *(spec.num_bytes for spec in specs)]).tolist()
+        self._index, self._offsets = index, dict(zip(range(first, last), ends, strict=False))
+        self._fd = os.open(_file_path(self._folder, index, self._layout), os.O_RDWR | os.O_CREAT, 0o644)
+        if os.fstat(self._fd).st_size > ends[-1]:
+            os.ftruncate(self._fd, ends[-1])
+        self._old_bytes = os.fstat(self._fd).st_size
+        self._put(memoryview(header), 0)
+
+    def _put(self, data: memoryview, offset: int) -> None:
+        if offset + len(data) <= self._old_bytes and os.pread(self._fd, len(data), offset) == data:
+            return
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._fd, data[done:], offset + done)
+
+    def _close(self, *, synced: bool) -> None:
+        if self._fd < 0:
+            return
+        try:
+            if self._syncing is not None:
+                self._syncing.result()
+            if synced:
+                os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
+            self._fd, self._syncing = -1, None
+
+
+class _FileReader(ExitStack):
+    """The safetensors files of a version, all open."""
+
+    def __init__(self, folder: Path, plan: BucketPlan, layout: Layout, deadline: Deadline) -> None:
+        super().__init__()
+        self._plan, self._deadline = plan, deadline
+        self._offsets: dict[int, tuple[int, Path, int]] = {}
+        with ExitStack() as opened:
+            for index, (first, last) in enumerate(layout):
+                self._open(opened, _file_path(folder, index, layout), first, last)
+            self.push(opened.pop_all())
+
+    def _open(self, opened: ExitStack, path: Path, first: int, last: int) -> None:
+        specs = self._plan.specs[first:last]
+        header = tensor_file_header(specs)
+        try:
+            fd = os.open(path, os.O_RDONLY)
+            opened.callback(os.close, fd)
+            found, size = os.pread(fd, len(header), 0), os.fstat(fd).st_size
+        except OSError as error:
+            raise WeightSyncError(f"{path} cannot be read: {error.strerror}; write the version again") from error
+        expected = len(header) + sum(spec.num_bytes for spec in specs)
+        if found != header or size != expected:
+            raise WeightSyncError(f"{path} is damaged: {expected} bytes were written, {size} are there, or others")
+        offset = len(header)
+        for index, spec in enumerate(specs, first):
+            self._offsets[index] = fd, path, offset
+            offset += spec.num_bytes
+
+    def read(self, run: Piece, bucket: int, target: memoryview) -> None:
+        """Read a run of bytes of a tensor."""
+        if not self._deadline.left_s():
+            raise self._deadline.missed(f"the disk to read bucket {bucket} of {len(self._plan.buckets)}")
+        fd, path, start = self._offsets[run.tensor]
+        done = 0
+        while done < len(target):
+            num_bytes = os.preadv(fd, [target[done:]], start + run.tensor_offset + done)
+            if not num_bytes:
+                raise WeightSyncError(
+                    f"{path} ended within {self._plan.specs[run.tensor].name}; write the version again"
+                )
+            done += num_bytes
+
+
+def _check_same(final: Path, plan: BucketPlan, source: PlannedTensors, version: int) -> None:
+    """Raise WeightSyncError unless a version that exists is the one that would be written."""
+    there, _, proof = _read_manifest(final, version)
+    if there.digest != plan.digest:
+        raise WeightSyncError(f"{final} exists with another plan, {there.digest}; {plan.digest} was to be written")
+    for bucket in plan.buckets:
+        deque(source.runs(bucket), maxlen=0)
+    ours = WeightProof(version=version, num_tensors=len(plan.specs), checksums=source.finish())
+    compare_proofs(plan, ours, proof, f"{final}, which exists,")
+
+
+def _version_folder(root: Path, version: int) -> Path:
+    return root / f"{PREFIX}{version:08d}"
+
+
+def _file_path(folder: Path, index: int, layout: Layout) -> Path:
+    """Of a file, as transformers names it."""
+    return folder / f"model-{index + 1:05d}-of-{len(layout):05d}.safetensors"
+
+
+def _file_layout(plan: BucketPlan, file_bytes: int) -> Layout:
+    """Which tensors share a file, so that a file has about `file_bytes`."""
+    layout, first, used = [], 0, 0
+    for index, spec in enumerate(plan.specs):
+        if used and used + spec.num_bytes > file_bytes:
+            layout.append((first, index))
+            first, used = index, 0
+        used += spec.num_bytes
+    return [*layout, (first, len(plan.specs))]
+
+
+def _write_manifest(folder: Path, plan: BucketPlan, layout: Layout, proof: WeightProof) -> None:
+    """Write index and manifest."""
+    files = {
+        _file_path(folder, index, layout).name: plan.specs[first:last] for index, (first, last) in enumerate(layout)
+    }
+    _write_synced(folder / MODEL_INDEX_FILE, tensor_file_index(files).encode())
+    specs = [(spec.name, spec.dtype, spec.shape) for spec in plan.specs]
+    manifest = _Manifest(specs, plan.bucket_bytes, plan.digest, layout, proof)
+    _write_synced(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+
+
+def _read_manifest(folder: Path, version: int) -> tuple[BucketPlan, Layout, WeightProof]:
+    """Plan, layout of the files, and what was written.
+
+    Raises:
+        WeightSyncError: the folder is not there, is damaged, or holds another version.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = msgspec.json.decode(path.read_bytes(), type=_Manifest)
+    except FileNotFoundError as error:
+        there = ", ".join(map(str, list_versions(folder.parent))) or "none"
+        raise WeightSyncError(f"{folder} holds no complete version {version}; complete versions: {there}") from error
+    except (OSError, msgspec.DecodeError) as error:
+        raise WeightSyncError(f"{path} cannot be read: {error}; write the version again") from error
+    plan = BucketPlan.build([TensorSpec(*spec) for spec in manifest.specs], manifest.bucket_bytes)
+    if manifest.proof.version != version:
+        raise WeightSyncError(f"{path} says version {manifest.proof.version} where {version} was due")
+    if plan.digest != manifest.digest:
+        raise WeightSyncError(f"{path}: the plan's digest is {plan.digest}, the writer had {manifest.digest}")
+    return plan, manifest.layout, manifest.proof
+
+
+def _report(folder: Path, name: str, said: _Report) -> None:
+    if folder.is_dir():  # else it was removed as too old, and nobody waits for this
+        _write_synced(folder / f"proof-{name}.json", msgspec.json.encode(said))
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    """Write a small file, and return when it is on disk under its name."""
+    temporary = path.with_name(f".{path.name}.new")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_path(path.parent)

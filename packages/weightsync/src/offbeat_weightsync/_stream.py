@@ -1,0 +1,206 @@
+"""The engine's side of every transport: runs of bytes come in, tensors go out or into place, what is held is proved."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from offbeat_types import TensorSpec, WeightProof, WeightSyncError
+from offbeat_weightsync._plan import DEFAULT_BUCKET_BYTES, BucketPlan, Piece
+from offbeat_weightsync._proofs import compare_proofs, prove_tensors
+from offbeat_weightsync._tensors import Bytes, TargetTensor, describe_tensors, find_target, torch_dtype
+
+Room = Callable[[Piece], Bytes | None]
+"""Where a run of bytes is to lie in host memory; None: anywhere."""
+
+Runs = Iterator[tuple[Piece, Tensor | None]]
+"""Runs of bytes with the memory where each lies, valid until the next is asked for; None: it lies in its room."""
+
+MAX_RUN_BYTES: Final = 8 << 20
+"""So short that neither side waits long for the other, so long that they seldom exchange messages."""
+
+
+class ArrivingStream(ABC):
+    """A `WeightStream` that arrives in runs of bytes. Transports say where these come from.
+
+    Read it once: with `load` where the engine's own tensors have the planned dtypes, which saves a copy of every
+    tensor longer than a run, or by iterating. Then `prove` and `confirm`.
+
+    Args:
+        plan: what will come.
+        version: policy version.
+    """
+
+    _did: ClassVar = "took"
+
+    def __init__(self, plan: BucketPlan, version: int) -> None:
+        self.version, self.plan = version, plan
+        self._begun = self._confirmed = False
+        self._sent: WeightProof | None = None
+
+    @abstractmethod
+    def _arrive(self, room: Room) -> Runs:
+        """Every byte of the plan, in order. Whoever asks for the next run has loaded the one before."""
+
+    @abstractmethod
+    def _end(self) -> WeightProof:
+        """What was sent, once all is loaded."""
+
+    @abstractmethod
+    def _tell(self, proof: WeightProof) -> None:
+        """Send the engine's proof, and return when every receiver has proved the same."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) in order, once. A tensor is valid until the next one is asked for: copy it."""
+        assembly = _Assembly()
+        for run, part in self._runs(lambda _: None):
+            spec = self.plan.specs[run.tensor]
+            assert part is not None
+            elements = assembly.add(spec, run, part)
+            if elements is not None:
+                yield spec.name, elements.view(torch_dtype(spec.dtype)).view(spec.shape)
+
+    def load(self, target: Callable[[str], Tensor]) -> None:
+        """Write every tensor straight into the engine's own.
+
+        Args:
+            target: name -> the engine's tensor, on any device, of the planned dtype and number of elements, which
+                are written in its row-major order. It may be a view of fused storage.
+
+        Raises:
+            WeightSyncError: the engine has no such tensor, or it has another dtype or size; the sender failed or died.
+        """
+        targets = [TargetTensor(find_target(target, spec)) for spec in self.plan.specs]
+        assembly = _Assembly()
+        for run, part in self._runs(lambda run: targets[run.tensor].room(run)):
+            place = targets[run.tensor]
+            if part is None:
+                continue
+            if place.is_contiguous:
+                place.write(run, part)
+            elif (whole := assembly.add(self.plan.specs[run.tensor], run, part)) is not None:
+                place.tensor.copy_(whole.view(place.tensor.dtype).view(place.tensor.shape))
+
+    def prove(self, read: Callable[[str], Any]) -> WeightProof:
+        """Read every tensor back with `read(name)`, compare with what was sent, and return what is held.
+
+        Raises:
+            WeightSyncError: a tensor is missing or differs. The engine must not serve these weights.
+        """
+        if self._sent is None:
+            raise WeightSyncError("read the whole weight stream before you prove what you hold")
+        held = prove_tensors(self.plan, self.version, read)
+        compare_proofs(self.plan, self._sent, held, "the engine")
+        return held
+
+    def confirm(self, proof: WeightProof) -> None:
+        """Say that the engine has proved these weights and serves them; return when every receiver has proved the same.
+
+        Raises:
+            WeightSyncError: the proof is wrong, or another receiver's is, or it failed.
+            DeadlineError: no answer in time.
+        """
+        self._tell(proof)
+        self._confirmed = True
+
+    def check_confirmed(self, name: str) -> None:
+        """Raise WeightSyncError unless `confirm` has been called and has returned."""
+        if not self._confirmed:
+            raise WeightSyncError(f"{name} {self._did} the weights of version {self.version} but did not confirm them")
+
+    def _runs(self, room: Room) -> Runs:
+        if self._begun:
+            raise WeightSyncError("a weight stream can be read once")
+        self._begun = True
+        yield from self._arrive(room)
+        self._sent = self._end()
+
+
+def read_runs(plan: BucketPlan, run_bytes: int, read: Callable[[Piece, int, memoryview], None], room: Room) -> Runs:
+    """Every byte of a plan, each run read into its room, or into memory of our own where it has none.
+
+    Args:
+        plan: what is read.
+        run_bytes: no run is longer.
+        read: called with a run, the index of its bucket, and the memory to fill.
+        room: of the runs.
+    """
+    scratch = torch.empty(min(run_bytes, plan.longest_bucket_bytes), dtype=torch.uint8)
+    for index, bucket in enumerate(plan.buckets):
+        for piece in bucket.pieces:
+            for run in piece.cut(run_bytes):
+                target, part = room(run), scratch[: run.num_bytes]
+                read(run, index, (part.numpy() if target is None else target).data)
+                yield run, part if target is None else None
+
+
+class _Assembly:
+    """Puts split tensors together in memory of its own; whole ones pass through without a copy."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def add(self, spec: TensorSpec, run: Piece, part: Tensor) -> Tensor | None:
+        """Take one run; return all bytes of the tensor when it was the last."""
+        if run.num_bytes == spec.num_bytes:
+            return part
+        if self._buffer is None or self._buffer.numel() < spec.num_bytes:
+            self._buffer = torch.empty(spec.num_bytes, dtype=torch.uint8, device=part.device)
+        end = run.tensor_offset + run.num_bytes
+        self._buffer[run.tensor_offset : end].copy_(part)
+        return self._buffer[: spec.num_bytes] if end == spec.num_bytes else None
+
+
+class InProcessStream:
+    """A `WeightStream` over tensors at hand, for a receiver in the same process.
+
+    Args:
+        named_tensors: (name, tensor); names unique. The stream keeps the tensors, not copies of them.
+        version: policy version.
+        dtype: format handed out and proved for floating-point tensors, such as "bfloat16"; None keeps each one's own.
+        bucket_bytes: the proof has one checksum per bucket.
+
+    Raises:
+        WeightSyncError: see `BucketPlan.build`.
+    """
+
+    def __init__(
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        version: int,
+        *,
+        dtype: str | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        pairs = list(named_tensors)
+        self.version = version
+        self.plan = BucketPlan.build(describe_tensors(pairs, dtype), bucket_bytes)
+        self._tensors = dict(pairs)
+        self._specs = {spec.name: spec for spec in self.plan.specs}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) in order."""
+        for name in self._specs:
+            yield name, self._read(name)
+
+    def load(self, target: Callable[[str], Tensor]) -> None:
+        """Write every tensor straight into the engine's own; see `ArrivingStream.load`."""
+        for name, tensor in self:
+            place = find_target(target, self._specs[name])
+            place.copy_(tensor.reshape(place.shape))
+
+    def prove(self, read: Callable[[str], Any]) -> WeightProof:
+        """Read every tensor back and compare it with what was handed out.
+
+        Raises:
+            WeightSyncError: a tensor is missing or differs.
+        """
+        sent = prove_tensors(self.plan, self.version, self._read, "the trainer")
+        held = prove_tensors(self.plan, self.version, read)
+        compare_proofs(self.plan, sent, held, "the engine")
+        return held
+
+    def _read(self, name: str) -> Tensor:
+        return self._tensors[name].detach().to(torch_dtype(self._specs[name].dtype))
