@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from offbeat_mesh import Mesh, join_world
-from offbeat_mesh._board import Board
-from offbeat_mesh._hub import Hub
+from offbeat_mesh._news import Board, Hub
 from offbeat_types import DeadlineError, PeerFailedError
 
 PROMPT_S = 5.0  # the promise: errors of one member are raised on all members within 5 s

@@ -71,7 +71,7 @@ def test_nothing_changes_when_there_is_no_room(monkeypatch):
     def write_all(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("offbeat_mesh._parking._write_all", write_all)
+    monkeypatch.setattr("offbeat_mesh._offload._write_all", write_all)
     with pytest.raises(OffbeatError, match=r"4000 bytes of tensors cannot be put away in .*: No space left.*TMPDIR"):
         parking.park([block])
     assert block.sum() == 1000

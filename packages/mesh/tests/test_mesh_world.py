@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from offbeat_mesh import Mesh, _join, current_world, join_world, open_store
+from offbeat_mesh import Mesh, _world, current_world, join_world, open_store
 from offbeat_types import ConfigError, DeadlineError
 
 
@@ -155,7 +155,7 @@ def test_a_store_that_is_lost_while_joining_is_said(run_ranks, step):
     """It is gone after that step."""
 
     def body(rank, num_ranks, store):
-        whole = getattr(_join, step)
+        whole = getattr(_world, step)
         with killable_store() as (port, holder):
 
             def lose(*arguments):
@@ -164,7 +164,7 @@ def test_a_store_that_is_lost_while_joining_is_said(run_ranks, step):
                 os.waitid(os.P_PID, holder, os.WEXITED | os.WNOWAIT)
                 return found
 
-            setattr(_join, step, lose)
+            setattr(_world, step, lose)
             theirs = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
             try:
                 join_world(rank=0, size=1, store=theirs, device="cpu", deadline_s=2)
