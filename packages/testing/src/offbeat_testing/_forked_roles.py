@@ -15,7 +15,7 @@ from offbeat_cluster._channel import Channel, SocketStream
 from offbeat_cluster._local_process import LocalProcess
 from offbeat_cluster._role_actor import RoleActor
 from offbeat_cluster._spawn import open_log, own_environment
-from offbeat_testing._forked_process import ForkedProcess
+from offbeat_testing._processes import ForkedProcess
 
 _LOOK_EVERY_S = 0.02
 
