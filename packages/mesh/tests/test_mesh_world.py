@@ -233,24 +233,10 @@ with join_world(device="cpu", deadline_s=40) as world:
 def test_torchrun_says_who_is_who(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--standalone",
-        str(script),
-        str(tmp_path),
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [*command, str(script), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=environment,
-        check=False,
-    )
+    line = [*command, str(script), str(tmp_path)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=100, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     said = {path.name: path.read_text() for path in tmp_path.glob("rank*")}
     assert said == {"rank 0 of 2": "3", "rank 1 of 2": "3"}

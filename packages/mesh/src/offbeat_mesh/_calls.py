@@ -23,13 +23,10 @@ from offbeat_types import DeadlineError, GroupError, MismatchError, OffbeatError
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """One process's place in one group.
+    """One process's place in one group, its ranks all global.
 
     Args:
         key: names the group alike on all members, and no other.
-        axes: what it spans, in the mesh's order.
-        ranks: global ranks of the members, in the group's order.
-        rank: global rank of this process, one of them.
         channel: name of a second group over the same ranks; "" is the first.
         label: a global rank for people.
     """
@@ -69,7 +66,6 @@ class Calls:
     """Bookkeeping of one group on one rank.
 
     Args:
-        membership: who is in the group.
         board: None for a group of one.
         process_groups: what its calls run on; broken off when a member fails.
         deadline_s: of a call that does not bring its own.
@@ -104,10 +100,7 @@ class Calls:
     def call(self, name: str, deadline_s: float | None = None, *, collective: bool = True) -> Iterator[None]:
         """One call of the group. An error inside it is posted, so that the other members raise too.
 
-        Args:
-            name: of the call.
-            deadline_s: for each wait in it; None takes the group's.
-            collective: all members come to it, so the axis rule holds and it counts towards the group's order.
+        A collective is a call that all members come to: the axis rule holds, and it counts towards the group's order.
         """
         if collective:
             check_guards(name, self.text, self.ranks)  # raised on every rank that comes, so nobody waits for this one

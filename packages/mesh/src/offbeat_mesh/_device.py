@@ -43,15 +43,12 @@ class Profiler(Protocol):
 
     def start(self) -> None:
         """Record from here on."""
-        ...
 
     def stop(self) -> None:
         """Record no further; in the thread that started it."""
-        ...
 
     def export_chrome_trace(self, path: str) -> None:
         """Write what was recorded as JSON in Chrome's format; in any thread."""
-        ...
 
 
 class Device(Protocol):
@@ -80,39 +77,30 @@ class Device(Protocol):
     @classmethod
     def count(cls) -> int:
         """How many of this kind are here: 0 means not available. Never raises."""
-        ...
 
     def synchronize(self) -> None:
         """Wait until everything queued on the device is done."""
-        ...
 
     def memory(self) -> DeviceMemory:
         """Memory now and at its peak."""
-        ...
 
     def reset_peak_memory(self) -> None:
         """Start the peak anew, where the platform can."""
-        ...
 
     def release_unused(self) -> None:
         """Give memory that is free, and only held to be used again, to whoever else wants it."""
-        ...
 
     def rng_state(self) -> torch.Tensor:
         """State of its default random generator: [n] uint8 on the CPU."""
-        ...
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Set what `rng_state` gave."""
-        ...
 
     def profiler(self) -> Profiler:
         """A new profiler of this device and, where the platform can, of all threads of this process."""
-        ...
 
     def adapt(self, model: torch.nn.Module) -> tuple[str, ...]:
         """Put the platform's own kernels in place of layers of a transformers model; what was replaced."""
-        ...
 
     def prepare(self, library: str, settings: Mapping[str, Any]) -> None:
         """Make a library fit for this kind of device, before it is imported.
@@ -121,7 +109,6 @@ class Device(Protocol):
             library: such as "megatron".
             settings: what it is going to be used with, in its own words.
         """
-        ...
 
 
 def available_devices() -> dict[str, int]:

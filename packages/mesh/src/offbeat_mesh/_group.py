@@ -48,14 +48,10 @@ def put_back(tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def describe(tensor: torch.Tensor) -> str:
-    """Such as "float32[2, 3]"."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def describe_rows(part: torch.Tensor) -> str:
-    """The same for any number of rows: "float32[*, 3]"."""
-    return f"{str(part.dtype).removeprefix('torch.')}[{', '.join(['*', *map(str, part.shape[1:])])}]"
+def describe(tensor: torch.Tensor, *, any_rows: bool = False) -> str:
+    """Such as "float32[2, 3]", or "float32[*, 3]" for any number of rows."""
+    sizes = ["*", *tensor.shape[1:]] if any_rows else tensor.shape
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, sizes))}]"
 
 
 def gather_options(timeout: timedelta) -> AllgatherOptions:
@@ -97,8 +93,9 @@ class Group(DataGroup):
 
     Every source, destination and rank in a call is group-relative: 0 to size - 1, never a global rank. All members
     make the same calls in the same order; in return every call ends, well or with an error that names a rank, within
-    its deadline. A member that fails in a call, or dies, makes the other members' calls raise within seconds; after
-    that the group refuses every call with the same error. One thread uses a group; a second one takes a channel.
+    its deadline (`deadline_s` of the call, for the members to come; None takes the group's). A member that fails in a
+    call, or dies, makes the other members' calls raise within seconds; after that the group refuses every call with
+    the same error. One thread uses a group; a second one takes a channel.
 
     What is always checked, before anything is sent: the axis rule, the thread, the arguments against this rank's own
     tensors. Whether the *members'* tensors agree is checked for plain data always (it travels with the header), and
@@ -106,8 +103,9 @@ class Group(DataGroup):
     small all_reduce take three to four times as long (4 bytes, 2 gloo ranks: 0.25 ms, checked 0.9 ms). Without it
     gloo ends the process of a member whose sizes differ, and the others raise PeerFailedError naming it.
 
-    Tensors may have any dtype and stride; they stay on their device. On a device whose queue runs ahead of the host
-    (a GPU), a call returns when the operation is queued, and its timeout is the backend's.
+    The tensors of a call have one shape and dtype on all members, any stride, and stay on their device; a "mean" needs
+    floating-point ones. On a device whose queue runs ahead of the host (a GPU), a call returns when the operation is
+    queued, and its timeout is the backend's.
 
     Attributes:
         axes: in the mesh's order, without repeats.
@@ -192,13 +190,7 @@ class Group(DataGroup):
             self._exchange.agree("barrier")
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, *, deadline_s: float | None = None) -> torch.Tensor:
-        """Overwrite `tensor` with the source's, on all members, and return it.
-
-        Args:
-            tensor: same shape and dtype on all members.
-            source: group-relative.
-            deadline_s: for the members to come; None takes the group's.
-        """
+        """Overwrite `tensor` with the source's, on all members, and return it."""
         with self._calls.call("broadcast", deadline_s):
             self._check_member("source", source)
             self._agree("broadcast", tensor, source)
@@ -209,13 +201,7 @@ class Group(DataGroup):
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp = "sum", *, deadline_s: float | None = None
     ) -> torch.Tensor:
-        """Overwrite `tensor` with the reduction over all members, on all of them, and return it.
-
-        Args:
-            tensor: same shape and dtype on all members.
-            op: "mean" needs a floating-point tensor.
-            deadline_s: for the members to come; None takes the group's.
-        """
+        """Overwrite `tensor` with the reduction over all members, on all of them, and return it."""
         with self._calls.call("all_reduce", deadline_s):
             check_reduction(tensor, op, self._calls.text)
             self._agree(f"all_reduce {op}", tensor)
@@ -226,14 +212,7 @@ class Group(DataGroup):
     def reduce(
         self, tensor: torch.Tensor, destination: int = 0, op: ReduceOp = "sum", *, deadline_s: float | None = None
     ) -> torch.Tensor | None:
-        """The reduction over all members on the destination, None on the others; `tensor` is left as it is.
-
-        Args:
-            tensor: same shape and dtype on all members.
-            destination: group-relative.
-            op: "mean" needs a floating-point tensor.
-            deadline_s: for the members to come; None takes the group's.
-        """
+        """The reduction over all members on the destination, None on the others; `tensor` is left as it is."""
         with self._calls.call("reduce", deadline_s):
             self._check_member("destination", destination)
             check_reduction(tensor, op, self._calls.text)
@@ -245,15 +224,7 @@ class Group(DataGroup):
             return result if self.rank == destination else None
 
     def all_gather(self, tensor: torch.Tensor, *, deadline_s: float | None = None) -> torch.Tensor:
-        """Every member's tensor, on all members.
-
-        Args:
-            tensor: [...], same shape and dtype on all members.
-            deadline_s: for the members to come; None takes the group's.
-
-        Returns:
-            [size, ...]: row i is member i's.
-        """
+        """Every member's tensor, on all members: [size, ...], row i is member i's."""
         with self._calls.call("all_gather", deadline_s):
             self._agree("all_gather", tensor)
             rows = tensor.new_empty((self.size, *tensor.shape))
@@ -264,16 +235,7 @@ class Group(DataGroup):
     def gather(
         self, tensor: torch.Tensor, destination: int = 0, *, deadline_s: float | None = None
     ) -> torch.Tensor | None:
-        """Every member's tensor, on the destination.
-
-        Args:
-            tensor: [...], same shape and dtype on all members.
-            destination: group-relative.
-            deadline_s: for the members to come; None takes the group's.
-
-        Returns:
-            [size, ...] on the destination: row i is member i's; None on the others.
-        """
+        """Every member's tensor, on the destination: [size, ...], row i is member i's; None on the others."""
         with self._calls.call("gather", deadline_s):
             self._check_member("destination", destination)
             self._agree("gather", tensor, destination)
@@ -294,14 +256,7 @@ class Group(DataGroup):
         *,
         deadline_s: float | None = None,
     ) -> torch.Tensor:
-        """Overwrite `output` with this member's row of the source's `rows`, and return it.
-
-        Args:
-            output: [...], same shape and dtype on all members.
-            rows: [size, ...] on the source: row i goes to member i; looked at there alone.
-            source: group-relative.
-            deadline_s: for the members to come; None takes the group's.
-        """
+        """Overwrite `output` with this member's row of the source's `rows`, [size, ...] there, and return it."""
         with self._calls.call("scatter", deadline_s):
             self._check_member("source", source)
             given = self._rows_to_scatter(rows, output) if self.rank == source else []
@@ -313,16 +268,7 @@ class Group(DataGroup):
     def reduce_scatter(
         self, rows: torch.Tensor, op: ReduceOp = "sum", *, deadline_s: float | None = None
     ) -> torch.Tensor:
-        """Reduce over all members, and give row i of the result to member i.
-
-        Args:
-            rows: [size, ...], same shape and dtype on all members; left as it is.
-            op: "mean" needs a floating-point tensor.
-            deadline_s: for the members to come; None takes the group's.
-
-        Returns:
-            [...]: this member's row.
-        """
+        """Reduce `rows`, [size, ...], over all members, and give row i of the result to member i."""
         with self._calls.call("reduce_scatter", deadline_s):
             check_rows(rows, self.size, f"reduce_scatter over {self._calls.text}")
             check_reduction(rows, op, self._calls.text)
@@ -339,18 +285,10 @@ class Group(DataGroup):
             return result
 
     def all_to_all(self, rows: Sequence[torch.Tensor], *, deadline_s: float | None = None) -> list[torch.Tensor]:
-        """Give part i to member i, and take member j's part for this one.
-
-        Args:
-            rows: one tensor for each member, [n_i, ...]: they may differ in their first dim alone.
-            deadline_s: for the members to come; None takes the group's.
-
-        Returns:
-            one tensor from each member, [m_j, ...]; how many rows come is exchanged first.
-        """
+        """Give part i to member i, and take member j's part for this one: [n_i, ...], of any number of rows."""
         with self._calls.call("all_to_all", deadline_s):
             check_parts(rows, self.size, f"all_to_all over {self._calls.text}")
-            kind = f" of {describe_rows(rows[0])}" if self._check else ""
+            kind = f" of {describe(rows[0], any_rows=True)}" if self._check else ""
             counts = self._exchange.agree_on_counts(f"all_to_all{kind}", [len(part) for part in rows])
             own = torch.cat([part.detach() for part in rows])
             coming = [sent[self.rank] for sent in counts]

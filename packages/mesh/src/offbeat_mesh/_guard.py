@@ -74,13 +74,7 @@ class Guard:
 
 
 def check_guards(call: str, group: str, ranks: Collection[int]) -> None:
-    """Apply the axis rule to one call.
-
-    Args:
-        call: its name.
-        group: the group's name, for people.
-        ranks: global ranks of its members.
-    """
+    """Apply the axis rule to one call over a group of these global ranks."""
     for guard in _open.guards:
         outside = tuple(rank for rank in ranks if not guard.passes(rank))
         if outside and len(ranks) > 1:
@@ -179,7 +173,6 @@ def _group_argument(func: Any) -> tuple[int, str] | None:
 
 
 def _name(func: Any) -> str:
-    """Such as "c10d.allreduce"."""
     return f"{func.namespace}.{func._opname.strip('_')}"
 
 

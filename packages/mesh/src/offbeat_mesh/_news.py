@@ -167,12 +167,7 @@ def keep_watch(connection: socket.socket) -> None:
 
 
 class Hub:
-    """Listens for the ranks of one world and relays their news until `close`.
-
-    Args:
-        host: address to listen on.
-        token: what a rank must know to be let in; it comes from the world's store.
-    """
+    """Listens for the ranks of one world, who know the token, and relays their news until `close`."""
 
     def __init__(self, host: str, token: str) -> None:
         self._token = token
@@ -279,14 +274,7 @@ class Hub:
 
 
 class Board:
-    """The connection of this rank to the hub.
-
-    Args:
-        rank: of this process.
-        address: the hub's.
-        token: the hub's.
-        deadline_s: for being let in.
-    """
+    """The connection of this rank to the hub; a DeadlineError says that the hub does not let it in."""
 
     def __init__(self, rank: int, address: tuple[str, int], token: str, deadline_s: float) -> None:
         self.rank = rank

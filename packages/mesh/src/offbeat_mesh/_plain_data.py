@@ -35,7 +35,7 @@ ARRAY_DTYPE: Final = re.compile(r"[<>|=][biufcSU]\d+")
 
 
 def encode(value: Plain, *, what: str = "the value") -> bytes:
-    """Turn plain data into bytes; a tuple arrives as a list, a numpy number as a Python one."""
+    """A tuple arrives as a list, a numpy number as a Python one; a GroupError says what in the value cannot travel."""
     try:
         _check(value, what)
         return msgspec.msgpack.encode(value, enc_hook=_encode_numpy)
@@ -104,14 +104,11 @@ CALL_BYTES: Final = 200
 
 @dataclass(frozen=True)
 class Header:
-    """What a member says when it comes to a call.
+    """What a member says when it comes to a call: which, its count of the group's collectives, and its data if short.
 
     Args:
-        call: what it calls, in full where members must agree on more than the name.
+        call: in full where members must agree on more than the name.
         root: the source or destination, group-relative.
-        number: its count of the group's collectives.
-        num_bytes: length of its data.
-        inline: the data itself, if short.
     """
 
     call: str
@@ -131,7 +128,6 @@ class Header:
 
     @classmethod
     def unpacked(cls, frame: torch.Tensor) -> "Header":
-        """What `packed` made."""
         data = to_bytes(frame)
         return cls(*decode(data[2 : 2 + data[0] * 256 + data[1]]))
 
@@ -165,7 +161,6 @@ class Exchange:
         return [decode(each) for each in self.all_payloads(self.agree(call, 0, payload), payload)]
 
     def share(self, header: Header, payload: bytes, source: int) -> bytes:
-        """The source's payload, whose header says how long it is."""
         if header.inline is not None:
             return header.inline
         data = to_tensor(payload) if self.rank == source else empty(header.num_bytes)
@@ -180,7 +175,6 @@ class Exchange:
         return [to_bytes(row)[: header.num_bytes] for row, header in zip(rows, headers, strict=True)]
 
     def payloads_at(self, headers: Sequence[Header], payload: bytes, destination: int) -> list[bytes]:
-        """Every member's payload on the destination; nothing on the others."""
         if all(header.inline is not None for header in headers):
             return [header.inline or b"" for header in headers] if self.rank == destination else []
         own = _padded(payload, max(header.num_bytes for header in headers))
@@ -189,7 +183,6 @@ class Exchange:
         return [to_bytes(row)[: header.num_bytes] for row, header in zip(rows, headers, strict=False)]
 
     def own_of(self, payloads: Sequence[bytes], lengths: Sequence[int], source: int) -> bytes:
-        """The source's payload for this member; all know the lengths."""
         longest = max(lengths)
         rows = [_padded(payload, longest) for payload in payloads]
         own = empty(longest)
@@ -199,7 +192,6 @@ class Exchange:
         return to_bytes(own)[: lengths[self.rank]]
 
     def send(self, call: str, payload: bytes, destination: int) -> None:
-        """Send a payload to one member."""
         inline = payload if len(payload) <= INLINE_BYTES else None
         self._send(Header(call, self.rank, 0, len(payload), inline).packed(), destination)
         if inline is None:
@@ -212,8 +204,7 @@ class Exchange:
 
     @property
     def control(self) -> dist.ProcessGroup:
-        """The gloo group; a group of one has none and does not ask."""
-        assert self._control is not None
+        assert self._control is not None, "a group of one has none and does not ask"
         return self._control
 
     def _all_gather(self, row: torch.Tensor) -> list[torch.Tensor]:
@@ -240,12 +231,10 @@ def empty(num_bytes: int) -> torch.Tensor:
 
 
 def to_tensor(data: bytes) -> torch.Tensor:
-    """[n] uint8."""
     return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
 
 
 def to_bytes(data: torch.Tensor) -> bytes:
-    """The bytes of [n] uint8."""
     raw: bytes = data.numpy().tobytes()
     return raw
 
@@ -263,7 +252,7 @@ VALUE_CHARS = 120
 
 
 class DataGroup:
-    """The plain-data half of `Group`.
+    """The plain-data half of `Group`; see there for `source`, `destination` and `deadline_s`.
 
     Plain data: None, bool, int of 64 bit, float, str, bytes, list, dict with str keys, numpy array. Never pickle.
     """
@@ -288,13 +277,7 @@ class DataGroup:
         return self._exchange.rank
 
     def broadcast_data(self, value: Plain = None, source: int = 0, *, deadline_s: float | None = None) -> Plain:
-        """The source's value, on all members.
-
-        Args:
-            value: plain data; looked at on the source alone.
-            source: group-relative.
-            deadline_s: for the members to come; None takes the group's.
-        """
+        """The source's value, on all members; the others' are not looked at."""
         with self._calls.call("broadcast_data", deadline_s):
             self._check_member("source", source)
             payload = encode(value, what="the value to broadcast") if self.rank == source else b""
@@ -318,13 +301,7 @@ class DataGroup:
     def scatter_data(
         self, values: Sequence[Plain] | None = None, source: int = 0, *, deadline_s: float | None = None
     ) -> Plain:
-        """The source's value for this member.
-
-        Args:
-            values: one for each member, by group rank; looked at on the source alone.
-            source: group-relative.
-            deadline_s: for the members to come; None takes the group's.
-        """
+        """The source's value for this member, of one for each by group rank; the others' are not looked at."""
         with self._calls.call("scatter_data", deadline_s):
             self._check_member("source", source)
             payloads = self._encode_each(values) if self.rank == source else []
@@ -373,20 +350,13 @@ class DataGroup:
         return outcome["value"]
 
     def check_equal(self, value: T, *, what: str, deadline_s: float | None = None) -> T:
-        """Make sure that all members have the same value: a plan, a shape, a count.
+        """Make sure that all members have the same value, and return it: a plan, a shape, a count.
 
-        Only a digest travels, and the values themselves when they differ. The group stays usable after an error.
-
-        Args:
-            value: plain data; a dict counts as different when its keys come in another order.
-            what: its name in the error.
-            deadline_s: for the members to come; None takes the group's.
-
-        Returns:
-            The value.
+        Only a digest travels, and the values themselves when they differ; a dict counts as different when its keys come
+        in another order. The group stays usable after an error.
 
         Raises:
-            MismatchError: on all members: they differ; the text shows who has what.
+            MismatchError: on all members: they differ; the text shows who has what, under the name `what`.
         """
         held: dict[str, tuple[int, ...]] = {}
         with self._calls.call("check_equal", deadline_s):

@@ -221,14 +221,6 @@ def current_world() -> World | None:
     return _joined[-1] if _joined else None
 
 
-def refuse_second_world() -> None:
-    """Raise if this process is in a world already."""
-    if _joined:
-        raise ConfigError(
-            f"this process is rank {_joined[-1].rank} of a world already; leave it before joining another"
-        )
-
-
 _joined: list[World] = []
 os.register_at_fork(after_in_child=_joined.clear)  # a child is no rank
 
@@ -271,12 +263,19 @@ def join_world(
         ConfigError: arguments that do not belong together, a rank given twice, a world joined already.
         DeadlineError: ranks that did not come, by number; or nobody at the address; or the store was lost.
     """
-    refuse_second_world()
+    if _joined:
+        raise ConfigError(
+            f"this process is rank {_joined[-1].rank} of a world already; leave it before joining another"
+        )
     place = None if isinstance(device, str) else device
     opened = place or open_device(_with_local_index(str(device)))
     adopted = dist.is_initialized()
     if adopted:
-        _refuse(rank is not None or size is not None or address is not None or store is not None, "torch.distributed")
+        if any(given is not None for given in (rank, size, address, store)):
+            raise ConfigError(
+                "torch.distributed already says who is in the world: call join_world() without rank, size, address and "
+                "store"
+            )
         rank, size, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
         store = _own(store)  # theirs keeps its timeout
     else:
@@ -335,13 +334,6 @@ def _with_local_index(device: str) -> str:
     local_rank = os.environ.get("LOCAL_RANK", "")
     several = available_devices().get(kind, 0) > 1
     return f"{kind}:{local_rank}" if several and local_rank else device
-
-
-def _refuse(wrong: bool, what: str) -> None:
-    if wrong:
-        raise ConfigError(
-            f"{what} already says who is in the world: call join_world() without rank, size, address and store"
-        )
 
 
 def _rendezvous(

@@ -90,11 +90,6 @@ def needs_of_vllm(devices: Sequence[int], options: Mapping[str, Any], releases: 
     `VLLM_ASCEND_ENABLE_NZ=0`: weights keep the layout they are loaded in. In the platform's own block format
     (FRACTAL_NZ) an update would write a plain matrix where blocks are expected. `refresh`: the plugin reads its
     settings anew for a second engine in the process.
-
-    Args:
-        devices: numbers among those visible to this process; none leaves the choice to vLLM.
-        options: the user's, of which `additional_config` are settings of the plugin, by its names.
-        releases: of vLLM, one of which is going to be used.
     """
     additional = options.get("additional_config", {})
     for name in additional:

@@ -54,9 +54,6 @@ BEGIN_S: Final = 60.0
 class ForkedProcess:
     """Calls a function in a child process, in a session of its own, with the signal handlers of a new process.
 
-    Raises:
-        TimeoutError: the child does not get as far as to lead its session; it has been killed.
-
     Args:
         main: called in the child, which ends with it; a SystemExit gives the exit code.
         words: what the child finds in `sys.argv` behind the program's name.
