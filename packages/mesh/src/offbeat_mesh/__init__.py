@@ -21,19 +21,18 @@ if TYPE_CHECKING:
     from offbeat_mesh._guard import Guard
     from offbeat_mesh._layout import AXES, Layout
     from offbeat_mesh._mesh import Mesh
-    from offbeat_mesh._offload import Asleep, Parking
+    from offbeat_mesh._offload import MemoryOffloader
     from offbeat_mesh._world import World, current_world, join_world, open_store
 
 __all__ = [
     "AXES",
-    "Asleep",
     "Device",
     "DeviceMemory",
     "Group",
     "Guard",
     "Layout",
+    "MemoryOffloader",
     "Mesh",
-    "Parking",
     "Profiler",
     "ReduceOp",
     "StepTracer",
@@ -53,7 +52,7 @@ _NAMES = {
     "_guard": "Guard",
     "_layout": "AXES Layout",
     "_mesh": "Mesh",
-    "_offload": "Asleep Parking",
+    "_offload": "MemoryOffloader",
     "_world": "World current_world join_world open_store",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

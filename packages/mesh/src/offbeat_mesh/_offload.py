@@ -1,9 +1,9 @@
 """Memory of tensors put away while their device is lent to others, and brought back to the very same tensors."""
 
 import ctypes
-import os
 import tempfile
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import BinaryIO, Final
 
 import torch
@@ -15,8 +15,8 @@ from offbeat_types import ConfigError, OffbeatError
 _CHUNK_BYTES = 64 * 2**20
 
 
-class Parking:
-    """Where tensors are while they are not on their device: their memory is freed, their values are kept.
+class MemoryOffloader:
+    """Frees the memory of parts of a training engine, keeps their values, and brings them back.
 
     A tensor stays the object it is. Its storage is emptied and filled again, so parameters, views, optimizers and
     communication buffers that share it need not know. On an accelerator the values wait in main memory; a CPU's own
@@ -27,128 +27,181 @@ class Parking:
 
     Args:
         device: that the tensors are on.
-        folder: of that file; "" for the system's folder for temporary files.
+
+    Attributes:
+        WEIGHTS, OPTIMIZER: the parts, which are the tags of `SleepingTrainEngine.wake`; the second is all that is not
+            weights of the policy.
     """
 
-    def __init__(self, device: Device, folder: str = "") -> None:
-        self._device, self._folder = device, folder
-        self._parked: list[tuple[UntypedStorage, int]] = []
-        self._host: list[Tensor] = []
-        self._file: BinaryIO | None = None
+    WEIGHTS: Final = "weights"
+    OPTIMIZER: Final = "optimizer"
 
-    @property
-    def parked_bytes(self) -> int:
-        """Bytes that are away now."""
-        return sum(num_bytes for _, num_bytes in self._parked)
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._away: dict[str, _Offloaded] = {}
 
-    def park(self, tensors: Iterable[Tensor], *, movable: bool = False) -> int:
-        """Put away the memory of tensors, each with all of its storage. Once more does nothing to those that are away.
-
-        Args:
-            tensors: of the device.
-            movable: nobody else shares their memory. Memory that cannot be emptied, because it is that of a file or has
-                been shown to numpy, is then exchanged for some that can.
-
-        Returns:
-            Bytes given back.
+    @classmethod
+    def tags_of(cls, level: int) -> tuple[str, ...]:
+        """What a level of `SleepingTrainEngine.sleep` puts away.
 
         Raises:
-            OffbeatError: memory that cannot be emptied; or there is no room for what is in it. Nothing has changed
-                then.
+            ConfigError: there is no such level.
         """
-        held = [tensor for tensor in tensors if tensor.untyped_storage().nbytes()]
-        if not movable:
-            _refuse_fixed(held)
-        storages = _own_storages(held)
-        if not storages:
-            return 0
-        self._device.synchronize()
-        if self._is_host:
-            self._write(storages)
-        else:
-            self._host += [_bytes_of(storage).cpu() for storage in storages]
-        given = [(storage, storage.nbytes()) for storage in storages]
-        for storage, _ in given:
-            storage.resize_(0)
-        self._parked += given
-        self._device.release_unused()
-        return sum(num_bytes for _, num_bytes in given)
-
-    def bring_back(self) -> None:
-        """Bring everything back to where it was."""
-        if self._file is not None:
-            self._file.seek(0)
-        for place, (storage, num_bytes) in enumerate(self._parked):
-            storage.resize_(num_bytes)
-            if self._file is not None:
-                _fill(storage, self._file)
-            else:
-                _bytes_of(storage).copy_(self._host[place])
-        self.forget()
-
-    def forget(self) -> None:
-        """Let go of what is away: its tensors are not needed any more."""
-        self._parked, self._host = [], []
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        levels = {1: (cls.OPTIMIZER,), 2: (cls.OPTIMIZER, cls.WEIGHTS)}
+        if level not in levels:
+            raise ConfigError(f"sleep level must be one of {tuple(levels)}, got {level!r}")
+        return levels[level]
 
     @property
-    def _is_host(self) -> bool:
-        return self._device.torch_device.index is None  # the CPU, the one device without a number
+    def offloaded_bytes(self) -> int:
+        """Bytes whose values are away now."""
+        return sum(num_bytes for part in self._away.values() for _, num_bytes in part.kept)
 
-    def _open(self) -> BinaryIO:
-        folder = self._folder or None
-        return tempfile.TemporaryFile(dir=folder, prefix="offbeat-parking-", buffering=0)
+    def offload(
+        self, tag: str, own: Iterable[Tensor], shared: Iterable[Tensor] = (), *, drop: Sequence[Tensor] = ()
+    ) -> None:
+        """Free the memory of a part, each tensor with all of its storage; nothing where the part is away.
 
-    def _write(self, storages: list[UntypedStorage]) -> None:
-        end = 0
+        Args:
+            tag: of the part.
+            own: tensors whose memory nobody else shares. Memory that cannot be emptied, because it is that of a file or
+                has been shown to numpy, is exchanged for some that can.
+            shared: tensors whose memory others hold on to, such as FSDP to its shards.
+            drop: tensors whose memory comes back with any values, such as cleared gradients.
+
+        Raises:
+            OffbeatError: shared memory that cannot be emptied, or no room for what is in it. Nothing has changed then.
+        """
+        if tag in self._away:
+            return
+        part = _Offloaded()
+        self._put_away(part, _emptiable_storages(own))
         try:
-            if self._file is None:
-                self._file = self._open()
-            end = self._file.seek(0, os.SEEK_END)
+            self._put_away(part, _storages(shared))
+        except OffbeatError:
+            part.restore()
+            raise
+        part.dropped = [(storage, storage.nbytes()) for storage in _distinct(each.untyped_storage() for each in drop)]
+        for storage, _ in part.dropped:
+            storage.resize_(0)
+        self._away[tag] = part
+        self._device.release_unused()
+
+    def restore(self, tags: Iterable[str] = ()) -> bool:
+        """Bring parts back, all where none is named; those that are here stay.
+
+        Returns:
+            Whether dropped memory is there again, with any values.
+
+        Raises:
+            ConfigError: there is no such part.
+        """
+        wanted = set(tags) or {self.WEIGHTS, self.OPTIMIZER}
+        if unknown := wanted - {self.WEIGHTS, self.OPTIMIZER}:
+            raise ConfigError(f"wake knows the tags weights and optimizer, got {', '.join(sorted(unknown))}")
+        has_dropped = False
+        for tag in sorted(wanted & self._away.keys()):
+            part = self._away[tag]
+            part.restore()
+            for storage, num_bytes in part.dropped:
+                storage.resize_(num_bytes)
+            has_dropped |= bool(part.dropped)
+            del self._away[tag]
+        return has_dropped
+
+    def require(self, what: str, *tags: str) -> None:
+        """Raise unless these parts are here, which `what` needs.
+
+        Raises:
+            OffbeatError: one is away.
+        """
+        for tag in tags:
+            if tag in self._away:
+                raise OffbeatError(f"{what}: the training engine sleeps without its {tag}; call wake() first")
+
+    def _put_away(self, part: "_Offloaded", storages: list[UntypedStorage]) -> None:
+        if not storages:
+            return
+        self._device.synchronize()
+        is_host = self._device.torch_device.index is None  # the CPU, the one device without a number
+        if is_host:
+            part.write(storages)
+        else:
+            part.values += [_bytes_of(storage).cpu() for storage in storages]
+        part.kept += [(storage, storage.nbytes()) for storage in storages]
+        for storage in storages:
+            storage.resize_(0)
+        self._device.release_unused()
+
+
+@dataclass
+class _Offloaded:
+    """A part that is away: storages and their sizes, with the values of those kept in main memory or in a file."""
+
+    kept: list[tuple[UntypedStorage, int]] = field(default_factory=list)
+    dropped: list[tuple[UntypedStorage, int]] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    file: BinaryIO | None = None
+
+    def write(self, storages: list[UntypedStorage]) -> None:
+        try:
+            if self.file is None:
+                self.file = tempfile.TemporaryFile(prefix="offbeat-offload-", buffering=0)  # noqa: SIM115  read when the part comes back
             for storage in storages:
                 for chunk in _chunks(storage):
-                    _write_all(self._file, chunk)
+                    _write_all(self.file, chunk)
         except OSError as error:
-            if self._file is not None:
-                self._file.truncate(end)
             num_bytes = sum(storage.nbytes() for storage in storages)
-            where = self._folder or tempfile.gettempdir()
             raise OffbeatError(
-                f"{num_bytes} bytes of tensors cannot be put away in {where}: {error.strerror}; make room there, or "
-                "set TMPDIR to a folder that has it"
+                f"{num_bytes} bytes of tensors cannot be put away in {tempfile.gettempdir()}: {error.strerror}; make "
+                "room there, or set TMPDIR to a folder that has it"
             ) from error
 
+    def restore(self) -> None:
+        if self.file is not None:
+            self.file.seek(0)
+        for place, (storage, num_bytes) in enumerate(self.kept):
+            storage.resize_(num_bytes)
+            if self.file is not None:
+                _fill(storage, self.file)
+            else:
+                _bytes_of(storage).copy_(self.values[place])
+        if self.file is not None:
+            self.file.close()
 
-def _refuse_fixed(tensors: Iterable[Tensor]) -> None:
-    for tensor in tensors:
-        if not tensor.untyped_storage().resizable():
+
+def _distinct(storages: Iterable[UntypedStorage]) -> list[UntypedStorage]:
+    """Those that hold something, each once."""
+    return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    held = list(tensors)
+    for tensor in held:
+        if tensor.untyped_storage().nbytes() and not tensor.untyped_storage().resizable():
             raise OffbeatError(
                 f"the memory of a tensor of shape {tuple(tensor.shape)} cannot be emptied: it belongs to a file or was "
-                "shown to numpy; clone it first, or say that it is movable"
+                "shown to numpy; clone it first, or name it among the engine's own"
             )
+    return _distinct(tensor.untyped_storage() for tensor in held)
 
 
-def _own_storages(tensors: list[Tensor]) -> list[UntypedStorage]:
-    """The storages of tensors, each once; those that cannot be emptied are changed for some that can."""
-    found: dict[int, UntypedStorage] = {}
+def _emptiable_storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    """The storages of tensors; those that cannot be emptied are changed for some that can."""
+    held = [tensor for tensor in tensors if tensor.untyped_storage().nbytes()]
     moved: dict[int, UntypedStorage] = {}
-    for tensor in tensors:
+    for tensor in held:
         storage = tensor.untyped_storage()
-        place = storage.data_ptr()
-        if not storage.resizable():
-            own = moved.get(place)
-            if own is None:
-                own = moved[place] = UntypedStorage(  # type: ignore[no-untyped-call]
-                    storage.nbytes(), device=storage.device
-                )
-                own.copy_(storage)
-            fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            tensor.data = fresh.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
-            storage, place = own, own.data_ptr()
-        found.setdefault(place, storage)
-    return list(found.values())
+        if storage.resizable():
+            continue
+        own = moved.get(storage.data_ptr())
+        if own is None:
+            own = UntypedStorage(storage.nbytes(), device=storage.device)  # type: ignore[no-untyped-call]
+            moved[storage.data_ptr()] = own
+            own.copy_(storage)
+        fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        tensor.data = fresh.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return _distinct(tensor.untyped_storage() for tensor in held)
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
@@ -172,96 +225,3 @@ def _fill(storage: UntypedStorage, file: BinaryIO) -> None:
             num_read = file.readinto(chunk)  # type: ignore[attr-defined]
             assert num_read, "the file is as long as what was written"
             chunk = chunk[num_read:]
-
-
-class Asleep:
-    """Knows which parts are away, and brings them back.
-
-    Args:
-        device: of the engine.
-
-    Attributes:
-        WEIGHTS, OPTIMIZER: the parts, which are the tags of `SleepingTrainEngine.wake`; the second is all that is not
-            weights of the policy.
-    """
-
-    WEIGHTS: Final = "weights"
-    OPTIMIZER: Final = "optimizer"
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._parking = {tag: Parking(device) for tag in (self.WEIGHTS, self.OPTIMIZER)}
-        self._away: set[str] = set()
-        self._dropped: dict[str, list[tuple[UntypedStorage, int]]] = {}
-
-    @classmethod
-    def tags_of(cls, level: int) -> tuple[str, ...]:
-        """What a level of `SleepingTrainEngine.sleep` puts away.
-
-        Raises:
-            ConfigError: there is no such level.
-        """
-        levels = {1: (cls.OPTIMIZER,), 2: (cls.OPTIMIZER, cls.WEIGHTS)}
-        if level not in levels:
-            raise ConfigError(f"sleep level must be one of {tuple(levels)}, got {level!r}")
-        return levels[level]
-
-    def put_away(
-        self, tag: str, own: Iterable[Tensor], shared: Iterable[Tensor] = (), *, drop: Sequence[Tensor] = ()
-    ) -> None:
-        """Free the memory of a part; nothing where it is away.
-
-        Args:
-            tag: of the part.
-            own: tensors whose values come back, and whose memory nobody else shares: see `movable` of `Parking.park`.
-            shared: the same, where others hold on to the memory too, such as FSDP to its shards.
-            drop: tensors whose memory comes back with any values, such as cleared gradients.
-
-        Raises:
-            OffbeatError: memory that cannot be emptied, or no room for what is in it. Nothing has changed then.
-        """
-        if tag in self._away:
-            return
-        parking = self._parking[tag]
-        parking.park(own, movable=True)
-        try:
-            parking.park(shared)
-        except OffbeatError:
-            parking.bring_back()
-            raise
-        storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in drop}.values()
-        self._dropped[tag] = [(storage, storage.nbytes()) for storage in storages]
-        for storage in storages:
-            storage.resize_(0)
-        self._away.add(tag)
-        self._device.release_unused()
-
-    def bring_back(self, tags: Iterable[str]) -> bool:
-        """Bring parts back, all where none is named; those that are here stay.
-
-        Returns:
-            Whether dropped memory is there again, with any values.
-
-        Raises:
-            ConfigError: there is no such part.
-        """
-        wanted = set(tags) or {self.WEIGHTS, self.OPTIMIZER}
-        if unknown := wanted - self._parking.keys():
-            raise ConfigError(f"wake knows the tags weights and optimizer, got {', '.join(sorted(unknown))}")
-        dropped = [pair for tag in wanted for pair in self._dropped.pop(tag, ())]
-        for tag in sorted(wanted & self._away):
-            self._parking[tag].bring_back()
-        for storage, num_bytes in dropped:
-            storage.resize_(num_bytes)
-        self._away -= wanted
-        return bool(dropped)
-
-    def refuse(self, what: str, *tags: str) -> None:
-        """Raise unless these parts are here.
-
-        Raises:
-            OffbeatError: one is away.
-        """
-        for tag in tags:
-            if tag in self._away:
-                raise OffbeatError(f"{what}: the training engine sleeps without its {tag}; call wake() first")
