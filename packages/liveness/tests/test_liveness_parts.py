@@ -505,7 +505,7 @@ def test_a_look_takes_no_lock_of_pythons_threads() -> None:
 
 def test_groups_of_offbeat_are_no_lines_of_the_reader() -> None:
     """What stands around a collective hides whoever called it: a verdict has room for three lines."""
-    assert is_machinery("/env/lib/python3.11/site-packages/offbeat_mesh/_exchange.py")
+    assert is_machinery("/env/lib/python3.11/site-packages/offbeat_mesh/_plain_data.py")
     assert not is_machinery("/env/lib/python3.11/site-packages/offbeat_engine_torch/_engine.py")
 
 

@@ -24,12 +24,14 @@ import torch.distributed.fsdp
 from torch._C._distributed_c10d import Store, TCPStore
 
 import offbeat_liveness  # noqa: F401 - warm before the forks
+from offbeat_mesh import Group, Mesh, join_world
 from offbeat_testing import wait_for_leaving_threads
 
 sys.path.insert(0, str(Path(__file__).parent))  # for mesh_hosts
 
 PR_SET_PDEATHSIG = 1
 LIMIT_S = 60.0
+JOINED_S = 50.0  # so that no deadline of a call can be what ended it
 
 
 @dataclass
@@ -131,3 +133,19 @@ def run_ranks() -> Iterator[Callable[[int, Callable[[int, int, Store], Any]], li
     team = RankTeam()
     yield team.run
     team.kill()
+
+
+@pytest.fixture
+def run_group(
+    run_ranks: Callable[[int, Callable[[int, int, Store], Any]], list[Ended]],
+) -> Callable[[int, Callable[[int, Group, Store], Any]], list[Ended]]:
+    """As `run_ranks`, over one group of all ranks of a world: `run_group(2, body)`, with `body(rank, group, store)`."""
+
+    def run(num_ranks: int, body: Callable[[int, Group, Store], Any]) -> list[Ended]:
+        def join(rank: int, size: int, store: Store) -> Any:
+            with join_world(rank=rank, size=size, store=store, device="cpu", deadline_s=JOINED_S):
+                return body(rank, Mesh(dp=size).group("dp"), store)
+
+        return run_ranks(num_ranks, join)
+
+    return run

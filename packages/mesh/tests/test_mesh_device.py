@@ -6,11 +6,7 @@ import torch
 from torch.profiler import record_function
 
 from offbeat_mesh import StepTracer, TraceFiles, available_devices, open_device, rank_device
-from offbeat_types import ConfigError, TracePlan, installed_backends, load_backend
-
-
-def test_cpu_and_cuda_are_registered():
-    assert {"cpu", "cuda"} <= set(installed_backends("offbeat.device"))
+from offbeat_types import ConfigError, TracePlan, load_backend
 
 
 def test_auto_takes_the_preferred_kind_that_is_here():

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from offbeat_mesh import Mesh, join_world
-from offbeat_mesh._board import Board
-from offbeat_mesh._hub import Hub
+from offbeat_mesh._news import Board, Hub
 from offbeat_types import DeadlineError, PeerFailedError
 
 PROMPT_S = 5.0  # the promise: errors of one member are raised on all members within 5 s
@@ -64,18 +63,16 @@ def check_survivors(ended, failed, name, text):
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_killed_member_is_named_by_all_survivors(run_ranks, call, size):
-    def body(rank, num_ranks, store):
-        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
-            group = Mesh(dp=num_ranks).group("dp")
-            group.all_reduce(torch.ones(2))
-            if rank == 1:
-                time.sleep(0.3)  # the others wait by then
-                fail_at(store)
-                os.kill(os.getpid(), signal.SIGKILL)
-            return survive(group, CALLS[call], store)
+def test_a_killed_member_is_named_by_all_survivors(run_group, call, size):
+    def body(rank, group, store):
+        group.all_reduce(torch.ones(2))
+        if rank == 1:
+            time.sleep(0.3)  # the others wait by then
+            fail_at(store)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return survive(group, CALLS[call], store)
 
-    ended = run_ranks(size, body)
+    ended = run_group(size, body)
     assert ended[1].signal == signal.SIGKILL
     check_survivors(ended, 1, "PeerFailedError", "rank 1 (dp 1) failed: its process ended without a word")
 
@@ -98,75 +95,67 @@ def test_a_killed_member_is_named_though_rank_0_which_brings_the_news_stands_sti
     check_survivors(run_ranks(4, body), 1, "PeerFailedError", "rank 1 (dp 1) failed: its process ended without a word")
 
 
-def test_rank_0_killed_takes_the_hub_with_it_and_is_named_all_the_same(run_ranks):
-    def body(rank, num_ranks, store):
-        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
-            group = Mesh(dp=num_ranks).group("dp")
-            group.barrier()
-            if rank == 0:
-                fail_at(store)
-                os.kill(os.getpid(), signal.SIGKILL)
-            return survive(group, CALLS["all_reduce"], store)
+def test_rank_0_killed_takes_the_hub_with_it_and_is_named_all_the_same(run_group):
+    def body(rank, group, store):
+        group.barrier()
+        if rank == 0:
+            fail_at(store)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return survive(group, CALLS["all_reduce"], store)
 
-    check_survivors(run_ranks(4, body), 0, "PeerFailedError", "rank 0 (dp 0) failed: its process ended without a word")
+    check_survivors(run_group(4, body), 0, "PeerFailedError", "rank 0 (dp 0) failed: its process ended without a word")
 
 
-def test_an_error_inside_a_call_is_raised_on_all_members(run_ranks):
-    def body(rank, num_ranks, store):
-        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
-            group = Mesh(dp=num_ranks).group("dp")
-            group.barrier()
-            if rank == 2:
-                fail_at(store)
-                with pytest.raises(Exception, match="cannot travel"):
-                    group.all_gather_data({1, 2})
-                return None
-            return survive(group, lambda g: g.all_gather_data(1), store)
+def test_an_error_inside_a_call_is_raised_on_all_members(run_group):
+    def body(rank, group, store):
+        group.barrier()
+        if rank == 2:
+            fail_at(store)
+            with pytest.raises(Exception, match="cannot travel"):
+                group.all_gather_data({1, 2})
+            return None
+        return survive(group, lambda g: g.all_gather_data(1), store)
 
-    ended = run_ranks(4, body)
+    ended = run_group(4, body)
     assert not ended[2].error
     check_survivors(ended, 2, "PeerFailedError", "rank 2 (dp 2) in all_gather_data of dp of ranks 0, 1, 2, 3 failed:")
     assert "the value to gather is a set" in ended[0].value[1]
 
 
 @pytest.mark.parametrize("others_are", ["in a call", "at the end", "late"])
-def test_an_error_while_working_together_is_raised_on_all_members(run_ranks, others_are):
-    def body(rank, num_ranks, store):
-        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
-            group = Mesh(dp=num_ranks).group("dp")
+def test_an_error_while_working_together_is_raised_on_all_members(run_group, others_are):
+    def body(rank, group, store):
 
-            def work():
-                with group.together("load the shards"):
-                    if rank == 1:
-                        time.sleep(0.2)
-                        fail_at(store)
-                        raise FileNotFoundError("shard 7")
-                    if others_are == "in a call":
-                        group.barrier()
-                    elif others_are == "late":
-                        time.sleep(0.6)
+        def work():
+            with group.together("load the shards"):
+                if rank == 1:
+                    time.sleep(0.2)
+                    fail_at(store)
+                    raise FileNotFoundError("shard 7")
+                if others_are == "in a call":
+                    group.barrier()
+                elif others_are == "late":
+                    time.sleep(0.6)
 
-            if rank == 1:
-                with pytest.raises(FileNotFoundError):
-                    work()
-                return None
-            return survive(group, lambda _: work(), store)
+        if rank == 1:
+            with pytest.raises(FileNotFoundError):
+                work()
+            return None
+        return survive(group, lambda _: work(), store)
 
     text = "rank 1 (dp 1) in load the shards of dp of ranks 0, 1, 2 failed: FileNotFoundError: shard 7"
-    check_survivors(run_ranks(3, body), 1, "PeerFailedError", text)
+    check_survivors(run_group(3, body), 1, "PeerFailedError", text)
 
 
-def test_working_together_ends_together(run_ranks):
-    def body(rank, num_ranks, store):
-        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
-            group = Mesh(dp=num_ranks).group("dp")
-            with group.together("work"):
-                if rank == 1:
-                    time.sleep(0.3)
-                    store.set("done", "1")
-            return store.check(["done"])
+def test_working_together_ends_together(run_group):
+    def body(rank, group, store):
+        with group.together("work"):
+            if rank == 1:
+                time.sleep(0.3)
+                store.set("done", "1")
+        return store.check(["done"])
 
-    assert [one.value for one in run_ranks(2, body)] == [True, True]
+    assert [one.value for one in run_group(2, body)] == [True, True]
 
 
 def test_the_first_failure_is_named_through_other_groups(run_ranks):
@@ -296,36 +285,32 @@ def test_a_failure_elsewhere_does_not_end_a_group_without_that_member(run_ranks)
     assert ended[2].value == "PeerFailedError"
 
 
-def test_a_worker_forked_by_a_dead_rank_does_not_hide_its_death(run_ranks):
-    def body(rank, num_ranks, store):
-        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
-            group = Mesh(dp=num_ranks).group("dp")
-            group.barrier()
-            if rank == 1:
-                worker = os.fork()  # as a data loader does; it holds copies of all of its parent's sockets
-                if worker == 0:
-                    time.sleep(4 * PROMPT_S)
-                    os._exit(0)
-                store.set("worker", str(worker))
-                fail_at(store)
-                os.kill(os.getpid(), signal.SIGKILL)
-            try:
-                return survive(group, CALLS["all_reduce"], store)
-            finally:
-                os.kill(int(store.get("worker")), signal.SIGKILL)
+def test_a_worker_forked_by_a_dead_rank_does_not_hide_its_death(run_group):
+    def body(rank, group, store):
+        group.barrier()
+        if rank == 1:
+            worker = os.fork()  # as a data loader does; it holds copies of all of its parent's sockets
+            if worker == 0:
+                time.sleep(4 * PROMPT_S)
+                os._exit(0)
+            store.set("worker", str(worker))
+            fail_at(store)
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            return survive(group, CALLS["all_reduce"], store)
+        finally:
+            os.kill(int(store.get("worker")), signal.SIGKILL)
 
-    check_survivors(run_ranks(2, body), 1, "PeerFailedError", "rank 1 (dp 1) failed: its process ended without a word")
+    check_survivors(run_group(2, body), 1, "PeerFailedError", "rank 1 (dp 1) failed: its process ended without a word")
 
 
-def test_ranks_leave_in_any_order_without_harm(run_ranks):
-    def body(rank, num_ranks, store):
-        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
-            group = Mesh(dp=num_ranks).group("dp")
-            if rank != 0:
-                time.sleep(0.8)  # the source is done, and about to leave, before the others come
-            return group.broadcast(torch.full((1000,), float(rank + 5)), source=0)[0].item()
+def test_ranks_leave_in_any_order_without_harm(run_group):
+    def body(rank, group, store):
+        if rank != 0:
+            time.sleep(0.8)  # the source is done, and about to leave, before the others come
+        return group.broadcast(torch.full((1000,), float(rank + 5)), source=0)[0].item()
 
-    assert [one.value for one in run_ranks(3, body)] == [5.0] * 3
+    assert [one.value for one in run_group(3, body)] == [5.0] * 3
 
 
 def test_a_second_thread_is_refused_and_a_channel_is_its_way(run_ranks):
@@ -365,15 +350,13 @@ def test_a_second_thread_is_refused_and_a_channel_is_its_way(run_ranks):
         assert "was called from the thread 'trespasser', but the group belongs to 'MainThread'" in text
 
 
-def test_a_call_inside_a_call_is_refused(run_ranks):
-    def body(rank, num_ranks, store):
-        with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
-            group = Mesh(dp=num_ranks).group("dp")
-            with pytest.raises(PeerFailedError) as caught:
-                group.decide(lambda: group.all_gather_data(1))
-            return str(caught.value)
+def test_a_call_inside_a_call_is_refused(run_group):
+    def body(rank, group, store):
+        with pytest.raises(PeerFailedError) as caught:
+            group.decide(lambda: group.all_gather_data(1))
+        return str(caught.value)
 
-    for one in run_ranks(2, body):
+    for one in run_group(2, body):
         assert "all_gather_data over dp of ranks 0, 1 was called inside decide of the same group" in one.value
 
 

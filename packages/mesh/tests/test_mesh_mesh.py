@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import distributed_c10d
 
-import offbeat_mesh
 from offbeat_mesh import AXES, Mesh, join_world, open_device
 from offbeat_types import ConfigError, DeadlineError
 
@@ -148,15 +147,6 @@ def test_a_member_that_dies_before_a_group_is_made_is_named(run_ranks):
     ended = run_ranks(2, body)[0]
     assert ended.error == "PeerFailedError"
     assert "rank 1" in ended.text
-
-
-def test_public_names():
-    assert offbeat_mesh.__all__ == sorted(offbeat_mesh.__all__)
-    for name in offbeat_mesh.__all__:
-        assert getattr(offbeat_mesh, name) is not None
-    assert set(offbeat_mesh.__all__) <= set(dir(offbeat_mesh))
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = offbeat_mesh.nothing
 
 
 @pytest.mark.mesh(dp=2)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from offbeat_mesh._wire import decode, encode
+from offbeat_mesh._plain_data import decode, encode
 from offbeat_types import GroupError
 
 LEAVES = (

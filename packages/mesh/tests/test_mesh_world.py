@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from offbeat_mesh import Mesh, _join, current_world, join_world, open_store
+from offbeat_mesh import Mesh, _world, current_world, join_world, open_store
 from offbeat_types import ConfigError, DeadlineError
 
 
@@ -155,7 +155,7 @@ def test_a_store_that_is_lost_while_joining_is_said(run_ranks, step):
     """It is gone after that step."""
 
     def body(rank, num_ranks, store):
-        whole = getattr(_join, step)
+        whole = getattr(_world, step)
         with killable_store() as (port, holder):
 
             def lose(*arguments):
@@ -164,7 +164,7 @@ def test_a_store_that_is_lost_while_joining_is_said(run_ranks, step):
                 os.waitid(os.P_PID, holder, os.WEXITED | os.WNOWAIT)
                 return found
 
-            setattr(_join, step, lose)
+            setattr(_world, step, lose)
             theirs = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
             try:
                 join_world(rank=0, size=1, store=theirs, device="cpu", deadline_s=2)
@@ -233,24 +233,10 @@ with join_world(device="cpu", deadline_s=40) as world:
 def test_torchrun_says_who_is_who(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--standalone",
-        str(script),
-        str(tmp_path),
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [*command, str(script), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=environment,
-        check=False,
-    )
+    line = [*command, str(script), str(tmp_path)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=100, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     said = {path.name: path.read_text() for path in tmp_path.glob("rank*")}
     assert said == {"rank 0 of 2": "3", "rank 1 of 2": "3"}

@@ -11,7 +11,7 @@ from record_api import compare, find_symbol, names_of
 from torch_npu_uses import fits, uses_of
 
 from offbeat_npu import REFERENCE, NpuDevice, Operators
-from offbeat_npu._vllm import ADDITIONAL
+from offbeat_npu._environment import ADDITIONAL
 
 FOLDER = Path(__file__).parent / "recorded"
 TORCH_NPU = json.loads((FOLDER / "torch-npu-2.13.0.json").read_text())

@@ -12,7 +12,7 @@ from typing import NoReturn
 import pytest
 
 from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
-from offbeat_testing._command_conformance import COMMON_MISTAKES, CommandConformance
+from offbeat_testing._commands import COMMON_MISTAKES, CommandConformance
 
 SLEEPER = """
 import signal, subprocess, sys, time

@@ -5,17 +5,22 @@ import os
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 # Imported here: the sessions inside this one would do it anew each time, as pytester restores sys.modules.
 from offbeat_testing._ranks import _child, _launch
-from offbeat_testing._ranks._collectives import first_difference, recorded_collectives, waiting_for_the_finished
-from offbeat_testing._ranks._report import Collective, RankState
+from offbeat_testing._ranks._report import (
+    Collective,
+    RankState,
+    first_difference,
+    recorded_collectives,
+    waiting_for_the_finished,
+)
 
 pytest_plugins = ["pytester"]
 

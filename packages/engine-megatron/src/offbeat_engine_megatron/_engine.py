@@ -16,7 +16,7 @@ from offbeat_engine_megatron._cpu_shim import HOST, shim_for
 from offbeat_engine_megatron._losses import Losses
 from offbeat_engine_megatron._megatron import load_megatron, require_megatron
 from offbeat_engine_megatron._plan import Plan, plan_engine, plan_layout
-from offbeat_mesh import Asleep, Device, Mesh, open_device
+from offbeat_mesh import Device, MemoryOffloader, Mesh, open_device
 from offbeat_types import (
     Floats,
     LossFunction,
@@ -79,7 +79,7 @@ class MegatronTrainEngine:
         self._shim = shim_for(device.torch_device)
         self._open = True
         self._reference: Passes | None = None
-        self._asleep = Asleep(device)
+        self._offloader = MemoryOffloader(device)
         with self._shim:
             self.mesh = join_groups(plan.parallel, given, plan.config.device, plan.config.seed)
             try:
@@ -152,7 +152,7 @@ class MegatronTrainEngine:
         with_loss = [sequence for sequence in sequences if sequence.loss_mask.any()]
         if len({frozenset(sequence.extras) for sequence in with_loss}) > 1:
             raise ShapeError("all sequences of an update need the same extras; give each the arrays the loss reads")
-        self._asleep.refuse("forward_backward", Asleep.WEIGHTS, Asleep.OPTIMIZER)
+        self._offloader.require("forward_backward", MemoryOffloader.WEIGHTS, MemoryOffloader.OPTIMIZER)
         with self._shim:
             packs = self._updates.packs("forward_backward", with_loss)
             losses = Losses(with_loss, packs, loss)
@@ -178,7 +178,7 @@ class MegatronTrainEngine:
         Returns:
             `grad_norm` (before clipping; weight 0 when refused), `learning_rate`, `steps_refused` (0 or 1).
         """
-        self._asleep.refuse("step", Asleep.WEIGHTS, Asleep.OPTIMIZER)
+        self._offloader.require("step", MemoryOffloader.WEIGHTS, MemoryOffloader.OPTIMIZER)
         with self._shim:
             return self._steps.take()
 
@@ -193,7 +193,7 @@ class MegatronTrainEngine:
         Returns:
             [T] float32 nats per sequence; 0 where loss_mask is False.
         """
-        self._asleep.refuse("logprobs", Asleep.WEIGHTS, Asleep.OPTIMIZER)
+        self._offloader.require("logprobs", MemoryOffloader.WEIGHTS, MemoryOffloader.OPTIMIZER)
         with self._shim:
             if not reference:
                 return self._updates.logprobs("logprobs", sequences, self._passes)
@@ -209,12 +209,12 @@ class MegatronTrainEngine:
         Buckets are gathered over tp, ep and pp as the iteration goes on, so every rank iterates to the end. The
         tensors are copies.
         """
-        self._asleep.refuse("weights", Asleep.WEIGHTS)
+        self._offloader.require("weights", MemoryOffloader.WEIGHTS)
         return self._export(self._held.gather())
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate (PEFT's name, float32 tensor) of the adapters; nothing without LoRA. As `weights` otherwise."""
-        self._asleep.refuse("adapter_weights", Asleep.WEIGHTS)
+        self._offloader.require("adapter_weights", MemoryOffloader.WEIGHTS)
         return self._export(self._adapters.stream() if self._adapters is not None else iter(()))
 
     def _export(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -228,7 +228,7 @@ class MegatronTrainEngine:
         Raises:
             RunFolderError: the folder cannot be written; on all ranks.
         """
-        self._asleep.refuse("save_weights", Asleep.WEIGHTS)
+        self._offloader.require("save_weights", MemoryOffloader.WEIGHTS)
         with self._shim:
             self._checkpoints.export(folder)
 
@@ -240,7 +240,7 @@ class MegatronTrainEngine:
         Raises:
             RunFolderError: the folder cannot be written; on all ranks, and the engine goes on.
         """
-        self._asleep.refuse("save", Asleep.WEIGHTS, Asleep.OPTIMIZER)
+        self._offloader.require("save", MemoryOffloader.WEIGHTS, MemoryOffloader.OPTIMIZER)
         with self._shim:
             self._checkpoints.save(folder, self._steps.refused, background=False)
 
@@ -253,7 +253,7 @@ class MegatronTrainEngine:
         Raises:
             RunFolderError: the checkpoint before this one could not be written; on all ranks.
         """
-        self._asleep.refuse("save", Asleep.WEIGHTS, Asleep.OPTIMIZER)
+        self._offloader.require("save", MemoryOffloader.WEIGHTS, MemoryOffloader.OPTIMIZER)
         with self._shim:
             self._checkpoints.save(folder, self._steps.refused, background=True)
 
@@ -273,7 +273,7 @@ class MegatronTrainEngine:
             ModelError: the folder is not a whole checkpoint of this model; on all ranks, and nothing has changed.
             OSError, SafetensorError, PeerFailedError: a read has failed in the middle; the engine is of no use after.
         """
-        self._asleep.refuse("load", Asleep.WEIGHTS, Asleep.OPTIMIZER)
+        self._offloader.require("load", MemoryOffloader.WEIGHTS, MemoryOffloader.OPTIMIZER)
         with self._shim:
             self._optimizer.gather_weights()
             self._steps.refused = self._checkpoints.load(folder)
@@ -289,19 +289,21 @@ class MegatronTrainEngine:
             ConfigError: another level.
             OffbeatError: there are gradients that no step has used; or no room in that folder.
         """
-        tags = Asleep.tags_of(level)
+        tags = MemoryOffloader.tags_of(level)
         if self._optimizer.in_update:
             raise OffbeatError("sleep: there are gradients that no step has used; call step() first")
         self._checkpoints.finish()
         optimizer = self._optimizer
         others = self._reference.tensors() if self._reference else []
-        self._asleep.put_away(Asleep.OPTIMIZER, (), [*optimizer.state(), *others], drop=optimizer.gradients())
-        if Asleep.WEIGHTS in tags:
-            self._asleep.put_away(Asleep.WEIGHTS, (), self._passes.tensors())
+        self._offloader.offload(
+            MemoryOffloader.OPTIMIZER, (), [*optimizer.state(), *others], drop=optimizer.gradients()
+        )
+        if MemoryOffloader.WEIGHTS in tags:
+            self._offloader.offload(MemoryOffloader.WEIGHTS, (), self._passes.tensors())
 
     def wake(self, tags: tuple[str, ...] = ()) -> None:
         """Take memory again after `sleep`: tags `weights`, `optimizer` (all else), or none for both."""
-        if self._asleep.bring_back(tags):
+        if self._offloader.restore(tags):
             self._clear_gradients()
 
     def close(self) -> None:

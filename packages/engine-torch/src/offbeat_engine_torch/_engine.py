@@ -32,7 +32,7 @@ from offbeat_engine_torch._shares import (
     rounds_with_images,
 )
 from offbeat_engine_torch._weights import iterate_weights
-from offbeat_mesh import Asleep, Device, Mesh, open_device
+from offbeat_mesh import Device, MemoryOffloader, Mesh, open_device
 from offbeat_types import (
     ConfigError,
     Floats,
@@ -80,7 +80,7 @@ class TorchTrainEngine:
         self._options, self._device, self._policy, self._ranks = options, device, policy, ranks
         self._optimizer = ClippedAdamW(trained_parameters(policy.pieces), config)
         self._partial = partial_gradients(policy.model)
-        self._asleep = Asleep(device)
+        self._offloader = MemoryOffloader(device)
         self._mesh: Mesh | None = None
         self._reference: Policy | None = None
         self._steps_refused = 0
@@ -188,7 +188,7 @@ class TorchTrainEngine:
         Returns:
             `grad_norm` (before clipping; weight 0 when refused), `learning_rate`, `steps_refused` (0 or 1).
         """
-        self._asleep.refuse("step", Asleep.WEIGHTS, Asleep.OPTIMIZER)
+        self._offloader.require("step", MemoryOffloader.WEIGHTS, MemoryOffloader.OPTIMIZER)
         optimizer, rate = self._optimizer, self._optimizer.learning_rate
         norm = self._grad_norm()
         refused = not math.isfinite(norm)
@@ -235,13 +235,13 @@ class TorchTrainEngine:
         On a mesh each step gathers one whole tensor on every rank, so every rank iterates to the end. In one process
         a tensor is the trainer's own: read it before the next step, and do not write to it.
         """
-        self._asleep.refuse("weights", Asleep.WEIGHTS)
+        self._offloader.require("weights", MemoryOffloader.WEIGHTS)
         return iterate_weights(self._policy.model, self._policy.pieces, self._ranks)
 
     def save_weights(self, folder: Path) -> None:
         """Write a folder that plain transformers loads: weights with LoRA merged, config, tokenizer."""
         with self._ranks.together("save_weights"):
-            self._asleep.refuse("save_weights", Asleep.WEIGHTS)
+            self._offloader.require("save_weights", MemoryOffloader.WEIGHTS)
             self._export(folder)
 
     def save(self, folder: Path) -> None:
@@ -252,7 +252,7 @@ class TorchTrainEngine:
         """
         counts = {"steps_refused": self._steps_refused}
         with self._ranks.together("save"):
-            self._asleep.refuse("save", Asleep.WEIGHTS, Asleep.OPTIMIZER)
+            self._offloader.require("save", MemoryOffloader.WEIGHTS, MemoryOffloader.OPTIMIZER)
             self._export(folder)
             save_state(folder, self._policy, self._optimizer, self._device, self._ranks, counts)
 
@@ -264,7 +264,7 @@ class TorchTrainEngine:
             PeerFailedError: another rank has found it so.
         """
         with self._ranks.together("load"):
-            self._asleep.refuse("load", Asleep.WEIGHTS, Asleep.OPTIMIZER)
+            self._offloader.require("load", MemoryOffloader.WEIGHTS, MemoryOffloader.OPTIMIZER)
             counts = load_state(folder, self._policy, self._optimizer, self._device, self._ranks, self.config)
         self._steps_refused = counts["steps_refused"]
         self._clear_gradients()
@@ -279,24 +279,24 @@ class TorchTrainEngine:
             ConfigError: another level.
             OffbeatError: there are gradients that no step has used; or no room in that folder.
         """
-        tags = Asleep.tags_of(level)
+        tags = MemoryOffloader.tags_of(level)
         if any(piece.parameter.grad is not None for piece in self._policy.pieces):
             raise OffbeatError("sleep: there are gradients that no step has used; call step() first")
-        if Asleep.OPTIMIZER in tags:
+        if MemoryOffloader.OPTIMIZER in tags:
             # Moments are this engine's own, and were shown to numpy if they have been saved.
             reference = memory_of(self._reference.pieces) if self._reference else []
             own, shared = self._by_owner(reference)
-            self._asleep.put_away(Asleep.OPTIMIZER, [*self._optimizer.moments(), *own], shared)
-        if Asleep.WEIGHTS in tags:
-            self._asleep.put_away(Asleep.WEIGHTS, *self._by_owner(memory_of(self._policy.pieces)))
+            self._offloader.offload(MemoryOffloader.OPTIMIZER, [*self._optimizer.moments(), *own], shared)
+        if MemoryOffloader.WEIGHTS in tags:
+            self._offloader.offload(MemoryOffloader.WEIGHTS, *self._by_owner(memory_of(self._policy.pieces)))
 
     def wake(self, tags: tuple[str, ...] = ()) -> None:
         """Take memory again after `sleep`: tags `weights`, `optimizer` (all else), or none for both."""
-        self._asleep.bring_back(tags)
+        self._offloader.restore(tags)
 
     def close(self) -> None:
         """Free weights, gradients and moments. The engine cannot be used afterwards."""
-        for name in ("_policy", "_optimizer", "_reference", "_asleep"):
+        for name in ("_policy", "_optimizer", "_reference", "_offloader"):
             self.__dict__.pop(name, None)
 
     @property
@@ -330,7 +330,7 @@ class TorchTrainEngine:
 
     def _plan(self, what: str, sequences: Sequence[TrainSequence], policy: Policy) -> list[list[MicroBatch]]:
         """Micro-batches of every share, after making sure that all ranks were asked for the same."""
-        self._asleep.refuse(what, Asleep.WEIGHTS, Asleep.OPTIMIZER)
+        self._offloader.require(what, MemoryOffloader.WEIGHTS, MemoryOffloader.OPTIMIZER)
         self._ranks.check_same(what, sequences)
         check_token_ids(sequences, policy.vocabulary_size)  # of what all have: all raise, or none
         policy.sight.check(sequences)

@@ -7,53 +7,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from offbeat_mesh._asleep import Asleep
-    from offbeat_mesh._device import Device, DeviceMemory, Profiler, available_devices, open_device, rank_device
-    from offbeat_mesh._group import Group
+    from offbeat_mesh._device import (
+        Device,
+        DeviceMemory,
+        Profiler,
+        StepTracer,
+        TraceFiles,
+        available_devices,
+        open_device,
+        rank_device,
+    )
+    from offbeat_mesh._group import Group, ReduceOp
     from offbeat_mesh._guard import Guard
-    from offbeat_mesh._join import join_world
     from offbeat_mesh._layout import AXES, Layout
-    from offbeat_mesh._meeting import open_store
     from offbeat_mesh._mesh import Mesh
-    from offbeat_mesh._parking import Parking
-    from offbeat_mesh._tensors import ReduceOp
-    from offbeat_mesh._trace_files import TraceFiles
-    from offbeat_mesh._tracing import StepTracer
-    from offbeat_mesh._world import World, current_world
-
-_HOMES = {
-    "AXES": "_layout",
-    "Asleep": "_asleep",
-    "Device": "_device",
-    "DeviceMemory": "_device",
-    "Group": "_group",
-    "Guard": "_guard",
-    "Layout": "_layout",
-    "Mesh": "_mesh",
-    "Parking": "_parking",
-    "Profiler": "_device",
-    "ReduceOp": "_tensors",
-    "StepTracer": "_tracing",
-    "TraceFiles": "_trace_files",
-    "World": "_world",
-    "available_devices": "_device",
-    "current_world": "_world",
-    "join_world": "_join",
-    "open_device": "_device",
-    "open_store": "_meeting",
-    "rank_device": "_device",
-}
+    from offbeat_mesh._offload import MemoryOffloader
+    from offbeat_mesh._world import World, current_world, join_world, open_store
 
 __all__ = [
     "AXES",
-    "Asleep",
     "Device",
     "DeviceMemory",
     "Group",
     "Guard",
     "Layout",
+    "MemoryOffloader",
     "Mesh",
-    "Parking",
     "Profiler",
     "ReduceOp",
     "StepTracer",
@@ -66,6 +45,17 @@ __all__ = [
     "open_store",
     "rank_device",
 ]
+
+_NAMES = {
+    "_device": "Device DeviceMemory Profiler StepTracer TraceFiles available_devices open_device rank_device",
+    "_group": "Group ReduceOp",
+    "_guard": "Guard",
+    "_layout": "AXES Layout",
+    "_mesh": "Mesh",
+    "_offload": "MemoryOffloader",
+    "_world": "World current_world join_world open_store",
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:

@@ -3,20 +3,46 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from offbeat_mesh._board import Board
 from offbeat_mesh._guard import check_guards
-from offbeat_mesh._membership import Membership
-from offbeat_mesh._news import Record, Standing, one_line
+from offbeat_mesh._layout import Layout, describe_group
+from offbeat_mesh._news import Board, Record, Standing, one_line
+from offbeat_mesh._world import World, backends
 from offbeat_types import DeadlineError, GroupError, MismatchError, OffbeatError, PeerFailedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """One process's place in one group, its ranks all global.
+
+    Args:
+        key: names the group alike on all members, and no other.
+        channel: name of a second group over the same ranks; "" is the first.
+        label: a global rank for people.
+    """
+
+    key: str
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    rank: int
+    channel: str = ""
+    label: Callable[[int], str] = "rank {}".format
+
+    @property
+    def text(self) -> str:
+        """The group for people: "dp×cp of ranks 0, 1"."""
+        return describe_group(self.axes, self.ranks, self.channel)
+
 
 SLICE: Final = timedelta(seconds=0.25)
 """A wait is cut into pieces of this length, so that it ends soon after a member fails or Ctrl-C is pressed."""
@@ -40,7 +66,6 @@ class Calls:
     """Bookkeeping of one group on one rank.
 
     Args:
-        membership: who is in the group.
         board: None for a group of one.
         process_groups: what its calls run on; broken off when a member fails.
         deadline_s: of a call that does not bring its own.
@@ -75,15 +100,7 @@ class Calls:
     def call(self, name: str, deadline_s: float | None = None, *, collective: bool = True) -> Iterator[None]:
         """One call of the group. An error inside it is posted, so that the other members raise too.
 
-        Args:
-            name: of the call.
-            deadline_s: for each wait in it; None takes the group's.
-            collective: all members come to it, so the axis rule holds and it counts towards the group's order.
-
-        Raises:
-            GuardError: a member of the group does not pass an open guard.
-            GroupError: another thread uses the group, or a call of it is going on.
-            PeerFailedError, DeadlineError: the group has failed before.
+        A collective is a call that all members come to: the axis rule holds, and it counts towards the group's order.
         """
         if collective:
             check_guards(name, self.text, self.ranks)  # raised on every rank that comes, so nobody waits for this one
@@ -146,10 +163,6 @@ class Calls:
             work: the operation; None if torch had nothing to do.
             peer: the other rank of a send or receive. Such a wait is not sliced: gloo takes an expired one for the
                 group's end; `_abort` ends it when news of a failure arrive.
-
-        Raises:
-            DeadlineError: not all members came in time.
-            PeerFailedError: a member failed, died or left.
         """
         end = time.monotonic() + self._deadline_s
         piece = SLICE if peer is None else timedelta(seconds=self._deadline_s)
@@ -254,3 +267,108 @@ def _abort(group: dist.ProcessGroup) -> None:
                 unanswered.wait(ABORT_WAIT)
             else:
                 backend.abort()
+
+
+POLL_S: Final = (0.002, 0.1)
+"""How often a rank that waits for the other members looks for them, at first and at last."""
+
+
+def make_process_group(
+    world: World, name: str, ranks: Sequence[int], axes: Sequence[str], deadline_s: float, *, backend: str = ""
+) -> dist.ProcessGroup:
+    """A new process group of `ranks`; all of them call this with the same name, and nobody else needs to.
+
+    Args:
+        world: joined.
+        name: unique in the run.
+        ranks: global, ascending, this process among them.
+        axes: what the group spans, for torch's own records and offbeat's liveness.
+        deadline_s: for the members to come, and the timeout that torch applies to the group's operations.
+        backend: torch's name for it; by default what the world's device needs, and gloo for the CPU.
+    """
+    _wait_for_members(world, f"{name}/asked", name, ranks, deadline_s)
+    # Expected: torch.distributed.new_group(ranks, use_local_synchronization=True), which only the members call.
+    # Happens (torch 2.13): it names the group by the number of groups its process has made so far, so members with
+    # different histories wait for each other under different names, for ever. Hence the layer below, with our name.
+    # Can go when new_group takes a name.
+    store = distributed_c10d._get_default_store()
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        list(ranks).index(world.rank),
+        list(ranks),
+        dist.Backend(backend or backends(world.device)),
+        store,
+        distributed_c10d.GroupName(name),
+        timeout=timedelta(seconds=deadline_s),
+        group_desc="×".join(axes) or "self",
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    name_for_liveness(group, axes)
+    # A member that fails in its first call closes its connections, and gloo takes that for an error of whoever is still
+    # connecting: so nobody goes on before everybody is here.
+    _wait_for_members(world, f"{name}/made", name, ranks, deadline_s)
+    made: dist.ProcessGroup = group
+    return made
+
+
+def _wait_for_members(world: World, place: str, name: str, ranks: Sequence[int], deadline_s: float) -> None:
+    """Say that this rank has come to a place in the making of a group; wait for the others, and name who stays away."""
+    if len(ranks) == 1 or world.board is None:
+        return
+    keys = {rank: f"{place}/{rank}" for rank in ranks}
+    world.store.set(keys[world.rank], "1")
+    end = time.monotonic() + deadline_s
+    pause_s = POLL_S[0]
+
+    def missing() -> list[int]:
+        return [rank for rank, key in keys.items() if not world.store.check([key])]
+
+    while away := missing():
+        failed = [each for each in world.board.records if each.rank in ranks and each.group in ("", name)]
+        if failed and missing():  # still: who was here may have gone on, and left, since the line above
+            record = min(failed, key=lambda each: each.group == "")  # of this group first: it knows more
+            raise record.error(f"rank {record.rank}")
+        if time.monotonic() >= end:
+            on = f"rank {', '.join(map(str, away))}"
+            advice = "all members must ask for it, in one order"
+            error = DeadlineError(f"making the group {name}", on, deadline_s, advice)
+            world.board.post(Record.of(error, world.rank, name))
+            raise error
+        time.sleep(pause_s)  # not store.wait: each wait of it that expires prints two lines
+        pause_s = min(2 * pause_s, POLL_S[1])
+
+
+def open_calls(
+    process_group: dist.ProcessGroup | None, world: World | None, membership: Membership, deadline_s: float
+) -> tuple[Calls, dist.ProcessGroup | None]:
+    """The bookkeeping of a group, and the process group its plain data goes over.
+
+    That is the group's own where it serves the CPU; for one that only serves a device its members make a second one.
+    """
+    control = process_group
+    if process_group is not None and world is not None and not _serves_data(process_group):
+        name = f"{membership.key}/data"
+        control = make_process_group(world, name, membership.ranks, membership.axes, deadline_s, backend="gloo")
+    if world is None or len(membership.ranks) == 1:
+        return Calls(membership, None, [], deadline_s), control
+    used = [group for group in dict.fromkeys((process_group, control)) if group is not None]
+    return Calls(membership, world.board, used, deadline_s), control
+
+
+def _serves_data(group: dist.ProcessGroup) -> bool:
+    """Whether a process group also moves plain data, which lies on the CPU."""
+    return any(group._get_backend(device).name() == "gloo" for device in group._device_types)
+
+
+def name_for_liveness(group: dist.ProcessGroup, axes: Sequence[str]) -> None:
+    """Let a verdict speak of axes instead of torch's group names."""
+    from offbeat_liveness import name_group
+
+    name_group(group, axes)
+
+
+def group_name(layout: Layout, mesh_number: int, axes: Sequence[str], ranks: Sequence[int], channel: str) -> str:
+    """A name that all members derive alike and that no other group has."""
+    shape = ",".join(f"{axis}{layout.axes[axis]}" for axis in layout.axes if layout.axes[axis] > 1)
+    suffix = f"#{channel}" if channel else ""
+    return f"offbeat/mesh{mesh_number}({shape})/{'×'.join(axes) or 'self'}@{ranks[0]}{suffix}"

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from offbeat_mesh._device import DeviceMemory
-from offbeat_mesh._threads_profile import profile_threads
+from offbeat_mesh._device import DeviceMemory, profile_threads
 
 CLEAR_PEAK = "5"  # proc(5), /proc/pid/clear_refs: reset the peak resident set size
 
@@ -31,14 +30,12 @@ class CpuDevice:
 
     @classmethod
     def count(cls) -> int:
-        """One, always."""
         return 1
 
     def synchronize(self) -> None:
         """Nothing is queued on a CPU."""
 
     def memory(self) -> DeviceMemory:
-        """Resident memory of the process."""
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         status = _proc_status()
         peak = status.get("VmHWM", _peak_since_start())
@@ -63,19 +60,15 @@ class CpuDevice:
             trim(0)
 
     def rng_state(self) -> torch.Tensor:
-        """State of torch's default generator: [n] uint8."""
         return torch.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Set what `rng_state` gave."""
         torch.set_rng_state(state)
 
     def profiler(self) -> torch.profiler.profile:
-        """Torch's, of all threads."""
         return profile_threads(torch.profiler.ProfilerActivity.CPU)
 
     def adapt(self, model: torch.nn.Module) -> tuple[str, ...]:
-        """Nothing to replace: torch's own kernels serve a CPU."""
         return ()
 
     def prepare(self, library: str, settings: Mapping[str, Any]) -> None:

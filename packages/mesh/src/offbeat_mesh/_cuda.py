@@ -5,8 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from offbeat_mesh._device import DeviceMemory
-from offbeat_mesh._threads_profile import profile_threads
+from offbeat_mesh._device import DeviceMemory, profile_threads
 
 
 class CudaDevice:
@@ -30,7 +29,6 @@ class CudaDevice:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
     def synchronize(self) -> None:
-        """Wait for every stream of the GPU."""
         torch.cuda.synchronize(self.torch_device)
 
     def memory(self) -> DeviceMemory:
@@ -42,27 +40,21 @@ class CudaDevice:
         )
 
     def reset_peak_memory(self) -> None:
-        """Start the peak anew."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def release_unused(self) -> None:
-        """Give what torch's allocator holds free back to the GPU."""
         torch.cuda.empty_cache()
 
     def rng_state(self) -> torch.Tensor:
-        """State of the GPU's default generator: [n] uint8 on the CPU."""
         return torch.cuda.get_rng_state(self.torch_device)
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Set what `rng_state` gave."""
         torch.cuda.set_rng_state(state, self.torch_device)
 
     def profiler(self) -> torch.profiler.profile:
-        """Torch's, of all threads and the kernels of the GPU."""
         return profile_threads(torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
 
     def adapt(self, model: torch.nn.Module) -> tuple[str, ...]:
-        """Nothing to replace: torch's own kernels serve a GPU."""
         return ()
 
     def prepare(self, library: str, settings: Mapping[str, Any]) -> None:

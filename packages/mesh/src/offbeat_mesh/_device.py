@@ -4,16 +4,21 @@ A kind of device is a class registered under the entry point `offbeat.device`; i
 in "cuda:0". No other module of offbeat compares such names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import record_function
 
-from offbeat_types import ConfigError, installed_backends, load_backend
+from offbeat_types import ConfigError, TracePlan, installed_backends, load_backend
 
 if TYPE_CHECKING:
     from offbeat_mesh._mesh import Mesh
+
 
 DEVICE_GROUP = "offbeat.device"
 
@@ -38,15 +43,12 @@ class Profiler(Protocol):
 
     def start(self) -> None:
         """Record from here on."""
-        ...
 
     def stop(self) -> None:
         """Record no further; in the thread that started it."""
-        ...
 
     def export_chrome_trace(self, path: str) -> None:
         """Write what was recorded as JSON in Chrome's format; in any thread."""
-        ...
 
 
 class Device(Protocol):
@@ -75,39 +77,30 @@ class Device(Protocol):
     @classmethod
     def count(cls) -> int:
         """How many of this kind are here: 0 means not available. Never raises."""
-        ...
 
     def synchronize(self) -> None:
         """Wait until everything queued on the device is done."""
-        ...
 
     def memory(self) -> DeviceMemory:
         """Memory now and at its peak."""
-        ...
 
     def reset_peak_memory(self) -> None:
         """Start the peak anew, where the platform can."""
-        ...
 
     def release_unused(self) -> None:
         """Give memory that is free, and only held to be used again, to whoever else wants it."""
-        ...
 
     def rng_state(self) -> torch.Tensor:
         """State of its default random generator: [n] uint8 on the CPU."""
-        ...
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Set what `rng_state` gave."""
-        ...
 
     def profiler(self) -> Profiler:
         """A new profiler of this device and, where the platform can, of all threads of this process."""
-        ...
 
     def adapt(self, model: torch.nn.Module) -> tuple[str, ...]:
         """Put the platform's own kernels in place of layers of a transformers model; what was replaced."""
-        ...
 
     def prepare(self, library: str, settings: Mapping[str, Any]) -> None:
         """Make a library fit for this kind of device, before it is imported.
@@ -116,7 +109,6 @@ class Device(Protocol):
             library: such as "megatron".
             settings: what it is going to be used with, in its own words.
         """
-        ...
 
 
 def available_devices() -> dict[str, int]:
@@ -180,3 +172,120 @@ def rank_device(name: str, rank: int, num_ranks: int, *, setting: str = "device"
             f"{num_devices}; use {num_devices} ranks, or the device cpu"
         )
     return f"{device.kind}:{rank}"
+
+
+def profile_threads(*activities: torch.profiler.ProfilerActivity) -> torch.profiler.profile:
+    """A profiler, not started.
+
+    Source: torch 2.13.0, torch/_C/_profiler.pyi, `_ExperimentalConfig`, `profile_all_threads`.
+    """
+    return torch.profiler.profile(
+        activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True)
+    )
+
+
+class TraceFiles:
+    """Keeps what was traced of a step as `ROLE-STEP.json`, and of further processes as `ROLE-STEP.rank1.json`, ....
+
+    Args:
+        plan: which steps, where to, how much. Files of the role's former processes count too; a step whose traces would
+            exceed the bound is not kept, and is the last to be traced.
+
+    Attributes:
+        left_out: why the last traced step was not kept; "" while all were.
+    """
+
+    def __init__(self, plan: TracePlan) -> None:
+        self._plan, self._folder = plan, Path(plan.folder)
+        held = self._folder.glob(f"{plan.role}-*.json")
+        self._left_bytes = plan.max_bytes - sum(path.stat().st_size for path in held)
+        self.left_out = ""
+
+    def wants(self, step: int) -> bool:
+        """Whether this step is to be traced."""
+        return self._plan.first <= step < self._plan.last and not self.left_out
+
+    def unfinished(self, step: int) -> Path:
+        """Where to write the trace of a step before it is kept; its folder is there."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return self._folder / f"{self._plan.role}-{step}.json.partial"
+
+    def keep(self, step: int, written: Sequence[Path]) -> None:
+        """Take the traces of a step in, or remove them.
+
+        Args:
+            step: its number.
+            written: whole files, one for each process that computes, on the file system of the plan's folder.
+        """
+        num_bytes = sum(path.stat().st_size for path in written)
+        if num_bytes > self._left_bytes:
+            for path in written:
+                path.unlink()
+            self._tell_left_out(step, num_bytes)
+            return
+        for rank, path in enumerate(written):
+            of_rank = f".rank{rank}" * (rank > 0)
+            path.replace(self._folder / f"{self._plan.role}-{step}{of_rank}.json")
+        self._left_bytes -= num_bytes
+
+    def _tell_left_out(self, step: int, num_bytes: int) -> None:
+        left = f"{max(self._left_bytes, 0)} of {self._plan.max_bytes} (profile.max_bytes)"
+        self.left_out = (
+            f"the trace of step {step} has {num_bytes} bytes, and {left} are left: it is not kept, and nothing "
+            "is traced after it"
+        )
+        print(f"{self._plan.role}: {self.left_out}", flush=True)
+
+
+class StepTracer:
+    """Writes each of some steps into a file of its own, `ROLE-STEP.json`; it opens in Perfetto and chrome://tracing.
+
+    What has been traced is written as soon as its step ends, so that a role that dies loses the step it was in.
+
+    Args:
+        device: where the steps compute.
+        plan: which steps, where to, how much; see `TraceFiles`.
+    """
+
+    def __init__(self, device: Device, plan: TracePlan) -> None:
+        self._device, self._files = device, TraceFiles(plan)
+        self._running: tuple[int, Profiler] | None = None
+        self._stopped: tuple[int, Profiler] | None = None
+
+    @property
+    def left_out(self) -> str:
+        """Why the last traced step was not kept; "" while all were."""
+        return self._files.left_out
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """The block in which a step runs. One that fails is traced as far as it came."""
+        self.begin(number)
+        try:
+            with record_function(f"update {number}"):
+                yield
+        finally:
+            self.stop()
+            self.write()
+
+    def begin(self, number: int) -> None:
+        """Trace from here on, if it is one of the steps; `stop` in the same thread, and then `write` in any."""
+        if self._files.wants(number):
+            self._running = number, self._device.profiler()
+            self._running[1].start()
+
+    def stop(self) -> None:
+        """Trace no further; nothing where nothing is traced."""
+        if self._running is not None:
+            self._stopped, self._running = self._running, None
+            self._device.synchronize()
+            self._stopped[1].stop()
+
+    def write(self) -> None:
+        """Write what was traced, and let go of it."""
+        if self._stopped is None:
+            return
+        (number, profiler), self._stopped = self._stopped, None
+        partial = self._files.unfinished(number)
+        profiler.export_chrome_trace(str(partial))
+        self._files.keep(number, [partial])

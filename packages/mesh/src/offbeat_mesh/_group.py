@@ -2,32 +2,90 @@
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Final, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed.device_mesh import DeviceMesh
 
-from offbeat_mesh._calls import Calls
+from offbeat_mesh._calls import Calls, Membership, name_for_liveness, open_calls
 from offbeat_mesh._device import Device
-from offbeat_mesh._group_data import DataGroup
-from offbeat_mesh._membership import Membership
-from offbeat_mesh._process_groups import name_for_liveness, open_calls
-from offbeat_mesh._tensors import (
-    REDUCE_OPS,
-    ReduceOp,
-    as_movable,
-    check_parts,
-    check_reduction,
-    check_rows,
-    describe,
-    describe_rows,
-    gather_options,
-    put_back,
-    to_flat,
-)
+from offbeat_mesh._plain_data import DataGroup
 from offbeat_mesh._world import current_world
 from offbeat_types import ConfigError, ShapeError
+
+ReduceOp: TypeAlias = Literal["sum", "mean", "min", "max", "product"]
+
+REDUCE_OPS: Final = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,  # gloo has no average: the sum is divided here
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+NATIVE_DTYPES: Final = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
+)
+"""What every backend can reduce. Other dtypes are moved as bytes and cannot be reduced."""
+
+
+def to_flat(tensor: torch.Tensor) -> torch.Tensor:
+    """[n], contiguous: a view where the tensor is, else a copy."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def as_movable(flat: torch.Tensor) -> torch.Tensor:
+    """The same memory, as bytes where the backend does not know the dtype."""
+    return flat if flat.dtype in NATIVE_DTYPES else flat.view(torch.uint8)
+
+
+def put_back(tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """Write what arrived into the caller's tensor, if it is not there already."""
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
+    return tensor
+
+
+def describe(tensor: torch.Tensor, *, any_rows: bool = False) -> str:
+    """Such as "float32[2, 3]", or "float32[*, 3]" for any number of rows."""
+    sizes = ["*", *tensor.shape[1:]] if any_rows else tensor.shape
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, sizes))}]"
+
+
+def gather_options(timeout: timedelta) -> AllgatherOptions:
+    """The one operation of torch whose short form takes no timeout."""
+    options = AllgatherOptions()
+    options.timeout = timeout
+    return options
+
+
+def check_reduction(tensor: torch.Tensor, op: ReduceOp, group: str) -> None:
+    """Refuse what a backend would compute differently from another, or not at all."""
+    if op not in REDUCE_OPS:
+        raise ConfigError(f"a reduction is one of {', '.join(REDUCE_OPS)}: got {op!r}")
+    if tensor.dtype not in NATIVE_DTYPES or (op == "mean" and not tensor.is_floating_point()):
+        wanted = "a floating-point dtype" if op == "mean" else "a float, or an int of 8, 32 or 64 bit"
+        raise ShapeError(f"{op} over {group} needs {wanted}: got {describe(tensor)}; convert it before")
+
+
+def check_rows(rows: torch.Tensor, size: int, what: str, *, like: torch.Tensor | None = None) -> None:
+    """Refuse rows that are not one for each member, or not like the tensor they go to."""
+    if rows.dim() == 0 or rows.shape[0] != size:
+        raise ShapeError(f"{what} needs one row for each member, [{size}, ...]: got {describe(rows)}")
+    if like is None:
+        return
+    if rows.shape[1:] != like.shape or rows.dtype != like.dtype or rows.device != like.device:
+        raise ShapeError(f"each row of {what} must be like the output, {describe(like)}: got rows {describe(rows)}")
+
+
+def check_parts(parts: Sequence[torch.Tensor], size: int, what: str) -> None:
+    """Refuse parts that are not one for each member, alike but for their first dim."""
+    kinds = {(part.dtype, part.device, part.shape[1:]) for part in parts}
+    if len(parts) != size or len(kinds) != 1 or any(part.dim() == 0 for part in parts):
+        listed = ", ".join(describe(part) for part in parts)
+        raise ShapeError(f"{what} needs {size} parts that differ in their first dim alone: got {listed or 'none'}")
 
 
 class Group(DataGroup):
@@ -35,8 +93,9 @@ class Group(DataGroup):
 
     Every source, destination and rank in a call is group-relative: 0 to size - 1, never a global rank. All members
     make the same calls in the same order; in return every call ends, well or with an error that names a rank, within
-    its deadline. A member that fails in a call, or dies, makes the other members' calls raise within seconds; after
-    that the group refuses every call with the same error. One thread uses a group; a second one takes a channel.
+    its deadline (`deadline_s` of the call, for the members to come; None takes the group's). A member that fails in a
+    call, or dies, makes the other members' calls raise within seconds; after that the group refuses every call with
+    the same error. One thread uses a group; a second one takes a channel.
 
     What is always checked, before anything is sent: the axis rule, the thread, the arguments against this rank's own
     tensors. Whether the *members'* tensors agree is checked for plain data always (it travels with the header), and
@@ -44,8 +103,9 @@ class Group(DataGroup):
     small all_reduce take three to four times as long (4 bytes, 2 gloo ranks: 0.25 ms, checked 0.9 ms). Without it
     gloo ends the process of a member whose sizes differ, and the others raise PeerFailedError naming it.
 
-    Tensors may have any dtype and stride; they stay on their device. On a device whose queue runs ahead of the host
-    (a GPU), a call returns when the operation is queued, and its timeout is the backend's.
+    The tensors of a call have one shape and dtype on all members, any stride, and stay on their device; a "mean" needs
+    floating-point ones. On a device whose queue runs ahead of the host (a GPU), a call returns when the operation is
+    queued, and its timeout is the backend's.
 
     Attributes:
         axes: in the mesh's order, without repeats.
@@ -130,13 +190,7 @@ class Group(DataGroup):
             self._exchange.agree("barrier")
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, *, deadline_s: float | None = None) -> torch.Tensor:
-        """Overwrite `tensor` with the source's, on all members, and return it.
-
-        Args:
-            tensor: same shape and dtype on all members.
-            source: group-relative.
-            deadline_s: for the members to come; None takes the group's.
-        """
+        """Overwrite `tensor` with the source's, on all members, and return it."""
         with self._calls.call("broadcast", deadline_s):
             self._check_member("source", source)
             self._agree("broadcast", tensor, source)
@@ -147,13 +201,7 @@ class Group(DataGroup):
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp = "sum", *, deadline_s: float | None = None
     ) -> torch.Tensor:
-        """Overwrite `tensor` with the reduction over all members, on all of them, and return it.
-
-        Args:
-            tensor: same shape and dtype on all members.
-            op: "mean" needs a floating-point tensor.
-            deadline_s: for the members to come; None takes the group's.
-        """
+        """Overwrite `tensor` with the reduction over all members, on all of them, and return it."""
         with self._calls.call("all_reduce", deadline_s):
             check_reduction(tensor, op, self._calls.text)
             self._agree(f"all_reduce {op}", tensor)
@@ -164,14 +212,7 @@ class Group(DataGroup):
     def reduce(
         self, tensor: torch.Tensor, destination: int = 0, op: ReduceOp = "sum", *, deadline_s: float | None = None
     ) -> torch.Tensor | None:
-        """The reduction over all members on the destination, None on the others; `tensor` is left as it is.
-
-        Args:
-            tensor: same shape and dtype on all members.
-            destination: group-relative.
-            op: "mean" needs a floating-point tensor.
-            deadline_s: for the members to come; None takes the group's.
-        """
+        """The reduction over all members on the destination, None on the others; `tensor` is left as it is."""
         with self._calls.call("reduce", deadline_s):
             self._check_member("destination", destination)
             check_reduction(tensor, op, self._calls.text)
@@ -183,15 +224,7 @@ class Group(DataGroup):
             return result if self.rank == destination else None
 
     def all_gather(self, tensor: torch.Tensor, *, deadline_s: float | None = None) -> torch.Tensor:
-        """Every member's tensor, on all members.
-
-        Args:
-            tensor: [...], same shape and dtype on all members.
-            deadline_s: for the members to come; None takes the group's.
-
-        Returns:
-            [size, ...]: row i is member i's.
-        """
+        """Every member's tensor, on all members: [size, ...], row i is member i's."""
         with self._calls.call("all_gather", deadline_s):
             self._agree("all_gather", tensor)
             rows = tensor.new_empty((self.size, *tensor.shape))
@@ -202,16 +235,7 @@ class Group(DataGroup):
     def gather(
         self, tensor: torch.Tensor, destination: int = 0, *, deadline_s: float | None = None
     ) -> torch.Tensor | None:
-        """Every member's tensor, on the destination.
-
-        Args:
-            tensor: [...], same shape and dtype on all members.
-            destination: group-relative.
-            deadline_s: for the members to come; None takes the group's.
-
-        Returns:
-            [size, ...] on the destination: row i is member i's; None on the others.
-        """
+        """Every member's tensor, on the destination: [size, ...], row i is member i's; None on the others."""
         with self._calls.call("gather", deadline_s):
             self._check_member("destination", destination)
             self._agree("gather", tensor, destination)
@@ -232,14 +256,7 @@ class Group(DataGroup):
         *,
         deadline_s: float | None = None,
     ) -> torch.Tensor:
-        """Overwrite `output` with this member's row of the source's `rows`, and return it.
-
-        Args:
-            output: [...], same shape and dtype on all members.
-            rows: [size, ...] on the source: row i goes to member i; looked at there alone.
-            source: group-relative.
-            deadline_s: for the members to come; None takes the group's.
-        """
+        """Overwrite `output` with this member's row of the source's `rows`, [size, ...] there, and return it."""
         with self._calls.call("scatter", deadline_s):
             self._check_member("source", source)
             given = self._rows_to_scatter(rows, output) if self.rank == source else []
@@ -251,16 +268,7 @@ class Group(DataGroup):
     def reduce_scatter(
         self, rows: torch.Tensor, op: ReduceOp = "sum", *, deadline_s: float | None = None
     ) -> torch.Tensor:
-        """Reduce over all members, and give row i of the result to member i.
-
-        Args:
-            rows: [size, ...], same shape and dtype on all members; left as it is.
-            op: "mean" needs a floating-point tensor.
-            deadline_s: for the members to come; None takes the group's.
-
-        Returns:
-            [...]: this member's row.
-        """
+        """Reduce `rows`, [size, ...], over all members, and give row i of the result to member i."""
         with self._calls.call("reduce_scatter", deadline_s):
             check_rows(rows, self.size, f"reduce_scatter over {self._calls.text}")
             check_reduction(rows, op, self._calls.text)
@@ -277,18 +285,10 @@ class Group(DataGroup):
             return result
 
     def all_to_all(self, rows: Sequence[torch.Tensor], *, deadline_s: float | None = None) -> list[torch.Tensor]:
-        """Give part i to member i, and take member j's part for this one.
-
-        Args:
-            rows: one tensor for each member, [n_i, ...]: they may differ in their first dim alone.
-            deadline_s: for the members to come; None takes the group's.
-
-        Returns:
-            one tensor from each member, [m_j, ...]; how many rows come is exchanged first.
-        """
+        """Give part i to member i, and take member j's part for this one: [n_i, ...], of any number of rows."""
         with self._calls.call("all_to_all", deadline_s):
             check_parts(rows, self.size, f"all_to_all over {self._calls.text}")
-            kind = f" of {describe_rows(rows[0])}" if self._check else ""
+            kind = f" of {describe(rows[0], any_rows=True)}" if self._check else ""
             counts = self._exchange.agree_on_counts(f"all_to_all{kind}", [len(part) for part in rows])
             own = torch.cat([part.detach() for part in rows])
             coming = [sent[self.rank] for sent in counts]

@@ -7,14 +7,17 @@ names that count the same ranks (ep × edp and dp × cp × tp).
 """
 
 import threading
-from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Final, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, Final, TypeAlias
 
-from offbeat_mesh._layout import Layout
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offbeat_mesh._layout import Layout, name_ranks
 from offbeat_types import ConfigError, GuardError
-
-if TYPE_CHECKING:
-    from offbeat_mesh._guarded_torch import GuardedTorch
 
 Place: TypeAlias = int | str | Collection[int]
 """One index of an axis, "first" or "last", or several indices."""
@@ -71,16 +74,7 @@ class Guard:
 
 
 def check_guards(call: str, group: str, ranks: Collection[int]) -> None:
-    """Apply the axis rule to one call.
-
-    Args:
-        call: its name.
-        group: the group's name, for people.
-        ranks: global ranks of its members.
-
-    Raises:
-        GuardError: a member does not pass an open guard of this thread.
-    """
+    """Apply the axis rule to one call over a group of these global ranks."""
     for guard in _open.guards:
         outside = tuple(rank for rank in ranks if not guard.passes(rank))
         if outside and len(ranks) > 1:
@@ -121,8 +115,6 @@ class _OpenGuards(threading.local):
 
     def push(self, guard: Guard) -> None:
         if self._watch is None:
-            from offbeat_mesh._guarded_torch import GuardedTorch  # needs torch, which a guard alone does not
-
             self._watch = GuardedTorch()  # type: ignore[no-untyped-call]  # torch's
             self._watch.__enter__()  # type: ignore[no-untyped-call]  # torch's
         self.guards.append(guard)
@@ -136,3 +128,57 @@ class _OpenGuards(threading.local):
 
 
 _open: Final = _OpenGuards()
+
+
+NAMESPACES: Final = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+NOT_COLLECTIVE: Final = ("send", "recv_", "recv_any_source_", "isend", "irecv", "batch_p2p_ops")
+"""Between two ranks: the axis rule is about all members of a group."""
+
+
+class GuardedTorch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Checks every collective of this thread that goes through torch's dispatcher, whoever calls it.
+
+    It costs about 6 µs for each operator, collective or not, while a guard is open.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch.compile out of it: the default wraps our method with torch._dynamo, 6 s of imports."""
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Apply the axis rule, then let the operator run."""
+        argument = _group_argument(func)
+        if argument is not None:
+            position, name = argument
+            group = _process_group(args[position] if position < len(args) else (kwargs or {})[name])
+            ranks = dist.get_process_group_ranks(group)
+            check_guards(_name(func), f"{group.group_desc or group.group_name} of {name_ranks(ranks)}", ranks)
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def _group_argument(func: Any) -> tuple[int, str] | None:
+    """Position and name of the group among the operator's arguments; None if it is no collective."""
+    if func.namespace not in NAMESPACES or func._opname in NOT_COLLECTIVE:
+        return None
+    names = enumerate(argument.name for argument in func._schema.arguments)
+    return next(((position, name) for position, name in names if name in ("process_group", "group_name")), None)
+
+
+def _name(func: Any) -> str:
+    return f"{func.namespace}.{func._opname.strip('_')}"
+
+
+def _process_group(value: Any) -> dist.ProcessGroup:
+    """The group behind an operator's argument: a boxed object, or its name."""
+    if isinstance(value, str):
+        return _resolve_process_group(GroupName(value))
+    group: dist.ProcessGroup = value if isinstance(value, dist.ProcessGroup) else dist.ProcessGroup.unbox(value)
+    return group

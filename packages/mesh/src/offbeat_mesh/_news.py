@@ -1,13 +1,27 @@
-"""What the processes of a world tell each other beside their collectives, and how it is framed on a socket."""
+"""What the processes of a world tell each other beside their collectives: who failed, died or left, and who is where.
 
+The hub is a thread of rank 0; every rank, rank 0 too, holds one connection to it, its board. The kernel closes a dead
+process's connection, so a death is known within milliseconds and needs no heartbeat; a stopped process keeps its
+connection and is not taken for dead.
+"""
+
+import contextlib
+import os
+import selectors
 import socket
 import struct
-from collections.abc import Iterator
-from typing import Final, Literal, TypeAlias
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import msgspec
 
 from offbeat_types import DeadlineError, OffbeatError, PeerFailedError
+
+if TYPE_CHECKING:
+    from offbeat_mesh._calls import Calls
 
 LENGTH: Final = struct.Struct("!I")
 MAX_FRAME_BYTES: Final = 1 << 20
@@ -15,6 +29,15 @@ MAX_FRAME_BYTES: Final = 1 << 20
 
 MAX_LINE_CHARS: Final = 1000
 """Of an error's line; what somebody prints into it may be longer than a frame."""
+
+SEND_TIMEOUT_S: Final = 2.0
+"""A rank that takes no news for so long, although its socket has room for thousands, is stopped: it misses the news."""
+
+LACK_S: Final = 0.1
+"""Between two tries to let a rank in while the process has no descriptor to spare."""
+
+ANSWER_S: Final = 1.0
+"""How long members are given to say where they stand; a thread of theirs answers, whatever their main thread does."""
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -52,15 +75,8 @@ class Record(msgspec.Struct, tag="record", frozen=True, kw_only=True):
     def of(cls, error: BaseException, rank: int, group: str = "", peer: str = "") -> "Record":
         """The record of an error; of a peer's failure it keeps who failed first and why."""
         if isinstance(error, DeadlineError):
-            return cls(
-                kind="deadline",
-                rank=rank,
-                group=group,
-                peer=error.on,
-                reason=error.advice,
-                waiting=error.waiting,
-                deadline_s=error.deadline_s,
-            )
+            said = {"peer": error.on, "reason": error.advice, "waiting": error.waiting}
+            return cls(kind="deadline", rank=rank, group=group, deadline_s=error.deadline_s, **said)
         if isinstance(error, PeerFailedError):
             return cls(kind="failed", rank=rank, group=group, peer=error.peer, reason=error.reason)
         return cls(kind="failed", rank=rank, group=group, peer=peer, reason=one_line(error))
@@ -89,15 +105,7 @@ class Ask(msgspec.Struct, tag="ask", frozen=True):
 
 
 class Standing(msgspec.Struct, tag="standing", frozen=True):
-    """Where one member stands in a group.
-
-    Args:
-        asker, number: of the question.
-        rank: who answers.
-        entered: calls it has come to, counted from the group's start.
-        call: the newest of them; "" if none.
-        inside: it is still in that call.
-    """
+    """Where one member stands in a group: collectives entered, the newest call ("" if none), and if it is in it."""
 
     asker: int
     number: int
@@ -125,7 +133,6 @@ def one_line(error: BaseException) -> str:
 
 
 def pack(news: News) -> bytes:
-    """One frame."""
     body = msgspec.msgpack.encode(news)
     return LENGTH.pack(len(body)) + body
 
@@ -137,11 +144,7 @@ class Inbox:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[News]:
-        """News completed by `data`.
-
-        Raises:
-            ValueError: the bytes are not news.
-        """
+        """News completed by `data`; a ValueError says that the bytes are no news."""
         self._buffer += data
         while len(self._buffer) >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._buffer)
@@ -161,3 +164,262 @@ def keep_watch(connection: socket.socket) -> None:
     for name, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class Hub:
+    """Listens for the ranks of one world, who know the token, and relays their news until `close`."""
+
+    def __init__(self, host: str, token: str) -> None:
+        self._token = token
+        self._listener = socket.create_server((host, 0))
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._inboxes: dict[socket.socket, Inbox] = {}
+        self._ranks: dict[int, socket.socket] = {}
+        self._records: list[Record] = []
+        self._said_bye: set[int] = set()
+        _open.add(self)
+        self._thread = threading.Thread(target=self._serve, name="offbeat-hub", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop relaying; the ranks that are still connected see their connection end."""
+        self._wake_writer.send(b"x")
+        self._thread.join(timeout=5)
+        self.close_handles()
+
+    def close_handles(self) -> None:
+        """Close this process's handles without a word."""
+        self._selector.close()
+        for each in (self._listener, self._wake_reader, self._wake_writer, *self._inboxes):
+            each.close()
+
+    def _serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._wake_reader:
+                    return
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.fileobj, socket.socket):
+                    self._read(key.fileobj)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # no descriptor to be had now; without the hub no failure would be heard
+            time.sleep(LACK_S)
+            return
+        connection.settimeout(SEND_TIMEOUT_S)
+        keep_watch(connection)
+        self._inboxes[connection] = Inbox()
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, connection: socket.socket) -> None:
+        try:
+            data = connection.recv(1 << 16)
+            for news in self._inboxes[connection].feed(data):
+                self._take(news, connection)
+        except (OSError, ValueError):  # reset by a death, or a stranger's bytes: either way it is over
+            data = b""
+        if not data:
+            self._drop(connection)
+
+    def _take(self, news: News, connection: socket.socket) -> None:
+        if isinstance(news, Hello):
+            self._welcome(news, connection)
+        elif connection not in self._ranks.values():
+            raise ValueError("news before a hello")
+        elif isinstance(news, Record):
+            self._relay(news)
+        elif isinstance(news, Ask):
+            for rank in news.members:
+                self._send(rank, news)
+        elif isinstance(news, Standing):
+            self._send(news.asker, news)
+        elif isinstance(news, Bye):
+            self._said_bye.add(news.rank)
+            self._relay(Record(kind="left", rank=news.rank))
+
+    def _welcome(self, hello: Hello, connection: socket.socket) -> None:
+        if hello.token != self._token or hello.rank in self._ranks:
+            raise ValueError("a hello from a stranger")
+        self._ranks[hello.rank] = connection
+        self._send(hello.rank, Welcome())
+        for record in self._records:
+            self._send(hello.rank, record)
+
+    def _relay(self, record: Record) -> None:
+        self._records.append(record)
+        for rank in list(self._ranks):
+            self._send(rank, record)
+
+    def _send(self, rank: int, news: News) -> None:
+        connection = self._ranks.get(rank)
+        if connection is not None:
+            with contextlib.suppress(OSError):  # a death is dealt with when its connection is read
+                connection.sendall(pack(news))
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._inboxes[connection]
+        connection.close()
+        for rank in [rank for rank, each in self._ranks.items() if each is connection]:
+            del self._ranks[rank]
+            if rank not in self._said_bye:
+                self._relay(Record(kind="died", rank=rank))
+
+
+class Board:
+    """The connection of this rank to the hub; a DeadlineError says that the hub does not let it in."""
+
+    def __init__(self, rank: int, address: tuple[str, int], token: str, deadline_s: float) -> None:
+        self.rank = rank
+        self.records: list[Record] = []
+        self.closed = False
+        self._listeners: weakref.WeakSet[Calls] = weakref.WeakSet()
+        self._standings: dict[int, dict[int, Standing]] = {}
+        self._asked = 0
+        self._changed = threading.Condition()
+        self._send_lock = threading.Lock()
+        self._inbox = Inbox()
+        self._early: list[News] = []
+        self._socket = self._connect(address, token, deadline_s)
+        _open.add(self)
+        self._thread = threading.Thread(target=self._serve, name="offbeat-board", daemon=True)
+        self._thread.start()
+
+    def _connect(self, address: tuple[str, int], token: str, deadline_s: float) -> socket.socket:
+        try:
+            connection = socket.create_connection(address, timeout=deadline_s)
+            keep_watch(connection)
+            connection.sendall(pack(Hello(self.rank, token)))
+            while not self._early:
+                data = connection.recv(1 << 16)
+                if not data:
+                    raise ConnectionError("the hub closed the connection")
+                self._early += self._inbox.feed(data)
+        except OSError as error:
+            on = f"rank 0's hub at {address[0]}:{address[1]}"
+            raise DeadlineError("join_world", on, deadline_s, f"is it reachable from here? {error}") from error
+        connection.settimeout(None)
+        return connection
+
+    def listen(self, listener: "Calls") -> None:
+        """Tell `listener` of every record, past ones too."""
+        with self._changed:
+            self._listeners.add(listener)
+            past = list(self.records)
+        for record in past:
+            listener.hear(record)
+
+    def post(self, record: Record) -> None:
+        """Tell all ranks, this one included; here it is heard at once."""
+        self._hear(record)
+        self._send(record)
+
+    def ask(self, group: str, members: Sequence[int]) -> dict[int, Standing]:
+        """Where the members of a group stand; who does not answer within a second is not in the result."""
+        with self._changed:
+            self._asked += 1
+            number = self._asked
+            answers = self._standings[number] = {}
+        if self._send(Ask(self.rank, number, group, tuple(members))):
+            self.wait_until(lambda: len(answers) == len(members), ANSWER_S)
+        with self._changed:
+            return dict(self._standings.pop(number))
+
+    def wait_until(self, holds: Callable[[], bool], deadline_s: float) -> bool:
+        """Wait for news that make `holds` true; False when it did not become so in time."""
+        end = time.monotonic() + deadline_s
+        with self._changed:
+            while not holds():
+                if self.closed or not self._changed.wait(max(0.0, end - time.monotonic())):
+                    return holds()
+            return True
+
+    def leave(self) -> None:
+        """Say that this rank leaves well."""
+        self._send(Bye(self.rank))
+
+    def close(self) -> None:
+        """End the connection."""
+        self.closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(timeout=5)
+        self._socket.close()
+
+    def close_handles(self) -> None:
+        """Close this process's handle without a word."""
+        self.closed = True
+        self._socket.close()
+
+    def _send(self, news: News) -> bool:
+        with self._send_lock, contextlib.suppress(OSError):
+            self._socket.sendall(pack(news))
+            return True
+        return False
+
+    def _serve(self) -> None:
+        for news in self._early:
+            self._take(news)
+        while not self.closed:
+            try:
+                data = self._socket.recv(1 << 16)
+                for news in self._inbox.feed(data):
+                    self._take(news)
+            except (OSError, ValueError):
+                data = b""
+            if not data:
+                break
+        if not self.closed:  # the hub lives in rank 0
+            self.closed = True
+            self._hear(Record(kind="died", rank=0))
+        with self._changed:
+            self._changed.notify_all()
+
+    def _take(self, news: News) -> None:
+        if isinstance(news, Record):
+            self._hear(news)
+        elif isinstance(news, Ask):
+            self._answer(news)
+        elif isinstance(news, Standing):
+            with self._changed:
+                if news.number in self._standings:
+                    self._standings[news.number][news.rank] = news
+                self._changed.notify_all()
+        else:
+            assert isinstance(news, Welcome), news
+
+    def _hear(self, record: Record) -> None:
+        with self._changed:
+            if record in self.records:  # our own, come back from the hub
+                return
+            self.records.append(record)
+            listeners = list(self._listeners)
+            self._changed.notify_all()
+        for listener in listeners:
+            listener.hear(record)
+
+    def _answer(self, ask: Ask) -> None:
+        with self._changed:
+            found = [listener for listener in self._listeners if listener.key == ask.group]
+        entered, call, inside = found[0].standing() if found else (0, "", False)
+        self._send(Standing(ask.asker, ask.number, self.rank, entered, call, inside))
+
+
+_open: "weakref.WeakSet[Hub | Board]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked child (a data loader's worker) must not keep its parent's connections alive beyond its death."""
+    for each in list(_open):
+        each.close_handles()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -3,21 +3,98 @@
 import atexit
 import os
 import secrets
+import socket
 import sys
 import weakref
+from collections import Counter
+from datetime import timedelta
+from ipaddress import ip_address
 from itertools import count
 from types import TracebackType
 from typing import Final, Self
 
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
+from torch.distributed.rendezvous import rendezvous
 
-from offbeat_mesh._board import Board
-from offbeat_mesh._device import Device
-from offbeat_mesh._hub import Hub
-from offbeat_mesh._news import Record
+from offbeat_mesh._device import Device, available_devices, open_device
+from offbeat_mesh._news import Board, Hub, Record
 from offbeat_types import ConfigError, DeadlineError
+
+
+def open_store(host: str, port: int = 0, *, deadline_s: float = 300.0) -> TCPStore:
+    """Open a store that can be reached at `host` and nowhere else.
+
+    Expected: `TCPStore(host, ...)` listens on that address. What happens: it listens on all, whatever the host (torch
+    2.13, TCPStoreLibUvBackend.cpp), so that anybody in the network reads and writes what ranks tell each other. But it
+    takes a socket that listens already.
+
+    Args:
+        host: an address of this machine; 127.0.0.1 where all ranks are on it.
+        port: 0 for a free one; see `TCPStore.port`.
+        deadline_s: of every wait at the store.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family, backlog=4096) as listener:
+        own_port = int(listener.getsockname()[1])
+        timeout = timedelta(seconds=deadline_s)
+        store = TCPStore(
+            host, own_port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.fileno()
+        )
+        listener.detach()  # the store closes it
+    return store
+
+
+LOOPBACK: Final = "127.0.0.1"
+
+
+def innermost(store: Store) -> Store:
+    """The store that keeps what others put names before."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def tell_host(store: Store, key: str, rank: int) -> None:
+    """Tell the others by which address this rank goes to the store."""
+    inner = innermost(store)
+    if isinstance(inner, TCPStore):
+        store.set(f"{key}/{rank}", _source_of(inner.host, inner.port))
+
+
+def find_host(store: Store, key: str, rank: int, size: int) -> str:
+    """The address of this host that the other ranks reach; all of them have told theirs.
+
+    It is the one that leads to the store. The store's own host may take its name for loopback (Debian writes
+    "127.0.1.1 name" into /etc/hosts), so there it is the one that leads to a rank of another host. Loopback where all
+    ranks are on one host.
+    """
+    inner = innermost(store)
+    if not isinstance(inner, TCPStore):
+        return LOOPBACK
+    own = store.get(f"{key}/{rank}").decode()
+    if not ip_address(own).is_loopback:
+        return own
+    others = (host.decode() for host in store.multi_get([f"{key}/{each}" for each in range(size)]))
+    far = next((host for host in others if not ip_address(host).is_loopback), None)
+    return own if far is None else _source_of(far, inner.port)
+
+
+def _source_of(host: str, port: int) -> str:
+    """The address of this host from which it goes there."""
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing for a datagram socket: it only picks the route
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"no way leads from this host to {host}: {error.strerror}; check the network") from error
+
 
 LEAVE_FAILED_S: Final = 5.0
 """How long rank 0 keeps the hub open when it leaves with an error, so that all ranks hear of it."""
@@ -144,18 +221,6 @@ def current_world() -> World | None:
     return _joined[-1] if _joined else None
 
 
-def refuse_second_world() -> None:
-    """Raise if this process is in a world already.
-
-    Raises:
-        ConfigError: it is.
-    """
-    if _joined:
-        raise ConfigError(
-            f"this process is rank {_joined[-1].rank} of a world already; leave it before joining another"
-        )
-
-
 _joined: list[World] = []
 os.register_at_fork(after_in_child=_joined.clear)  # a child is no rank
 
@@ -164,3 +229,187 @@ def _leave_at_exit(world: "weakref.ref[World]") -> None:
     joined = world()
     if joined is not None:
         joined.part_at_exit()
+
+
+DEADLINE_S: Final = 300.0
+"""For joining, and for each call of a group unless it, its mesh or its world says otherwise."""
+
+_joins: Final[Counter[str]] = Counter()  # by store: tells the keys of one join from those of the next
+
+
+def join_world(
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    address: str | None = None,
+    store: Store | None = None,
+    device: str | Device = "auto",
+    deadline_s: float = DEADLINE_S,
+) -> World:
+    """Join the other processes of the run; all of them call this.
+
+    Without arguments: over torch's default process group if there is one (which is then not ours to destroy), else
+    from torchrun's environment, else alone as a world of one process.
+
+    Args:
+        rank: this process's number; with `address` or `store`.
+        size: how many processes there are.
+        address: "host:port" that rank 0 opens and the others can reach.
+        store: a torch store that all processes share, instead of an address.
+        device: "auto", a kind, a kind with an index, or an open device; a kind takes the index LOCAL_RANK.
+        deadline_s: for joining, and the default of every later wait.
+
+    Raises:
+        ConfigError: arguments that do not belong together, a rank given twice, a world joined already.
+        DeadlineError: ranks that did not come, by number; or nobody at the address; or the store was lost.
+    """
+    if _joined:
+        raise ConfigError(
+            f"this process is rank {_joined[-1].rank} of a world already; leave it before joining another"
+        )
+    place = None if isinstance(device, str) else device
+    opened = place or open_device(_with_local_index(str(device)))
+    adopted = dist.is_initialized()
+    if adopted:
+        if any(given is not None for given in (rank, size, address, store)):
+            raise ConfigError(
+                "torch.distributed already says who is in the world: call join_world() without rank, size, address and "
+                "store"
+            )
+        rank, size, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+        store = _own(store)  # theirs keeps its timeout
+    else:
+        rank, size, store = _rendezvous(rank, size, address, store, deadline_s)
+    try:
+        return _enter(store, rank, size, opened, deadline_s, adopted=adopted)
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        advice = f"it was lost while all were joining: {_first_line(error)}"
+        raise DeadlineError("join_world", "the store", deadline_s, advice) from error
+
+
+def _enter(store: Store, rank: int, size: int, device: Device, deadline_s: float, *, adopted: bool) -> World:
+    """Meet the others at the store, and connect to them."""
+    store.set_timeout(timedelta(seconds=deadline_s))
+    prefix = f"offbeat/world/{_count_join(store)}"
+    tell_host(store, f"{prefix}/host", rank)
+    _meet(store, prefix, rank, size, deadline_s)
+    host = find_host(store, f"{prefix}/host", rank, size)
+    own = _own(store)  # before there is anything to undo
+    if not adopted:
+        _open_default_group(store, rank, size, device, deadline_s)
+    world = World(rank, size, device, deadline_s, own, host=host, owned=not adopted)
+    if size > 1:
+        try:
+            world.open_board(f"{prefix}/hub")
+        except BaseException as error:
+            world.leave(error)  # nobody else has it to leave it
+            raise
+    return world
+
+
+def _count_join(store: Store) -> int:
+    """How often this process has joined over the store before; ranks do so equally often."""
+    inner = innermost(store)
+    place = f"{inner.host}:{inner.port}" if isinstance(inner, TCPStore) else str(getattr(inner, "path", ""))
+    _joins[place] += 1
+    return _joins[place]
+
+
+def _own(store: Store) -> Store:
+    """The same store on a connection of its own: a wait on it leaves the other one free."""
+    own: Store = store.clone()  # type: ignore[attr-defined]  # of torch, untyped
+    return own
+
+
+def backends(device: Device) -> str:
+    """torch.distributed's backend for tensors on the device and, for plain data, on the CPU."""
+    if device.collective_backend == "gloo":
+        return "gloo"
+    return f"cpu:gloo,{device.torch_device.type}:{device.collective_backend}"
+
+
+def _with_local_index(device: str) -> str:
+    """A kind alone takes the index that torchrun gives this process on its host."""
+    kind = next(iter(available_devices()), device) if device == "auto" else device
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    several = available_devices().get(kind, 0) > 1
+    return f"{kind}:{local_rank}" if several and local_rank else device
+
+
+def _rendezvous(
+    rank: int | None, size: int | None, address: str | None, store: Store | None, deadline_s: float
+) -> tuple[int, int, Store]:
+    """Rank, size, and a store that all processes share."""
+    if rank is None and size is None and address is None and store is None:
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return 0, 1, HashStore()
+        return _from_environment(deadline_s)
+    if rank is None or size is None or (address is None) == (store is None):
+        raise ConfigError(
+            "join_world needs rank, size, and one of address and store, or none of them under torchrun: "
+            f"got rank={rank}, size={size}, address={address}, store={store}"
+        )
+    if not 0 <= rank < size:
+        raise ConfigError(f"a rank must lie in 0 to size - 1: got rank {rank} of {size}")
+    return rank, size, store or _open_store(str(address), rank, size, deadline_s)
+
+
+def _from_environment(deadline_s: float) -> tuple[int, int, Store]:
+    where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=deadline_s)))
+    except ValueError as error:
+        raise ConfigError(f"torchrun's environment is not complete: {error}") from error
+    except dist.DistError as error:
+        raise DeadlineError("join_world", f"the store at {where}", deadline_s, _first_line(error)) from error
+    return rank, size, store
+
+
+def _open_store(address: str, rank: int, size: int, deadline_s: float) -> Store:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f'an address must read "host:port", such as "127.0.0.1:29500": got {address!r}')
+    try:
+        if rank == 0:
+            return open_store(host.strip("[]"), int(port), deadline_s=deadline_s)
+        timeout = timedelta(seconds=deadline_s)
+        return TCPStore(host, int(port), size, is_master=False, timeout=timeout, wait_for_workers=False)
+    except (OSError, dist.DistError, OverflowError) as error:
+        if rank == 0:
+            raise ConfigError(f"rank 0 cannot open {address}: {_first_line(error)}; choose another port") from error
+        on = f"rank 0 at {address}"
+        raise DeadlineError("join_world", on, deadline_s, f"has it started? {_first_line(error)}") from error
+
+
+def _meet(store: Store, prefix: str, rank: int, size: int, deadline_s: float) -> None:
+    """Wait for all ranks, and name those that do not come."""
+    if store.add(f"{prefix}/joined/{rank}", 1) != 1:
+        raise ConfigError(f"two processes joined as rank {rank} of {size}; each needs a rank of its own")
+    try:
+        store.wait([f"{prefix}/joined/{each}" for each in range(size)], timedelta(seconds=deadline_s))
+    except dist.DistError as error:
+        missing = _missing(store, prefix, size)
+        advice = "have they started, with the same size and address?" if missing else _first_line(error)
+        raise DeadlineError("join_world", missing or "the store", deadline_s, advice) from error
+
+
+def _missing(store: Store, prefix: str, size: int) -> str:
+    try:
+        ranks = [each for each in range(size) if not store.check([f"{prefix}/joined/{each}"])]
+    except dist.DistError:  # the store is gone, with the process that held it
+        return ""
+    return f"rank {', '.join(map(str, ranks))} of {size}" if ranks else ""
+
+
+def _open_default_group(store: Store, rank: int, size: int, device: Device, deadline_s: float) -> None:
+    backend = backends(device)
+    device_id = None
+    if backend != "gloo":
+        torch.accelerator.set_device_index(device.torch_device)
+        device_id = device.torch_device
+    timeout = timedelta(seconds=deadline_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,7 +1,7 @@
 """Ascend NPUs as a device of offbeat. The only package that names them."""
 
 from offbeat_npu._device import NpuDevice
-from offbeat_npu._environment import cann_version, examine_environment
+from offbeat_npu._environment import RAY_RESOURCE, VISIBLE_DEVICES, cann_version, check_pair, examine_environment
 from offbeat_npu._masks import (
     PackedBatch,
     PaddedBatch,
@@ -10,10 +10,8 @@ from offbeat_npu._masks import (
     packed_batch,
     vision_batch,
 )
-from offbeat_npu._mindspeed import patch_megatron
 from offbeat_npu._operators import REFERENCE, Operators, substitute_operators
-from offbeat_npu._visible import RAY_RESOURCE, VISIBLE_DEVICES
-from offbeat_npu._vllm import check_pair
+from offbeat_npu._runtime import patch_megatron
 
 __all__ = [
     "RAY_RESOURCE",

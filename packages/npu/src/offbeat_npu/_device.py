@@ -6,12 +6,9 @@ from typing import Any, ClassVar
 import torch
 
 from offbeat_mesh import DeviceMemory, Profiler
-from offbeat_npu._environment import examine_environment
-from offbeat_npu._mindspeed import patch_megatron
+from offbeat_npu._environment import VISIBLE_DEVICES, examine_environment, needs_of_vllm
 from offbeat_npu._operators import Operators, substitute_operators
-from offbeat_npu._runtime import load_operators, load_runtime
-from offbeat_npu._visible import VISIBLE_DEVICES
-from offbeat_npu._vllm import needs_of_vllm
+from offbeat_npu._runtime import load_operators, load_runtime, patch_megatron
 from offbeat_types import BackendError, EngineNeeds
 
 MEGATRON, VLLM = "megatron", "vllm"
@@ -60,7 +57,6 @@ class NpuDevice:
         return needs_of_vllm(devices, options, releases) if library == VLLM else EngineNeeds()
 
     def synchronize(self) -> None:
-        """Wait for every stream of the NPU."""
         self._runtime.synchronize(self._index)
 
     def memory(self) -> DeviceMemory:
@@ -73,20 +69,16 @@ class NpuDevice:
         )
 
     def reset_peak_memory(self) -> None:
-        """Start the peak anew."""
         self._runtime.reset_peak_memory_stats(self._index)
 
     def release_unused(self) -> None:
-        """Give what the allocator holds free back to the NPU."""
         self._runtime.empty_cache()
 
     def rng_state(self) -> torch.Tensor:
-        """State of the NPU's default generator: [n] uint8 on the CPU."""
         state: torch.Tensor = self._runtime.get_rng_state(self._index)
         return state
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Set what `rng_state` gave."""
         self._runtime.set_rng_state(state, self._index)
 
     def adapt(self, model: torch.nn.Module) -> tuple[str, ...]:

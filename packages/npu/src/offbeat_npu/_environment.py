@@ -1,20 +1,124 @@
-"""What a machine with NPUs needs, what of it is here, and what does not belong together; for `doctor`.
+"""What NPUs need of a machine and of vLLM, what of it is here, and what does not belong together.
 
 Reads files and metadata only: it works where torch_npu does not import.
+
 Source: torch_npu 2.13.0, torch_npu/utils/collect_env.py (CANN's version), its README (versions that match); ray 2.60,
-ray/_private/accelerators/npu.py (device files).
+ray/_private/accelerators/npu.py (device files); vllm_ascend 0.18.0 (wheel), vllm_ascend/envs.py, ascend_config.py,
+platform.py, worker/worker.py.
 """
 
+import difflib
 import os
 import re
 import shutil
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from offbeat_npu._runtime import INSTALL
-from offbeat_npu._vllm import check_pair
-from offbeat_types import BackendError
+from offbeat_types import BackendError, ConfigError, EngineNeeds
+
+RAY_RESOURCE: Final = "NPU"
+"""Ray's resource of one device. Source: ray 2.60, ray/_private/accelerators/npu.py."""
+
+VISIBLE_DEVICES: Final = "ASCEND_RT_VISIBLE_DEVICES"
+"""Environment variable that lists the devices a process sees. Source: as above, and CANN's runtime."""
+
+
+def visible_devices(indices: Sequence[int]) -> dict[str, str]:
+    """Environment of a process that is to see these of this process's devices only; nothing where none are named."""
+    if not indices:
+        return {}
+    seen = os.environ.get(VISIBLE_DEVICES, "")
+    names = seen.split(",") if seen else [str(number) for number in range(max(indices) + 1)]
+    if max(indices) >= len(names):
+        raise ConfigError(
+            f"devices {', '.join(map(str, indices))} are asked for, counted from 0, and {VISIBLE_DEVICES}={seen} shows "
+            f"this process {len(names)}: name a first one that leaves enough, or show it more"
+        )
+    return {VISIBLE_DEVICES: ",".join(names[index] for index in indices)}
+
+
+RELEASES: Final[Mapping[str, str]] = {"0.7": "2.5", "0.9": "2.5", "0.11": "2.7", "0.13": "2.8", "0.18": "2.9"}
+"""Releases of vllm-ascend, whose number is that of their vllm, and the torch each was built for; the newest last."""
+
+ADDITIONAL: Final = frozenset(
+    {
+        "SLO_limits_for_dynamic_batch",
+        "ascend_compilation_config",
+        "ascend_fusion_config",
+        "dump_config_path",
+        "enable_async_exponential",
+        "enable_cpu_binding",
+        "enable_kv_nz",
+        "enable_mc2_hierarchy_comm",
+        "enable_shared_expert_dp",
+        "enable_sparse_c8",
+        "eplb_config",
+        "finegrained_tp_config",
+        "layer_sharding",
+        "multistream_overlap_gate",
+        "multistream_overlap_shared_expert",
+        "pa_shape_list",
+        "recompute_scheduler_enable",
+        "refresh",
+        "weight_prefetch_config",
+        "xlite_graph_config",
+    }
+)
+"""Keys of vLLM's `additional_config` that the plugin reads."""
+
+
+def check_pair(vllm: str, vllm_ascend: str) -> None:
+    """Refuse versions of vllm and vllm-ascend that do not belong together.
+
+    Raises:
+        BackendError: with the version to install.
+    """
+    wanted = ".".join(vllm_ascend.split(".")[:2])
+    if ".".join(vllm.split(".")[:2]) != wanted:
+        raise BackendError(
+            f"vllm-ascend {vllm_ascend} is a plugin of vllm {wanted}, and vllm {vllm or 'is not installed'} is here: "
+            f"pip install 'vllm=={wanted}.*'"
+        )
+
+
+def needs_of_vllm(devices: Sequence[int], options: Mapping[str, Any], releases: Collection[str]) -> EngineNeeds:
+    """What vLLM needs on NPUs: its plugin vllm-ascend, which rollout-vllm needs no code for: it asks the device.
+
+    `VLLM_ASCEND_ENABLE_NZ=0`: weights keep the layout they are loaded in. In the platform's own block format
+    (FRACTAL_NZ) an update would write a plain matrix where blocks are expected. `refresh`: the plugin reads its
+    settings anew for a second engine in the process.
+    """
+    additional = options.get("additional_config", {})
+    for name in additional:
+        if name not in ADDITIONAL:
+            near = difflib.get_close_matches(name, ADDITIONAL, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; it reads {', '.join(sorted(ADDITIONAL))}"
+            raise ConfigError(f"vllm-ascend has no setting {name!r}{hint}")
+    return EngineNeeds(
+        variables={"VLLM_ASCEND_ENABLE_NZ": "0", **visible_devices(devices)},
+        options={"additional_config": {"refresh": True, **additional}},
+        notice=_misfit(releases),
+    )
+
+
+def _misfit(releases: Collection[str]) -> str:
+    """Why no release of the plugin fits these releases of vLLM; "" where one does, here or as recorded."""
+    try:
+        here = [".".join(version("vllm-ascend").split(".")[:2])]
+    except PackageNotFoundError:
+        here = []
+    if {*RELEASES, *here} & {*releases}:
+        return ""
+    newest, torch = list(RELEASES.items())[-1]
+    return (
+        f"vLLM runs on NPUs by its plugin vllm-ascend; the newest known one, {newest}, is for vllm {newest} on torch "
+        f"{torch}, and vllm {' or '.join(releases)} is used here: until the two meet none starts; the embedded "
+        'one does (backend = "torch")'
+    )
+
 
 CANN_HOMES: Final = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 DRIVER: Final = Path("/usr/local/Ascend/driver/version.info")

@@ -9,6 +9,7 @@ Shapes: B sequences, S padded length, T tokens of a pack.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
 from typing import Final
 
 import torch
@@ -89,7 +90,7 @@ class PackedBatch:
     sparse_mode = RIGHT_DOWN_CAUSAL
 
     def __post_init__(self) -> None:
-        increasing = all(a < b for a, b in zip((0, *self.ends), self.ends, strict=False))
+        increasing = all(start < end for start, end in pairwise((0, *self.ends)))
         if not increasing or self.ends[-1:] != (len(self.ids_T),) or self.hidden.shape != (COMPRESSED, COMPRESSED):
             raise ShapeError(
                 f"{len(self.ids_T)} packed ids need increasing ends, the last {len(self.ids_T)}, and a mask "
@@ -154,11 +155,8 @@ def packed_batch(sequences: Sequence[Sequence[int]], *, pad_id: int, multiple_of
     lengths = _lengths(sequences)
     num_tokens = sum(lengths)
     padding = _round_up(num_tokens, multiple_of) - num_tokens
-    ends, end = [], 0
-    for length in (*lengths, *([padding] if padding else [])):
-        end += length
-        ends.append(end)
-    flat = [token for sequence in sequences for token in sequence] + [pad_id] * padding
+    ends = accumulate((*lengths, padding) if padding else lengths)
+    flat = [*chain.from_iterable(sequences), *[pad_id] * padding]
     hidden = torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool).triu(1)
     return PackedBatch(torch.tensor(flat, dtype=torch.int64), tuple(ends), hidden, len(lengths))
 

@@ -57,10 +57,10 @@ def substitute_operators(model: nn.Module, operators: Operators) -> tuple[str, .
     replaced = set()
     for module in model.modules():
         if _is_rms_norm(module):
-            _replace_forward(module, _norm_forward(module, operators))
+            module.forward = _norm_forward(module, operators)
             replaced.add("rms_norm")
         elif _is_gated(module):
-            _replace_forward(module, _gate_forward(module, operators))
+            module.forward = _gate_forward(module, operators)
             replaced.add("swiglu")
     for name in {type(module).__module__ for module in model.modules()}:
         rotation = getattr(sys.modules[name], ROTATION, None)
@@ -82,10 +82,6 @@ def _is_gated(module: nn.Module) -> bool:
         return False
     activation = module.act_fn
     return activation is silu or type(activation).__name__ in ("SiLU", "SiLUActivation")
-
-
-def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
-    module.forward = forward
 
 
 def _norm_forward(norm: Any, operators: Operators) -> Callable[[Tensor], Tensor]:

@@ -26,8 +26,7 @@ from offbeat_recipes._shrink import (
     takes_experts,
     takes_images,
 )
-from offbeat_recipes._tiny_model import make_tiny_model, tiny_family
-from offbeat_recipes._tiny_vision import MAX_IMAGE_TOKENS, SEEING
+from offbeat_recipes._tiny_model import MAX_IMAGE_TOKENS, SEEING, make_tiny_model, tiny_family, write_tiny_model
 
 __all__ = [
     "EMBEDDED",
@@ -67,5 +66,6 @@ __all__ = [
     "takes_images",
     "tiny_family",
     "write_rhythm",
+    "write_tiny_model",
     "write_training_arguments",
 ]

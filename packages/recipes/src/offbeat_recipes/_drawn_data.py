@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 from typing import Any, Final
 
-from offbeat_recipes._tiny_vision import SQUARE_PX
+from offbeat_recipes._tiny_model import SQUARE_PX
 
 NUM_DRAWN: Final = 512
 """Rows of a drawn file."""

@@ -1,13 +1,37 @@
-"""The tiny model of a rehearsal: of the recipe's family, with random weights and a tokenizer of characters."""
+"""Tiny models with random weights in Hugging Face format: of any family that is trained or served, with its tokenizer.
+
+`write_tiny_model` is the one maker; `make_tiny_model` is its form for a rehearsal, with a tokenizer of characters.
+"""
 
 import json
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from offbeat_data import ARITHMETIC_ALPHABET, build_character_tokenizer
-from offbeat_recipes._tiny_vision import SEEING, can_draw, make_seeing_model
 
-ALPHABET: Final = ARITHMETIC_ALPHABET + "*[]"
+SEEING: Final = ("qwen3_vl", "qwen2_5_vl")
+"""Families with a vision tower that can be made here."""
+MAX_IMAGE_TOKENS: Final = 16
+SQUARE_PX: Final = 8
+"""Side of what becomes one token: `_MERGE` patches of `_PATCH_PX`."""
+_PATCH_PX: Final = 4
+_MERGE: Final = SQUARE_PX // _PATCH_PX
+_PATCHES: Final = {"patch_size": _PATCH_PX, "merge_size": _MERGE, "temporal_patch_size": 2}
+_MARKS: Final = {
+    "vision_start": "<|vision_start|>",
+    "vision_end": "<|vision_end|>",
+    "image": "<|image_pad|>",
+    "video": "<|video_pad|>",
+}
+_CHAT_TEMPLATE: Final = (
+    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
 _FAMILY_OF_NAME: Final = {
     "qwen3-vl": "qwen3_vl",
     "qwen2.5-vl": "qwen2_5_vl",
@@ -41,7 +65,7 @@ def tiny_family(model_path: str, *, has_experts: bool, can_see: bool) -> tuple[s
         can_see: the trainer takes images.
     """
     own = made = _read_family(model_path)
-    if not (can_see and can_draw()):
+    if not (can_see and find_spec("PIL")):
         made = _LANGUAGE_HALF.get(own, own)
     if not has_experts or made in _LANGUAGE_HALF:
         made = _DENSE.get(made, made)
@@ -62,7 +86,7 @@ def _read_family(model_path: str) -> str:
 
 
 def make_tiny_model(folder: Path, family: str, *, max_positions: int, seed: int) -> None:
-    """Write a model of some ten thousand weights in Hugging Face format.
+    """Write a model of some ten thousand weights and a tokenizer of characters.
 
     Two layers, four heads and four experts, so that two ranks can share it in every way that they share a large one.
 
@@ -72,31 +96,139 @@ def make_tiny_model(folder: Path, family: str, *, max_positions: int, seed: int)
         max_positions: longest sequence, in tokens.
         seed: of the weights.
     """
-    import torch  # imported late: only a rehearsal's driver needs it
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoTokenizer  # imported late: only a rehearsal's driver needs it
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # one bar for one small file
-    if family in SEEING:
-        make_seeing_model(folder, family, alphabet=ALPHABET, max_positions=max_positions, seed=seed)
-        return
-    tokenizer = build_character_tokenizer(folder, ALPHABET)
-    torch.manual_seed(seed)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=-(-tokenizer.vocab_size // 8) * 8,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,  # the narrowest that vLLM decodes on a CPU
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_id,
-        pad_token_id=tokenizer.pad_id,
-        **(experts if family.endswith("_moe") else {}),
+    build_character_tokenizer(folder, ARITHMETIC_ALPHABET + "*[]")
+    tokenizer, text = AutoTokenizer.from_pretrained(folder), {"max_position_embeddings": max_positions}
+    write_tiny_model(folder, family, tokenizer, text=text, seed=seed)
+
+
+def write_tiny_model(
+    folder: Path,
+    family: str,
+    tokenizer: Any,
+    *,
+    chat_template: str = _CHAT_TEMPLATE,
+    text: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
+    tied: bool = True,
+    spread: float = 0.02,
+    spread_of_vectors: float = 0.0,
+    seed: int = 0,
+    max_image_tokens: int = MAX_IMAGE_TOKENS,
+    max_shard_bytes: int | None = None,
+) -> Path:
+    """Write a model of some ten thousand random float32 weights, and of a family that sees the processor too.
+
+    Args:
+        folder: made when missing.
+        family: `model_type` of a causal language model, or one of `SEEING`.
+        tokenizer: of transformers, which has been saved into the folder; one that sees is given the marks of images.
+        chat_template: of a model that sees.
+        text: settings of the language model that take the place of the usual ones.
+        vision: such settings of the vision tower.
+        tied: input and output embedding are one tensor.
+        spread: standard deviation of the weights.
+        spread_of_vectors: of what is added to biases and the weights of norms.
+        seed: of the weights; torch's generator is left as it is.
+        max_image_tokens: most placeholders that stand for one image, of 8 x 8 pixels each.
+        max_shard_bytes: split the weights into files of at most this size.
+
+    Returns:
+        `folder`.
+    """
+    import torch
+
+    transformers: Any = import_module("transformers")
+    sees = family in SEEING
+    if sees:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(_MARKS.values())})
+        tokenizer.chat_template = chat_template
+    shape = {
+        **_text_settings(tokenizer, family),
+        "tie_word_embeddings": tied,
+        "initializer_range": spread,
+        **(text or {}),
+    }
+    if sees:
+        tower = {**_tower_settings(family), "initializer_range": spread, **(vision or {})}
+        ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in _MARKS.items()}
+        shape = {"text_config": shape, "vision_config": tower, "tie_word_embeddings": tied, **ids}
+    kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = kind.from_config(transformers.AutoConfig.for_model(family, **shape)).float()
+        for tensor in model.parameters() if spread_of_vectors else ():
+            if tensor.ndim == 1:
+                tensor.add_(torch.randn_like(tensor) * spread_of_vectors)
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id
     )
-    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    model.save_pretrained(folder, **({"max_shard_size": max_shard_bytes} if max_shard_bytes else {}))
+    if sees:
+        _write_processor(folder, family, tokenizer, max_image_tokens)
+    return folder
+
+
+def _text_settings(tokenizer: Any, family: str) -> dict[str, Any]:
+    """Two layers of heads of 32, the narrowest that vLLM decodes on a CPU; time, height and width share their pairs."""
+    settings = {
+        "vocab_size": -(-len(tokenizer) // 8) * 8,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4]}
+    if family == "qwen3_vl":
+        settings["rope_parameters"] = {**rope, "mrope_interleaved": True}
+    elif family == "qwen2_5_vl":  # its heads have no width of their own
+        del settings["head_dim"]
+        settings |= {"rope_parameters": rope, "num_attention_heads": 2, "num_key_value_heads": 1}
+    elif family.endswith("_moe"):
+        settings |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return settings
+
+
+def _tower_settings(family: str) -> dict[str, Any]:
+    own: dict[str, dict[str, Any]] = {
+        "qwen3_vl": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+        # Windows of 4 x 4 patches: an image has several, and parts of some.
+        "qwen2_5_vl": {"window_size": 4 * _PATCH_PX, "fullatt_block_indexes": [1]},
+    }
+    return {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "patch_size": _PATCH_PX,
+        "spatial_merge_size": _MERGE,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 64,
+        **own[family],
+    }
+
+
+def _write_processor(folder: Path, family: str, tokenizer: Any, max_image_tokens: int) -> None:
+    """Tokenizer and image processor; with torchvision the whole processor, which vLLM asks for."""
+    transformers: Any = import_module("transformers")
+    tokenizer.save_pretrained(folder)
+    size = {"shortest_edge": 4 * SQUARE_PX**2, "longest_edge": max_image_tokens * SQUARE_PX**2}
+    if find_spec("torchvision") is None:
+        transformers.Qwen2VLImageProcessorPil(size=size, **_PATCHES).save_pretrained(folder)
+        return
+    name, videos = {"qwen3_vl": ("Qwen3VL", "Qwen3VL"), "qwen2_5_vl": ("Qwen2_5_VL", "Qwen2VL")}[family]
+    getattr(transformers, f"{name}Processor")(
+        image_processor=transformers.Qwen2VLImageProcessor(size=size, **_PATCHES),
+        tokenizer=tokenizer,
+        video_processor=getattr(transformers, f"{videos}VideoProcessor")(**_PATCHES),
+        chat_template=tokenizer.chat_template,
+    ).save_pretrained(folder)

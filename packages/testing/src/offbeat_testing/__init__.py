@@ -7,20 +7,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offbeat_testing._command_conformance import CommandConformance
-    from offbeat_testing._command_line import CommandEnded, CommandLine
+    from offbeat_testing._commands import CommandConformance, CommandEnded, CommandLine, small_grpo_run, small_sft_run
     from offbeat_testing._fakes import FakeRolloutEngine, FakeWeightStream, Script
     from offbeat_testing._forked_roles import fork_roles, forked_main
-    from offbeat_testing._large_models import large_model_configs
-    from offbeat_testing._leaving_threads import wait_for_leaving_threads
+    from offbeat_testing._models import (
+        TinyFamily,
+        changed_weights,
+        large_model_configs,
+        logprob_errors,
+        reference_logprobs,
+        reference_model,
+        tiny_model,
+        tiny_tokenizer,
+        tiny_vision_model,
+    )
+    from offbeat_testing._processes import RunningCommand, wait_for_leaving_threads, wait_until_gone
     from offbeat_testing._ranks._child import Ranks
     from offbeat_testing._ray_nodes import RayNodes, ray_nodes
-    from offbeat_testing._reference import changed_weights, logprob_errors, reference_logprobs, reference_model
     from offbeat_testing._rollout_conformance import RolloutConformance
-    from offbeat_testing._running_command import RunningCommand, wait_until_gone
-    from offbeat_testing._small_runs import small_grpo_run, small_sft_run
-    from offbeat_testing._tiny_models import TinyFamily, tiny_model, tiny_tokenizer
-    from offbeat_testing._tiny_vision_models import tiny_vision_model
     from offbeat_testing._train_conformance import TrainEngineConformance
 
 __all__ = [
@@ -53,41 +57,25 @@ __all__ = [
     "wait_until_gone",
 ]
 
-_MODULES = {
-    "CommandConformance": "_command_conformance",
-    "CommandEnded": "_command_line",
-    "CommandLine": "_command_line",
-    "FakeRolloutEngine": "_fakes",
-    "FakeWeightStream": "_fakes",
-    "Ranks": "_ranks._child",
-    "RayNodes": "_ray_nodes",
-    "RolloutConformance": "_rollout_conformance",
-    "RunningCommand": "_running_command",
-    "Script": "_fakes",
-    "TinyFamily": "_tiny_models",
-    "TrainEngineConformance": "_train_conformance",
-    "changed_weights": "_reference",
-    "fork_roles": "_forked_roles",
-    "forked_main": "_forked_roles",
-    "large_model_configs": "_large_models",
-    "logprob_errors": "_reference",
-    "ray_nodes": "_ray_nodes",
-    "reference_logprobs": "_reference",
-    "reference_model": "_reference",
-    "small_grpo_run": "_small_runs",
-    "small_sft_run": "_small_runs",
-    "tiny_model": "_tiny_models",
-    "tiny_tokenizer": "_tiny_models",
-    "tiny_vision_model": "_tiny_vision_models",
-    "wait_for_leaving_threads": "_leaving_threads",
-    "wait_until_gone": "_running_command",
+_NAMES = {
+    "_commands": "CommandConformance CommandEnded CommandLine small_grpo_run small_sft_run",
+    "_fakes": "FakeRolloutEngine FakeWeightStream Script",
+    "_forked_roles": "fork_roles forked_main",
+    "_models": "TinyFamily large_model_configs tiny_model tiny_tokenizer tiny_vision_model"
+    " changed_weights logprob_errors reference_logprobs reference_model",
+    "_processes": "RunningCommand wait_for_leaving_threads wait_until_gone",
+    "_ranks._child": "Ranks",
+    "_ray_nodes": "RayNodes ray_nodes",
+    "_rollout_conformance": "RolloutConformance",
+    "_train_conformance": "TrainEngineConformance",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,7 @@ from offbeat_actors._actor import RoleActor
 from offbeat_actors._launcher import open_log, own_environment
 from offbeat_actors._local import LocalProcess
 from offbeat_actors._wire import Channel, SocketStream
-from offbeat_testing._forked_process import ForkedProcess
+from offbeat_testing._processes import ForkedProcess
 
 _LOOK_EVERY_S = 0.02
 

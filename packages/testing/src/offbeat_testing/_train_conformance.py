@@ -1,14 +1,14 @@
 """What the training contract promises, as tests. Every training engine runs the same ones."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from offbeat_testing._reference import reference_logprobs, reference_model
-from offbeat_testing._tiny_models import TinyFamily, tiny_model
+from offbeat_testing._models import TinyFamily, reference_logprobs, reference_model, tiny_model
 from offbeat_types import (
     ConfigError,
     LossTokens,
@@ -88,6 +88,13 @@ class TrainEngineConformance:
         """Return settings under which one step visibly moves the weights."""
         return TrainEngineConfig(model_path=str(model_folder), device="cpu", learning_rate=1e-3)
 
+    @pytest.fixture
+    def engine(self, config: TrainEngineConfig) -> Iterator[TrainEngine]:
+        """Give out an engine under test, and close it."""
+        engine = self.make_engine(config)
+        yield engine
+        engine.close()
+
     def test_a_plan_says_how_ranks_share_the_model(self, config: TrainEngineConfig) -> None:
         """One rank by itself; several along dp unless options say otherwise. Nothing is started for it."""
         import torch.distributed as dist
@@ -113,25 +120,21 @@ class TrainEngineConformance:
         with pytest.raises(ModelError, match="nowhere"):
             self.backend.plan(dataclasses.replace(config, model_path=str(tmp_path / "nowhere")))
 
-    def test_the_engines_own_metrics_have_no_slash(self, config: TrainEngineConfig) -> None:
+    def test_the_engines_own_metrics_have_no_slash(self, engine: TrainEngine) -> None:
         """So whoever reports them can tell them from the loss function's."""
-        engine = self.make_engine(config)
         found = engine.forward_backward(_sequences(), _named_nll)
         assert {name for name in found if "/" in name} == {"loss/nll"}
         assert {"loss", "num_microbatches"} <= found.keys()
         assert {"grad_norm", "learning_rate", "steps_refused"} <= engine.step().keys()
-        engine.close()
 
-    def test_logprobs_are_those_of_transformers(self, config: TrainEngineConfig) -> None:
+    def test_logprobs_are_those_of_transformers(self, engine: TrainEngine, config: TrainEngineConfig) -> None:
         """[T] each, equal to the reference under the mask, 0 outside it, in the order given."""
         sequences = _sequences()
-        engine = self.make_engine(config)
         model = reference_model(Path(config.model_path))
         for sequence, logprobs in zip(sequences, engine.logprobs(sequences), strict=True):
             assert logprobs.dtype == np.float32
             expected = np.where(sequence.loss_mask, reference_logprobs(model, sequence.ids), 0.0)
             np.testing.assert_allclose(logprobs, expected, atol=self.tolerance, rtol=0)
-        engine.close()
 
     def test_loss_tokens_are_packed_in_order(self, config: TrainEngineConfig) -> None:
         """N loss tokens, sequence numbers sorted, extras beside them, totals over all micro-batches."""
@@ -166,9 +169,8 @@ class TrainEngineConformance:
         np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
         np.testing.assert_allclose(norms, norms[0], rtol=1e-4)
 
-    def test_a_step_that_is_not_finite_is_refused(self, config: TrainEngineConfig) -> None:
+    def test_a_step_that_is_not_finite_is_refused(self, engine: TrainEngine) -> None:
         """Weights stay as they were, the refusal is counted, and the next step works."""
-        engine = self.make_engine(config)
         before = _copy(engine)
         engine.forward_backward(_sequences(), _not_finite)
         assert engine.step()["steps_refused"].value == 1
@@ -177,21 +179,19 @@ class TrainEngineConformance:
         assert np.isfinite(engine.step()["grad_norm"].value)
         assert not _same(before, _copy(engine))
         assert all(np.isfinite(array).all() for array in _copy(engine).values())
-        engine.close()
 
-    def test_steps_learn(self, config: TrainEngineConfig) -> None:
+    def test_steps_learn(self, engine: TrainEngine) -> None:
         """The loss of a batch falls when it is trained on."""
-        engine = self.make_engine(config)
         losses = []
         for _ in range(5):
             losses.append(engine.forward_backward(_sequences(), _nll)["nll"].value)
             engine.step()
         assert losses[-1] < losses[0]
-        engine.close()
 
-    def test_weights_come_in_one_order_under_hugging_face_names(self, config: TrainEngineConfig) -> None:
+    def test_weights_come_in_one_order_under_hugging_face_names(
+        self, engine: TrainEngine, config: TrainEngineConfig
+    ) -> None:
         """Names are those of transformers, each tensor once, equal on every call."""
-        engine = self.make_engine(config)
         first, second = ([name for name, _ in engine.weights()] for _ in range(2))
         assert first == second
         expected = dict(reference_model(Path(config.model_path)).named_parameters())
@@ -199,11 +199,9 @@ class TrainEngineConformance:
         assert len(first) == len(set(first))
         for name, array in _copy(engine).items():
             np.testing.assert_array_equal(array, expected[name].detach().numpy())
-        engine.close()
 
-    def test_the_reference_policy_stays(self, config: TrainEngineConfig) -> None:
+    def test_the_reference_policy_stays(self, engine: TrainEngine) -> None:
         """`reference=True` asks the first policy, after training too."""
-        engine = self.make_engine(config)
         sequences = _sequences()
         first = engine.logprobs(sequences)
         engine.forward_backward(sequences, _nll)
@@ -212,11 +210,11 @@ class TrainEngineConformance:
         for one, two, three in zip(first, kept, moved, strict=True):
             np.testing.assert_allclose(one, two, atol=1e-6)
             assert not np.allclose(one, three, atol=1e-6)
-        engine.close()
 
-    def test_save_and_load_continue_the_same_run(self, config: TrainEngineConfig, tmp_path: Path) -> None:
+    def test_save_and_load_continue_the_same_run(
+        self, engine: TrainEngine, config: TrainEngineConfig, tmp_path: Path
+    ) -> None:
         """A loaded engine takes the step the saved one would take, and transformers reads the folder."""
-        engine = self.make_engine(config)
         engine.forward_backward(_sequences(), _nll)
         engine.step()
         engine.save(tmp_path / "saved")
@@ -231,7 +229,6 @@ class TrainEngineConformance:
             np.testing.assert_allclose(array, _copy(other)[name], atol=1e-6, err_msg=name)
         model = reference_model(tmp_path / "saved")
         assert _same(saved, {name: tensor.detach().numpy() for name, tensor in model.named_parameters()})
-        engine.close()
         other.close()
 
 

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,12 +18,19 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from offbeat_liveness import current_frames
-from offbeat_testing._forked_process import STACKS_SIGNAL
-from offbeat_testing._ranks._collectives import group_members, recorded_collectives
-from offbeat_testing._ranks._plugin import PerRank
-from offbeat_testing._ranks._report import Message, Outcome, RankReport, RankState, RankVerdict, to_line
-from offbeat_testing._ranks._request import RanksRequest
+from offbeat_liveness import current_frames, watch
+from offbeat_testing._processes import STACKS_SIGNAL
+from offbeat_testing._ranks._plugin import PerRank, RanksRequest
+from offbeat_testing._ranks._report import (
+    Message,
+    Outcome,
+    RankReport,
+    RankState,
+    RankVerdict,
+    group_members,
+    recorded_collectives,
+    to_line,
+)
 
 PR_SET_PDEATHSIG: Final = 1
 LEAVE: Final = b"leave\n"
@@ -48,13 +54,9 @@ class Ranks:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSeat:
-    """What a rank inherits.
+    """What a rank inherits: its ends of the pipes, and a folder for its output and stacks.
 
     Args:
-        rank: its number.
-        orders: read end of the pipe from the test's process.
-        reports: write end of the pipe to it.
-        folder: for its output and stacks; removed by the test's process.
         captures: whether stdout and stderr go to files.
         parent: process id of the test's process.
     """
@@ -88,12 +90,14 @@ class Rank:
         code = 1
         try:
             self._settle()
-            report = self._report()
+            outcome, text = self._outcome()
+            at_s = time.monotonic()
+            report = RankReport(outcome=outcome, text=_utf8(text), at_s=at_s, state=self._state(stacks=False))
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             self._send(report)
             if report.outcome in ("passed", "skipped"):
-                self._wait_at_the_end_of_the_test()
+                self._may_leave.wait()  # until all are here: a connection that closes early would fail the others
             else:
                 self._leave_world()
             code = 0
@@ -103,10 +107,6 @@ class Rank:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             os._exit(code)
-
-    def _wait_at_the_end_of_the_test(self) -> None:
-        """Stay until all ranks have come here: a connection that closes early would fail the others."""
-        self._may_leave.wait()
 
     def _leave_world(self) -> None:
         """Tell the other ranks of the error, if the body has used offbeat-mesh."""
@@ -132,15 +132,11 @@ class Rank:
         faulthandler.register(STACKS_SIGNAL, file=stacks)
         torch.set_num_threads(1)
 
-    def _report(self) -> RankReport:
-        outcome, text = self._outcome()
-        at_s = time.monotonic()
-        return RankReport(outcome=outcome, text=text, at_s=at_s, state=self._state(stacks=False))
-
     def _outcome(self) -> tuple[Outcome, str]:
         __tracebackhide__ = True
         try:
-            self._monitor = self._watch() if self._request.liveness else None
+            if self._request.liveness:  # speaks when asked: the test's deadline comes first
+                self._monitor = watch(stall_after_s=max(1.0, self._request.deadline_s), policy="report")
             self._join()
             threading.Thread(target=self._obey, daemon=True, name="ranks-orders").start()
             self._item.obj(**self._arguments())
@@ -159,14 +155,6 @@ class Rank:
         mark = self._item.get_closest_marker("xfail")
         raises = mark.kwargs.get("raises") if mark else None
         return raises is not None and isinstance(error, raises)
-
-    def _watch(self) -> Any:
-        """The liveness monitor, if it is installed. It speaks when asked: the test's deadline comes first."""
-        try:
-            import offbeat_liveness as liveness
-        except ImportError:
-            return None
-        return liveness.watch(stall_after_s=max(1.0, self._request.deadline_s), policy="report")
 
     def _join(self) -> None:
         """Become a rank as one of torchrun's: its environment, and a world unless the body wants to join by itself."""
@@ -188,16 +176,11 @@ class Rank:
 
     def _arguments(self) -> dict[str, Any]:
         """The fixtures' values, with those of this rank where they differ between ranks."""
-        own: dict[str, Callable[[], Any]] = {"rank": self._rank, "ranks": self._ranks, "mesh": self._mesh}
+        rank, size = self._seat.rank, self._request.size
+        own = {"rank": lambda: rank, "ranks": lambda: Ranks(rank=rank, size=size), "mesh": self._mesh}
         wanted = self._item._fixtureinfo.argnames
         values = {name: self._item.funcargs[name] for name in wanted}
         return {name: own[name]() if isinstance(value, PerRank) else value for name, value in values.items()}
-
-    def _rank(self) -> int:
-        return self._seat.rank
-
-    def _ranks(self) -> Ranks:
-        return Ranks(rank=self._seat.rank, size=self._request.size)
 
     def _mesh(self) -> Any:
         if not self._request.axes:
@@ -224,12 +207,17 @@ class Rank:
         return RankState(
             collectives=recorded_collectives(self._born_ns) if joined else [],
             members=group_members() if joined else {},
-            stacks=_stacks() if stacks else "",
+            stacks=_utf8(_stacks()) if stacks else "",
         )
 
     def _send(self, message: Message) -> None:
         with self._sending, os.fdopen(os.dup(self._seat.reports), "wb") as pipe:
             pipe.write(to_line(message))
+
+
+def _utf8(text: str) -> str:
+    """The text in characters that can travel: names of files may have others."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _redirect(descriptor: int, path: Path) -> Any:

@@ -1,7 +1,8 @@
-"""The test's process: forks the ranks, hears their reports, and ends all of them whatever happens."""
+"""The test's process: forks the ranks, hears them, ends all of them whatever happens, and gives the verdict."""
 
 import importlib
 import os
+import re
 import selectors
 import shutil
 import signal
@@ -11,36 +12,160 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from math import inf
 from pathlib import Path
 from typing import Final
 
 import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
-from offbeat_testing._leaving_threads import wait_for_leaving_threads
-from offbeat_testing._ranks._collectives import waiting_for_the_finished
-from offbeat_testing._ranks._failure import RankEnd, give_verdict
-from offbeat_testing._ranks._report import RankReport, RankState, RankVerdict, from_line
-from offbeat_testing._ranks._request import PRELOAD_INI, RanksRequest
-
-try:
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import TCPStore
-except ImportError as error:  # pragma: no cover - torch is there wherever our own tests run
-    raise pytest.UsageError('tests on several ranks need torch: pip install "offbeat-testing[ranks]"') from error
-
-from offbeat_testing._forked_process import STACKS_SIGNAL
+from offbeat_testing._processes import STACKS_SIGNAL, wait_for_leaving_threads
 from offbeat_testing._ranks._child import EXPLAIN, JUDGE, LEAVE, Rank, RankSeat
+from offbeat_testing._ranks._plugin import PRELOAD_INI, RanksRequest
+from offbeat_testing._ranks._report import (
+    RankReport,
+    RankState,
+    RankVerdict,
+    first_difference,
+    from_line,
+    waiting_for_the_finished,
+)
 
-# How long the others may take to notice that one rank has failed.
-GRACE_S: Final = 5.0
-# How long the liveness monitor may look around.
-VERDICT_S: Final = 4.0
-# How often ranks are asked where they are while others have come to the end.
-LOOK_S: Final = 1.0
-# How long a stuck rank may take to say where it is.
-EXPLAIN_S: Final = 2.0
+PEER_IS_GONE: Final = ("gloo/transport/", "PeerFailedError: ")
+PLACE: Final = re.compile(r"\S+:\d+: in ")
+
+
+@dataclass(kw_only=True)
+class RankEnd:
+    """What the test's process knows of one rank."""
+
+    rank: int
+    process: int
+    folder: Path
+    report: RankReport | None = None
+    state: RankState | None = None
+    status: int | None = None
+    was_killed: bool = False
+
+    @property
+    def is_there(self) -> bool:
+        return self.status is None
+
+    @property
+    def is_over(self) -> bool:
+        return self.report is not None or not self.is_there
+
+    @property
+    def died(self) -> bool:
+        return self.report is None and self.status is not None and not self.was_killed
+
+    @property
+    def has_failed(self) -> bool:
+        return self.died or (self.report is not None and self.report.outcome in ("failed", "expected"))
+
+    @property
+    def last_state(self) -> RankState | None:
+        return self.report.state if self.report else self.state
+
+    def output(self, what: str) -> str:
+        """What the rank wrote to `stdout`, `stderr` or `stacks`."""
+        path = self.folder / f"rank-{self.rank}.{what}"
+        return path.read_text(errors="replace") if path.is_file() else ""
+
+    @property
+    def is_stopped(self) -> bool:
+        with suppress(OSError):
+            return Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return False
+
+
+def give_verdict(request: RanksRequest, ends: list[RankEnd], *, why_ended: str) -> None:
+    """Return if every rank passed; else skip, xfail or fail the test."""
+    outcomes = {end.report.outcome for end in ends if end.report}
+    if any(end.report is None for end in ends) or outcomes & {"failed", "expected"}:
+        first = _by_time(ends)[0]
+        if first.report and first.report.outcome == "expected" and not any(_failed_otherwise(end) for end in ends):
+            pytest.xfail(f"rank {first.rank}: {first.report.text.strip().splitlines()[-1]}")
+        pytest.fail(_failure_text(request, ends, why_ended), pytrace=False)
+    if outcomes == {"skipped"}:
+        pytest.skip(next(end.report.text for end in ends if end.report))
+    if "skipped" in outcomes:
+        skipped = [end.rank for end in ends if end.report and end.report.outcome == "skipped"]
+        pytest.fail(f"ranks {skipped} skipped the test and the others ran it: skip on all ranks or on none", False)
+    difference = first_difference(_states(ends)) if request.compare else None
+    if difference:
+        pytest.fail(f"every rank passed, but they did not call the same collectives\n{difference}", False)
+
+
+def _states(ends: list[RankEnd]) -> dict[int, RankState]:
+    return {end.rank: end.last_state for end in ends if end.last_state}
+
+
+def _by_time(ends: list[RankEnd]) -> list[RankEnd]:
+    """First causes first: a process that died tells no time, but nothing else explains it."""
+    failed = [end for end in ends if end.has_failed]
+    failed.sort(key=lambda end: (not end.died, end.report.at_s if end.report else 0.0))
+    return failed + [end for end in ends if end.was_killed] + [end for end in ends if not end.is_over]
+
+
+def _failure_text(request: RanksRequest, ends: list[RankEnd], why_ended: str) -> str:
+    failed = [end for end in _by_time(ends) if end.has_failed]
+    stuck = [end for end in ends if end.report is None and not end.died]
+    passed = [end.rank for end in ends if end.report and end.report.outcome == "passed"]
+    parts = [why_ended] if why_ended else []
+    if failed:
+        parts.append(f"rank {failed[0].rank} of {request.size} failed{' first' if len(failed) > 1 else ''}")
+        parts.append(_end_text(failed[0]))
+    if passed:
+        parts.append(f"ranks {passed} came to the end of the test")
+    difference = first_difference(_states(ends))
+    if difference:
+        parts.append(str(difference))
+    parts += [_later_text(end) for end in failed[1:]]
+    for end in stuck:
+        stacks = end.state.stacks if end.state else "(it gave no stacks)"
+        parts.append(f"rank {end.rank} was still running and was killed; it was here:\n{stacks}")
+    return "\n\n".join(part.rstrip() for part in parts)
+
+
+def _end_text(end: RankEnd) -> str:
+    if end.report:
+        return end.report.text
+    assert end.status is not None
+    if end.status < 0:
+        how = f"was killed by {signal.Signals(-end.status).name}"
+    else:
+        how = f"left with exit code {end.status} before the end of the test"
+    return f"its process {how}\n{end.output('stacks')}"
+
+
+def _failed_otherwise(end: RankEnd) -> bool:
+    """Whether a rank failed in a way that neither the test expects nor a peer's end explains."""
+    if not end.has_failed or (end.report and end.report.outcome == "expected"):
+        return False
+    return not _lost_a_peer(_end_text(end))
+
+
+def _lost_a_peer(text: str) -> bool:
+    return any(sign in text for sign in PEER_IS_GONE)
+
+
+def _later_text(end: RankEnd) -> str:
+    """One line where a peer's end explains it, else the whole of it."""
+    text = _end_text(end)
+    if not _lost_a_peer(text):
+        return f"after that, rank {end.rank} failed\n{text}"
+    places = [line.strip() for line in text.splitlines() if PLACE.match(line)]
+    return f"after that, rank {end.rank} lost its connection to a peer, at {places[0] if places else 'start'}"
+
+
+GRACE_S: Final = 5.0  # for the others to notice that one rank has failed
+VERDICT_S: Final = 4.0  # for the liveness monitor to look around
+LOOK_S: Final = 1.0  # how often ranks are asked where they are while others have come to the end
+EXPLAIN_S: Final = 2.0  # for a stuck rank to say where it is
 
 
 def run_on_ranks(item: pytest.Function, request: RanksRequest) -> None:
@@ -51,9 +176,6 @@ def run_on_ranks(item: pytest.Function, request: RanksRequest) -> None:
         importlib.import_module(module)
     if request.axes:
         importlib.import_module("offbeat_mesh._mesh")
-    if request.liveness:
-        with suppress(ImportError):  # then the ranks go without
-            importlib.import_module("offbeat_liveness")
     with _folder() as folder:
         crew = Crew(item, request, folder)
         try:
@@ -72,9 +194,7 @@ class Crew:
     """The processes of one test."""
 
     def __init__(self, item: pytest.Function, request: RanksRequest, folder: Path) -> None:
-        self._item = item
-        self._request = request
-        self._folder = folder
+        self._item, self._request, self._folder = item, request, folder
         self._selector = selectors.DefaultSelector()
         self._orders: dict[int, int] = {}
         self._buffers: dict[int, bytes] = {}
@@ -84,7 +204,6 @@ class Crew:
         self._next_look_s = time.monotonic() + LOOK_S
         self.ends: list[RankEnd] = []
         self._verdict: RankVerdict | None = None
-        self.timed_out = False
         self.why_ended = ""
 
     def start(self) -> None:
@@ -137,13 +256,14 @@ class Crew:
 
     def watch(self) -> None:
         """Hear the ranks until all are through, or one has failed and the others had time to notice, or too late."""
+        timed_out = False
         while not all(end.is_over for end in self.ends):
             now_s = time.monotonic()
             if now_s > self._first_failure_s + GRACE_S:
                 break
             if now_s > self._deadline_s:
                 stuck = [end.rank for end in self.ends if not end.is_over]
-                self.timed_out = True
+                timed_out = True
                 self.why_ended = f"ranks {stuck} were not through after {self._request.deadline_s:g} s"
                 break
             if self._wait_in_vain(now_s):
@@ -155,7 +275,7 @@ class Crew:
         if all(end.is_over for end in self.ends):
             self._order(LEAVE)
         else:
-            if self.timed_out:
+            if timed_out:
                 self._ask_for_a_verdict()
             self._ask_where_they_are()
 
@@ -221,7 +341,8 @@ class Crew:
         if silent:
             time.sleep(0.2)
         for end in silent:
-            end.state = RankState(stacks=f"{end.condition()}\n{end.output('stacks')}")
+            condition = "it is stopped (SIGSTOP)" if end.is_stopped else "it does not answer"
+            end.state = RankState(stacks=f"{condition}\n{end.output('stacks')}")
 
     def _order(self, order: bytes, *, only: RankEnd | None = None) -> None:
         for rank, pipe in self._orders.items():

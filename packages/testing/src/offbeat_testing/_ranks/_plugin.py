@@ -1,12 +1,99 @@
-"""Hooks and fixtures of the plugin. Entry point `ranks` of the group `pytest11`."""
+"""Hooks and fixtures of the plugin, and what a test asks for by its marks. Entry point `ranks` of `pytest11`."""
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Final
 
 import pytest
 
-from offbeat_testing._ranks._request import DEADLINE_INI, PRELOAD_INI, parametrise, read_request
+DEADLINE_INI = "ranks_deadline_s"
+PRELOAD_INI = "ranks_preload"
+OPTIONS = ("deadline_s", "join", "compare", "liveness")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksRequest:
+    """How to run one test body: on how many processes, on which mesh if any, and until when.
+
+    Args:
+        join: whether the processes join a torch.distributed world before the body.
+        compare: whether to compare the ranks' collectives at the end.
+        liveness: whether the liveness monitor watches the ranks.
+    """
+
+    size: int
+    axes: dict[str, Any] = field(default_factory=dict)
+    deadline_s: float
+    join: bool = True
+    compare: bool = True
+    liveness: bool = True
+
+
+def read_request(item: pytest.Item) -> RanksRequest | None:
+    """What the marks of a test ask for, or None where it has none of ours."""
+    axes = _axes(item)
+    mark = _closest(item, "mesh") if axes is not None else _closest(item, "ranks")
+    if mark is None and axes is None:
+        return None
+    options = dict(mark.kwargs) if mark else {}
+    given = {name: options.pop(name) for name in OPTIONS if name in options}
+    deadline_s = float(given.pop("deadline_s", 0) or item.config.getini(DEADLINE_INI))
+    if axes is not None:
+        # Expert parallelism divides the ranks that the other axes give: it adds none.
+        num_ranks = prod(length for axis, length in axes.items() if axis != "ep")
+        return RanksRequest(size=num_ranks, axes=axes, deadline_s=deadline_s, **given)
+    assert mark is not None
+    size = _parameter(item, "ranks") or (mark.args[0] if len(mark.args) == 1 else None)
+    if not isinstance(size, int) or size < 1 or options:
+        pytest.fail(f"@pytest.mark.ranks takes a number of processes and {', '.join(OPTIONS)}: got {mark}", False)
+    return RanksRequest(size=size, deadline_s=deadline_s, **given)
+
+
+def parametrise(metafunc: pytest.Metafunc) -> None:
+    """Run a test once for each size of `ranks(2, 4)`, and once for each of several `mesh` marks."""
+    sizes = next((mark.args for mark in metafunc.definition.iter_markers("ranks")), ())
+    if len(sizes) > 1:
+        _request_fixture(metafunc, "ranks", list(sizes), [f"{size}-ranks" for size in sizes])
+    meshes = [mark for mark in reversed(metafunc.definition.own_markers) if mark.name == "mesh"]
+    if len(meshes) > 1:
+        _request_fixture(metafunc, "mesh", [mark.kwargs for mark in meshes], [_mesh_id(mark) for mark in meshes])
+
+
+def _request_fixture(metafunc: pytest.Metafunc, name: str, values: list[Any], ids: list[str]) -> None:
+    if name not in metafunc.fixturenames:
+        metafunc.fixturenames.append(name)
+    metafunc.parametrize(name, values, ids=ids, indirect=True)
+
+
+def _mesh_id(mark: pytest.Mark) -> str:
+    return "-".join(f"{axis}{size}" for axis, size in mark.kwargs.items() if axis not in OPTIONS)
+
+
+def _axes(item: pytest.Item) -> dict[str, int] | None:
+    given = _parameter(item, "mesh")
+    if given is None:
+        mark = _closest(item, "mesh")
+        given = mark.kwargs if mark else None
+    if given is None:
+        return None
+    return {axis: size for axis, size in given.items() if axis not in OPTIONS}
+
+
+def _closest(item: pytest.Item, name: str) -> pytest.Mark | None:
+    """The mark nearest to the test: one of its parameter set comes before one of its function."""
+    callspec = getattr(item, "callspec", None)
+    for mark in getattr(callspec, "marks", ()):
+        if mark.name == name:
+            return mark.mark if isinstance(mark, pytest.MarkDecorator) else mark
+    return item.get_closest_marker(name)
+
+
+def _parameter(item: pytest.Item, name: str) -> Any:
+    callspec = getattr(item, "callspec", None)
+    return getattr(callspec, "params", {}).get(name)
+
 
 MARKS: Final = (
     "ranks(size, *more, deadline_s=…, join=True, compare=True, liveness=True): run the test body on `size` processes "
@@ -41,32 +128,30 @@ class PerRank:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare the setting for the deadline."""
     parser.addini(DEADLINE_INI, "deadline of a test on several ranks, in seconds", default="30")
     parser.addini(PRELOAD_INI, "modules that ranks need: imported once, before the first rank forks", "args", [])
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the marks."""
     for mark in MARKS:
         config.addinivalue_line("markers", mark)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each size or mesh, where several are given."""
     parametrise(metafunc)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run the body of a marked test on its ranks."""
     request = read_request(pyfuncitem)
     if request is None:
         return None
     if inspect.iscoroutinefunction(pyfuncitem.function):
         pytest.fail("a test on several ranks is a plain function: call asyncio.run(…) in its body", pytrace=False)
-    from offbeat_testing._ranks._launch import run_on_ranks
-
+    try:
+        from offbeat_testing._ranks._launch import run_on_ranks
+    except ImportError as error:
+        raise pytest.UsageError('tests on several ranks need torch: pip install "offbeat-testing[ranks]"') from error
     run_on_ranks(pyfuncitem, request)
     return True
 

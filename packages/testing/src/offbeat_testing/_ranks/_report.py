@@ -1,24 +1,22 @@
-"""What one rank tells the test's process: plain data, sent as a line of JSON."""
+"""What a rank tells the test's process, as lines of JSON: how it ended, where it stands; where two ranks part ways."""
 
-import json
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    from offbeat_liveness import CallSite
+    from offbeat_liveness import Collective as Recorded
+
 
 Outcome = Literal["passed", "failed", "expected", "skipped"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Collective:
-    """One collective of a rank, as torch's flight recorder has it.
-
-    Args:
-        group: the group's name in torch; equal on all its members.
-        sequence: its number within the group, from 1.
-        op: its name.
-        inputs, outputs: shapes with dtypes.
-        site: where it was called.
-        finished: whether torch has seen its end.
-    """
+class Collective(msgspec.Struct, frozen=True, kw_only=True):
+    """One collective of a rank, as torch's flight recorder has it: number `sequence`, from 1, of torch's `group`."""
 
     group: str
     sequence: int
@@ -33,30 +31,21 @@ class Collective:
         return f"{self.op}({tensors}) at {self.site}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankState:
+class RankState(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Where a rank stands: its collectives, the members of its groups and the stacks of its threads.
 
-    Args:
-        collectives: None while a thread of the rank used its groups, so that they could not be read.
-        members: global ranks, by group.
-        stacks: of its threads.
+    `collectives` is None while a thread of the rank used its groups, so that they could not be read.
     """
 
-    collectives: list[Collective] | None = field(default_factory=list)
-    members: dict[str, list[int]] = field(default_factory=dict)
+    collectives: list[Collective] | None = []
+    members: dict[str, list[int]] = {}
     stacks: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankReport:
-    """How the body ended on one rank.
+class RankReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """How the body ended on one rank, when on the clock that all share, and where it stood.
 
-    Args:
-        outcome: `expected` is a failure that the test's xfail mark allows.
-        text: traceback, or reason of a skip.
-        at_s: when, on the clock that all processes share.
-        state: where it stood.
+    `text` is the traceback or the reason of a skip; "expected" is a failure that the test's xfail mark allows.
     """
 
     outcome: Outcome
@@ -65,32 +54,144 @@ class RankReport:
     state: RankState
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankVerdict:
+class RankVerdict(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """What the liveness monitor says of all ranks, asked on one of them; empty if it sees nothing stuck."""
 
     text: str
 
 
 Message = RankReport | RankState | RankVerdict
+DECODER: Final = msgspec.json.Decoder(Message)
 
 
 def to_line(message: Message) -> bytes:
-    """One line for the pipe."""
-    return json.dumps({"kind": type(message).__name__, **asdict(message)}).encode() + b"\n"
+    return msgspec.json.encode(message) + b"\n"
 
 
 def from_line(line: bytes) -> Message:
-    """What `to_line` wrote."""
-    fields = json.loads(line)
-    kind = fields.pop("kind")
-    if kind == "RankVerdict":
-        return RankVerdict(**fields)
-    if kind == "RankState":
-        return _state(fields)
-    return RankReport(**{**fields, "state": _state(fields["state"])})
+    message: Message = DECODER.decode(line)
+    return message
 
 
-def _state(fields: dict[str, Any]) -> RankState:
-    read = fields["collectives"]
-    return RankState(**{**fields, "collectives": None if read is None else [Collective(**one) for one in read]})
+PATIENCE_S: Final = 0.5
+# Ops whose members may hold tensors of different shapes, and what of them must agree all the same.
+AGREES = {"gather": "inputs", "scatter": "outputs", "all_to_all": "", "alltoall": "", "alltoall_base": ""}
+# How many collectives torch's flight recorder keeps.
+RECORDED = int(os.environ.get("TORCH_FR_BUFFER_SIZE", "2000"))
+# torch's C++ names.
+DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Int": "int32", "Long": "int64", "Char": "int8"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first collective of a group at which two ranks differ; None for a rank that never came to it."""
+
+    group: str
+    members: list[int]
+    sequence: int
+    by_rank: dict[int, Collective | None]
+
+    def __str__(self) -> str:
+        name = f"group {self.group!r}" + (f" (ranks {self.members})" if self.members else "")
+        lines = [f"first difference of the collectives: number {self.sequence} of {name}"]
+        for rank, collective in self.by_rank.items():
+            lines.append(f"  rank {rank}: {collective or 'never came to it'}")
+        return "\n".join(lines)
+
+
+def first_difference(states: Mapping[int, RankState]) -> Difference | None:
+    """The earliest difference between the members of a group, or None."""
+    states = {rank: state for rank, state in states.items() if state.collectives is not None}
+    groups = sorted({collective.group for state in states.values() for collective in state.collectives or ()})
+    found = (_difference_of(group, states) for group in groups)
+    return next((difference for difference in found if difference), None)
+
+
+def waiting_for_the_finished(states: Mapping[int, RankState], finished: set[int]) -> str:
+    """Says which rank is in a collective that a rank which has come to the end will never join; empty if none is."""
+    read = {rank for rank, state in states.items() if state.collectives is not None}
+    for rank, state in states.items():
+        for one in state.collectives or () if rank not in finished else ():
+            if one.finished:
+                continue
+            members = set(state.members.get(one.group, ())) & finished & read
+            absent = sorted(
+                member for member in members if max(_numbered(one.group, states[member]), default=0) < one.sequence
+            )
+            if absent:
+                return f"rank {rank} waits for ranks {absent}, which came to the end of the test without {one.op}"
+    return ""
+
+
+def _difference_of(group: str, states: Mapping[int, RankState]) -> Difference | None:
+    by_rank = {rank: _numbered(group, state) for rank, state in states.items()}
+    known = [state.members[group] for state in states.values() if group in state.members]
+    members = known[0] if known else [rank for rank, calls in by_rank.items() if calls]
+    present = {rank: by_rank[rank] for rank in members if rank in by_rank}
+    if any(not calls and len(states[rank].collectives or ()) >= RECORDED for rank, calls in present.items()):
+        return None  # its calls in this group may have been there, and are forgotten
+    # The recorder keeps the last ones only: start where all ranks still have them.
+    first = max((min(calls) for calls in present.values() if calls), default=1)
+    last = max((max(calls) for calls in present.values() if calls), default=0)
+    for sequence in range(first, last + 1):
+        calls = {rank: numbered.get(sequence) for rank, numbered in present.items()}
+        if len({_signature(call) for call in calls.values()}) > 1:
+            return Difference(group=group, members=members, sequence=sequence, by_rank=calls)
+    return None
+
+
+def _numbered(group: str, state: RankState) -> dict[int, Collective]:
+    return {one.sequence: one for one in state.collectives or () if one.group == group}
+
+
+def _signature(call: Collective | None) -> tuple[str, ...]:
+    if call is None:
+        return ()
+    compared = AGREES.get(call.op, "inputs")
+    return (call.op, *(getattr(call, compared) if compared else ()))
+
+
+def recorded_collectives(since_ns: int = 0, *, patience_s: float = PATIENCE_S) -> list[Collective] | None:
+    """The collectives of this process since `time.time_ns` gave this, as far back as torch's flight recorder reaches.
+
+    A fork has its parent's older ones too, whose groups may have had the same names. None when there was no moment in
+    which no thread makes or uses a group: torch lets nobody read while another thread writes.
+    """
+    from offbeat_liveness import settled_collectives
+
+    entries = settled_collectives(patience_s=patience_s)
+    if entries is None:
+        return None
+    return [_collective(entry) for entry in entries if entry.created_ns >= since_ns and entry.peer is None]
+
+
+def group_members() -> dict[str, list[int]]:
+    """Global ranks of each group that this process is in, by torch's name of the group."""
+    from torch.distributed.distributed_c10d import _world
+
+    # A group without this process has a placeholder for its key, and no name.
+    return {_world.pg_names[it]: sorted(ranks) for it, ranks in _world.pg_group_ranks.items() if it in _world.pg_names}
+
+
+def _collective(entry: "Recorded") -> Collective:
+    return Collective(
+        group=entry.group,
+        sequence=entry.seq,
+        op=entry.op,
+        inputs=[_tensor(text) for text in entry.inputs],
+        outputs=[_tensor(text) for text in entry.outputs],
+        site=_site(entry.call_site),
+        finished=entry.done,
+    )
+
+
+def _tensor(text: str) -> str:
+    """The text of a tensor with the name of its dtype as Python has it: float32[3] for Float[3]."""
+    dtype, bracket, shape = text.partition("[")
+    return f"{DTYPES.get(dtype, dtype.lower())}{bracket}{shape}"
+
+
+def _site(site: "CallSite | None") -> str:
+    if site is None:
+        return "an unknown place"
+    return f"{site.file.removeprefix(f'{os.getcwd()}/')}:{site.line} in {site.function}"

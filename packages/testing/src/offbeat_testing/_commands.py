@@ -4,13 +4,56 @@ import json
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NoReturn
 
 import pytest
 
-from offbeat_testing._command_line import CommandEnded, CommandLine
+
+@dataclass(frozen=True)
+class CommandEnded:
+    """How a command ended.
+
+    Args:
+        code: exit code.
+        out: standard output.
+        err: standard error.
+    """
+
+    code: int
+    out: str
+    err: str
+
+
+class CommandLine:
+    """Calls the command line of an application with words: `command("train", "my.toml")`.
+
+    Args:
+        program: its name.
+        main: reads `sys.argv`, and leaves by SystemExit.
+        monkeypatch: the test's.
+        capsys: the test's.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        main: Callable[[], NoReturn],
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        self._program, self._main, self._monkeypatch, self._capsys = program, main, monkeypatch, capsys
+
+    def __call__(self, *words: object) -> CommandEnded:
+        """Run one command to its end."""
+        self._monkeypatch.setattr("sys.argv", [self._program, *map(str, words)])
+        with pytest.raises(SystemExit) as left:
+            self._main()
+        captured = self._capsys.readouterr()
+        return CommandEnded(int(left.value.code or 0), captured.out, captured.err)
+
 
 Mistake = tuple[list[str], str]
 """Words behind `train FILE --out FOLDER`, and what the error must say."""
@@ -161,3 +204,98 @@ def assert_refused(ended: CommandEnded, *said: str) -> None:
     for words in said:
         assert words in ended.err
     assert "Traceback" not in ended.err
+
+
+_GRPO = """
+[model]
+path = "{model}"
+[data]
+path = "{data}"
+eval_size = 4
+max_prompt_tokens = 64
+[reward]
+name = "number_match"
+[rollout]
+device = "cpu"
+samples_per_prompt = 2
+max_tokens = 8
+max_model_len = 96
+[engine]
+device = "cpu"
+learning_rate = 1e-4
+[async]
+mini_batch_size = 4
+partial_rollout = true
+[eval]
+every_updates = 2
+[checkpoint]
+every = 2
+[cluster]
+trainer_threads = 1
+rollout_threads = 1
+[log]
+train_generations = 100
+"""
+
+
+_SFT = """
+[model]
+path = "{model}"
+[data]
+path = "{data}"
+eval_size = 4
+max_sequence_tokens = 256
+epochs = 3
+[engine]
+device = "cpu"
+learning_rate = 3e-3
+schedule = "cosine"
+batch_size = 8
+max_tokens_per_microbatch = 512
+[eval]
+every_updates = 3
+[checkpoint]
+every = 2
+"""
+
+
+def small_grpo_run(folder: Path, model: Path) -> Path:
+    """Write sums to learn and a configuration: 5 updates over 20 prompts, two samples each.
+
+    Args:
+        folder: `small.toml` and `sums.jsonl` go there.
+        model: a Hugging Face folder, such as `tiny_model` writes.
+
+    Returns:
+        The configuration.
+    """
+    data, config = folder / "sums.jsonl", folder / "small.toml"
+    rows = [{"prompt": f"what is {n} and one?", "answer": str(n + 1)} for n in range(24)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config.write_text(_GRPO.format(model=model, data=data))
+    return config
+
+
+def small_sft_run(folder: Path, model: Path) -> Path:
+    """Write conversations and a configuration: 8 updates over 3 epochs of 20, the last of 4; 4 more are held out.
+
+    Args:
+        folder: `sft.toml` and `chats.jsonl` go there.
+        model: as in `small_grpo_run`.
+
+    Returns:
+        The configuration.
+    """
+    data, config = folder / "chats.jsonl", folder / "sft.toml"
+    data.write_text("".join(json.dumps({"messages": _conversation(number)}) + "\n" for number in range(24)))
+    config.write_text(_SFT.format(model=model, data=data))
+    return config
+
+
+def _conversation(number: int) -> list[dict[str, str]]:
+    return [
+        {"role": "user", "content": f"what is {number} and one?"},
+        {"role": "assistant", "content": f"the answer is {number + 1}"},
+        {"role": "user", "content": "and one?"},
+        {"role": "assistant", "content": f"{number + 2}"},
+    ]

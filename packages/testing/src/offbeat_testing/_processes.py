@@ -1,18 +1,118 @@
-"""A command of an application in a process of its own, as somebody starts, interrupts or kills it in a terminal."""
+"""Processes of a test: forks of this one that need no imports, and commands as in a terminal, to interrupt or kill."""
 
 import contextlib
+import faulthandler
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from offbeat_testing._forked_process import STACKS_SIGNAL, ForkedProcess
+PATIENCE_S: Final = 2.0
+_TASKS: Final = Path("/proc/self/task")
+_staying: Final[set[int]] = set()
+
+
+def wait_for_leaving_threads() -> None:
+    """Return when no thread is on its way out; call it before `os.fork`.
+
+    Expected: a thread that was joined is gone. What happens: Python lets go of it first, then its native libraries
+    clean up behind it, under locks of theirs. A child forked meanwhile finds them locked, and hangs in its first matrix
+    product: 5 forks of 100 on a busy machine, each after a thread that had multiplied; after this wait none of 1000.
+
+    Native threads that stay, such as a store's, are waited for in vain once, for `PATIENCE_S`.
+    """
+    if not _TASKS.is_dir():  # not Linux
+        return
+    end_s = time.monotonic() + PATIENCE_S
+    while leaving := _unknown_to_python() - _staying:
+        if time.monotonic() > end_s:
+            _staying.update(leaving)
+        time.sleep(0.001)
+
+
+def _unknown_to_python() -> set[int]:
+    tasks = {int(name) for name in os.listdir(_TASKS)}
+    return tasks - {thread.native_id for thread in threading.enumerate() if thread.native_id is not None}
+
+
+STACKS_SIGNAL: Final = signal.SIGRTMAX - 5 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
+"""A forked process that gets it writes its stacks into its output, even one that stands still with the GIL."""
+
+BEGIN_S: Final = 60.0
+"""How long a child may take to lead its session. Until then a signal to its group would reach nobody."""
+
+
+class ForkedProcess:
+    """Calls a function in a child process, in a session of its own, with the signal handlers of a new process.
+
+    Args:
+        main: called in the child, which ends with it; a SystemExit gives the exit code.
+        words: what the child finds in `sys.argv` behind the program's name.
+        output: file descriptor for what it prints, to either stream.
+    """
+
+    def __init__(self, main: Callable[[], object], words: Sequence[str] = (), output: int = 2) -> None:
+        self._code: int | None = None
+        wait_for_leaving_threads()
+        heard, telling = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            os.close(heard)
+            _become(main, words, output, telling)
+        os.close(telling)
+        has_begun, _, _ = select.select([heard], [], [], BEGIN_S)
+        os.close(heard)
+        if not has_begun:
+            self.send_signal(signal.SIGKILL)
+            raise TimeoutError(f"process {self.pid} did not lead its session within {BEGIN_S:g} s of its fork")
+
+    def poll(self) -> int | None:
+        """The exit code, minus the signal for a killed process; None while it runs."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def _become(main: Callable[[], object], words: Sequence[str], output: int, telling: int) -> None:
+    """The child's life; `telling` is closed when it leads its session."""
+    code = 1
+    try:
+        os.setsid()
+        os.close(telling)
+        for number in (signal.SIGTERM, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for descriptor in (1, 2):
+            os.dup2(output, descriptor)
+        sys.stdout, sys.stderr = (os.fdopen(each, "w", buffering=1, closefd=False) for each in (1, 2))
+        faulthandler.register(STACKS_SIGNAL, file=sys.stderr, all_threads=True)
+        sys.argv[1:] = words
+        main()
+        code = 0
+    except SystemExit as left:
+        code = int(left.code or 0)
+    except BaseException:  # noqa: BLE001  the boundary of the process
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
 
 DEADLINE_S: Final = 90.0
 """Generous: a loaded machine takes long to import torch in three processes."""

@@ -1,0 +1,282 @@
+"""What engines promise of weights, sleep and scores, and what the suites stand on: parts of `RolloutConformance`."""
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offbeat_testing._fakes import FakeWeightStream
+from offbeat_testing._models import (
+    TinyFamily,
+    changed_weights,
+    logprob_errors,
+    reference_logprobs,
+    reference_model,
+    tiny_model,
+)
+from offbeat_types import (
+    Completion,
+    ConfigError,
+    DataError,
+    GenerateRequest,
+    OffbeatError,
+    RolloutEngine,
+    RolloutEngineConfig,
+    SamplingParams,
+    ScoreRequest,
+    ScoringEngine,
+    WeightSyncError,
+)
+
+PROMPT = np.asarray([10, 44, 81, 7, 200, 31], np.int32)
+LONG = 480
+
+
+def suite_request(request_id: str = "r", *, num_samples: int = 1, **params: Any) -> GenerateRequest:
+    """A request of `PROMPT`."""
+    params = {"max_tokens": 24, "ignore_eos": True, "seed": 5, **params}
+    return GenerateRequest(
+        request_id=request_id, prompt_ids=PROMPT, num_samples=num_samples, params=SamplingParams(**params)
+    )
+
+
+def needs(engine: RolloutEngine, mode: Any) -> None:
+    """Skip the test where the engine does not declare a pause mode."""
+    if mode not in engine.capabilities.pause_modes:
+        pytest.skip(f"the engine declares no pause mode {mode!r}")
+
+
+def on_engine(check: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A test of a suite: `check` on a fresh engine that serves the model's folder, under the suite's deadline."""
+    wanted = list(inspect.signature(check).parameters)[2:]
+
+    def test(self: "EngineSuite", model_folder: Path, request: pytest.FixtureRequest) -> None:
+        values = {name: request.getfixturevalue(name) for name in wanted}
+        self.run(model_folder, lambda engine: check(self, engine, **values))
+
+    test.__name__, test.__qualname__, test.__doc__ = check.__name__, check.__qualname__, check.__doc__
+    return test
+
+
+class EngineSuite:
+    """One engine for each test, under a deadline; see `RolloutConformance`."""
+
+    family: TinyFamily = "qwen3"
+    tolerance: float = 1e-4
+    deadline_s: float = 60.0
+
+    async def make_engine(self, config: RolloutEngineConfig) -> RolloutEngine:
+        """Return the engine under test."""
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """Return the folder of the model to serve."""
+        return tiny_model(tmp_path_factory.mktemp("conformance") / cls.family, cls.family)
+
+    @pytest.fixture
+    def reference(self, model_folder: Path) -> Any:
+        """Return the same model under transformers, fresh for each test."""
+        return reference_model(model_folder)
+
+    def run(self, folder: Path, check: Callable[[RolloutEngine], Awaitable[None]]) -> None:
+        """Make an engine, run `check` on it, close it; all under the deadline."""
+
+        async def bounded() -> None:
+            async with asyncio.timeout(self.deadline_s), self.open_engine(folder) as engine:
+                await check(engine)
+
+        asyncio.run(bounded())
+
+    @asynccontextmanager
+    async def open_engine(self, folder: Path) -> AsyncIterator[RolloutEngine]:
+        """Give out an engine that serves the folder's weights as version 0, with its counters at zero; then end it."""
+        engine = await self.make_engine(
+            RolloutEngineConfig(model_path=str(folder), device="cpu", max_model_len=512, max_running=16)
+        )
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+    def assert_logprobs(self, model: Any, completion: Completion, temperature: float = 1.0, start: int = 0) -> None:
+        """Compare tokens from `start` on with what transformers computes in one pass over the whole sequence."""
+        errors = logprob_errors(model, PROMPT, completion, temperature=temperature)[start:]
+        assert (errors <= self.tolerance).all(), f"off by {errors.max()} nats, token {start + errors.argmax()}"
+
+    async def tokens(self, engine: RolloutEngine, num_tokens: int) -> None:
+        """Wait until this many further tokens have been sampled."""
+        start = (await engine.health()).num_tokens
+        while (await engine.health()).num_tokens < start + num_tokens:
+            await asyncio.sleep(0.001)
+
+
+_DRAW = np.random.default_rng(3)
+_PROMPT = _DRAW.integers(3, 250, 9).astype(np.int32)
+_CONTINUATIONS = tuple(_DRAW.integers(3, 250, length).astype(np.int32) for length in (12, 0, 1, 40))
+
+
+class ScoreConformance(EngineSuite):
+    """For engines that declare `scores`; the others skip it."""
+
+    @on_engine
+    async def test_scores_are_those_of_transformers(self, engine: RolloutEngine, reference: Any) -> None:
+        """Given tokens have the reference's log-probabilities, at 1 and, where the engine can, another temperature."""
+        scorer = _scorer(engine)
+        for temperature in (1.0, 0.7):
+            request = ScoreRequest(
+                request_id=f"s{temperature}",
+                prompt_ids=_PROMPT,
+                continuations=_CONTINUATIONS,
+                temperature=temperature,
+            )
+            try:
+                scores = await scorer.score(request)
+            except ConfigError:
+                if temperature == 1.0:
+                    raise
+                continue
+            for ids, found in zip(_CONTINUATIONS, scores, strict=True):
+                whole = np.concatenate([_PROMPT, ids])
+                expected = reference_logprobs(reference, whole, temperature=temperature)[len(_PROMPT) :]
+                np.testing.assert_allclose(found, expected, atol=self.tolerance, rtol=0)
+
+    @on_engine
+    async def test_what_no_model_can_score_is_refused(self, engine: RolloutEngine) -> None:
+        """Unknown ids and sequences that are too long."""
+        scorer = _scorer(engine)
+        for ids, words in (([10**7], "tokenizer"), ([5] * 600, "max_model_len")):
+            request = ScoreRequest(request_id="s", prompt_ids=_PROMPT, continuations=(np.asarray(ids, np.int32),))
+            with pytest.raises(DataError, match=words):
+                await scorer.score(request)
+
+
+def _scorer(engine: RolloutEngine) -> ScoringEngine:
+    if not engine.capabilities.scores:
+        pytest.skip("the engine does not score")
+    return engine  # type: ignore[return-value]
+
+
+class WeightConformance(EngineSuite):
+    """For every engine; one that does not sleep skips what is of sleep."""
+
+    @on_engine
+    async def test_update_in_mid_generation_splits_the_versions(
+        self, engine: RolloutEngine, model_folder: Path, reference: Any
+    ) -> None:
+        """Tokens before the update have the old policy's log-probabilities, tokens after it exactly the new one's."""
+        needs(engine, "keep")
+        task = asyncio.create_task(engine.generate(suite_request(num_samples=3, max_tokens=LONG)))
+        await self.tokens(engine, 30)
+        await engine.pause("keep")
+        old = reference_model(model_folder)
+        stream = FakeWeightStream(changed_weights(reference), version=7)
+        proof = await engine.update_weights(stream, 7)
+        assert proof == stream.expected()
+        assert (await engine.health()).version == 7
+        await engine.resume()
+        for completion in await task:
+            assert [segment.version for segment in completion.segments] == [0, 7]
+            split = completion.segments[0].num_tokens
+            assert 0 < split < LONG
+            assert sum(segment.num_tokens for segment in completion.segments) == len(completion.ids)
+            assert completion.oldest_version == 0
+            self.assert_logprobs(reference, completion, start=split)
+            ids = np.concatenate([PROMPT, completion.ids[:split]])
+            before = reference_logprobs(old, ids)[len(PROMPT) :]
+            np.testing.assert_allclose(completion.logprobs[:split], before, atol=self.tolerance, rtol=0)
+
+    @on_engine
+    async def test_a_wrong_stream_is_refused_and_never_mixed(
+        self, engine: RolloutEngine, model_folder: Path, reference: Any
+    ) -> None:
+        """After a failed update the engine serves the old weights or nothing; a full update heals it."""
+        old = reference_model(model_folder)
+        weights = changed_weights(reference)
+        name, tensor = weights[3]
+        wrong = {
+            "a name nobody has": FakeWeightStream([*weights[:3], ("no.such.weight", tensor)], 1),
+            "a shape that differs": FakeWeightStream([*weights[:3], (name, tensor[:-1])], 1),
+            "a tensor that never came": FakeWeightStream(weights[:-1], 1),
+            "a sender that died": FakeWeightStream(weights, 1, fail_after=4),
+            "another version": FakeWeightStream(weights, 2),
+        }
+        for index, (what, stream) in enumerate(wrong.items()):
+            with pytest.raises(WeightSyncError):
+                await engine.update_weights(stream, 1)
+            await self._old_or_nothing(engine, old, f"{index}: {what}")
+        await engine.update_weights(FakeWeightStream(weights, 3), 3)
+        (completion,) = await engine.generate(suite_request("healed"))
+        assert completion.oldest_version == 3
+        self.assert_logprobs(reference, completion)
+
+    async def _old_or_nothing(self, engine: RolloutEngine, old: Any, what: str) -> None:
+        try:
+            (completion,) = await engine.generate(suite_request(what))
+        except OffbeatError:
+            return
+        assert completion.oldest_version == 0, what
+        self.assert_logprobs(old, completion)
+
+    @on_engine
+    async def test_sleep_and_wake_leave_no_trace(self, engine: RolloutEngine) -> None:
+        """After sleep level 1 and `wake` the same seed gives the same tokens."""
+        if 1 not in engine.capabilities.sleep_levels:
+            pytest.skip("the engine does not sleep")
+        (before,) = await engine.generate(suite_request())
+        await engine.pause("wait")
+        await engine.sleep(1)
+        await engine.wake()
+        await engine.resume()
+        (after,) = await engine.generate(suite_request())
+        np.testing.assert_array_equal(before.ids, after.ids)
+
+    @on_engine
+    async def test_samples_held_through_sleep_go_on_under_the_new_weights(
+        self, engine: RolloutEngine, reference: Any
+    ) -> None:
+        """What a colocated trainer does: its own memory while it trains, new weights first, then the cache again."""
+        needs(engine, "keep")
+        if 2 not in engine.capabilities.sleep_levels:
+            pytest.skip("the engine does not give its weights back")
+        task = asyncio.create_task(engine.generate(suite_request(num_samples=2, max_tokens=LONG)))
+        await self.tokens(engine, 30)
+        await engine.pause("keep")
+        await engine.sleep(2)
+        later = asyncio.create_task(engine.generate(suite_request("later")))
+        await engine.wake(("weights",))
+        stream = FakeWeightStream(changed_weights(reference), version=7)
+        assert await engine.update_weights(stream, 7) == stream.expected()
+        await engine.wake(("kv_cache",))
+        await engine.resume()
+        for completion in await task:
+            assert [segment.version for segment in completion.segments] == [0, 7]
+            self.assert_logprobs(reference, completion, start=completion.segments[0].num_tokens)
+        assert (await later)[0].oldest_version == 7
+
+    @on_engine
+    async def test_without_the_weights_that_sleep_gave_back_nothing_is_sampled(
+        self, engine: RolloutEngine, model_folder: Path
+    ) -> None:
+        """What was in flight ends as aborted, and what comes is refused, until a whole update has come."""
+        needs(engine, "keep")
+        if 2 not in engine.capabilities.sleep_levels:
+            pytest.skip("the engine does not give its weights back")
+        task = asyncio.create_task(engine.generate(suite_request(max_tokens=LONG)))
+        await self.tokens(engine, 4)
+        await engine.pause("keep")
+        await engine.sleep(2)
+        await engine.wake()
+        await engine.resume()
+        assert (await task)[0].stop_reason == "aborted"
+        with pytest.raises(WeightSyncError):
+            await engine.generate(suite_request("later"))
+        weights = [(name, tensor.detach()) for name, tensor in reference_model(model_folder).named_parameters()]
+        await engine.update_weights(FakeWeightStream(weights, 3), 3)
+        assert (await engine.generate(suite_request("healed")))[0].oldest_version == 3
