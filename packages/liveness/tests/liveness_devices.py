@@ -14,11 +14,10 @@ import torch.distributed as dist
 from liveness_launch import LIMIT_S, Body, Outcome, launch
 
 import offbeat_liveness as liveness
-from offbeat_liveness._process import reading
-from offbeat_liveness._process.motion import Motion
-from offbeat_liveness._process.process_groups import group_heads
-from offbeat_liveness._process.recorder import flight_recorder
-from offbeat_liveness._process.recorder.nccl_recorder import NCCL
+from offbeat_liveness._process import flight_recorder, reading
+from offbeat_liveness._process.nccl_recorder import NCCL
+from offbeat_liveness._process.process_groups import group_snapshots
+from offbeat_liveness._process.progress import ProgressTracker
 
 SPIN_CYCLES = 20_000_000_000  # about 10 s on a device of 2 GHz
 
@@ -42,15 +41,15 @@ def launch_on_devices(body: Body, size: int, directory: Path, **settings: Any) -
 
 
 def head_now(motion):
-    return reading.read_head(motion, name="", world="", rank=0, world_size=1, stall_after_s=1.0)
+    return reading.read_snapshot(motion, name="", world="", rank=0, world_size=1, stall_after_s=1.0)
 
 
 def read_all():
-    motion = Motion(60.0)
+    motion = ProgressTracker(60.0)
     end_s = time.monotonic() + LIMIT_S
     while (entries := motion.recorder.entries()) is None:
         assert time.monotonic() < end_s
-    return {head.backend: head for head in group_heads(entries)}
+    return {head.backend: head for head in group_snapshots(entries)}
 
 
 def pending_behind_a_spinning_kernel(rank):
@@ -80,7 +79,7 @@ def the_recorder_answers_while_the_main_thread_synchronizes(rank):
     dist.all_reduce(torch.ones(4, device=device))
     waiter = threading.Thread(target=torch.cuda.synchronize)
     waiter.start()
-    motion, took_s = Motion(60.0), []
+    motion, took_s = ProgressTracker(60.0), []
     for _ in range(10):
         start_s = time.monotonic()
         motion.look()

@@ -10,13 +10,13 @@ import pytest
 from offbeat_liveness import _dumps
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._dumps import MAX_VERDICTS, DumpWriter, read_heads, read_verdicts
-from offbeat_liveness._process.head import Head
+from offbeat_liveness._process.snapshot import ProcessSnapshot
 
 LIMIT_S = 20.0
 
 
-def a_head(rank: int, still_s: float = 0.0) -> Head:
-    return Head(key=f"vm:{rank}", name=f"rank {rank}", rank=rank, pid=rank, host="vm", still_s=still_s)
+def a_head(rank: int, still_s: float = 0.0) -> ProcessSnapshot:
+    return ProcessSnapshot(key=f"vm:{rank}", name=f"rank {rank}", rank=rank, pid=rank, host="vm", still_s=still_s)
 
 
 def a_verdict(time_s: float) -> Verdict:

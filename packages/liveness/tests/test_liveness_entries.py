@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from offbeat_liveness._process.recorder import flight_recorder, nccl_recorder
-from offbeat_liveness._process.recorder.entries import parse_entries
+from offbeat_liveness._process import flight_recorder, nccl_recorder
+from offbeat_liveness._process.flight_recorder import parse_entries
 
 
 def entry_of(**changes: Any) -> dict[str, Any]:

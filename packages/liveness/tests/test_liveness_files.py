@@ -11,9 +11,9 @@ import pytest
 
 from offbeat_liveness import _dumps
 from offbeat_liveness._cli import main
-from offbeat_liveness._process.crash import CrashFile, path_of, read_crash
-from offbeat_liveness._process.head import Head, ThreadHead, Wait
-from offbeat_liveness._process.kernel.proc import HOST
+from offbeat_liveness._process.exceptions import CrashFile, path_of, read_crash
+from offbeat_liveness._process.proc import HOST
+from offbeat_liveness._process.snapshot import ProcessSnapshot, ThreadSnapshot, Wait
 
 
 def test_last_words_of_a_crash_are_those_of_the_main_thread(tmp_path: Path) -> None:
@@ -51,10 +51,10 @@ def test_last_words_are_for_this_user_alone_and_are_written_into_no_file_of_anot
     assert (tmp_path / "another").read_text() == "kept"
 
 
-def a_head(rank: int, *waits: Wait, name: str = "") -> Head:
-    return Head(
+def a_head(rank: int, *waits: Wait, name: str = "") -> ProcessSnapshot:
+    return ProcessSnapshot(
         key=f"vm:{rank}", name=name or f"rank {rank}", rank=rank, world="w", world_size=2, pid=rank, host="vm",
-        time_s=1e9, waits=waits, still_s=90.0, threads=(ThreadHead(name="MainThread", still_s=90.0),),
+        time_s=1e9, waits=waits, still_s=90.0, threads=(ThreadSnapshot(name="MainThread", still_s=90.0),),
     )  # fmt: skip
 
 

@@ -17,12 +17,12 @@ from nccl_dumps import (
     started_and_stuck,
 )
 
-from offbeat_liveness._diagnosis.diagnosis import find_verdict
-from offbeat_liveness._diagnosis.graph import Scene
+from offbeat_liveness._diagnosis import find_verdict
+from offbeat_liveness._diagnosis.graph import WaitGraph
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._process import reading
-from offbeat_liveness._process.head import GroupHead, Head, ThreadHead
-from offbeat_liveness._process.recorder.entries import group_of, of_this_life, parse_entries, parse_transfers
+from offbeat_liveness._process.flight_recorder import group_of, of_this_life, parse_entries, parse_transfers
+from offbeat_liveness._process.snapshot import GroupSnapshot, ProcessSnapshot, ThreadSnapshot
 
 STALL_S = 60.0
 
@@ -49,7 +49,7 @@ class StandingThreads:
         return None
 
 
-def heads_of(dump: Dump) -> tuple[GroupHead, ...]:
+def heads_of(dump: Dump) -> tuple[GroupSnapshot, ...]:
     """As `group_heads` makes them, of a dump of one process."""
     found = []
     for name, config in dump["pg_config"].items():
@@ -59,7 +59,7 @@ def heads_of(dump: Dump) -> tuple[GroupHead, ...]:
         pending = [each for each in parse_transfers(entries, members) if not each.done]
         entered = recent[-1].seq if recent else 0
         found.append(
-            GroupHead(
+            GroupSnapshot(
                 name=name,
                 ranks=members,
                 backend="nccl",
@@ -71,19 +71,19 @@ def heads_of(dump: Dump) -> tuple[GroupHead, ...]:
     return tuple(found)
 
 
-def head_of(rank: int, dump: Dump, size: int) -> Head:
+def head_of(rank: int, dump: Dump, size: int) -> ProcessSnapshot:
     groups = heads_of(dump)
     threads: Any = StandingThreads()
     waits = (*reading._collective_waits(groups, threads), *reading._transfer_waits(groups, threads))
-    return Head(
+    return ProcessSnapshot(
         key=f"vm:{rank}", name=f"rank {rank}", rank=rank, world="w", world_size=size, pid=rank, host="vm",
-        still_s=70.0, groups=groups, waits=waits, threads=(ThreadHead(name="MainThread", still_s=70.0),),
+        still_s=70.0, groups=groups, waits=waits, threads=(ThreadSnapshot(name="MainThread", still_s=70.0),),
     )  # fmt: skip
 
 
 def ours(dumps: list[Dump]) -> Verdict:
     heads = [head_of(rank, dump, len(dumps)) for rank, dump in enumerate(dumps)]
-    verdict = find_verdict(Scene(heads=heads, stall_after_s=STALL_S))
+    verdict = find_verdict(WaitGraph(heads=heads, stall_after_s=STALL_S))
     assert verdict is not None
     return verdict
 

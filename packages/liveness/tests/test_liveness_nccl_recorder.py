@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 from nccl_dumps import missing_member
 
-from offbeat_liveness._process import reading
-from offbeat_liveness._process.motion import Motion
-from offbeat_liveness._process.recorder import nccl_recorder
-from offbeat_liveness._process.recorder.nccl_recorder import NCCL, NcclRecorder
+from offbeat_liveness._process import nccl_recorder, reading
+from offbeat_liveness._process.nccl_recorder import NCCL, NcclRecorder
+from offbeat_liveness._process.progress import ProgressTracker
 
 LIMIT_S = 20.0
 ANSWER_S = 0.2
@@ -134,7 +133,7 @@ def test_a_head_says_that_the_recorder_did_not_answer(monkeypatch):
     monkeypatch.setattr(nccl_recorder.pickle, "loads", lambda content: {"entries": []})
     dist.all_reduce(torch.ones(1))
     time.sleep(0.05)
-    head = reading.read_head(Motion(60.0), name="", world="", rank=0, world_size=1, stall_after_s=60.0)
+    head = reading.read_snapshot(ProgressTracker(60.0), name="", world="", rank=0, world_size=1, stall_after_s=60.0)
     device.may_answer.set()
     NCCL.clear()
     assert "torch's recorder of nccl did not answer: of its groups only sequence numbers are known" in head.notes

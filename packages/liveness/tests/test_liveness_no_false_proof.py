@@ -5,10 +5,9 @@ import dataclasses
 import pytest
 from test_liveness_diagnosis import decide, declared, entry, found, head, in_collective, member
 
-from offbeat_liveness._diagnosis.difference import difference
-from offbeat_liveness._diagnosis.failure import find_failure
-from offbeat_liveness._diagnosis.graph import Absent, Scene
-from offbeat_liveness._process.head import GroupHead, LeftGroup, Wait
+from offbeat_liveness._diagnosis.graph import Absent, WaitGraph, difference
+from offbeat_liveness._diagnosis.proofs import find_failure
+from offbeat_liveness._process.snapshot import GroupSnapshot, LeftGroup, Wait
 
 WORLD = (0, 1, 2)
 
@@ -81,7 +80,7 @@ def test_a_failure_elsewhere_makes_no_proof_of_a_silence(fate, error) -> None:
     failed = head(9, name="helper", world="", state="failed", error=error)
     waits = head(0, member("0", (0, 1), entry(1)), waits=(in_collective("0", 1),))
     quiet = Absent(name="rank 1", rank=1, world="w", fate=fate)
-    scene = Scene(heads=(waits, failed), absent=(quiet,), stall_after_s=60.0)
+    scene = WaitGraph(heads=(waits, failed), absent=(quiet,), stall_after_s=60.0)
     assert find_failure(scene) is None
     assert not found(waits, failed, absent=(quiet,)).is_proof
 
@@ -89,7 +88,7 @@ def test_a_failure_elsewhere_makes_no_proof_of_a_silence(fate, error) -> None:
 def test_queues_of_devices_prove_nothing_and_of_two_worlds_are_not_compared() -> None:
     """Each may be behind work of its own: a look does not tell a long queue from a crossed one."""
 
-    def queued(group: str) -> GroupHead:
+    def queued(group: str) -> GroupSnapshot:
         call = dataclasses.replace(entry(1, group=group), backend="nccl")
         return dataclasses.replace(member(group, (0, 1), call), backend="nccl")
 

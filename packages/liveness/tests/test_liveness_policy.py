@@ -19,13 +19,13 @@ import torch.distributed as dist
 from liveness_launch import ABORTED, STALL_S, Body, launch, step
 
 import offbeat_liveness as liveness
-from offbeat_liveness import _ending, _monitor
+from offbeat_liveness import _announcer, _monitor
 from offbeat_liveness._announcer import Announcer
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._dumps import DumpWriter
 from offbeat_liveness._monitor import must_end
 from offbeat_liveness._network.peers import Peers
-from offbeat_liveness._process.head import Head, Wait
+from offbeat_liveness._process.snapshot import ProcessSnapshot, Wait
 from offbeat_liveness._settings import Settings
 
 PAUSE_S = 4 * STALL_S
@@ -425,12 +425,12 @@ def test_an_exception_that_a_clean_up_hides_is_told(tmp_path: Path) -> None:
 def test_nobody_leaves_before_a_process_that_has_failed_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where that one leads, and says at once that the others may go: its exit code is to come first."""
     left = threading.Event()
-    monkeypatch.setattr(_ending, "leave", left.set)
+    monkeypatch.setattr(_announcer, "leave", left.set)
     is_going = threading.Event()
     is_going.set()
-    stuck = Head(key="vm:1", name="rank 0", waits=(Wait(kind="collective", what="all_reduce", age_s=9.0),))
+    stuck = ProcessSnapshot(key="vm:1", name="rank 0", waits=(Wait(kind="collective", what="all_reduce", age_s=9.0),))
     dumps: Any = SimpleNamespace(flush=lambda limit_s: None)
-    ending = _ending.Ending(cast("Peers", None), dumps, 10.0, lambda: stuck, is_going.is_set)
+    ending = _announcer.Ending(cast("Peers", None), dumps, 10.0, lambda: stuck, is_going.is_set)
     ending.hear_leave()  # of a suspicion that was told before, and ended nothing
     assert not ending._may_leave.is_set()
     ending.begin(leads=False, ends=True)

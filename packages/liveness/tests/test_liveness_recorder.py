@@ -10,16 +10,15 @@ import torch
 import torch.distributed as dist
 
 from offbeat_liveness import settled_collectives
-from offbeat_liveness._process import reading
-from offbeat_liveness._process.motion import Motion
-from offbeat_liveness._process.recorder import flight_recorder
-from offbeat_liveness._process.recorder.still_recorder import StillRecorder, _scene, settled_s
+from offbeat_liveness._process import flight_recorder, reading
+from offbeat_liveness._process.flight_recorder import StillRecorder, _group_activity, settled_s
+from offbeat_liveness._process.progress import ProgressTracker
 
 LIMIT_S = 30.0
 IMPORTED_WHILE_READING = """
 import sys, threading
 import torch, torch.distributed as dist
-from offbeat_liveness._process.recorder.flight_recorder import read_entries
+from offbeat_liveness._process.flight_recorder import read_entries
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(1))
@@ -108,11 +107,11 @@ def test_the_recorder_is_not_read_while_a_group_is_made_unless_that_lasts(rank):
     read_when_still(recorder)
     maker = threading.Thread(target=dist.new_group, args=([0, 1],))
     maker.start()
-    while not _scene()[0] and time.monotonic() < end_s:
+    while not _group_activity()[0] and time.monotonic() < end_s:
         time.sleep(0.001)
     assert recorder.status_text() is None
     assert read_when_still(recorder) != ""
-    assert _scene()[0] == (maker.ident,)
+    assert _group_activity()[0] == (maker.ident,)
     second_store.set("looked", "")
     maker.join(LIMIT_S)
     assert recorder.status_text() is None
@@ -120,7 +119,7 @@ def test_the_recorder_is_not_read_while_a_group_is_made_unless_that_lasts(rank):
 
 @pytest.mark.ranks(1, liveness=False)
 def test_a_collective_is_movement_though_it_was_not_read():
-    motion = Motion(longest_gap_s=60.0)
+    motion = ProgressTracker(longest_gap_s=60.0)
     motion.look()
     before_s = motion.status_since_s
     dist.all_reduce(torch.ones(1))
@@ -135,7 +134,7 @@ def test_a_collective_is_movement_though_it_was_not_read():
 
 @pytest.mark.ranks(1, liveness=False)
 def test_a_head_waits_for_a_moment_without_collectives():
-    motion = Motion(longest_gap_s=60.0)
+    motion = ProgressTracker(longest_gap_s=60.0)
     for _ in range(3):
         dist.all_reduce(torch.ones(1))
     still = read_groups(motion)
@@ -145,5 +144,5 @@ def test_a_head_waits_for_a_moment_without_collectives():
 
 
 def read_groups(motion):
-    head = reading.read_head(motion, name="", world="", rank=0, world_size=1, stall_after_s=60.0)
+    head = reading.read_snapshot(motion, name="", world="", rank=0, world_size=1, stall_after_s=60.0)
     return [(group.entered, len(group.recent)) for group in head.groups]

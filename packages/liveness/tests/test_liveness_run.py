@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from offbeat_liveness._cli import SITE_FOLDER
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._dumps import read_verdicts
-from offbeat_liveness._run import SITE_FOLDER
 
 LIMIT_S = 90
 STRANGER = """

@@ -4,13 +4,10 @@ import dataclasses
 
 from test_liveness_diagnosis import STALL_S, decide, declared, entry, found, head, in_collective, member, role
 
-from offbeat_liveness._diagnosis.diagnosis import is_over
-from offbeat_liveness._diagnosis.graph import Scene
+from offbeat_liveness._diagnosis import is_over
+from offbeat_liveness._diagnosis.graph import WaitGraph
 from offbeat_liveness._diagnosis.verdict import Verdict
-from offbeat_liveness._process.head import (
-    OutsideWait,
-    Wait,
-)
+from offbeat_liveness._process.snapshot import OutsideWait, Wait
 
 
 def outside(text: str, age_s: float = 70.0, **more: object) -> Wait:
@@ -83,9 +80,9 @@ def test_a_stall_is_over_when_those_who_waited_say_so() -> None:
     waits, late = head(0, called, waits=(in_collective("0", 1),)), head(1, member("0", (0, 1)))
     verdict = found(waits, late)
     goes_on = dataclasses.replace(waits, waits=())
-    assert not is_over(Scene(heads=[waits, late], stall_after_s=STALL_S), verdict)
-    assert not is_over(Scene(heads=[dataclasses.replace(goes_on, is_heard=False)], stall_after_s=STALL_S), verdict)
-    assert is_over(Scene(heads=[goes_on, late], stall_after_s=STALL_S), verdict)
+    assert not is_over(WaitGraph(heads=[waits, late], stall_after_s=STALL_S), verdict)
+    assert not is_over(WaitGraph(heads=[dataclasses.replace(goes_on, is_heard=False)], stall_after_s=STALL_S), verdict)
+    assert is_over(WaitGraph(heads=[goes_on, late], stall_after_s=STALL_S), verdict)
 
 
 def test_a_death_is_told_once_in_whatever_call_it_is_met() -> None:

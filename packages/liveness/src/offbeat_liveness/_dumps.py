@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from offbeat_liveness._diagnosis.verdict import Verdict
-from offbeat_liveness._process.crash import plain_name
-from offbeat_liveness._process.head import Head, from_data, to_data
+from offbeat_liveness._process.exceptions import plain_name
+from offbeat_liveness._process.snapshot import ProcessSnapshot, from_data, to_data
 from offbeat_liveness._process.stacks import OwnThread
 
 VERDICT: Final = "verdict.json"
@@ -39,7 +39,7 @@ def write(directory: Path, name: str, data: dict[str, Any]) -> None:
         partial.replace(directory / name)
 
 
-def write_head(directory: Path, head: Head) -> None:
+def write_head(directory: Path, head: ProcessSnapshot) -> None:
     """The last known state of a process."""
     process = f"@{plain_name(head.host)}-{head.pid}.json"  # no "@" is in a name: the pattern finds no other host's
     name = f"{HEAD_PREFIX}{plain_name(head.name)}{process}"
@@ -70,11 +70,11 @@ class DumpWriter:
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._changed = threading.Condition()
-        self._heads: dict[str, Head] = {}
+        self._heads: dict[str, ProcessSnapshot] = {}
         self._verdicts: deque[Verdict] = deque(maxlen=MAX_VERDICTS)
         self._is_writing = False
 
-    def write_head(self, head: Head) -> None:
+    def write_head(self, head: ProcessSnapshot) -> None:
         """Have the last known state of a process written; returns at once."""
         self._have_written(lambda: self._heads.update({head.key: head}))
 
@@ -114,9 +114,9 @@ class DumpWriter:
                 write_head(self._directory, head)
 
 
-def read_heads(directory: Path) -> list[Head]:
+def read_heads(directory: Path) -> list[ProcessSnapshot]:
     """All heads in a folder, ranks in order."""
-    heads = [from_data(Head, data) for data in _read_all(directory, f"{HEAD_PREFIX}*.json")]
+    heads = [from_data(ProcessSnapshot, data) for data in _read_all(directory, f"{HEAD_PREFIX}*.json")]
     return sorted(heads, key=lambda head: (head.rank is None, head.rank or 0, head.name))
 
 

@@ -8,27 +8,22 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from offbeat_liveness._announcer import Announcer
-from offbeat_liveness._diagnosis.diagnosis import find_verdict, is_over
-from offbeat_liveness._diagnosis.failure import find_failure, is_secondary
-from offbeat_liveness._diagnosis.graph import LATE_S, Scene
+from offbeat_liveness._announcer import Announcer, Ending, leave, say
+from offbeat_liveness._diagnosis import find_verdict, is_over
+from offbeat_liveness._diagnosis.graph import LATE_S, WaitGraph
+from offbeat_liveness._diagnosis.proofs import find_failure, is_secondary
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._dumps import DumpWriter
-from offbeat_liveness._ending import Ending, leave, say
 from offbeat_liveness._network.peers import Key, Peers
 from offbeat_liveness._network.side_channel import LOOPBACK, Address, Message, ask, ask_all
-from offbeat_liveness._network.silence import witness
-from offbeat_liveness._network.survey import Survey, tell_head
-from offbeat_liveness._process import ledger
-from offbeat_liveness._process.crash import CrashFile
-from offbeat_liveness._process.errors_seen import ThreadErrors
-from offbeat_liveness._process.goodbye import Goodbye, describe
-from offbeat_liveness._process.head import Head, from_data, to_data
-from offbeat_liveness._process.kernel.proc import HOST, pid_state
-from offbeat_liveness._process.left_groups import LeftGroups
-from offbeat_liveness._process.motion import Motion
-from offbeat_liveness._process.reading import read_head
-from offbeat_liveness._process.recorder import flight_recorder
+from offbeat_liveness._network.survey import Survey, states_of_pids, tell_head
+from offbeat_liveness._process import flight_recorder, ledger
+from offbeat_liveness._process.exceptions import CrashFile, ExitHook, ThreadErrors, describe
+from offbeat_liveness._process.proc import HOST, pid_state
+from offbeat_liveness._process.process_groups import LeftGroups
+from offbeat_liveness._process.progress import ProgressTracker
+from offbeat_liveness._process.reading import read_snapshot
+from offbeat_liveness._process.snapshot import ProcessSnapshot, from_data, to_data
 from offbeat_liveness._process.stacks import OwnThread, join_own_threads
 from offbeat_liveness._settings import POLICY, STALL_AFTER, Policy, Settings
 
@@ -82,8 +77,8 @@ class Monitor:
 
     def __init__(self, settings: Settings, on_verdict: Callable[[Verdict], None] | None = None) -> None:
         self.settings = settings
-        self._motion = Motion(max(SUSPENDED_S, settings.stall_after_s))
-        self._left: dict[Key, Head] = {}
+        self._motion = ProgressTracker(max(SUSPENDED_S, settings.stall_after_s))
+        self._left: dict[Key, ProcessSnapshot] = {}
         self._peers = Peers(settings.directory, settings.name, self._answer)
         self._survey = Survey(self._peers, settings.directory)
         self._dumps = DumpWriter(settings.directory)
@@ -95,7 +90,7 @@ class Monitor:
         self._closed = threading.Event()
         self._looking = threading.Lock()
         self._reading = threading.Lock()
-        self._last_head: Head | None = None
+        self._last_head: ProcessSnapshot | None = None
         self._last_read_s = -1e9
         self._looked_s = self._next_head_s = -1e9
         self._is_leading = self._is_hooked = False
@@ -104,7 +99,7 @@ class Monitor:
         self._complaints: set[str] = set()
         self._crash_file = CrashFile(settings.directory) if settings.directory else None
         self._hook_torch()
-        self._goodbye = Goodbye(self._say_goodbye)
+        self._goodbye = ExitHook(self._say_goodbye)
         OwnThread(self._run).start()
 
     @property
@@ -117,7 +112,7 @@ class Monitor:
         """Whether `close` was called."""
         return self._closed.is_set()
 
-    def head(self) -> Head:
+    def head(self) -> ProcessSnapshot:
         """What this process does now; one thread reads, and whoever asks meanwhile gets the same."""
         asked_s = time.monotonic()
         with self._reading:
@@ -129,8 +124,8 @@ class Monitor:
         text, stack = describe(self._error)
         return dataclasses.replace(head, state="failed", error=text, error_stack=stack, waits=())
 
-    def _read_head(self) -> Head:
-        head = read_head(
+    def _read_head(self) -> ProcessSnapshot:
+        head = read_snapshot(
             self._motion,
             name=self.settings.name,
             world=self._peers.world,
@@ -193,7 +188,7 @@ class Monitor:
         if self._crash_file:
             self._crash_file.forget()
 
-    def _look_around(self, stall_after_s: float) -> Scene:
+    def _look_around(self, stall_after_s: float) -> WaitGraph:
         return self._survey.look(self.head(), self._left, stall_after_s=stall_after_s)
 
     def _run(self) -> None:
@@ -331,7 +326,7 @@ class Monitor:
         if ends or may_end_others:
             self._ending.begin(leads=True, ends=ends and self._error is None)
 
-    def _find(self) -> tuple[Verdict | None, Scene]:
+    def _find(self) -> tuple[Verdict | None, WaitGraph]:
         """A verdict on which several looks in a row agree; looks that never do make a suspicion.
 
         Heads are read one by one, so a run that moves may look stuck. What a process and its descendants do is known
@@ -352,7 +347,7 @@ class Monitor:
         assert found is not None
         return dataclasses.replace(found, certainty="suspicion"), scene
 
-    def _look(self) -> tuple[Verdict | None, Scene]:
+    def _look(self) -> tuple[Verdict | None, WaitGraph]:
         scene = self._look_around(self.settings.stall_after_s)
         return find_verdict(scene), scene
 
@@ -388,7 +383,7 @@ class Monitor:
         if kind == "lead":
             self._alarm.set()
         elif kind == "pids":
-            return witness(message["pids"])
+            return states_of_pids(message["pids"])
         elif kind == "farewell":
             self._hear_farewell(message)
         elif kind == "verdict":
@@ -428,7 +423,7 @@ class Monitor:
         self._ending.give_up()
         self._stop()
 
-    def _tell_farewell(self, head: Head) -> None:
+    def _tell_farewell(self, head: ProcessSnapshot) -> None:
         told = 0
         for address in list(self._peers.running().values())[:MAX_CANDIDATES]:
             reply = ask(address, {"ask": "farewell", "head": to_data(head)}, self._peers.secret, FAREWELL_S)
@@ -454,7 +449,7 @@ class Monitor:
             self._crash_file.close()
         join_own_threads(JOIN_THREADS_S)
 
-    def _have_failure_looked_at(self, head: Head) -> None:
+    def _have_failure_looked_at(self, head: ProcessSnapshot) -> None:
         leader = self._find_leader()
         if leader is None:
             self._look_at_failure()
@@ -463,7 +458,7 @@ class Monitor:
             ask(leader, message, self._peers.secret, FAILURE_S)
 
     def _hear_farewell(self, message: Message) -> None:
-        head = from_data(Head, message["head"])
+        head = from_data(ProcessSnapshot, message["head"])
         self._left[(head.host, head.pid)] = head
         if message.get("look"):
             self._look_at_failure()

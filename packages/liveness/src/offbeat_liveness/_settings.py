@@ -1,4 +1,4 @@
-"""Settings of the monitor, and how they are read from the environment."""
+"""Settings of the monitor, how they are read from the environment, and what a caller can put right."""
 
 import math
 import os
@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, cast, get_args
 
-from offbeat_liveness._errors import LivenessError
+
+class LivenessError(ValueError):
+    """A setting is out of range, or a script or folder is missing; says what was required, and what was got."""
+
 
 Policy = Literal["report", "abort", "strict"]
 

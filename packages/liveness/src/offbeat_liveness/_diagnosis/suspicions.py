@@ -5,17 +5,13 @@ A suspicion is said once, with names and lines, and acted upon only at the timeo
 
 from collections.abc import Sequence
 
-from offbeat_liveness._diagnosis.build import build_verdict
-from offbeat_liveness._diagnosis.cycles import find_cycle
-from offbeat_liveness._diagnosis.graph import COMPUTE_PATIENCE, ENDED, Edge, Scene
-from offbeat_liveness._diagnosis.proofs import cycle_verdict
-from offbeat_liveness._diagnosis.verdict import Verdict, VerdictKind, join_names, name_of_group
-from offbeat_liveness._diagnosis.wording import (
+from offbeat_liveness._diagnosis.build import (
     ADVICE,
     FATES,
     absent_party,
     advice_for,
     are,
+    build_verdict,
     call_text,
     group_of,
     in_order,
@@ -25,10 +21,13 @@ from offbeat_liveness._diagnosis.wording import (
     same_wait,
     waiters,
 )
-from offbeat_liveness._process.head import Head, OutsideWait, Wait
+from offbeat_liveness._diagnosis.graph import COMPUTE_PATIENCE, ENDED, Edge, WaitGraph
+from offbeat_liveness._diagnosis.proofs import cycle_verdict, find_cycle
+from offbeat_liveness._diagnosis.verdict import Verdict, VerdictKind, join_names, name_of_group
+from offbeat_liveness._process.snapshot import OutsideWait, ProcessSnapshot, Wait
 
 
-def find_suspicion(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
+def find_suspicion(scene: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
     """What a stall may be, where nothing is proved; whoever has only posted an operation may be about to act."""
     edges = [edge for edge in edges if not edge.wait.is_posted] or edges
     found = _absence(scene, edges) or _cycle(scene, edges)
@@ -39,7 +38,7 @@ def find_suspicion(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
     return (_idle_end(scene, edges, ends) if ends else None) or _no_end(scene)
 
 
-def _absence(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
+def _absence(scene: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
     """Somebody in the way gives no answer, or is not known at all."""
     reached = {edge.target: edge for edge in edges}
     gone = [each for each in scene.absent if each.name in reached]
@@ -61,20 +60,20 @@ def _absence(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
     return build_verdict(scene, kind, headline, edges, edge, missing=names, first=first, advice=advice)
 
 
-def _unknown_producer(scene: Scene, edges: Sequence[Edge], edge: Edge) -> Verdict:
+def _unknown_producer(scene: WaitGraph, edges: Sequence[Edge], edge: Edge) -> Verdict:
     headline = f"{edge.waiter} waits in {edge.wait.what} for {edge.target!r}; nothing of that name is watched"
     advice = f"start {edge.target!r} and let it call liveness.watch(name=...), or correct on={edge.wait.on!r}"
     return build_verdict(scene, "starved", headline, edges, edge, missing=[edge.target], advice=advice)
 
 
-def _cycle(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
+def _cycle(scene: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
     """Processes that wait for each other in a circle, though one of them has a deadline, or a thread that may act."""
     known = [edge for edge in edges if edge.reason != "unknown"]
     cycle = find_cycle([*known, *scene.outside_edges])
     return cycle_verdict(scene, cycle, is_proof=False) if cycle else None
 
 
-def _idle_end(scene: Scene, edges: Sequence[Edge], ends: Sequence[Edge]) -> Verdict | None:
+def _idle_end(scene: WaitGraph, edges: Sequence[Edge], ends: Sequence[Edge]) -> Verdict | None:
     """Somebody in the way stands in no wait of torch's: idle, in a wait outside, or slow."""
     quiet = [edge for edge in ends if not scene.is_moving(scene.head_by_name[edge.target], edge.thread)]
     if not quiet:
@@ -94,12 +93,12 @@ def _idle_end(scene: Scene, edges: Sequence[Edge], ends: Sequence[Edge]) -> Verd
     return build_verdict(scene, "missing-member", headline, edges, edge, missing=names, advice=advice)
 
 
-def _is_idle(scene: Scene, head: Head, edge: Edge) -> bool:
+def _is_idle(scene: WaitGraph, head: ProcessSnapshot, edge: Edge) -> bool:
     in_torch = any(wait.kind != "outside" and not wait.is_posted for wait in head.waits)
     return not in_torch and not scene.is_moving(head, edge.thread)
 
 
-def _straggler(scene: Scene, edges: Sequence[Edge], ends: Sequence[Edge]) -> Verdict | None:
+def _straggler(scene: WaitGraph, edges: Sequence[Edge], ends: Sequence[Edge]) -> Verdict | None:
     """Slow but moving. A declared wait may last as long as its deadline says while its producer moves."""
     late = [edge for edge in ends if edge.wait.age_s >= _patience_s(scene, edge.wait)]
     if not late:
@@ -111,7 +110,7 @@ def _straggler(scene: Scene, edges: Sequence[Edge], ends: Sequence[Edge]) -> Ver
     return build_verdict(scene, "straggler", headline, edges, edge, missing=names, advice=ADVICE["straggler"])
 
 
-def _no_end(scene: Scene) -> Verdict | None:
+def _no_end(scene: WaitGraph) -> Verdict | None:
     """Stalled waits that lead nowhere: nobody is missing, or nobody knows who should act."""
     leading = {(edge.waiter, edge.wait) for edge in scene.edges if not _is_in_it_too(scene, edge)}
     for head, wait in scene.stalled:
@@ -124,13 +123,13 @@ def _no_end(scene: Scene) -> Verdict | None:
     return None
 
 
-def _is_in_it_too(scene: Scene, edge: Edge) -> bool:
+def _is_in_it_too(scene: WaitGraph, edge: Edge) -> bool:
     """Whether somebody of whom the recorder tells nothing stands in the same call, as its stack says."""
     head = scene.head_by_name.get(edge.target)
     return edge.reason == "unknown" and head is not None and any(same_call(each, edge.wait) for each in head.waits)
 
 
-def _nobodys_turn(scene: Scene, head: Head, edge: Edge) -> Verdict | None:
+def _nobodys_turn(scene: WaitGraph, head: ProcessSnapshot, edge: Edge) -> Verdict | None:
     """A wait that does not name who has to act: whoever moves may be about to."""
     wait = edge.wait
     what = (
@@ -147,7 +146,7 @@ def _nobodys_turn(scene: Scene, head: Head, edge: Edge) -> Verdict | None:
     return build_verdict(scene, "straggler", headline, [], edge, advice=ADVICE["straggler"], everybody=True)
 
 
-def _unending(scene: Scene, head: Head, edge: Edge) -> Verdict | None:
+def _unending(scene: WaitGraph, head: ProcessSnapshot, edge: Edge) -> Verdict | None:
     """A call of torch that everybody who is known is in, and that the last to come has been in for long as well."""
     fellows = [other for other in scene.heads if other.world == head.world or (edge.group and edge.group.is_foreign)]
     ages_s = [wait.age_s for other in fellows for wait in other.waits if same_call(wait, edge.wait)]
@@ -172,7 +171,7 @@ def _unending(scene: Scene, head: Head, edge: Edge) -> Verdict | None:
     return build_verdict(scene, "stuck-call", headline, [], edge, advice=ADVICE["stuck-call"], everybody=True)
 
 
-def _swapped_queue(scene: Scene) -> tuple[str, Edge] | None:
+def _swapped_queue(scene: WaitGraph) -> tuple[str, Edge] | None:
     """Two members that have queued the same pending collectives of two groups the other way round (nccl streams)."""
     orders = {head.name: _pending_order(head) for head in scene.heads}
     for one, mine in orders.items():
@@ -188,7 +187,7 @@ def _swapped_queue(scene: Scene) -> tuple[str, Edge] | None:
     return None
 
 
-def _pending_order(head: Head) -> list[tuple[object, ...]]:
+def _pending_order(head: ProcessSnapshot) -> list[tuple[object, ...]]:
     pending = [
         (each.created_ns, group.key, each.seq) for group in head.groups for each in group.recent if not each.done
     ]
@@ -204,7 +203,7 @@ def _lasts(outside: OutsideWait) -> bool:
     return outside.timeout_s is None and outside.kind not in ("sleep", "terminal", "debugger", "import", "file")
 
 
-def find_standstill(scene: Scene) -> Verdict | None:
+def find_standstill(scene: WaitGraph) -> Verdict | None:
     """Nobody is in a call of torch, and every process stands: in queues, futures, locks, sockets."""
     standing = [
         (head, wait)
@@ -228,7 +227,7 @@ def find_standstill(scene: Scene) -> Verdict | None:
     return build_verdict(scene, "standstill", headline, [], edge, advice=ADVICE["standstill"], everybody=True)
 
 
-def _patience_s(scene: Scene, wait: Wait) -> float:
+def _patience_s(scene: WaitGraph, wait: Wait) -> float:
     if wait.kind != "declared":
         return scene.stall_after_s
     return max(wait.deadline_s or COMPUTE_PATIENCE * scene.stall_after_s, scene.stall_after_s)

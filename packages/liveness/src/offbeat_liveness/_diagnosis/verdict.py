@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, Literal
 
-from offbeat_liveness._process.head import CallSite, to_data
+from offbeat_liveness._process.snapshot import CallSite, to_data
 from offbeat_liveness._process.stacks import is_own
 
 VerdictKind = Literal[

@@ -1,33 +1,77 @@
-"""Who else is in the run, and where their monitors listen.
+"""How a process that is started from a watched one meets it, and all that it knows: by two environment variables.
+
+For processes that share neither a world nor a dump folder, such as a driver and its rollout engines on other hosts.
+
+Who else is in the run, and where their monitors listen.
 
 Addresses are exchanged once, through a connection of our own to the job's store (`world`), so nothing that the main
 thread does with the store can hold this up. Processes outside of torch.distributed meet through files in the dump
 folder, and at the monitor of the process that started them, on whatever host.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
 import secrets
+import socket
 import sys
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from offbeat_liveness import _dumps
 from offbeat_liveness._network import job_store
-from offbeat_liveness._network.invitation import Invitation, address_toward, is_loopback, read_invitation
+from offbeat_liveness._network.job_store import World
 from offbeat_liveness._network.side_channel import LOOPBACK, Address, Answer, Listener, ask, ask_all
-from offbeat_liveness._network.world import World
-from offbeat_liveness._process import process_groups
-from offbeat_liveness._process.head import from_data
-from offbeat_liveness._process.kernel.proc import HOST, birth, pid_state
-from offbeat_liveness._process.recorder import flight_recorder
+from offbeat_liveness._process import flight_recorder, process_groups
+from offbeat_liveness._process.proc import HOST, birth, pid_state
+from offbeat_liveness._process.snapshot import from_data
+
+MEETING: Final = "OFFBEAT_LIVENESS_MEETING"
+SECRET: Final = "OFFBEAT_LIVENESS_SECRET"
+PROBE_PORT: Final = 9
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """Where the monitor of the process that started this one listens, and what messages within the run must hold."""
+
+    host: str
+    port: int
+    secret: str
+
+    def variables(self) -> dict[str, str]:
+        """As environment variables."""
+        return {MEETING: f"{self.host}:{self.port}", SECRET: self.secret}
+
+
+def read_invitation(environment: Mapping[str, str] = os.environ) -> Invitation | None:
+    """The invitation that this process was started with, None without a place or without a secret."""
+    host, _, port = environment.get(MEETING, "").rpartition(":")
+    secret = environment.get(SECRET, "")
+    return Invitation(host, int(port), secret) if host and port.isdecimal() and secret else None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this host get there."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def address_toward(*hosts: str) -> str:
+    """The address by which this host reaches the first that is another one; loopback if none is."""
+    for host in hosts:
+        if host and not is_loopback(host):
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+                probe.connect((host, PROBE_PORT))  # sends nothing: it only chooses a route
+                return str(probe.getsockname()[0])
+    return LOOPBACK
+
 
 RETRY_S: Final = 3.0
 MEET_S: Final = 0.5

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, Final
 
-from offbeat_liveness._process.head import WaitKind
+from offbeat_liveness._process.snapshot import WaitKind
 
 MAX_POSTED: Final = 256
 MAX_KEYS: Final = 4  # of one store wait that are told

@@ -9,28 +9,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Final
 
-from offbeat_liveness._process import ledger, process_groups, torch_calls
-from offbeat_liveness._process.errors_seen import exception_in_flight
-from offbeat_liveness._process.head import Collective, GroupHead, Head, OutsideWait, ThreadHead, Wait
-from offbeat_liveness._process.kernel.proc import HOST
-from offbeat_liveness._process.kernel.sockets import listening_ports
+from offbeat_liveness._process import flight_recorder, ledger, process_groups
+from offbeat_liveness._process.exceptions import exception_in_flight
 from offbeat_liveness._process.ledger import LEDGER, Entry
-from offbeat_liveness._process.motion import Motion
+from offbeat_liveness._process.nccl_recorder import NCCL
 from offbeat_liveness._process.outside import may_act, outside_wait, peek
-from offbeat_liveness._process.process_groups import seconds_of
-from offbeat_liveness._process.recorder import flight_recorder
-from offbeat_liveness._process.recorder.nccl_recorder import NCCL
+from offbeat_liveness._process.proc import HOST, listening_ports
+from offbeat_liveness._process.process_groups import TorchCall, seconds_of
+from offbeat_liveness._process.progress import ProgressTracker
+from offbeat_liveness._process.snapshot import (
+    Collective,
+    GroupSnapshot,
+    OutsideWait,
+    ProcessSnapshot,
+    ThreadSnapshot,
+    Wait,
+)
 from offbeat_liveness._process.stacks import main_thread_ident, native_ids, stack_of, stands_in_torch, thread_frames
-from offbeat_liveness._process.torch_calls import TorchCall
 
 NUM_TRIES: Final = 2  # a new store of torch 2.13 gives the first try to reach its host all of its time, and tries again
 POLL_S: Final = 0.5  # a sleep that ends within this may be one of many that ask whether an operation is over
 ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
 
 
-def read_head(
-    motion: Motion, *, name: str, world: str, rank: int | None, world_size: int, stall_after_s: float
-) -> Head:
+def read_snapshot(
+    motion: ProgressTracker, *, name: str, world: str, rank: int | None, world_size: int, stall_after_s: float
+) -> ProcessSnapshot:
     """What this process does now.
 
     Args:
@@ -41,21 +45,21 @@ def read_head(
         world_size: likewise.
         stall_after_s: an operation pending for twice as long counts, whatever its thread does.
     """
-    groups = process_groups.group_heads(motion.recorder.entries()) if process_groups.has_groups() else ()
+    groups = process_groups.group_snapshots(motion.recorder.entries()) if process_groups.has_groups() else ()
     with contextlib.closing(_Threads(motion, stall_after_s)) as threads:
-        return _read_head(motion, threads, groups, name=name, world=world, rank=rank, world_size=world_size)
+        return _read_snapshot(motion, threads, groups, name=name, world=world, rank=rank, world_size=world_size)
 
 
-def _read_head(
-    motion: Motion,
+def _read_snapshot(
+    motion: ProgressTracker,
     threads: "_Threads",
-    groups: tuple[GroupHead, ...],
+    groups: tuple[GroupSnapshot, ...],
     *,
     name: str,
     world: str,
     rank: int | None,
     world_size: int,
-) -> Head:
+) -> ProcessSnapshot:
     worker = threads.worker(groups)
     groups = tuple(dataclasses.replace(each, worker=threads.issuer(each)) for each in groups)
     waits = [
@@ -67,7 +71,7 @@ def _read_head(
     names = {wait.thread for wait in waits}
     heads = threads.heads(worker, names)
     waits += [_outside_wait(each) for each in heads[:2] if each.outside is not None and each.name not in names]
-    return Head(
+    return ProcessSnapshot(
         key=f"{HOST}:{os.getpid()}",
         name=name or (f"rank {rank}" if rank is not None else f"pid {os.getpid()}"),
         rank=rank,
@@ -91,13 +95,13 @@ def _read_head(
 class _Threads:
     """All threads of the process at one moment."""
 
-    def __init__(self, motion: Motion, stall_after_s: float) -> None:
+    def __init__(self, motion: ProgressTracker, stall_after_s: float) -> None:
         self._motion, self._stall_after_s = motion, stall_after_s
         names = peek.thread_names()
         self._native_ids = native_ids()
         self._frames = thread_frames()
         self._names = _unlike({ident: names.get(ident, f"thread {ident}") for ident in self._frames})
-        self.calls = {ident: torch_calls.torch_call(frame) for ident, frame in self._frames.items()}
+        self.calls = {ident: process_groups.torch_call(frame) for ident, frame in self._frames.items()}
 
     def close(self) -> None:
         """Let go of all frames and of their locals: where the main thread looks at itself, its own is among them."""
@@ -129,14 +133,14 @@ class _Threads:
             return min(since_s, watched_s)
         return min(since_s, max(self._motion.thread_still_s(each) for each in (ident, main_thread_ident())))
 
-    def worker(self, groups: Sequence[GroupHead]) -> int:
+    def worker(self, groups: Sequence[GroupSnapshot]) -> int:
         """The thread that issued the newest collective, if it is still there; else the main thread."""
         newest = max(
             (each for group in groups for each in group.recent), key=lambda each: each.created_ns, default=None
         )
         return newest.thread if newest is not None and newest.thread in self._frames else main_thread_ident()
 
-    def issuer(self, group: GroupHead) -> str:
+    def issuer(self, group: GroupSnapshot) -> str:
         """Name of the thread that issued a group's newest collective, if it is still there.
 
         "" as well where a thread has begun since that may take the group over.
@@ -187,12 +191,12 @@ class _Threads:
         """Of a thread; of the main thread if it has no Python frame."""
         return self._outside(ident if ident in self._frames else main_thread_ident())
 
-    def heads(self, worker: int, names: set[str]) -> tuple[ThreadHead, ...]:
+    def heads(self, worker: int, names: set[str]) -> tuple[ThreadSnapshot, ...]:
         """The worker first, then the main thread, then the named ones."""
         named = (each for each in self._frames if self._names[each] in names)
         chosen = dict.fromkeys([worker, main_thread_ident(), *named])
         return tuple(
-            ThreadHead(
+            ThreadSnapshot(
                 name=self.name(ident),
                 still_s=self._motion.thread_still_s(ident),
                 stack=stack_of(self.frame(ident)),
@@ -209,7 +213,7 @@ def _unlike(names: Mapping[int, str]) -> dict[int, str]:
     return {ident: name if counts[name] == 1 else f"{name} ({ident})" for ident, name in names.items()}
 
 
-def _outside_wait(thread: ThreadHead) -> Wait:
+def _outside_wait(thread: ThreadSnapshot) -> Wait:
     """A wait outside torch, of a thread that stands in no other."""
     assert thread.outside is not None
     return Wait(
@@ -218,7 +222,7 @@ def _outside_wait(thread: ThreadHead) -> Wait:
     )  # fmt: skip
 
 
-def _collective_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wait]:
+def _collective_waits(groups: Sequence[GroupSnapshot], threads: _Threads) -> Iterator[Wait]:
     """The oldest collective of each group that was issued and is not over."""
     for group in groups:
         entry = next((each for each in group.recent if not each.done), None)
@@ -227,7 +231,7 @@ def _collective_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterato
             yield dataclasses.replace(_recorded_wait(group, entry, threads), seq=entry.seq, root=root)
 
 
-def _transfer_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wait]:
+def _transfer_waits(groups: Sequence[GroupSnapshot], threads: _Threads) -> Iterator[Wait]:
     """The oldest point-to-point operations of each group that were launched together and are not over."""
     for group in groups:
         if not group.transfers or threads.is_elsewhere(group.transfers[0].thread, group.backend):
@@ -239,7 +243,7 @@ def _transfer_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[
         yield dataclasses.replace(_recorded_wait(group, first, threads), kind="p2p", what=what, peers=peers)
 
 
-def _recorded_wait(group: GroupHead, entry: Collective, threads: _Threads) -> Wait:
+def _recorded_wait(group: GroupSnapshot, entry: Collective, threads: _Threads) -> Wait:
     since_s = max(0.0, time.time() - entry.created_ns / 1e9)
     own_s = seconds_of(ledger.timeout_of_wait(threads.frame(entry.thread)))
     return Wait(
@@ -255,7 +259,7 @@ def _recorded_wait(group: GroupHead, entry: Collective, threads: _Threads) -> Wa
     )
 
 
-def _root(call: TorchCall | None, group: GroupHead, entry: Collective) -> int | None:
+def _root(call: TorchCall | None, group: GroupSnapshot, entry: Collective) -> int | None:
     """Of the call that a thread stands in, if that is the one: it may be a later one beside one that goes on."""
     is_it = call is not None and entry.op in ROOTED and entry.op in call.function
     is_last = entry.seq == max(each.seq for each in group.recent if each.thread == entry.thread)
@@ -263,7 +267,7 @@ def _root(call: TorchCall | None, group: GroupHead, entry: Collective) -> int | 
     return call.peer if call is not None and is_it and is_last and is_of_group else None
 
 
-def _stack_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wait]:
+def _stack_waits(groups: Sequence[GroupSnapshot], threads: _Threads) -> Iterator[Wait]:
     """Calls that only the stack tells: rendezvous, monitored_barrier, and collectives while the recorder is off."""
     recorded = {group.name for group in groups if group.recent}
     written_down = {entry.thread: entry for entry in LEDGER.open_waits()}
@@ -275,11 +279,11 @@ def _stack_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wai
         found: dict[str, Any] = {}
         if call.file in OTHER_CALLS:
             found = OTHER_CALLS[call.file](call)
-        elif call.function in torch_calls.RENDEZVOUS:
+        elif call.function in process_groups.RENDEZVOUS:
             found = _rendezvous(call, entry)
         elif call.function == "monitored_barrier":
             found = {"kind": "barrier", "group": group}
-        elif call.function in torch_calls.COLLECTIVES and group not in recorded:
+        elif call.function in process_groups.COLLECTIVES and group not in recorded:
             seq = head.entered or 0 if head else 0
             found = {"kind": "collective", "group": group, "seq": seq, "root": peer}
         elif call.function in ("send", "recv") and peer is not None and not (entry and entry.kind == "p2p"):
@@ -290,7 +294,7 @@ def _stack_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wai
             age_s = threads.standing_s(ident)
             if entry is not None and entry.kind == "rendezvous":  # one of many tries, maybe, at the same lines
                 age_s, own_s = min(age_s, time.monotonic() - entry.since_s), _timeout_s(entry, head) or own_s
-            elif call.function in torch_calls.RENDEZVOUS and ident in LEDGER.met_s:
+            elif call.function in process_groups.RENDEZVOUS and ident in LEDGER.met_s:
                 age_s = min(age_s, time.monotonic() - LEDGER.met_s[ident])
             yield Wait(
                 **{
@@ -298,7 +302,7 @@ def _stack_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wai
                     "age_s": age_s,
                     "thread": threads.name(ident),
                     "timeout_s": own_s,
-                    "has_own_deadline": given_s is not None and call.function not in torch_calls.RENDEZVOUS,
+                    "has_own_deadline": given_s is not None and call.function not in process_groups.RENDEZVOUS,
                     "stack": stack_of(threads.frame(ident)),
                     **found,
                 }
@@ -342,7 +346,7 @@ def _stateless(call: TorchCall) -> dict[str, Any]:
     group, other = call.arguments.get("self"), call.peer
     place = f"rank {getattr(group, 'rank', '?')} of {getattr(group, 'world_size', '?')}"
     text = f"StatelessProcessGroup.{call.function} as {place}" + (f" with {other}" if other is not None else "")
-    return {"kind": "store", "what": text, "on": torch_calls.stateless_place(call)}
+    return {"kind": "store", "what": text, "on": process_groups.stateless_place(call)}
 
 
 OTHER_CALLS: Final = {
@@ -353,11 +357,11 @@ OTHER_CALLS: Final = {
 }
 
 
-def _ledger_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wait]:
+def _ledger_waits(groups: Sequence[GroupSnapshot], threads: _Threads) -> Iterator[Wait]:
     """What was written down: declared waits, store waits, new stores, and handles of p2p that a thread waits for."""
     for entry in LEDGER.open_waits():
         call = threads.calls.get(entry.thread)
-        covered = call is not None and (entry.kind != "p2p" or call.function not in torch_calls.POINT_TO_POINT)
+        covered = call is not None and (entry.kind != "p2p" or call.function not in process_groups.POINT_TO_POINT)
         if entry.kind != "declared" and (covered or not threads.has(entry.thread)):
             continue
         age_s = time.monotonic() - entry.since_s
@@ -378,7 +382,7 @@ def _ledger_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wa
         )
 
 
-def _timeout_s(entry: Entry, head: GroupHead | None) -> float | None:
+def _timeout_s(entry: Entry, head: GroupSnapshot | None) -> float | None:
     """What torch gives an open wait: as the call says, else as its group or its store does."""
     if (given := seconds_of(entry.timeout)) is not None:
         return given * (NUM_TRIES if entry.kind == "rendezvous" else 1)
@@ -394,7 +398,7 @@ def _peer(entry: Entry) -> tuple[int, ...]:
     return (members[entry.peer],) if entry.peer < len(members) else ()
 
 
-def _head_of(groups: Sequence[GroupHead], group: Any) -> GroupHead | None:
+def _head_of(groups: Sequence[GroupSnapshot], group: Any) -> GroupSnapshot | None:
     """The head of a group object; the part of its host's backend where it has several."""
     name = _group_name(group)
     named = [each for each in groups if each.name == name or each.name.startswith(f"{name} (")]

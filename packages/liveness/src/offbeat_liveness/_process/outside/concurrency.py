@@ -1,19 +1,20 @@
-"""Waits for other threads of this process: queues, futures, locks, events, the end of a thread."""
+"""Waits for threads and processes: queues, futures, locks, pools, subprocesses, DataLoader workers, tasks of Ray."""
 
 import dataclasses
+import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Final
 
-from offbeat_liveness._process.current_frames import current_frames
-from offbeat_liveness._process.head import OutsideKind, OutsideWait
 from offbeat_liveness._process.outside import peek
 from offbeat_liveness._process.outside.event_loop import task_that_fills, tasks_wait
-from offbeat_liveness._process.outside.kernel import holder_of
-from offbeat_liveness._process.outside.processes import workers
-from offbeat_liveness._process.outside.rule import Look, Rule, seconds
+from offbeat_liveness._process.outside.peek import Look, Rule, seconds
+from offbeat_liveness._process.outside.system_calls import command_of, cut_short, holder_of, state_of, without_secrets
+from offbeat_liveness._process.proc import pid_state
+from offbeat_liveness._process.snapshot import OutsideKind, OutsideWait
+from offbeat_liveness._process.stacks import current_frames
 
 EXECUTOR_MANAGER: Final = "_ExecutorManagerThread"
 MAX_WORK_ITEMS: Final = 10_000
@@ -72,7 +73,7 @@ def _lock_of_condition(frame: FrameType, look: Look) -> OutsideWait | None:
     return _wait("lock", f"the lock of a condition or semaphore{owner}", None)
 
 
-def _join(frame: FrameType, look: Look) -> OutsideWait | None:
+def _join_thread(frame: FrameType, look: Look) -> OutsideWait | None:
     thread, timeout = peek.local(frame, "self"), peek.local(frame, "timeout")
     name, ident = peek.text(peek.attribute(thread, "_name")), peek.integer(peek.attribute(thread, "_ident"))
     alive = ident is not None and dict.get(threading._active, ident) is thread  # type: ignore[attr-defined]
@@ -175,6 +176,141 @@ def _futures(frame: FrameType, look: Look) -> OutsideWait | None:
     )
 
 
+MAX_PIDS: Final = 16
+
+
+def workers(owners: Sequence[object], what: str, *, timeout: object = None, rest: str = "") -> OutsideWait | None:
+    """A wait for several processes of multiprocessing.
+
+    Args:
+        owners: the Process objects.
+        what: they are, in the plural: "DataLoader workers".
+        timeout: of the call, seconds.
+        rest: what is told besides.
+    """
+    pids = [pid for pid in map(pid_of, owners) if pid]
+    if not pids:
+        return None
+    gone = [pid for pid in pids if pid_state(pid) == "gone"]
+    told = ", ".join(map(str, pids[:MAX_PIDS])) + (", …" if len(pids) > MAX_PIDS else "")
+    lost = f" ({', '.join(map(str, gone))} {'is' if len(gone) == 1 else 'are'} gone)" if gone else ""
+    noun = what.removesuffix("s") if len(pids) == 1 else what
+    number = "pid" if len(pids) == 1 else "pids"
+    return OutsideWait(
+        kind="process",
+        text=f"{len(pids)} {noun}, {number} {told}{lost}{rest}{seconds(timeout)}",
+        pid=gone[0] if gone else pids[0],
+        timeout_s=peek.number(timeout),
+    )
+
+
+def pid_of(process: object) -> int:
+    """Of a Process of multiprocessing; 0 where it has none (not started, or a thread in its place)."""
+    return peek.integer(peek.path(process, "_popen.pid")) or 0
+
+
+def _popen(frame: FrameType, look: Look) -> OutsideWait | None:
+    owner = peek.local(frame, "self")
+    pid = peek.integer(peek.attribute(owner, "pid")) or 0
+    timeout = peek.local(frame, "timeout")
+    if not pid:
+        return None
+    command = _words(peek.attribute(owner, "args")) or command_of(pid)
+    text = f"{command} (pid {pid}, {state_of(pid)}{seconds(timeout)})"
+    return OutsideWait(kind="subprocess", text=text, pid=pid, on=command, timeout_s=peek.number(timeout))
+
+
+def _words(arguments: object) -> str:
+    words = [peek.text(arguments)] if type(arguments) not in (list, tuple) else map(peek.text, peek.members(arguments))
+    return cut_short(without_secrets(" ".join(itertools.takewhile(bool, words))))
+
+
+def _join_process(frame: FrameType, look: Look) -> OutsideWait | None:
+    process, timeout = peek.local(frame, "self"), peek.local(frame, "timeout")
+    pid, name = pid_of(process), peek.text(peek.attribute(process, "_name"))
+    if not pid:
+        return None
+    text = f"the end of the process {name!r} (pid {pid}, {state_of(pid)}{seconds(timeout)})"
+    return OutsideWait(kind="process", text=text, pid=pid, on=name, timeout_s=peek.number(timeout))
+
+
+def _data_loader(frame: FrameType, look: Look) -> OutsideWait | None:
+    owner = peek.local(frame, "self")
+    timeout = peek.number(peek.attribute(owner, "_timeout"))
+    return workers(peek.members(peek.attribute(owner, "_workers")), "DataLoader workers", timeout=timeout or None)
+
+
+def _process_pool(frame: FrameType, look: Look) -> OutsideWait | None:
+    """A result of a pool, whose members are `_pool` of the pool; or its end, where `self` is the pool."""
+    owner, timeout = peek.local(frame, "self"), peek.local(frame, "timeout")
+    pool = peek.attribute(owner, "_process_pool")
+    pool = pool if type(pool) is list else peek.attribute(pool, "_process_pool")
+    found = workers(peek.members(pool), "workers of a multiprocessing.Pool", timeout=timeout)
+    return found or _pool_of_threads(peek.members(pool), timeout)
+
+
+def _pool_of_threads(owners: Sequence[object], timeout: object) -> OutsideWait | None:
+    names = [peek.text(peek.attribute(each, "_name")) for each in owners]
+    if not any(names):
+        return None
+    text = f"{len(names)} threads of a pool ({', '.join(names[:4])}){seconds(timeout)}"
+    return OutsideWait(kind="thread", text=text, on=names[0], timeout_s=peek.number(timeout))
+
+
+def _spawned(frame: FrameType, look: Look) -> OutsideWait | None:
+    owner = peek.local(frame, "self")
+    return workers(peek.members(peek.attribute(owner, "processes")), "processes of torch.multiprocessing.spawn")
+
+
+def _manager(frame: FrameType, look: Look) -> OutsideWait | None:
+    """A call of an object that lives in the process of a manager."""
+    owner, method = peek.local(frame, "self"), peek.text(peek.local(frame, "methodname"))
+    pid = pid_of(peek.path(owner, "_manager._process"))
+    told = f" (pid {pid}, {state_of(pid)})" if pid else ""
+    address: Any = peek.path(owner, "_token.address")
+    place = peek.text(address) if type(address) is not tuple else f"{peek.text(address[0])}:{address[1]}"
+    return OutsideWait(
+        kind="process", text=f"{peek.type_name(owner)}.{method} of a manager{told}", pid=pid, address=place
+    )
+
+
+MAX_RAY_IDS: Final = 3
+
+
+def _ray_get(frame: FrameType, look: Look) -> OutsideWait | None:
+    references = _object_refs(peek.local(frame, "object_refs") or peek.local(frame, "ray_waitables"))
+    name = "ray.wait" if frame.f_code.co_name == "wait" else "ray.get"
+    timeout = peek.local(frame, "timeout")
+    if not references:
+        return OutsideWait(kind="ray", text=f"{name}{seconds(timeout)}", timeout_s=peek.number(timeout))
+    names = [f"{task} {identity}".strip() for task, identity in map(_object_id, references[:MAX_RAY_IDS])]
+    more = f" and {len(references) - len(names)} more" if len(references) > len(names) else ""
+    noun = "object" if len(references) == 1 else "objects"
+    needed = peek.integer(peek.local(frame, "num_returns")) if name == "ray.wait" else None
+    count = f"{needed} of {len(references)}" if needed is not None else str(len(references))
+    return OutsideWait(
+        kind="ray",
+        text=f"{name} of {count} {noun}: {', '.join(names)}{more}{seconds(timeout)}",
+        on=_object_id(references[0])[0] or names[0],
+        timeout_s=peek.number(timeout),
+    )
+
+
+def _object_refs(value: object) -> list[Any]:
+    return peek.members(value) if type(value) in (list, tuple, set) else [] if value is None else [value]
+
+
+def _object_id(reference: Any) -> tuple[str, str]:
+    """What makes an object, as far as its reference tells ("Actor.method"), and its id.
+
+    Both are C of Ray's own classes, read out of the object; neither asks a server.
+    """
+    kind = getattr(sys.modules.get("ray._raylet"), "ObjectRef", None)
+    if kind is None or not issubclass(type(reference), kind):
+        return "", "?"
+    return "", peek.text(kind.hex(reference))
+
+
 RULES: Final = (
     Rule(file="/queue.py", functions=("Queue.get", "Queue.put", "Queue.join", "_PySimpleQueue.get"), read=_queue),
     Rule(
@@ -197,7 +333,29 @@ RULES: Final = (
         read=_nobody("threading.Semaphore.acquire: nobody has released it"),
     ),
     Rule(file="/threading.py", functions=("Condition.__enter__",), read=_lock_of_condition, reach=0),
-    Rule(file="/threading.py", functions=("Thread.join",), read=_join),
+    Rule(file="/threading.py", functions=("Thread.join",), read=_join_thread),
     Rule(file="/concurrent/futures/_base.py", functions=("Future.result", "Future.exception"), read=_future, reach=2),
     Rule(file="/concurrent/futures/_base.py", functions=("wait", "as_completed"), read=_futures, reach=3),
+    Rule(
+        file="/subprocess.py",
+        functions=("Popen.wait", "Popen.communicate", "Popen._wait", "Popen._try_wait", "Popen._communicate"),
+        read=_popen,
+        reach=4,
+    ),
+    Rule(file="/multiprocessing/process.py", functions=("BaseProcess.join",), read=_join_process, reach=6),
+    Rule(
+        file="/torch/utils/data/dataloader.py",
+        functions=("_MultiProcessingDataLoaderIter._try_get_data", "_MultiProcessingDataLoaderIter._get_data"),
+        read=_data_loader,
+        reach=9,
+    ),
+    Rule(
+        file="/multiprocessing/pool.py",
+        functions=("ApplyResult.wait", "ApplyResult.get", "IMapIterator.next", "Pool.join"),
+        read=_process_pool,
+        reach=4,
+    ),
+    Rule(file="/torch/multiprocessing/spawn.py", functions=("ProcessContext.join",), read=_spawned, reach=6),
+    Rule(file="/multiprocessing/managers.py", functions=("BaseProxy._callmethod",), read=_manager, reach=8),
+    Rule(file="/ray/_private/worker.py", functions=("get", "wait", "Worker.get_objects"), read=_ray_get, reach=6),
 )

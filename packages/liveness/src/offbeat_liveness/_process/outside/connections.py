@@ -4,9 +4,9 @@ import _socket
 from types import FrameType
 from typing import Any, Final
 
-from offbeat_liveness._process.head import OutsideWait
-from offbeat_liveness._process.outside import files, kernel, peek
-from offbeat_liveness._process.outside.rule import Look, Rule, seconds
+from offbeat_liveness._process.outside import peek, system_calls
+from offbeat_liveness._process.outside.peek import Look, Rule, seconds
+from offbeat_liveness._process.snapshot import OutsideWait
 
 CLIENTS: Final = {
     "/http/client.py": "http.client",
@@ -39,7 +39,7 @@ def http_answer(host: str, timeout: object, client: str, *, doing: str = "an HTT
 def host_and_port(host: object, port: object) -> str:
     """As one text; "" where there is no host."""
     name, number = peek.text(host), peek.integer(port)
-    return "" if not name else files.join(name, number) if number is not None else name
+    return "" if not name else system_calls.join_host_port(name, number) if number is not None else name
 
 
 def client_of(names: list[str]) -> str:
@@ -154,10 +154,10 @@ def _resolve(frame: FrameType, look: Look) -> OutsideWait | None:
 def _connection(frame: FrameType, look: Look) -> OutsideWait | None:
     """A connection of multiprocessing: a pipe or a socket, by its number."""
     number = peek.integer(peek.attribute(peek.local(frame, "self"), "_handle"))
-    found = files.describe(number) if number is not None else None
+    found = system_calls.descriptor_of(number) if number is not None else None
     if found is None or number is None:
         return None
-    wait = kernel.told(found, number)
+    wait = system_calls.wait_on_descriptor(found, number)
     text = f"data from {wait.text} (multiprocessing.Connection)"
     return OutsideWait(
         kind="process" if wait.kind == "file" else wait.kind, text=text, address=wait.address, pid=wait.pid
@@ -177,11 +177,11 @@ def _selector(frame: FrameType, look: Look) -> OutsideWait | None:
         return None
     numbers = list(registered)
     first = next((number for number in numbers if type(number) is int), -1)
-    descriptor = files.describe(first)
+    descriptor = system_calls.descriptor_of(first)
     timeout = peek.number(peek.local(frame, "timeout"))
     if descriptor is None or descriptor.kind == "other":
         return OutsideWait(kind="socket", text=f"{len(numbers)} descriptors (select)", timeout_s=timeout)
-    wait = kernel.told(descriptor, first)
+    wait = system_calls.wait_on_descriptor(descriptor, first)
     more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
     return OutsideWait(
         kind=wait.kind, text=f"{wait.text}{more}", address=wait.address, pid=wait.pid, timeout_s=timeout, on=wait.on

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
 
-from offbeat_liveness._process.head import OutsideWait
 from offbeat_liveness._process.outside import peek
 from offbeat_liveness._process.outside.connections import client_of, host_and_port, http_answer
-from offbeat_liveness._process.outside.processes import state_of
-from offbeat_liveness._process.outside.rule import Look, Rule
+from offbeat_liveness._process.outside.peek import Look, Rule
+from offbeat_liveness._process.outside.system_calls import state_of
+from offbeat_liveness._process.snapshot import OutsideWait
 
 MAX_TASKS: Final = 1000
 MAX_CHAIN: Final = 64

@@ -2,15 +2,19 @@
 
 An attribute may be a property, a name may come from `__getattr__`, a text from `__str__`: all of these are the
 program's code, and that may want the very lock that everybody waits for. What is read here is stored data only.
+The rules of the other modules, each for a function of a library in which a thread waits, are made of these.
 """
 
 import inspect
 import sys
 import types
 from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Final
 
+from offbeat_liveness._process.snapshot import OutsideWait
 from offbeat_liveness._process.stacks import python_threads
 
 MAX_TEXT: Final = 120
@@ -113,3 +117,55 @@ def class_name(value: object) -> str:
 def thread_names() -> dict[int, str]:
     """Names of Python's threads by ident."""
     return {each.ident or 0: text(attribute(each, "_name")) for each in python_threads()}
+
+
+@dataclass
+class Look:
+    """One question about one thread.
+
+    Args:
+        frames: of the thread, innermost first.
+        native_id: the kernel's number of the thread, None where it is not known.
+        follow: what another thread waits for, by its ident.
+        depth: of the frame that the rule has matched.
+    """
+
+    frames: list[FrameType]
+    native_id: int | None
+    follow: Callable[[int], OutsideWait | None]
+    depth: int = 0
+
+    def outward(self, limit: int) -> Iterator[FrameType]:
+        """The matched frame and the next ones that have called it."""
+        return iter(self.frames[self.depth : self.depth + limit])
+
+    def local(self, file: str, function: str, name: str) -> Any:
+        """A local of the frame nearest to the innermost that runs such a function; None if there is none."""
+        for frame in self.frames:
+            if frame.f_code.co_qualname == function and file in frame.f_code.co_filename:
+                return local(frame, name)
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Functions of one file of a library.
+
+    Args:
+        file: how the name of the file ends.
+        functions: qualified names, such as "Queue.get"; "Mixin.*" for all of a class, "*" for all of the file.
+        read: what is waited for, given the frame.
+        reach: how many frames may lie between the wait itself, or an inner match, and this one: what lies further
+            out has called the user's code, and is not what is waited in.
+    """
+
+    file: str
+    functions: tuple[str, ...]
+    read: Callable[[FrameType, Look], OutsideWait | None] = field(repr=False)
+    reach: int = 3
+
+
+def seconds(timeout: object) -> str:
+    """Text such as ", timeout 30 s"; "" where there is none."""
+    value = number(timeout)
+    return "" if value is None else f", timeout {value:g} s"

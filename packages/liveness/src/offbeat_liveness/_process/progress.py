@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Final
 
-from offbeat_liveness._process.kernel.proc import is_at_work, thread_cpu_s
-from offbeat_liveness._process.kernel.tree_usage import TreeUsage, UsageRates, rates, tree_usage
-from offbeat_liveness._process.recorder import flight_recorder
-from offbeat_liveness._process.recorder.still_recorder import StillRecorder
+from offbeat_liveness._process import flight_recorder
+from offbeat_liveness._process.flight_recorder import StillRecorder
+from offbeat_liveness._process.proc import TreeUsage, UsageRates, is_at_work, rates, thread_cpu_s, tree_usage
+from offbeat_liveness._process.process_groups import torch_call
 from offbeat_liveness._process.stacks import main_thread_ident, native_ids, thread_frames
-from offbeat_liveness._process.torch_calls import torch_call
 
 DEPTH: Final = 4
 LEAST_GAP_S: Final = 0.2
@@ -20,7 +19,7 @@ Position = tuple[tuple[int, int], ...]
 
 
 @dataclass
-class ThreadMotion:
+class ThreadProgress:
     """Where one thread has been since the last collective was issued or ended.
 
     A loop that polls stands still: it shows no line that was not seen before.
@@ -35,7 +34,7 @@ class ThreadMotion:
     seen: set[Position] = field(default_factory=set)
 
 
-class Motion:
+class ProgressTracker:
     """Looks at the process once a tick, for about 50 µs; remembers since when nothing new has happened.
 
     Args:
@@ -53,7 +52,7 @@ class Motion:
         self.status = ""
         self.status_since_s = self.watched_since_s = self._looked_s = time.monotonic()
         self._longest_gap_s = longest_gap_s
-        self._threads: dict[int, ThreadMotion] = {}
+        self._threads: dict[int, ThreadProgress] = {}
         self._native_ids: dict[int, int] = {}
         self._sampled = {main_thread_ident()}  # whose work is counted: with a thousand threads it cannot be all
         self._usage = TreeUsage()
@@ -163,7 +162,7 @@ class Motion:
         motion = self._threads.get(ident)
         position = _position(frame)
         if motion is None:
-            motion = self._threads[ident] = ThreadMotion(since_s=now_s, known_from_s=now_s)
+            motion = self._threads[ident] = ThreadProgress(since_s=now_s, known_from_s=now_s)
         elif position == motion.last:
             if forget:
                 motion.seen = {position}

@@ -65,7 +65,7 @@ class Collective:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupHead:
+class GroupSnapshot:
     """How far this process has come in one group.
 
     Args:
@@ -119,7 +119,7 @@ class LeftGroup:
 
     world: str
     rank: int
-    group: GroupHead
+    group: GroupSnapshot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +183,7 @@ class OutsideWait:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThreadHead:
+class ThreadSnapshot:
     """Where one thread stands.
 
     Args:
@@ -202,7 +202,7 @@ class ThreadHead:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Head:
+class ProcessSnapshot:
     """What one process does now.
 
     Args:
@@ -248,20 +248,20 @@ class Head:
     busy: float = 0.0
     tree_busy: float = 0.0
     waits: tuple[Wait, ...] = ()
-    groups: tuple[GroupHead, ...] = ()
-    threads: tuple[ThreadHead, ...] = ()
+    groups: tuple[GroupSnapshot, ...] = ()
+    threads: tuple[ThreadSnapshot, ...] = ()
     free_threads: tuple[str, ...] = ()
     left_groups: tuple[LeftGroup, ...] = ()
     listens: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
-    left: tuple["Head", ...] = field(default=(), repr=False)
+    left: tuple["ProcessSnapshot", ...] = field(default=(), repr=False)
     is_heard: bool = True
 
-    def group(self, key: tuple[str, tuple[int, ...] | str]) -> GroupHead | None:
+    def group(self, key: tuple[str, tuple[int, ...] | str]) -> GroupSnapshot | None:
         """Its view of a group, None if it has never made it, or made it no more."""
         return next((each for each in self.groups if each.key == key), None)
 
-    def left_group(self, world: str, key: tuple[str, tuple[int, ...] | str]) -> GroupHead | None:
+    def left_group(self, world: str, key: tuple[str, tuple[int, ...] | str]) -> GroupSnapshot | None:
         """A group of a world as it was when this process destroyed it."""
         return next((each.group for each in self.left_groups if (each.world, each.group.key) == (world, key)), None)
 

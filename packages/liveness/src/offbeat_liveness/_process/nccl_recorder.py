@@ -32,8 +32,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from offbeat_liveness._process.recorder.entries import RawEntry
-
+RawEntry = dict[str, Any]
+"""An entry of a recorder as torch pickles it."""
 HANDLER: Final = "dump_nccl_trace_pickle"
 ANSWER_S: Final = 0.3
 FRESH_S: Final = 5.0
