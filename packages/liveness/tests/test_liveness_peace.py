@@ -260,7 +260,7 @@ WITHOUT_DESCRIPTORS = """
 import errno, sys, threading, time
 import torch.distributed as dist
 import offbeat_liveness as liveness
-from offbeat_liveness._network import peers
+from offbeat_liveness._network import addresses
 from offbeat_liveness._process import process_groups
 
 tries = []
@@ -271,13 +271,13 @@ def fails(*_):
 
 seen = []
 threading.excepthook = seen.append
-peers.Listener = fails
+addresses.Listener = fails
 monitor = liveness.watch(stall_after_s=60, directory=sys.argv[1])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 end_s = time.monotonic() + 20
 while len(tries) < 3 and time.monotonic() < end_s:
     time.sleep(0.01)
-process_groups.group_heads = fails
+process_groups.group_snapshots = fails
 dist.destroy_process_group()
 assert monitor._answer({"ask": "pids"}) == {}, "it does not say which"
 print(len(tries) >= 3, seen, monitor._thread_errors.notes("it"), dist.is_initialized())

@@ -31,7 +31,7 @@ end_s = time.monotonic() + 30
 def ranks():
     return sorted(each.rank for each in monitor._peers.others().values() if each.rank is not None)
 others = [each for each in range(size) if each != rank]
-while (ranks() != others or not monitor._peers._world._is_confirmed) and time.monotonic() < end_s:
+while (ranks() != others or not monitor._peers.joined._is_confirmed) and time.monotonic() < end_s:
     time.sleep(0.02)
 worlds = sorted({each.world for each in monitor._peers.others().values()})
 print(rank, ranks(), monitor._peers.world, worlds, flush=True)

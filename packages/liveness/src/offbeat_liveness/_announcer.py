@@ -18,7 +18,8 @@ from typing import Final
 
 from offbeat_liveness._diagnosis.verdict import Verdict, join_names
 from offbeat_liveness._dumps import DumpWriter
-from offbeat_liveness._network.peers import Key, Peers
+from offbeat_liveness._network.addresses import Key
+from offbeat_liveness._network.peers import Peers
 from offbeat_liveness._network.side_channel import Address, Message, ask_all
 from offbeat_liveness._process.exceptions import describe
 from offbeat_liveness._process.nccl_recorder import remove_folder
@@ -100,7 +101,7 @@ class Announcer:
         self._dumps.write_head(self._read_head())
 
     def _tell_others(self, message: Message, *, num_tries: int) -> None:
-        """Whoever does not hear that a run is ended would stay behind: those that were busy are told again."""
+        """Those that were too busy to hear that the run is ended are told again: they would stay behind."""
         for _ in range(num_tries):
             heard = ask_all(self._unheard, message, self._peers.secret, TELL_S)
             self._unheard = {key: each for key, each in self._unheard.items() if key not in heard}
@@ -108,7 +109,7 @@ class Announcer:
                 return
 
     def announce_movement(self) -> None:
-        """As the leader: the run moves again; told where the suspicion was told."""
+        """As the leader: tell that the run moves again, where the suspicion was told."""
         spoken = self._spoken if self._is_speaker else None
         stuck, passed_s = self._note_end()
         if stuck is None:
@@ -121,7 +122,7 @@ class Announcer:
         ask_all(self._peers.running(), {"ask": "moves"}, self._peers.secret, TELL_S)
 
     def hear(self, verdict: Verdict, leader: str, *, ends_run: bool) -> None:
-        """The leader's announcement; should this process lead next, what was told is told."""
+        """Take in the leader's verdict; if this process leads next, it knows what was told."""
         self.verdict = self._spoken = self._written = verdict
         self._spoke_s, self._is_speaker = time.monotonic(), False
         if self._told == (verdict.key, ends_run):  # whoever was slow to answer is told again
@@ -137,7 +138,6 @@ class Announcer:
         self._note_end()
 
     def _note_end(self) -> tuple[Verdict | None, float]:
-        """The stall is over: what it was, and how long it lasted."""
         stuck, self.verdict, self._spoken, self._is_speaker = self.verdict, None, None, False
         self._told, self._unheard = None, {}
         self._quiet_s = QUIET_STALLS * self._settings.stall_after_s
@@ -148,7 +148,6 @@ class Announcer:
         return stuck, passed_s
 
     def _is_news(self, verdict: Verdict, *, is_known: bool) -> bool:
-        """Whether a verdict is worth a reader's time."""
         if verdict.is_proof:
             return not is_known
         if self._spoken is None:
@@ -242,16 +241,15 @@ class Ending:
                 leave()
 
     def is_finishing(self) -> bool:
-        """Whether this process still does something that it may finish."""
         return self._is_finishing
 
     def hear_leave(self) -> None:
-        """The process that leads says that nobody has anything left to finish; of no account before the end."""
+        """The leader says that nobody has anything left to finish; without effect before the end has begun."""
         if self.has_begun:
             self._may_leave.set()
 
     def give_up(self) -> None:
-        """Leave this process alone, which ends by itself, its own way; if it led, the next one does."""
+        """Leave this process alone, since it ends by itself; if it led, the next one does."""
         self._is_given_up = True
         self._is_finishing = False
         self._may_leave.set()
@@ -297,7 +295,7 @@ class Ending:
             ask_all(self._peers.running(), {"ask": "leave"}, self._peers.secret, ASK_S)
 
     def _wait_for_word(self, end_s: float) -> None:
-        """Wait until the process that leads says so; in its place, if it is gone."""
+        """Wait until the leader says so, or lead in its place if it is gone."""
         while not self._may_leave.wait(HEIR_S) and time.monotonic() < end_s + ROUNDS_S:
             if self._is_first_of_those_left():
                 self._let_go(end_s)
@@ -308,7 +306,6 @@ class Ending:
         return me is not None and all(me.order < each.order for each in self._peers.running().values())
 
     def _finish(self, end_s: float) -> None:
-        """Wait until this process stands in a wait of torch's, or its time is over."""
         if self._is_stuck():
             return
         if callable(signal.getsignal(signal.SIGTERM)):

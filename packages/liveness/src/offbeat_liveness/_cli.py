@@ -74,7 +74,6 @@ def _show(directory: Path, *, as_json: bool) -> str:
 
 
 def _verdict_of(heads: Sequence[ProcessSnapshot]) -> list[Verdict]:
-    """The run died before anybody could lead: what the dumps alone tell."""
     oldest_s = max((wait.age_s for head in heads for wait in head.waits), default=0.0)
     if oldest_s <= 0:
         return []
@@ -137,7 +136,6 @@ def _reach_children() -> None:
 
 
 def run_script(options: argparse.Namespace) -> None:
-    """Run the script in this process as __main__."""
     sys.argv[:] = [options.script, *options.arguments]
     if options.is_module:
         runpy.run_module(options.script, run_name="__main__", alter_sys=True)

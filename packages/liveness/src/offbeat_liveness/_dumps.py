@@ -40,7 +40,6 @@ def write(directory: Path, name: str, data: dict[str, Any]) -> None:
 
 
 def write_head(directory: Path, head: ProcessSnapshot) -> None:
-    """The last known state of a process."""
     process = f"@{plain_name(head.host)}-{head.pid}.json"  # no "@" is in a name: the pattern finds no other host's
     name = f"{HEAD_PREFIX}{plain_name(head.name)}{process}"
     write(directory, name, {"format": FORMAT, **to_data(head)})
@@ -51,7 +50,6 @@ def write_head(directory: Path, head: ProcessSnapshot) -> None:
 
 
 def write_verdict(directory: Path, verdict: Verdict) -> None:
-    """The newest verdict in `verdict.json`, and each one in a file of its own."""
     data = verdict.to_data()
     write(directory, f"verdict-{int(verdict.time_s * 1000)}-{verdict.kind}.json", data)
     write(directory, VERDICT, data)
@@ -75,11 +73,9 @@ class DumpWriter:
         self._is_writing = False
 
     def write_head(self, head: ProcessSnapshot) -> None:
-        """Have the last known state of a process written; returns at once."""
         self._have_written(lambda: self._heads.update({head.key: head}))
 
     def write_verdict(self, verdict: Verdict) -> None:
-        """Have a verdict written; returns at once."""
         self._have_written(lambda: self._verdicts.append(verdict))
 
     def flush(self, deadline_s: float) -> bool:
@@ -115,34 +111,28 @@ class DumpWriter:
 
 
 def read_heads(directory: Path) -> list[ProcessSnapshot]:
-    """All heads in a folder, ranks in order."""
     heads = [from_data(ProcessSnapshot, data) for data in _read_all(directory, f"{HEAD_PREFIX}*.json")]
     return sorted(heads, key=lambda head: (head.rank is None, head.rank or 0, head.name))
 
 
 def read_verdicts(directory: Path) -> list[Verdict]:
-    """All verdicts in a folder, the oldest first."""
     verdicts = [from_data(Verdict, data) for data in _read_all(directory, "verdict-*.json")]
     return sorted(verdicts, key=lambda verdict: verdict.time_s)
 
 
 def read_addresses(directory: Path) -> list[dict[str, Any]]:
-    """Addresses that processes left there."""
     return _read_all(directory, f"{ADDRESS_PREFIX}*.json")
 
 
 def address_name(machine: str, pid: int) -> str:
-    """File of one process's address."""
     return f"{ADDRESS_PREFIX}{machine}-{pid}.json"
 
 
 def has(directory: Path, name: str) -> bool:
-    """Whether a file is there."""
     return (directory / name).exists()
 
 
 def remove(directory: Path, name: str) -> None:
-    """Take a file away, if it is there."""
     with contextlib.suppress(OSError):
         (directory / name).unlink()
 

@@ -14,7 +14,8 @@ from offbeat_liveness._diagnosis.graph import LATE_S, WaitGraph
 from offbeat_liveness._diagnosis.proofs import find_failure, is_secondary
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._dumps import DumpWriter
-from offbeat_liveness._network.peers import Key, Peers
+from offbeat_liveness._network.addresses import Key
+from offbeat_liveness._network.peers import Peers
 from offbeat_liveness._network.side_channel import LOOPBACK, Address, Message, ask, ask_all
 from offbeat_liveness._network.survey import Survey, states_of_pids, tell_head
 from offbeat_liveness._process import flight_recorder, ledger
@@ -206,13 +207,12 @@ class Monitor:
                 self._closed.wait(self.settings.tick_s)
 
     def _complain(self, text: str) -> None:
-        """Say a thing once."""
         if text not in self._complaints:
             self._complaints.add(text)
             say(f"offbeat liveness: {text}")
 
     def _complain_of(self, what: str, error: Exception) -> None:
-        """Say once that something of the monitor's own has failed, in whose thread soever: the program goes on."""
+        """Say once that something of the monitor's own has failed; the program goes on."""
         self._complain(f"pid {os.getpid()}: {what} failed: {type(error).__name__}: {error}")
 
     def _tick(self) -> None:
@@ -285,7 +285,6 @@ class Monitor:
             self._alarm.set()
 
     def _find_leader(self) -> Any:
-        """The lowest other process that answers and is lower than this one; None if there is none."""
         me = self._peers.me()
         others = {key: each for key, each in self._peers.running().items() if key not in self._left}
         lower = {key: each for key, each in others.items() if me is None or each.order < me.order}
@@ -297,7 +296,6 @@ class Monitor:
         return time.monotonic() - self._looked_s >= self._pause_s
 
     def _lead(self) -> None:
-        """Look around, decide, and tell everybody."""
         self._alarm.clear()
         is_meeting = self._peers.is_meeting(self.settings.stall_after_s + MEETING_S)
         if is_meeting or not self._is_time_to_look():
@@ -352,19 +350,16 @@ class Monitor:
         return find_verdict(scene), scene
 
     def _seat(self) -> tuple[str, int] | None:
-        """World and rank of this process."""
         rank = self._peers.rank
         return (self._peers.world, rank) if self._peers.world and rank is not None else None
 
     def _is_somebody_going(self) -> bool:
-        """Whether a process of this host that has failed is still on its way out."""
         return any(
             head.state == "failed" and head.host == HOST and pid_state(head.pid) == "runs"
             for head in list(self._left.values())
         )
 
     def _answer(self, message: Message) -> Message:
-        """Reply to another monitor; runs in the listener's threads."""
         try:
             return self._reply(message)
         except Exception as error:  # noqa: BLE001 - else the program's threading.excepthook is called with it
@@ -401,7 +396,7 @@ class Monitor:
         return {"ok": True, "world": self._peers.world}
 
     def _tell_head(self, *, in_brief: bool) -> dict[str, Any]:
-        """Whoever asks has found a stall, so keep it on disk as well."""
+        """Whoever asks has found a stall, so it is written to disk as well."""
         head = self.head()
         self._dumps.write_head(head)
         return tell_head(dataclasses.replace(head, left=tuple(self._left.values())[-MAX_LEFT:]), in_brief=in_brief)

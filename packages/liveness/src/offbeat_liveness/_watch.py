@@ -19,7 +19,7 @@ from typing import Any, Final
 from offbeat_liveness._announcer import say
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._monitor import Monitor
-from offbeat_liveness._network.peers import read_invitation
+from offbeat_liveness._network.addresses import read_invitation
 from offbeat_liveness._process import ledger, process_groups
 from offbeat_liveness._process.ledger import LEDGER, Entry
 from offbeat_liveness._settings import Policy, Settings, read_settings
@@ -40,7 +40,6 @@ def call_before_entering_world(call: Callable[[], None]) -> None:
 
 
 def stop_calling_before_world() -> None:
-    """Call nothing any more."""
     _BEFORE_WORLD.clear()
     sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _Finder)]
 
@@ -68,8 +67,6 @@ def _announcing(entry: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Finder(MetaPathFinder):
-    """Sees torch.distributed come in, and steps aside."""
-
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:

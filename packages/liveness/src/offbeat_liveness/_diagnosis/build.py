@@ -52,7 +52,6 @@ ADVICE: Final[dict[str, str]] = {
 
 
 def companions(scene: WaitGraph, edge: Edge) -> set[str]:
-    """Everybody who stands in the same wait."""
     return {each.waiter for each in scene.edges if same_wait(scene, each, edge)}
 
 
@@ -67,7 +66,6 @@ def same_wait(scene: WaitGraph, one: Edge, other: Edge) -> bool:
 
 
 def same_call(one: Wait, other: Wait) -> bool:
-    """Whether two waits of two processes are the same call."""
     return _place(one) == _place(other)
 
 
@@ -81,12 +79,11 @@ def waiters(scene: WaitGraph, edge: Edge) -> str:
 
 
 def are(names: Sequence[str], what: str) -> str:
-    """The names and what they are, in the right number."""
     return f"{join_names(names)} {'is' if len(names) == 1 else 'are'} {what}"
 
 
 def party_of(scene: WaitGraph, head: ProcessSnapshot, wait: Wait | None, thread: str = "") -> Party:
-    """What one process does: in a given wait, or in its oldest, or in none; `thread` is the one that has to act."""
+    """What a process does: in `wait`, else in its oldest wait, else in none; `thread` is the one that has to act."""
     if head.state == "failed":
         return Party(
             name=head.name, rank=head.rank, part="dead", doing=f"out with {head.error}", stack=head.error_stack
@@ -113,7 +110,6 @@ def _is_sure(wait: Wait) -> bool:
 
 
 def why_in_flight(head: ProcessSnapshot) -> str:
-    """The exception after which any thread of a process cleans up."""
     return next((f"after {each.in_flight}" for each in head.threads if each.in_flight), "")
 
 
@@ -134,7 +130,6 @@ def absent_party(absent: Absent) -> Party:
 
 
 def _last_entered(head: ProcessSnapshot) -> str:
-    """The newest collective of a process, for one that stands in none."""
     entered = [each for group in head.groups for each in group.recent]
     if not entered:
         return ""
@@ -144,7 +139,7 @@ def _last_entered(head: ProcessSnapshot) -> str:
 
 
 def call_text(wait: Wait, group: GroupSnapshot | None) -> str:
-    """A wait for people."""
+    """A wait in words."""
     if wait.outside is not None:
         return f"a wait for {wait.outside.text}"
     if wait.kind == "rendezvous" and wait.on:
@@ -169,7 +164,6 @@ def collective_text(collective: Collective) -> str:
 
 
 def cycle_text(cycle: Sequence[Edge]) -> str:
-    """Who waits for whom in a circle, its first four steps."""
     return "; ".join(
         f"{edge.waiter} waits for {edge.target} in {call_text(edge.wait, edge.group)}" for edge in cycle[:4]
     )
@@ -200,7 +194,6 @@ def outside_of(head: ProcessSnapshot) -> OutsideWait | None:
 
 
 def votes(scene: WaitGraph, edge: Edge) -> str:
-    """Who is in what at one place of the sequence."""
     assert edge.group is not None
     votes: dict[str, list[str]] = {}
     everybody = [*scene.heads, *(each.head for each in scene.absent if each.head)]
@@ -242,7 +235,6 @@ def fate_text(gone: Sequence[Absent]) -> str:
 
 
 def advice_for(absent: Absent, scene: WaitGraph) -> str:
-    """What to do about one that is gone."""
     pid = absent.text.removeprefix("pid ").split()[0] if absent.text.startswith("pid ") else "PID"
     advice = ADVICE[absent.fate].replace("PID", pid)
     entry = _gloo_collective(scene) if absent.fate == "crashed" else None
@@ -252,7 +244,6 @@ def advice_for(absent: Absent, scene: WaitGraph) -> str:
 
 
 def _gloo_collective(scene: WaitGraph) -> Collective | None:
-    """The newest collective on gloo that a survivor has entered."""
     entries = [each for head in scene.heads for group in head.groups for each in group.recent if each.backend == "gloo"]
     return max(entries, key=lambda each: each.created_ns, default=None)
 

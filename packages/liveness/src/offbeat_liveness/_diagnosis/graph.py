@@ -42,7 +42,6 @@ BYTES_OF: Final = {kind: size for size, kinds in BYTES.items() for kind in kinds
 
 
 def difference(mine: Collective, theirs: Collective) -> Literal["other-op", "other-shape"] | None:
-    """How two members differ at one place of their group's sequence."""
     if mine.op != theirs.op:
         return "other-op"
     alike = LIKE_INPUTS | LIKE_INPUTS_ON_GLOO if mine.backend == "gloo" else LIKE_INPUTS
@@ -209,24 +208,21 @@ class WaitGraph:
 
     @cached_property
     def head_by_name(self) -> dict[str, ProcessSnapshot]:
-        """Processes that answered."""
         return {head.name: head for head in self.heads}
 
     @cached_property
     def absent_by_name(self) -> dict[str, Absent]:
-        """Processes that did not."""
         return {each.name: each for each in self.absent}
 
     @cached_property
     def name_by_rank(self) -> dict[tuple[str, int], str]:
-        """Names by world and rank."""
         everybody: list[ProcessSnapshot | Absent] = [*self.heads, *self.absent]
         now = {(each.world, each.rank): each.name for each in everybody if each.rank is not None}
         return {(left.world, left.rank): head.name for head in self.heads for left in head.left_groups} | now
 
     @cached_property
     def edges(self) -> list[Edge]:
-        """The graph over all waits that have settled."""
+        """Edges of all waits that have lasted long enough."""
         least_s = SETTLED * self.stall_after_s
         return [
             edge
@@ -263,7 +259,6 @@ class WaitGraph:
 
     @cached_property
     def stalled(self) -> list[tuple[ProcessSnapshot, Wait]]:
-        """Waits that have lasted too long, the oldest first."""
         found = [
             (head, wait)
             for head in self.heads
@@ -283,7 +278,7 @@ class WaitGraph:
         return found
 
     def awaited(self, edge: Edge) -> list[str]:
-        """All that the wait of an edge waits for; the graph itself holds a few of many."""
+        """All processes that the wait of an edge needs; the graph itself holds at most MAX_TARGETS."""
         head = self.head_by_name[edge.waiter]
         if edge.wait.kind == "collective" and edge.group is not None:
             mine = edge.group.at(edge.wait.seq)
@@ -310,11 +305,9 @@ class WaitGraph:
         return still_s >= SETTLED * self.stall_after_s and not computes
 
     def edges_from(self, name: str) -> list[Edge]:
-        """What one process waits for."""
         return self._edges_by_waiter.get(name, [])
 
     def reach(self, names: Iterable[str]) -> list[Edge]:
-        """All edges on the way from some processes to whatever they wait for in the end."""
         open_names, seen, found = deque(names), set(), []
         while open_names:
             name = open_names.popleft()

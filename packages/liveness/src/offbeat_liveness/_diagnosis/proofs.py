@@ -70,7 +70,7 @@ def _steps(edges: Sequence[Edge], *, of_threads: bool) -> Steps:
 
 
 def _walk_in_circle(steps: Steps) -> list[Node]:
-    """Nodes on some cycle; found by walking on until a node comes again, and leaving nodes that lead nowhere."""
+    """Nodes on some cycle, found depth first."""
     dead_ends: set[Node] = set()
     for start in steps:
         way, ways_on = [start], [iter(steps[start])]
@@ -92,7 +92,6 @@ def _walk_in_circle(steps: Steps) -> list[Node]:
 
 
 def _way_back(start: Node, steps: Steps) -> list[Edge]:
-    """The shortest way from a node to itself, breadth first."""
     came_by: dict[Node, tuple[Node, Edge]] = {}
     nodes = deque([start])
     while nodes:
@@ -185,14 +184,12 @@ def _failed(scene: WaitGraph) -> list[Absent]:
 
 
 def _cut_off_worlds(scene: WaitGraph) -> set[str]:
-    """Worlds in which a process says that a peer went away."""
     cut_off = {head.world for head in scene.heads if is_secondary(head.error)}
     cut_off |= {each.world for each in scene.absent if each.fate == "raised" and is_secondary(each.text)}
     return cut_off - {""}
 
 
 def _left(scene: WaitGraph, cut_off: set[str]) -> list[Absent]:
-    """Processes that run and have destroyed the group of a world in which another was cut off."""
     return [
         Absent(name=head.name, rank=left.rank, world=left.world, fate="left", text=why_in_flight(head), head=head)
         for head in scene.heads
@@ -214,7 +211,6 @@ def _concerns(scene: WaitGraph, gone: Absent, head: ProcessSnapshot) -> bool:
 def _newest_call(
     heads: Sequence[ProcessSnapshot],
 ) -> tuple[ProcessSnapshot | None, GroupSnapshot | None, Collective | None]:
-    """The last collective that any of some processes entered."""
     calls = [(head, group, entry) for head in heads for group in head.groups for entry in group.recent]
     return max(calls, key=lambda call: call[2].created_ns, default=(None, None, None))
 
@@ -240,7 +236,6 @@ def _fate_order(absent: Absent) -> int:
 
 
 def find_proof(scene: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
-    """The proof that explains a stall, None if there is none."""
     failed = any(head.state == "failed" for head in scene.heads)
     return (
         (find_failure(scene) if failed else None)
@@ -253,7 +248,6 @@ def find_proof(scene: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
 
 
 def _ended(scene: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
-    """A process that others wait for has ended."""
     reached = {edge.target: edge for edge in edges if edge.is_binding and edge.target in scene.absent_by_name}
     ended = [each for each in scene.absent if each.name in reached and each.fate in ENDED]
     if not ended:
@@ -268,7 +262,6 @@ def _ended(scene: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
 
 
 def _left_the_group(scene: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
-    """A process that others wait for runs, but has destroyed the group."""
     left = [edge for edge in edges if edge.reason == "left" and edge.is_binding and edge.target in scene.head_by_name]
     if not left:
         return None

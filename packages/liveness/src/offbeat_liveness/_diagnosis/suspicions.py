@@ -39,7 +39,6 @@ def find_suspicion(scene: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
 
 
 def _absence(scene: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
-    """Somebody in the way gives no answer, or is not known at all."""
     reached = {edge.target: edge for edge in edges}
     gone = [each for each in scene.absent if each.name in reached]
     strangers = [
@@ -74,7 +73,6 @@ def _cycle(scene: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
 
 
 def _idle_end(scene: WaitGraph, edges: Sequence[Edge], ends: Sequence[Edge]) -> Verdict | None:
-    """Somebody in the way stands in no wait of torch's: idle, in a wait outside, or slow."""
     quiet = [edge for edge in ends if not scene.is_moving(scene.head_by_name[edge.target], edge.thread)]
     if not quiet:
         return _straggler(scene, edges, ends)
@@ -199,7 +197,6 @@ def _order_text(shared: Sequence[tuple[object, ...]]) -> str:
 
 
 def _lasts(outside: OutsideWait) -> bool:
-    """Whether a wait does not end by itself, and not by a person who types."""
     return outside.timeout_s is None and outside.kind not in ("sleep", "terminal", "debugger", "import", "file")
 
 

@@ -49,19 +49,16 @@ class Keys:
         self.store, self._prefix = store, prefix
 
     def set(self, key: str, value: str) -> None:
-        """Write one."""
         self.store.set(f"{self._prefix}/{key}", value)
 
     def agree(self, key: str, proposed: str) -> str:
-        """What the first has proposed."""
         return text(self.store.compare_set(f"{self._prefix}/{key}", "", proposed))
 
     def count(self, key: str, more: int) -> int:
-        """Add to a counter; what it is then."""
+        """Add to a counter and return it."""
         return int(self.store.add(f"{self._prefix}/{key}", more))
 
     def get(self, key: str) -> str:
-        """One, "" if it is not there."""
         return self.get_all({0: key}).get(0, "")
 
     def get_all(self, keys: Mapping[int, str]) -> dict[int, str]:
@@ -121,7 +118,6 @@ def early_world() -> tuple[Any, int, int] | None:
 
 
 def is_reachable(store: Any) -> bool:
-    """Whether anybody listens where a store is: torch's client would complain on stderr in words of its own."""
     store = bottom(store)
     host, port = getattr(store, "host", ""), getattr(store, "port", 0)
     try:
@@ -146,7 +142,6 @@ def host_of(store: Any) -> str:
 
 
 def text(value: Any) -> str:
-    """What a store gave, as text."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
@@ -205,17 +200,17 @@ class World:
 
     @property
     def name(self) -> str:
-        """The same on all ranks that are of now."""
+        """The same on all ranks of this start of the job."""
         return self._token or self._early
 
     @property
     def names(self) -> frozenset[str]:
-        """All that a member may call it: some may not have the token yet."""
+        """All names that a member may use: some may not have the token yet."""
         return frozenset((self._token, self._early)) - {""}
 
     @property
     def is_unsettled(self) -> bool:
-        """Whether somebody, or the word of rank 0, is still to come."""
+        """Whether a rank, or the token of rank 0, is still to come."""
         return bool(self.missing) or (self.is_formed and not self._is_confirmed)
 
     @property
@@ -225,7 +220,6 @@ class World:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to look again."""
         return self.is_unsettled and time.monotonic() >= self._next_s
 
     def begin_anew(self) -> None:
@@ -240,7 +234,6 @@ class World:
             self.begin_anew()
 
     def confirm(self, name: str) -> None:
-        """Rank 0 has said of what world it is."""
         self._is_confirmed = self._is_confirmed or (bool(self._token) and name == self._token)
 
     def take_token(self) -> bool:
@@ -276,9 +269,7 @@ class World:
         return [from_data(Address, json.loads(text)) for text in said.values()]
 
     def is_of_now(self, address: Address) -> bool:
-        """Whether an address in the store was written by a member of this very world."""
         return bool(self._token) and address.world == self._token
 
     def is_reachable(self) -> bool:
-        """Whether anybody listens where the store is."""
         return is_reachable(self._keys.store)

@@ -51,7 +51,6 @@ class RefusedError(Exception):
 
 
 def encode(message: Message) -> bytes:
-    """A message as the body of an exchange."""
     return json.dumps(message, separators=(",", ":")).encode()
 
 
@@ -71,7 +70,7 @@ def decode(body: bytes) -> Message:
 
 
 def hello() -> tuple[bytes, bytes]:
-    """What a server says first, and the nonce in it."""
+    """The server's first bytes, and the nonce in them."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     return MAGIC + nonce, nonce
 
@@ -100,7 +99,6 @@ class Question:
         self._nonces = b""
 
     def to_send(self, server_nonce: bytes) -> bytes:
-        """Header and body."""
         self._nonces = server_nonce + self._nonce
         return self._nonce + _seal(ASKS, self._nonces, self._body, self._secret) + self._body
 
@@ -125,7 +123,6 @@ def open_question(header: bytes, server_nonce: bytes, secret: str) -> tuple[int,
 
 
 def seal_answer(body: bytes, nonces: bytes, secret: str) -> bytes:
-    """Header and body of an answer."""
     return _seal(ANSWERS, nonces, body, secret) + body
 
 
@@ -192,23 +189,17 @@ class Address:
 
     @property
     def seat(self) -> tuple[str, int | None] | None:
-        """What one process at a time has in the run; None for those without a name of their own."""
+        """Name and rank, which one process at a time has; None for those without a name of their own."""
         is_named = self.name not in (f"rank {self.rank}", f"pid {self.pid}")
         return (self.name, self.rank) if is_named else None
 
 
 class Endpoint(Protocol):
-    """Where something listens."""
+    @property
+    def host(self) -> str: ...
 
     @property
-    def host(self) -> str:
-        """IP address."""
-        ...
-
-    @property
-    def port(self) -> int:
-        """Number of the port."""
-        ...
+    def port(self) -> int: ...
 
 
 class Listener:
@@ -239,7 +230,6 @@ class Listener:
         OwnThread(self._serve, "listen").start()
 
     def close(self) -> None:
-        """Stop listening."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._waker.send(b"x")
@@ -266,7 +256,6 @@ class Listener:
                 each.close()
 
     def _step(self) -> None:
-        """Take in who has come, read on, and send away who is late."""
         oldest = next(iter(self._strangers.values()), None)
         wait_s = max(0.0, oldest.begun_s + self._patience_s - time.monotonic()) if oldest else None
         for chosen, _ in self._selector.select(wait_s):
@@ -286,7 +275,7 @@ class Listener:
         return UNPROVEN_S if len(self._strangers) < MAX_UNPROVEN else CROWDED_S
 
     def _take_in_if(self, has_room: bool) -> None:
-        """Where there is no room, whoever comes waits in the kernel."""
+        """Where there is no room, new connections wait in the kernel."""
         if has_room and not self._takes_in:
             self._selector.register(self._socket, selectors.EVENT_READ)
         elif self._takes_in and not has_room:
@@ -371,7 +360,7 @@ class Listener:
 
 @dataclass(eq=False)
 class _Unproven:
-    """Who has connected and not proven itself yet."""
+    """A connection that has not proven yet that it belongs to the run."""
 
     connection: socket.socket
     nonce: bytes
@@ -390,7 +379,7 @@ class _Opened:
 
 
 def _read_exactly(connection: socket.socket, num_bytes: int, end_s: float) -> bytes:
-    """So many bytes; whoever drips them is cut off at `end_s`."""
+    """So many bytes; a sender that is not done at `end_s` is cut off."""
     data = bytearray()
     while len(data) < num_bytes:
         connection.settimeout(max(0.001, end_s - time.monotonic()))
@@ -452,7 +441,6 @@ class _Exchange:
     received: bytearray = field(default_factory=bytearray)
 
     def take(self) -> Message | None:
-        """Go on with what has come in full; the answer once it is there."""
         data, self.received = bytes(self.received), bytearray()
         if not self.is_greeted:
             self.is_greeted, self.awaited_bytes = True, REPLY_BYTES
@@ -465,7 +453,6 @@ class _Exchange:
 
 
 def _go_on(selector: selectors.BaseSelector, chosen: selectors.SelectorKey, replies: dict[Any, Message]) -> None:
-    """One step of one exchange: send the rest, or read some."""
     connection, each = chosen.fileobj, chosen.data
     assert isinstance(connection, socket.socket)
     try:

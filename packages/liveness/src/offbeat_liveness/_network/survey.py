@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from offbeat_liveness._diagnosis.graph import BUSY, Absent, Fate, WaitGraph
-from offbeat_liveness._network.peers import Key, Peers
+from offbeat_liveness._network.addresses import Key
+from offbeat_liveness._network.peers import Peers
 from offbeat_liveness._network.side_channel import Address, ask_all
 from offbeat_liveness._process.exceptions import read_crash
 from offbeat_liveness._process.proc import HOST, TreeUsage, pid_state, rates, tree_usage
@@ -99,7 +100,7 @@ def choose_few(scene: WaitGraph) -> list[str]:
 
 
 def _forgotten_by(scene: WaitGraph, head: ProcessSnapshot, wait: Wait) -> list[str]:
-    """Members that have entered the collective of a wait so long ago that its entry is not in their brief head."""
+    """Members that have entered the collective of a wait so long ago that their summary does not hold it."""
     group = next((each for each in head.groups if each.name == wait.group), None)
     if wait.kind != "collective" or group is None:
         return []
@@ -111,7 +112,6 @@ def _forgotten_by(scene: WaitGraph, head: ProcessSnapshot, wait: Wait) -> list[s
 
 @functools.lru_cache(maxsize=4096)
 def _step_of(ranks: tuple[int, ...]) -> int:
-    """By how much each rank is above the one before, 0 where that differs."""
     step = ranks[1] - ranks[0]
     return step if step > 0 and ranks == tuple(range(ranks[0], ranks[0] + step * len(ranks), step)) else 0
 
@@ -160,7 +160,6 @@ def states_of_pids(pids: Mapping[str, int]) -> dict[str, Any]:
 
 
 def read_usage(said: Mapping[str, Any]) -> dict[str, TreeUsage]:
-    """Usage by pid, from what a witness told."""
     return {pid: from_data(TreeUsage, data) for pid, data in said.get("usage", {}).items()}
 
 
@@ -176,13 +175,10 @@ class Silence:
 
 
 class SilenceHistory:
-    """What the looks before have seen of those who do not answer."""
-
     def __init__(self) -> None:
         self._by_key: dict[Key, Silence] = {}
 
     def heard(self, keys: Iterable[Key]) -> None:
-        """These have answered."""
         for key in keys:
             self._by_key.pop(key, None)
 
@@ -204,7 +200,6 @@ class SilenceHistory:
         )
 
     def is_over(self, key: Key, fate: Fate) -> bool:
-        """Whether a process has been silent so long that its fate counts."""
         return fate not in PATIENT_FATES or self._by_key.get(key, Silence()).num_looks >= PATIENT_LOOKS
 
     def stand_in(self, address: Address, still_s: float) -> ProcessSnapshot:
@@ -246,7 +241,6 @@ FATE_BY_PID: Final[dict[str, Fate]] = {
 
 
 def tell_head(head: ProcessSnapshot, *, in_brief: bool) -> dict[str, Any]:
-    """What a process answers to a look."""
     return {"brief": summary_data(head)} if in_brief else {"head": to_data(head)}
 
 
@@ -331,7 +325,6 @@ class Survey:
         return {key: self._in_own_words(head) for key, head in heads.items()}
 
     def _in_own_words(self, head: ProcessSnapshot) -> ProcessSnapshot:
-        """With the name that this process has for their world: the other may not have heard it yet."""
         left = tuple(dataclasses.replace(each, world=self._own_name_of(each.world)) for each in head.left_groups)
         return dataclasses.replace(head, world=self._own_name_of(head.world), left_groups=left)
 
@@ -362,7 +355,7 @@ class Survey:
         heads: Mapping[Key, ProcessSnapshot],
         left: Mapping[Key, ProcessSnapshot],
     ) -> dict[Key, ProcessSnapshot]:
-        """Heads for those who have been silent in too few looks: who was in a wait of torch's has come so far."""
+        """Snapshots for processes that have been silent in too few looks."""
         still_s = max((wait.age_s for head in heads.values() for wait in head.waits), default=0.0)
         return {
             key: self._as_last_heard(key) or self._silences.stand_in(address, still_s)
@@ -371,7 +364,7 @@ class Survey:
         }
 
     def _as_last_heard(self, key: Key) -> ProcessSnapshot | None:
-        """A process that waited when it was last heard, which it does as long as it does not say something else."""
+        """A process that waited when it was last heard still does, as far as is known."""
         head = self._said.get(key)
         if head is None or all(wait.kind == "outside" for wait in head.waits):
             return None

@@ -46,7 +46,6 @@ class ExitHook:
         self._finalizer = multiprocessing.util.Finalize(None, self._on_exit, exitpriority=EARLY)
 
     def close(self) -> None:
-        """Say nothing any more."""
         self._is_said = True
         atexit.unregister(self._on_exit)
         self._finalizer.cancel()
@@ -83,7 +82,7 @@ def _is_console(caller: FrameType | None) -> bool:
 
 
 def read_exception(error: BaseException) -> tuple[str, tuple[CallSite, ...]]:
-    """Likewise from what it stores, for one that nobody has printed yet: nothing of the program is called."""
+    """As `describe`, from stored data alone: nothing of the program is called."""
     values = peek.members(peek.attribute(error, "args"))
     texts = [str(each) if type(each) is int else peek.text(each, MAX_ERROR) for each in values]
     return _in_one_line(error, ", ".join(each for each in texts if each)), _raised_at(error)
@@ -106,7 +105,7 @@ def _raised_at(error: BaseException) -> tuple[CallSite, ...]:
 
 
 def _cause(error: BaseException | None) -> BaseException | None:
-    """What is behind a sys.exit(1) that a launcher made of an exception; nothing behind an orderly sys.exit(0)."""
+    """The exception behind a launcher's sys.exit(1); None behind sys.exit(0)."""
     if not isinstance(error, SystemExit):
         return error
     if error.code in (None, 0):
@@ -126,12 +125,10 @@ class ThreadErrors:
         threading.excepthook = self._on_exception
 
     def close(self) -> None:
-        """Give the hook back, unless somebody has put another before it."""
         if threading.excepthook == self._on_exception:
             threading.excepthook = self._hook
 
     def notes(self, who: str) -> tuple[str, ...]:
-        """One line for each, for a verdict."""
         now_s = time.monotonic()
         return tuple(f"{who}: {text}, {now_s - seen_s:.0f} s ago" for seen_s, text in self._seen)
 
@@ -186,7 +183,6 @@ class CrashFile:
                 faulthandler.enable(self._file)
 
     def close(self) -> None:
-        """The process ends in order: nothing to keep."""
         if self._file is not None:
             faulthandler.disable()
             self._file.close()
@@ -207,7 +203,6 @@ def path_of(directory: Path, machine: str, pid: int) -> Path:
 
 
 def plain_name(text: str) -> str:
-    """A text as part of a file's name: letters, digits, "_", "." and "-"."""
     return re.sub(r"[^\w.-]+", "-", text)
 
 

@@ -78,22 +78,18 @@ COALESCED: Final = "coalesced"
 
 
 def group_of(entry: RawEntry) -> str:
-    """Torch's name of the group of an entry."""
     return str(entry["process_group"][0])
 
 
 def backend_of(entry: RawEntry) -> str:
-    """Such as "nccl"."""
     return str(entry["profiling_name"]).partition(":")[0]
 
 
 def seq_of(entry: RawEntry) -> int:
-    """Number of an entry among the collectives of its group."""
     return int(entry["collective_seq_id"])
 
 
 def is_over(entry: RawEntry) -> bool:
-    """Whether a single operation has finished or failed."""
     return bool(entry["retired"]) or entry["state"] == "completed"
 
 
@@ -170,7 +166,7 @@ def _closes(entry: RawEntry) -> bool:
 
 
 def _may_be_coalesced(entry: RawEntry) -> bool:
-    """Whether nothing was ever learned of an entry of a device's backend."""
+    """Whether a device's backend has told nothing of an entry yet."""
     return backend_of(entry) != "gloo" and entry["state"] == "scheduled" and not entry["retired"]
 
 
@@ -179,7 +175,6 @@ def _is_beside(one: RawEntry, other: RawEntry) -> bool:
 
 
 def _calls_of(closing: RawEntry, held: Region) -> Region:
-    """The held entries, if they bear the numbers of a closing entry."""
     names = ("collective_seq_id", "p2p_seq_id")
     return held if held and all(held[-1][name] == closing[name] for name in names) else []
 
@@ -228,7 +223,6 @@ def _parse_transfer(entry: RawEntry, state: RawEntry, members: Sequence[int]) ->
 
 
 def _parse(entry: RawEntry, state: RawEntry, **more: Any) -> Collective:
-    """One operation; `state` is the entry that has its events."""
     frames = [CallSite(file=f["filename"], line=f["line"], function=f["name"]) for f in entry.get("frames", ())]
     sites = readable(frames) if frames else ()
     return Collective(
@@ -317,13 +311,11 @@ def _call(dump: Callable[..., bytes], with_frames: bool) -> bytes:
 
 
 def _merge(entries: list[RawEntry]) -> list[RawEntry]:
-    """Entries of several recorders, oldest first, each once."""
     found = {(entry["time_created_ns"], entry["record_id"], group_of(entry)): entry for entry in entries}
     return sorted(found.values(), key=lambda entry: int(entry["time_created_ns"]))
 
 
 def is_off() -> bool:
-    """Whether the environment has turned the recorder off."""
     return os.environ.get("TORCH_FR_BUFFER_SIZE") == "0"
 
 
@@ -365,7 +357,6 @@ def _is_symboliser() -> bool:
 
 
 def _dump(recorder: str, what: str) -> Callable[..., bytes] | None:
-    """A function of this build of torch that reads a recorder: `_dump_fr_trace`, `_dump_nccl_trace`."""
     found: Callable[..., bytes] | None = getattr(
         sys.modules["torch._C._distributed_c10d"], f"_dump_{recorder}{what}", None
     )

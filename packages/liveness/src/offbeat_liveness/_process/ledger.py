@@ -55,7 +55,6 @@ class Entry:
     timeout: Any = None
 
     def is_over(self) -> bool:
-        """Whether the handle of a posted operation is gone or complete."""
         work = self.work()
         return work is None or bool(work.is_completed())
 
@@ -77,13 +76,11 @@ class Ledger:
         self._prune_from = MAX_POSTED
 
     def enter(self, entry: Entry) -> int:
-        """Write down a wait; the number closes it."""
         number = next(self._numbers)
         self._open[number] = entry
         return number
 
     def leave(self, number: int) -> None:
-        """Close a wait."""
         entry = self._open.pop(number, None)
         if entry is not None and entry.kind == "rendezvous":
             self.met_s[entry.thread] = time.monotonic()
@@ -96,7 +93,6 @@ class Ledger:
             self._prune_from = max(MAX_POSTED, 2 * len(self.posted))
 
     def open_waits(self) -> list[Entry]:
-        """What has begun and not ended, oldest first."""
         return sorted(self._open.copy().values(), key=lambda entry: entry.since_s)
 
     def clear(self) -> None:
@@ -155,7 +151,6 @@ class waiting:  # noqa: N801 - a context manager that reads as a verb, like cont
 
 
 def may_have_transferred(group: Any) -> bool:
-    """Whether a group has used point-to-point operations, as far as this process knows."""
     return group in _TRANSFERRING
 
 
@@ -252,7 +247,6 @@ def _connecting(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keys(args: tuple[Any, ...]) -> str:
-    """The keys of a store wait, for people."""
     keys = args[0] if args else ""
     found = keys[:MAX_KEYS] if isinstance(keys, list | tuple) else [keys]
     return ", ".join(text for text in map(_as_text, found) if text)

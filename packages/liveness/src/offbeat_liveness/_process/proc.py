@@ -208,7 +208,7 @@ class UsageRates:
 
     @property
     def moves_data(self) -> bool:
-        """More than the odd line of a log."""
+        """More than an occasional line of a log."""
         return self.io_bytes_per_s >= MOVING_BYTES_PER_S
 
 
@@ -305,7 +305,6 @@ def _threads_of(pid: int, num_threads: int) -> list[int]:
 
 
 def _thread_ticks(pid: int, thread: int) -> int:
-    """What a thread has used; 0 where it is gone."""
     return sum(map(int, _stat_of(f"/proc/{pid}/task/{thread}/stat")[OWN_TICKS]))
 
 

@@ -71,7 +71,6 @@ def settled_collectives(*, patience_s: float = PATIENCE_S) -> list[Collective] |
 
 
 def default_group() -> Any:
-    """The default process group object, None before it is made."""
     if not flight_recorder.is_loaded():
         return None
     c10d = sys.modules["torch.distributed.distributed_c10d"]
@@ -93,7 +92,6 @@ def note_end(names: Iterable[str]) -> None:
 
 
 def has_groups() -> bool:
-    """Whether this process has made any group, of its own world or of another."""
     if not flight_recorder.is_loaded():
         return False
     c10d = sys.modules["torch.distributed.distributed_c10d"]
@@ -171,7 +169,6 @@ def _entered(group: Any, backend: str, recent: Sequence[Collective], counter: in
 
 
 def timeout_of(backend: Any) -> float | None:
-    """What torch gives a call of a backend of a group, in seconds."""
     try:
         return seconds_of(backend.options._timeout)
     except (RuntimeError, AttributeError):  # a backend without options
@@ -194,14 +191,12 @@ def store_place(store: Any) -> str:
 
 
 def bottom(store: Any) -> Any:
-    """The store under all prefixes."""
     while getattr(store, "underlying_store", None) is not None:
         store = store.underlying_store
     return store
 
 
 def _store_of(group: Any) -> Any:
-    """The store that a group was made with, None where torch does not say."""
     found = _world().pg_map.get(group)
     return found[1] if found else None
 
@@ -303,7 +298,6 @@ class LeftGroups:
         self._is_closed = False
 
     def all(self) -> tuple[LeftGroup, ...]:
-        """Those that are gone, the newest last."""
         return tuple(self._left)
 
     def close(self) -> None:
@@ -428,7 +422,6 @@ class TorchCall:
 
 
 def torch_call(frame: FrameType | None) -> TorchCall | None:
-    """The call of torch.distributed that a thread stands in, None if it stands in none."""
     found: list[tuple[str, FrameType]] = []
     while frame is not None:
         file = _defined_in(frame)
@@ -449,7 +442,6 @@ def _defined_in(frame: FrameType) -> str:
 
 
 def _call_of(found: list[tuple[str, FrameType]]) -> TorchCall:
-    """What the frames of one call say, innermost first."""
     file, outermost = found[-1]
     named = dict(outermost.f_locals)
     group = named.get("group") or named.get("process_group")

@@ -59,7 +59,6 @@ class ProgressTracker:
         self._rates: UsageRates | None = None
 
     def look(self) -> None:
-        """Take one sample of the recorder's status and of all threads."""
         now_s = time.monotonic()
         if now_s - self._looked_s > self._longest_gap_s:
             self._begin_anew(now_s)
@@ -85,12 +84,11 @@ class ProgressTracker:
         return advanced
 
     def _begin_anew(self, now_s: float) -> None:
-        """After a suspension of the process or the machine: what lies before says nothing about now."""
+        """After a suspension of the process or the machine: earlier looks say nothing about now."""
         self.status_since_s = self.watched_since_s = now_s
         self._threads.clear()
 
     def has_pending(self) -> bool:
-        """Whether a collective was issued that is not over."""
         return bool(self.status) and flight_recorder.has_pending(self.status)
 
     def has_thread_in_torch(self, still_s: float) -> bool:
@@ -108,7 +106,6 @@ class ProgressTracker:
         return time.monotonic() - motion.since_s if motion else 0.0
 
     def known_s(self, ident: int) -> float:
-        """Seconds since a thread was first seen; 0 for one that has just begun."""
         motion = self._threads.get(ident)
         return time.monotonic() - motion.known_from_s if motion else 0.0
 

@@ -93,8 +93,6 @@ def _read_snapshot(
 
 
 class _Threads:
-    """All threads of the process at one moment."""
-
     def __init__(self, motion: ProgressTracker, stall_after_s: float) -> None:
         self._motion, self._stall_after_s = motion, stall_after_s
         names = peek.thread_names()
@@ -112,7 +110,6 @@ class _Threads:
         return iter([(ident, call) for ident, call in self.calls.items() if call is not None])
 
     def has(self, ident: int) -> bool:
-        """Whether a thread is one of the program's own."""
         return ident in self._frames
 
     def frame(self, ident: int) -> FrameType | None:
@@ -123,7 +120,6 @@ class _Threads:
         return self._names.get(ident, "MainThread")
 
     def standing_s(self, ident: int) -> float:
-        """How long a thread has shown no new line."""
         return self._motion.thread_still_s(ident)
 
     def still_s(self, ident: int, since_s: float) -> float:
@@ -134,7 +130,6 @@ class _Threads:
         return min(since_s, max(self._motion.thread_still_s(each) for each in (ident, main_thread_ident())))
 
     def worker(self, groups: Sequence[GroupSnapshot]) -> int:
-        """The thread that issued the newest collective, if it is still there; else the main thread."""
         newest = max(
             (each for group in groups for each in group.recent), key=lambda each: each.created_ns, default=None
         )
@@ -153,7 +148,7 @@ class _Threads:
         return "" if any(may_act(self._frames[ident]) for ident in began) else self.name(newest.thread)
 
     def free(self, waiting: set[str]) -> tuple[str, ...]:
-        """Threads that stand in no wait, and may set somebody else free."""
+        """Threads that stand in no wait and may set another free."""
         return tuple(
             self.name(ident)
             for ident, frame in self._frames.items()
@@ -161,7 +156,7 @@ class _Threads:
         )
 
     def _joins(self, ident: int, waiting: set[str]) -> bool:
-        """Whether a thread stands until another ends that waits itself."""
+        """Whether a thread joins another that waits itself."""
         outside = self._outside(ident) if waiting else None
         return outside is not None and outside.kind == "thread" and not outside.timeout_s and outside.on in waiting
 
@@ -192,7 +187,6 @@ class _Threads:
         return self._outside(ident if ident in self._frames else main_thread_ident())
 
     def heads(self, worker: int, names: set[str]) -> tuple[ThreadSnapshot, ...]:
-        """The worker first, then the main thread, then the named ones."""
         named = (each for each in self._frames if self._names[each] in names)
         chosen = dict.fromkeys([worker, main_thread_ident(), *named])
         return tuple(
@@ -214,7 +208,6 @@ def _unlike(names: Mapping[int, str]) -> dict[int, str]:
 
 
 def _outside_wait(thread: ThreadSnapshot) -> Wait:
-    """A wait outside torch, of a thread that stands in no other."""
     assert thread.outside is not None
     return Wait(
         kind="outside", what=thread.outside.kind, age_s=thread.still_s, thread=thread.name, stack=thread.stack,
@@ -223,7 +216,6 @@ def _outside_wait(thread: ThreadSnapshot) -> Wait:
 
 
 def _collective_waits(groups: Sequence[GroupSnapshot], threads: _Threads) -> Iterator[Wait]:
-    """The oldest collective of each group that was issued and is not over."""
     for group in groups:
         entry = next((each for each in group.recent if not each.done), None)
         if entry is not None and not threads.is_elsewhere(entry.thread, group.backend):
@@ -335,7 +327,7 @@ def _store_rendezvous(call: TorchCall) -> dict[str, Any]:
 
 
 def _remote_call(call: TorchCall) -> dict[str, Any]:
-    """Of torch.distributed.rpc, whose workers are no ranks of a group."""
+    """Of torch.distributed.rpc, whose workers are not ranks of a group."""
     if call.function == "rpc_sync":
         return {"kind": "declared", "what": f"rpc_sync to {call.arguments.get('to')}"}
     return {"kind": "rendezvous", "what": f"rpc.{call.function.lstrip('_')}"}
@@ -390,7 +382,6 @@ def _timeout_s(entry: Entry, head: GroupSnapshot | None) -> float | None:
 
 
 def _peer(entry: Entry) -> tuple[int, ...]:
-    """Global rank of the other side of a point-to-point operation."""
     group = entry.group()
     if group is None or entry.peer < 0:
         return ()
@@ -399,7 +390,6 @@ def _peer(entry: Entry) -> tuple[int, ...]:
 
 
 def _head_of(groups: Sequence[GroupSnapshot], group: Any) -> GroupSnapshot | None:
-    """The head of a group object; the part of its host's backend where it has several."""
     name = _group_name(group)
     named = [each for each in groups if each.name == name or each.name.startswith(f"{name} (")]
     return next((each for each in named if each.backend == "gloo"), named[0] if named else None)

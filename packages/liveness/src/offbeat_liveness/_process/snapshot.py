@@ -20,8 +20,6 @@ OutsideKind = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class CallSite:
-    """One line of Python on a thread's stack."""
-
     file: str
     line: int
     function: str
@@ -103,7 +101,6 @@ class GroupSnapshot:
         return self.name, self.place if self.is_foreign else self.ranks
 
     def at(self, seq: int) -> Collective | None:
-        """The collective of that number, if it is still remembered."""
         return next((each for each in reversed(self.recent) if each.seq == seq), None)
 
 
@@ -258,7 +255,6 @@ class ProcessSnapshot:
     is_heard: bool = True
 
     def group(self, key: tuple[str, tuple[int, ...] | str]) -> GroupSnapshot | None:
-        """Its view of a group, None if it has never made it, or made it no more."""
         return next((each for each in self.groups if each.key == key), None)
 
     def left_group(self, world: str, key: tuple[str, tuple[int, ...] | str]) -> GroupSnapshot | None:

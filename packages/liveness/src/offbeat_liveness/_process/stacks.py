@@ -81,7 +81,6 @@ class OwnThread(threading.Thread):
         super().__init__(target=target, name=name, args=tuple(args), daemon=True)
 
     def run(self) -> None:
-        """Run the target."""
         try:
             super().run()
         finally:
@@ -164,13 +163,11 @@ def readable(sites: list[CallSite]) -> tuple[CallSite, ...]:
 
 
 def main_thread_ident() -> int:
-    """Ident of the main thread."""
     return threading.main_thread().ident or 0
 
 
 @lru_cache(maxsize=4096)
 def is_machinery(file: str) -> bool:
-    """Whether a file is torch, the standard library, or offbeat's own groups."""
     parts = Path(file).parts
     if file.startswith(("<frozen", OWN_FOLDER)) or GROUPS_OF_OFFBEAT in parts:
         return True
@@ -181,5 +178,4 @@ def is_machinery(file: str) -> bool:
 
 
 def is_own(file: str) -> bool:
-    """Whether a file belongs to the reader's project rather than to an installed package."""
     return not is_machinery(file) and not any(folder in Path(file).parts for folder in INSTALLED)

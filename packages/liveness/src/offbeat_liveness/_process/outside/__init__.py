@@ -60,7 +60,6 @@ def _read(look: Look) -> OutsideWait | None:
 
 
 def _matches(frames: list[FrameType]) -> list[tuple[int, Rule]]:
-    """The rules that hold one around another, innermost first."""
     found: list[tuple[int, Rule]] = []
     last = 0
     for depth, frame in enumerate(frames):
@@ -74,13 +73,11 @@ def _matches(frames: list[FrameType]) -> list[tuple[int, Rule]]:
 
 
 def rule_of(frame: FrameType) -> Rule | None:
-    """The rule for the function that a frame runs."""
     rules = _BY_FUNCTION.get(frame.f_code.co_qualname, ())
     return next((rule for rule in rules if frame.f_code.co_filename.endswith(rule.file)), None)
 
 
 def _wait_of_thread(ident: int, follows: int) -> OutsideWait | None:
-    """The same of another thread of this process."""
     if follows < 0 or ident == threading.get_ident():
         return None
     frames = current_frames()
@@ -120,7 +117,6 @@ def import_wait(look: Look) -> OutsideWait | None:
 
 
 def is_importing(look: Look) -> bool:
-    """Whether the innermost frame is one of the import system itself."""
     return look.frames[0].f_code.co_filename.startswith(IMPORT_FILES)
 
 

@@ -56,7 +56,6 @@ def _process_queue(frame: FrameType, look: Look) -> OutsideWait | None:
 
 
 def _nobody(text: str) -> Callable[[FrameType, Look], OutsideWait]:
-    """Reads a wait of which no more is known than that nobody has ended it."""
     return lambda frame, look: _wait("lock", text, peek.local(frame, "timeout"))
 
 
@@ -82,7 +81,6 @@ def _join_thread(frame: FrameType, look: Look) -> OutsideWait | None:
 
 
 def _followed(look: Look, text: str, name: str, ident: int | None, timeout: object) -> OutsideWait:
-    """A wait for a thread, and what that one waits for."""
     inner = look.follow(ident) if ident is not None else None
     if inner is None:
         return _wait("thread", text, timeout, on=name)
@@ -139,7 +137,6 @@ def _processes(manager: object) -> list[Any]:
 
 
 def _worker_of(future: object) -> int | None:
-    """Ident of the thread of a ThreadPoolExecutor that works on a future."""
     frames = current_frames()
     try:
         return next((ident for ident, frame in frames.items() if _works_on(frame, future)), None)
@@ -263,7 +260,6 @@ def _spawned(frame: FrameType, look: Look) -> OutsideWait | None:
 
 
 def _manager(frame: FrameType, look: Look) -> OutsideWait | None:
-    """A call of an object that lives in the process of a manager."""
     owner, method = peek.local(frame, "self"), peek.text(peek.local(frame, "methodname"))
     pid = pid_of(peek.path(owner, "_manager._process"))
     told = f" (pid {pid}, {state_of(pid)})" if pid else ""

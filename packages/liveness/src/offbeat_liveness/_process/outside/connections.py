@@ -37,7 +37,6 @@ def http_answer(host: str, timeout: object, client: str, *, doing: str = "an HTT
 
 
 def host_and_port(host: object, port: object) -> str:
-    """As one text; "" where there is no host."""
     name, number = peek.text(host), peek.integer(port)
     return "" if not name else system_calls.join_host_port(name, number) if number is not None else name
 
@@ -51,7 +50,6 @@ def client_of(names: list[str]) -> str:
 
 
 def peer_of(connection: object) -> str:
-    """Address ("host:port") of the other side of a socket object; "" where it has none."""
     if not issubclass(type(connection), _socket.socket):
         return ""
     try:
@@ -66,7 +64,6 @@ def _client(look: Look) -> str:
 
 
 def _timeout_of(connection: object) -> Any:
-    """Of a socket object, seconds; None for one that waits for ever."""
     if not issubclass(type(connection), _socket.socket):
         return None
     return _socket.socket.gettimeout(connection)  # type: ignore[arg-type]
@@ -152,7 +149,6 @@ def _resolve(frame: FrameType, look: Look) -> OutsideWait | None:
 
 
 def _connection(frame: FrameType, look: Look) -> OutsideWait | None:
-    """A connection of multiprocessing: a pipe or a socket, by its number."""
     number = peek.integer(peek.attribute(peek.local(frame, "self"), "_handle"))
     found = system_calls.descriptor_of(number) if number is not None else None
     if found is None or number is None:

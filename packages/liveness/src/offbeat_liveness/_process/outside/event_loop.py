@@ -149,7 +149,6 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _name(task: object) -> str:
-    """Name of a task; "" for a future that is none."""
     kind = getattr(sys.modules.get("asyncio.tasks"), "Task", None)
     if kind is not None and issubclass(type(task), kind):
         return peek.text(kind.get_name(task))
@@ -157,13 +156,11 @@ def _name(task: object) -> str:
 
 
 def _place(chain: Chain) -> str:
-    """Where the innermost coroutine stands that is not asyncio's."""
     frame = next((each for each in chain.frames if "/asyncio/" not in each.f_code.co_filename), None)
     return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
 
 
 def _chain(awaited: Any) -> Chain:
-    """Walk from a task's coroutine to what is awaited innermost."""
     frames: list[FrameType] = []
     for _ in range(MAX_CHAIN):
         kind = type(awaited)
@@ -284,7 +281,6 @@ def _aiohttp(frame: FrameType, chain: Chain, client: str) -> OutsideWait | None:
 
 
 def _asyncio_call(frame: FrameType, file: str, name: str) -> OutsideWait | None:
-    """A wait in asyncio's own functions, by the file they lie in."""
     owner = peek.local(frame, "self")
     if file == "queues.py" and name in ("Queue.get", "Queue.put", "Queue.join"):
         held = peek.size(peek.attribute(owner, "_queue"))
@@ -311,7 +307,6 @@ def _asyncio_call(frame: FrameType, file: str, name: str) -> OutsideWait | None:
 
 
 def _stream(reader: object) -> OutsideWait:
-    """A read of a stream, whose transport knows the peer."""
     extra = peek.path(reader, "_transport._extra")
     peer = extra.get("peername") if type(extra) is dict else None
     address = host_and_port(peer[0], peer[1]) if type(peer) is tuple and len(peer) > 1 else ""

@@ -46,7 +46,6 @@ def attribute(owner: object, name: str) -> Any:
 
 
 def path(owner: object, names: str) -> Any:
-    """`attribute` several times: "fp.raw._sock"; None as soon as one is missing."""
     for name in names.split("."):
         if owner is None:
             return None
@@ -79,12 +78,10 @@ def text(value: Any, max_chars: int = MAX_TEXT) -> str:
 
 
 def number(value: object) -> float | None:
-    """An int or float; None for anything else."""
     return value if type(value) in (int, float) else None  # type: ignore[return-value]
 
 
 def integer(value: object) -> int | None:
-    """An int; None for anything else."""
     return value if type(value) is int else None
 
 
@@ -103,7 +100,6 @@ def members(value: object) -> list[Any]:
 
 
 def type_name(value: object) -> str:
-    """Name of an object's class."""
     return type.__dict__["__name__"].__get__(type(value))  # type: ignore[no-any-return]
 
 
@@ -115,7 +111,6 @@ def class_name(value: object) -> str:
 
 
 def thread_names() -> dict[int, str]:
-    """Names of Python's threads by ident."""
     return {each.ident or 0: text(attribute(each, "_name")) for each in python_threads()}
 
 
@@ -136,11 +131,9 @@ class Look:
     depth: int = 0
 
     def outward(self, limit: int) -> Iterator[FrameType]:
-        """The matched frame and the next ones that have called it."""
         return iter(self.frames[self.depth : self.depth + limit])
 
     def local(self, file: str, function: str, name: str) -> Any:
-        """A local of the frame nearest to the innermost that runs such a function; None if there is none."""
         for frame in self.frames:
             if frame.f_code.co_qualname == function and file in frame.f_code.co_filename:
                 return local(frame, name)

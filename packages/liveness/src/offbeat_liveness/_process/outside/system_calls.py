@@ -145,7 +145,6 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def _holder(name: str) -> int:
-    """The child at the other end of a pipe, if just one has it."""
     held = [pid for pid in _children()[:MAX_CHILDREN] if _holds(pid, name)]
     return held[0] if len(held) == 1 else 0
 
@@ -255,7 +254,6 @@ def _on_descriptor(call: str, words: list[int]) -> OutsideWait | None:
 
 
 def wait_on_descriptor(found: Descriptor, number: int, doing: str = "") -> OutsideWait:
-    """A wait for what a descriptor stands for."""
     kind: OutsideKind
     if found.kind == "terminal" or (number == 0 and found.kind == "pipe"):
         return OutsideWait(kind="terminal", text=f"its standard input, {found}" if number == 0 else str(found))
@@ -367,7 +365,6 @@ def _callee(code: CodeType, at: int) -> tuple[str, str]:
 
 
 def _owner(frame: FrameType, name: str) -> str:
-    """Who holds an RLock, where that can be asked: a plain Lock does not know."""
     first, *rest = name.split(".")
     lock = frame.f_globals.get(first) if first in frame.f_globals else peek.own_local(frame, first)
     for each in rest:
