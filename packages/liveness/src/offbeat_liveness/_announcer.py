@@ -33,18 +33,24 @@ LONGER: Final = 2.0
 """A pause that has come before is told again when it lasts so many times as long as it ever did."""
 QUIET_STALLS: Final = 10.0
 """A suspicion that changes while the run still stands is told again after so many times `stall_after_s`."""
+EXIT_CODE: Final = 4  # the same as of a wait that is past its deadline, in all of offbeat
+STDERR: Final = 2
+FLUSH_S: Final = 0.3
+SAY_S: Final = 1.0
+POLL_S: Final = 0.1
+ASK_S: Final = 0.5
+DUMPS_S: Final = 1.0
+FAILED_S: Final = 2.0
+HEIR_S: Final = 0.5
+SEEN_S: Final = 1.0  # for a launcher to see that a process has ended
+STUCK_S: Final = 0.3
+"""A process that has stood in a wait of torch's for as long has nothing left to finish."""
+ROUNDS_S: Final = 3.0
+"""How much longer than the grace the others wait for the word of the process that leads."""
 
 
 class Announcer:
     """Tells the verdicts of a run in this process; the leader's tells them to the other processes too.
-
-    Args:
-        settings: of the monitor.
-        peers: whom to tell.
-        dumps: where it is written down.
-        read_head: what this process does now.
-        complain: says a thing once.
-        on_verdict: the program's.
 
     Attributes:
         verdict: the newest on the run, None while nothing is stuck.
@@ -167,22 +173,6 @@ class Announcer:
             self._complain(f"{self._peers.own_name()}: on_verdict failed: {describe(error)[0]}")
 
 
-EXIT_CODE: Final = 4  # the same as of a wait that is past its deadline, in all of offbeat
-STDERR: Final = 2
-FLUSH_S: Final = 0.3
-SAY_S: Final = 1.0
-POLL_S: Final = 0.1
-ASK_S: Final = 0.5
-DUMPS_S: Final = 1.0
-FAILED_S: Final = 2.0
-HEIR_S: Final = 0.5
-SEEN_S: Final = 1.0  # for a launcher to see that a process has ended
-STUCK_S: Final = 0.3
-"""A process that has stood in a wait of torch's for as long has nothing left to finish."""
-ROUNDS_S: Final = 3.0
-"""How much longer than the grace the others wait for the word of the process that leads."""
-
-
 def say(text: str) -> None:
     """Write to the process's stderr, past Python's buffers and locks, which a stuck thread may hold.
 
@@ -198,10 +188,7 @@ class Ending:
     """Ends this process with the others, once.
 
     Args:
-        peers: the other processes.
-        dumps: what is still to be written.
-        grace_s: how long one that stands in no wait may go on.
-        read_head: what this process does now.
+        grace_s: how long a process that stands in no wait may go on.
         is_going: whether a process that has failed is still on its way out: its exit code is to come first.
 
     Attributes:

@@ -27,10 +27,7 @@ MAX_VERDICTS: Final = 64  # that wait to be written
 
 
 def write(directory: Path, name: str, data: dict[str, Any]) -> None:
-    """Write a file as a whole; a folder that cannot be written is no reason to disturb the run.
-
-    For this user alone: a dump holds command lines and texts of exceptions.
-    """
+    """Write a file as a whole, for this user alone; a folder that cannot be written does not disturb the run."""
     partial = directory / f".{name}.{os.getpid()}.{secrets.token_hex(4)}.partial"
     with contextlib.suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
@@ -56,13 +53,10 @@ def write_verdict(directory: Path, verdict: Verdict) -> None:
 
 
 class DumpWriter:
-    """Writes dumps from a thread of its own, so that a folder that hangs holds up nobody.
+    """Writes dumps from a thread of its own, which is there only while there is something to write.
 
-    The thread is there only while there is something to write. What waits is bounded: the newest head of each process,
-    and the newest verdicts, which go first.
-
-    Args:
-        directory: the dump folder; None writes nothing.
+    So a folder that hangs holds up nobody. What waits is bounded: the newest snapshot of each process, and the newest
+    verdicts, which go first. Without a directory nothing is written.
     """
 
     def __init__(self, directory: Path | None) -> None:

@@ -27,6 +27,10 @@ from offbeat_liveness._settings import Policy, Settings, read_settings
 TARGET: Final = "torch.distributed.distributed_c10d"
 WORLD_CALLS: Final = ("rendezvous", "_new_process_group_helper")
 _BEFORE_WORLD: Final[list[Callable[[], None]]] = []
+_LOCK: Final = threading.Lock()
+_MONITORS: Final[list[Monitor]] = []
+_PENDING: Final[list[Settings]] = []
+"""Settings of a watch that begins when there is something to see."""
 
 
 def call_before_entering_world(call: Callable[[], None]) -> None:
@@ -86,12 +90,6 @@ class _Finder(MetaPathFinder):
 
         spec.loader.exec_module = execute_and_hook  # type: ignore[method-assign]
         return spec
-
-
-_LOCK: Final = threading.Lock()
-_MONITORS: Final[list[Monitor]] = []
-_PENDING: Final[list[Settings]] = []
-"""Settings of a watch that begins when there is something to see."""
 
 
 def watch(

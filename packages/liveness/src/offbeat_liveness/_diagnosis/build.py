@@ -274,19 +274,8 @@ def build_verdict(
 ) -> Verdict:
     """Fill in what every kind of verdict has.
 
-    Args:
-        scene: all that is known.
-        kind: of the verdict.
-        headline: of the verdict.
-        edges: the part of the graph that matters.
-        edge: the one that tells the group, the operation and who waits.
-        certainty: whether it is proved.
-        fate: of a dead peer.
-        missing: names that are waited for.
-        first: parties to tell first, made by the caller.
-        advice: of the verdict.
-        involved: names to tell beyond those of `edge`.
-        everybody: tell of all processes.
+    `edges` are the part of the graph that matters, `edge` the one that tells the group, the operation and who waits.
+    Parties are told in this order: `first`, made by the caller, `missing`, `involved`, who has arrived, `everybody`.
     """
     group, wait = edge.group, edge.wait
     arrived = in_order({*companions(scene, edge), edge.waiter} - set(missing))

@@ -39,6 +39,37 @@ BYTES: Final = {
     16: ("ComplexDouble",),
 }
 BYTES_OF: Final = {kind: size for size, kinds in BYTES.items() for kind in kinds}
+Fate = Literal[
+    "killed", "crashed", "exited", "left", "raised", "stopped", "silent", "unreachable", "never-came", "unwatched"
+]
+Obstacle = tuple[str, Collective | None, "Reason"]
+Reason = Literal[
+    "absent", "left", "not-entered", "unknown", "other-op", "other-shape", "peer", "producer", "outside", "nobody"
+]
+SETTLED: Final = 0.25  # share of stall_after_s after which a wait, or a quiet process, counts as standing
+BUSY: Final = 0.25  # share of a core from which a process without new lines counts as computing
+AWAY: Final = frozenset({"http", "socket", "ray", "subprocess", "terminal", "debugger", "sleep"})
+"""Waits that no thread of the same process can end."""
+TREE_BUSY: Final = 0.1  # cores that a process and its descendants use together, from which they count as computing
+COMPUTE_PATIENCE: Final = 10  # × stall_after_s for a process that computes
+ENDED: Final = ("killed", "crashed", "raised", "exited")
+"""Fates that are certain: its host has said that the process is gone, or it has said so itself."""
+LATE_S: Final = 5.0
+"""By so much may torch, or the program, be late with an error that is due; what waits is acted upon after it."""
+MAX_TARGETS: Final = 64  # edges of one wait; with thousands of ranks the graph would be their square
+# Rendezvous at which the members of a world, or of the group to be made, meet each other.
+MEETINGS: Final = frozenset(
+    {
+        "init_process_group",
+        "new_group",
+        "new_subgroups",
+        "new_subgroups_by_enumeration",
+        "split_group",
+        "_store_based_barrier",
+        "_new_process_group_helper",
+    }
+)
+ENTRY: Final = "init_process_group"
 
 
 def difference(mine: Collective, theirs: Collective) -> Literal["other-op", "other-shape"] | None:
@@ -74,40 +105,6 @@ def _amounts(tensors: Sequence[str]) -> list[tuple[str, int]]:
 def _amount(tensor: str) -> tuple[str, int]:
     kind, _, shape = tensor.partition("[")
     return kind, math.prod(int(size) for size in shape.rstrip("]").split(",") if size.strip())
-
-
-Fate = Literal[
-    "killed", "crashed", "exited", "left", "raised", "stopped", "silent", "unreachable", "never-came", "unwatched"
-]
-Obstacle = tuple[str, Collective | None, "Reason"]
-Reason = Literal[
-    "absent", "left", "not-entered", "unknown", "other-op", "other-shape", "peer", "producer", "outside", "nobody"
-]
-
-SETTLED: Final = 0.25  # share of stall_after_s after which a wait, or a quiet process, counts as standing
-BUSY: Final = 0.25  # share of a core from which a process without new lines counts as computing
-AWAY: Final = frozenset({"http", "socket", "ray", "subprocess", "terminal", "debugger", "sleep"})
-"""Waits that no thread of the same process can end."""
-TREE_BUSY: Final = 0.1  # cores that a process and its descendants use together, from which they count as computing
-COMPUTE_PATIENCE: Final = 10  # × stall_after_s for a process that computes
-ENDED: Final = ("killed", "crashed", "raised", "exited")
-"""Fates that are certain: its host has said that the process is gone, or it has said so itself."""
-LATE_S: Final = 5.0
-"""By so much may torch, or the program, be late with an error that is due; what waits is acted upon after it."""
-MAX_TARGETS: Final = 64  # edges of one wait; with thousands of ranks the graph would be their square
-# Rendezvous at which the members of a world, or of the group to be made, meet each other.
-MEETINGS: Final = frozenset(
-    {
-        "init_process_group",
-        "new_group",
-        "new_subgroups",
-        "new_subgroups_by_enumeration",
-        "split_group",
-        "_store_based_barrier",
-        "_new_process_group_helper",
-    }
-)
-ENTRY: Final = "init_process_group"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,10 +319,8 @@ class WaitGraph:
     def is_moving(self, head: ProcessSnapshot, thread: str = "") -> bool:
         """New lines or new entries lately, or computing, with ten times the patience.
 
-        Args:
-            head: of the process.
-            thread: name of the one that has to act. While it waits for something outside of the process, what the
-                other threads communicate brings nothing nearer.
+        While the thread that has to act waits for something outside of the process, what its other threads
+        communicate does not count.
         """
         if head.tree_busy >= TREE_BUSY:
             return True
@@ -495,11 +490,8 @@ def _compare(
 ) -> tuple[Collective | None, Reason | None]:
     """Why a member holds up collective `seq` of a group; no reason if it is in it, alike.
 
-    Args:
-        theirs_group: how far that member has come in the group, None if it has no such group.
-        seq: number of the collective.
-        mine: the collective of whoever waits, if it is remembered.
-        gone: how the member went, None for one that is there.
+    `theirs_group` is how far that member has come in the group, `mine` the collective of whoever waits if it is
+    remembered, `gone` how the member went.
     """
     theirs = theirs_group.at(seq) if theirs_group else None
     if theirs is None and theirs_group is not None:

@@ -41,15 +41,32 @@ from offbeat_liveness._process.snapshot import Collective, GroupSnapshot, Proces
 MAX_STARTS: Final = 16
 Node = tuple[str, str]
 Steps = dict[Node, list[tuple[Node, Edge]]]
+# The fate that explains the others: an exception comes before the exits it leads to.
+FATE_ORDER: Final = ("raised", "crashed", "killed", "left", "exited")
+CERTAIN: Final = ("raised", "crashed", "killed")
+# What gloo, nccl's watchdog and torch's store say on a process whose peer went away: from an HTTP client or a queue the
+# same words tell of something outside the run.
+SIGNS_OF_A_LOST_PEER: Final = (
+    "Broken pipe",
+    "Connection closed by peer",
+    "Connection refused",
+    "Connection reset by peer",
+    "Connection was likely closed",
+    "Socket Timeout",
+    "Timed out waiting",
+    "failed to recv, got 0 bytes",
+    "remote process exited",
+)
+OWN_SIGN: Final = "PeerFailedError"  # of offbeat's own groups
+WORLD: Final = "0"  # torch's name of the default group
+TORCH_ERRORS: Final = ("RuntimeError:", "torch.distributed.")
 
 
 def find_cycle(edges: Sequence[Edge], *, of_threads: bool = False) -> list[Edge]:
     """A cycle among some edges, [] if there is none: the shortest of those that pass one found first.
 
-    Args:
-        edges: of the graph.
-        of_threads: follow an edge only to the thread that has to act, where that is known: two threads of one process
-            may each wait for something that the other side's other thread will do.
+    `of_threads` follows an edge only to the thread that has to act, where that is known: two threads of one process may
+    each wait for something that the other side's other thread will do.
     """
     steps = _steps(edges, of_threads=of_threads)
     cycles = [_way_back(node, steps) for node in _walk_in_circle(steps)[:MAX_STARTS]]
@@ -108,27 +125,6 @@ def _way_back(start: Node, steps: Steps) -> list[Edge]:
         node, edge = came_by[node]
         way.append(edge)
     return way[::-1]
-
-
-# The fate that explains the others: an exception comes before the exits it leads to.
-FATE_ORDER: Final = ("raised", "crashed", "killed", "left", "exited")
-CERTAIN: Final = ("raised", "crashed", "killed")
-# What gloo, nccl's watchdog and torch's store say on a process whose peer went away: from an HTTP client or a queue the
-# same words tell of something outside the run.
-SIGNS_OF_A_LOST_PEER: Final = (
-    "Broken pipe",
-    "Connection closed by peer",
-    "Connection refused",
-    "Connection reset by peer",
-    "Connection was likely closed",
-    "Socket Timeout",
-    "Timed out waiting",
-    "failed to recv, got 0 bytes",
-    "remote process exited",
-)
-OWN_SIGN: Final = "PeerFailedError"  # of offbeat's own groups
-WORLD: Final = "0"  # torch's name of the default group
-TORCH_ERRORS: Final = ("RuntimeError:", "torch.distributed.")
 
 
 def find_failure(scene: WaitGraph) -> Verdict | None:

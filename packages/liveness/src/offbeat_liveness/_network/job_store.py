@@ -32,6 +32,12 @@ CONNECT_S: Final = 1.0
 WORLD_PREFIX: Final = "default_pg"
 FIRST_GROUP: Final = "0"
 WORKER: Final = "OFFBEAT_LIVENESS_WORKER"  # pid of the process that the wrapper runs
+PREFIX: Final = "offbeat-liveness"
+FIRST_PAUSE_S: Final = 0.05
+LAST_PAUSE_S: Final = 2.0
+HASTE_S: Final = 1.0  # in which most have come; pauses grow from then on
+RANKS_PER_S: Final = 256  # that may ask the store on and on
+RANKS_IN_HASTE_PER_S: Final = 4096
 
 
 class NobodyThereError(OSError):
@@ -39,11 +45,7 @@ class NobodyThereError(OSError):
 
 
 class Keys:
-    """Texts in a store, under a prefix.
-
-    Attributes:
-        store: the connection.
-    """
+    """Texts in a store, under a prefix."""
 
     def __init__(self, store: Any, prefix: str) -> None:
         self.store, self._prefix = store, prefix
@@ -88,9 +90,9 @@ def promised_world() -> tuple[str, int, int] | None:
 
 
 def early_world() -> tuple[Any, int, int] | None:
-    """The store, rank and size of a world that the main thread is still trying to enter.
+    """The store, rank and size of a world that the main thread is still trying to enter; None if there is none.
 
-    Taken from the arguments of init_process_group on its stack, or from the environment as torchrun sets it. A worker
+    Taken from the arguments of init_process_group on its stack, or from the environment as torchrun sets it: a worker
     that the wrapper runs is known even before it makes that call. The store has the prefix that torch will give it.
 
     Raises:
@@ -161,20 +163,11 @@ def _whole(value: object, variable: str) -> int | None:
     return int(said) if said.isdecimal() else None
 
 
-PREFIX: Final = "offbeat-liveness"
-FIRST_PAUSE_S: Final = 0.05
-LAST_PAUSE_S: Final = 2.0
-HASTE_S: Final = 1.0  # in which most have come; pauses grow from then on
-RANKS_PER_S: Final = 256  # that may ask the store on and on
-RANKS_IN_HASTE_PER_S: Final = 4096
-
-
 class World:
-    """What one process has to do with the store of its world.
+    """The store of its world, as one process uses it.
 
     Args:
         store: a connection of our own, under the prefix of the default group.
-        rank, size: of this process, and of the world.
         secret: to propose; the first one's is everybody's.
         is_formed: the default group is there, so everybody is about to enter it; else it is still waited for.
 

@@ -44,6 +44,16 @@ REPLY_BYTES: Final = LENGTH.size + 2 * DIGEST_BYTES
 MAX_BODY_BYTES: Final = 16 << 20
 ASKS: Final = b"asks"
 ANSWERS: Final = b"answers"
+Answer = Callable[[Message], Message]
+READ_BYTES: Final = 1 << 16
+MAX_UNPROVEN: Final = 64  # connections that have not proven themselves; more wait in the kernel
+CROWDED_S: Final = 0.25  # while so many are there, each is given as long
+MAX_ANSWERING: Final = 64  # threads; each may hold a body
+MAX_OPENED: Final = 4096  # questions of the run that wait for a thread
+UNPROVEN_S: Final = 2.0  # to prove oneself
+EXCHANGE_S: Final = 10.0  # for the whole exchange, but what the answer itself takes
+LACK_S: Final = 0.1  # between two tries while the process has no descriptor or thread to spare
+LOOPBACK: Final = "127.0.0.1"
 
 
 class RefusedError(Exception):
@@ -55,11 +65,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes) -> Message:
-    """The other way round.
-
-    Raises:
-        RefusedError: it is no message.
-    """
+    """The message in a body; RefusedError if there is none."""
     try:
         message = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -76,23 +82,14 @@ def hello() -> tuple[bytes, bytes]:
 
 
 def read_hello(data: bytes) -> bytes:
-    """The nonce of the server.
-
-    Raises:
-        RefusedError: something else listens there.
-    """
+    """The nonce of the server; RefusedError if something else listens there."""
     if len(data) != HELLO_BYTES or not data.startswith(MAGIC):
         raise RefusedError("no monitor of this version listens there")
     return data[len(MAGIC) :]
 
 
 class Question:
-    """The client's side.
-
-    Args:
-        body: encoded message; shared by many exchanges.
-        secret: of the run.
-    """
+    """The client's side of an exchange; many may share one body."""
 
     def __init__(self, body: bytes, secret: str) -> None:
         self._body, self._secret, self._nonce = body, secret, secrets.token_bytes(NONCE_BYTES)
@@ -103,11 +100,7 @@ class Question:
         return self._nonce + _seal(ASKS, self._nonces, self._body, self._secret) + self._body
 
     def open_header(self, header: bytes) -> tuple[int, bytes]:
-        """Length and digest of the answer, from its header.
-
-        Raises:
-            RefusedError: it was not made by a process of the run.
-        """
+        """Length and digest of the answer, from its header; RefusedError if no process of the run has made it."""
         return _open(ANSWERS, self._nonces, header, self._secret)
 
 
@@ -127,11 +120,7 @@ def seal_answer(body: bytes, nonces: bytes, secret: str) -> bytes:
 
 
 def check_body(body: bytes, digest: bytes) -> bytes:
-    """The body itself.
-
-    Raises:
-        RefusedError: it is not the one that its header speaks of.
-    """
+    """The body itself; RefusedError if it is not the one that its header announced."""
     if not hmac.compare_digest(hashlib.sha256(body).digest(), digest):
         raise RefusedError("the body is not the one that was announced")
     return body
@@ -154,19 +143,6 @@ def _open(label: bytes, nonces: bytes, header: bytes, secret: str) -> tuple[int,
 
 def _mac(label: bytes, nonces: bytes, said: bytes, secret: str) -> bytes:
     return hmac.digest(secret.encode(), label + nonces + said, "sha256")
-
-
-Answer = Callable[[Message], Message]
-
-READ_BYTES: Final = 1 << 16
-MAX_UNPROVEN: Final = 64  # connections that have not proven themselves; more wait in the kernel
-CROWDED_S: Final = 0.25  # while so many are there, each is given as long
-MAX_ANSWERING: Final = 64  # threads; each may hold a body
-MAX_OPENED: Final = 4096  # questions of the run that wait for a thread
-UNPROVEN_S: Final = 2.0  # to prove oneself
-EXCHANGE_S: Final = 10.0  # for the whole exchange, but what the answer itself takes
-LACK_S: Final = 0.1  # between two tries while the process has no descriptor or thread to spare
-LOOPBACK: Final = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,13 +181,12 @@ class Endpoint(Protocol):
 class Listener:
     """Answers the other monitors.
 
-    One thread sleeps in a selector and reads the first bytes of all who connect. A message of the run then has a
-    thread of its own, since an answer may take a while (an investigation) and others must not wait for it.
+    One thread sleeps in a selector and reads the first bytes of all who connect. A message of the run then has a thread
+    of its own, since an answer may take a while (an investigation) and others must not wait for it.
 
     Args:
         host: address to bind; the port is chosen by the system.
         secret: what a message must have been sealed with to be answered; nobody is while it is "".
-        answer: makes the reply.
     """
 
     def __init__(self, host: str, secret: Callable[[], str], answer: Answer) -> None:

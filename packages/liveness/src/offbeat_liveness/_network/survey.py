@@ -37,6 +37,22 @@ NEWEST: Final = 2
 FRAMES: Final = 3
 MAX_FEW: Final = 64
 OLDEST_WAITS: Final = 4
+PATIENT_LOOKS: Final = 3
+FORGOTTEN_S: Final = 60.0  # a look this long ago says nothing about now
+MOVING_CORES: Final = 0.05
+# A process that is there, or of which nothing is known, may be silent for a while and be well.
+PATIENT_FATES: Final[frozenset[Fate]] = frozenset(("silent", "unreachable"))
+FIRST_CALL_S: Final = 0.7
+SECOND_CALL_S: Final = 0.5
+CALL_S_PER_PEER: Final = 0.001
+FEW: Final = 64  # in a run of so many all tell everything at once
+MAX_WITH_LEFT: Final = 16
+FATE_BY_PID: Final[dict[str, Fate]] = {
+    "runs": "silent",
+    "stopped": "stopped",
+    "gone": "killed",
+    "unknown": "unreachable",
+}
 
 
 def summarize(head: ProcessSnapshot) -> ProcessSnapshot:
@@ -84,10 +100,9 @@ def read_summary(data: Mapping[str, Any]) -> tuple[ProcessSnapshot, list[tuple[s
 
 
 def choose_few(scene: WaitGraph) -> list[str]:
-    """Whose heads are to be read in full: who has waited longest, whom they wait for, and who may have differed there.
+    """Whose snapshots are to be read in full, of a graph of summaries.
 
-    Args:
-        scene: of heads in brief.
+    Who has waited longest, whom they wait for, and who may have differed there.
     """
     few: dict[str, None] = {}
     for head, wait in scene.stalled[:OLDEST_WAITS]:
@@ -145,13 +160,6 @@ def _plain(value: Any) -> Any:
     return to_data(value) if dataclasses.is_dataclass(value) else value
 
 
-PATIENT_LOOKS: Final = 3
-FORGOTTEN_S: Final = 60.0  # a look this long ago says nothing about now
-MOVING_CORES: Final = 0.05
-# A process that is there, or of which nothing is known, may be silent for a while and be well.
-PATIENT_FATES: Final[frozenset[Fate]] = frozenset(("silent", "unreachable"))
-
-
 def states_of_pids(pids: Mapping[str, int]) -> dict[str, Any]:
     """What this machine tells of processes of its own: births by pid in, states and usage out, as JSON has them."""
     states = {pid: pid_state(int(pid), born) for pid, born in pids.items()}
@@ -203,11 +211,9 @@ class SilenceHistory:
         return fate not in PATIENT_FATES or self._by_key.get(key, Silence()).num_looks >= PATIENT_LOOKS
 
     def stand_in(self, address: Address, still_s: float) -> ProcessSnapshot:
-        """A head for a process that cannot speak for itself: it counts as slow, not as dead.
+        """A snapshot for a process that cannot speak for itself: it counts as slow, not as dead.
 
-        Args:
-            address: whose.
-            still_s: how long others have waited for it at most.
+        `still_s` is how long others have waited for it at most.
         """
         known = self._by_key.get((address.machine, address.pid), Silence())
         note = f"{address.name} does not answer ({known.num_looks} of {PATIENT_LOOKS} looks)"
@@ -227,30 +233,12 @@ class SilenceHistory:
         )
 
 
-FIRST_CALL_S: Final = 0.7
-SECOND_CALL_S: Final = 0.5
-CALL_S_PER_PEER: Final = 0.001
-FEW: Final = 64  # in a run of so many all tell everything at once
-MAX_WITH_LEFT: Final = 16
-FATE_BY_PID: Final[dict[str, Fate]] = {
-    "runs": "silent",
-    "stopped": "stopped",
-    "gone": "killed",
-    "unknown": "unreachable",
-}
-
-
 def tell_head(head: ProcessSnapshot, *, in_brief: bool) -> dict[str, Any]:
     return {"brief": summary_data(head)} if in_brief else {"head": to_data(head)}
 
 
 class Survey:
-    """Looks around, and remembers from look to look who was silent.
-
-    Args:
-        peers: the address book.
-        directory: where the dead may have left their last words.
-    """
+    """Asks all processes, and remembers from look to look who was silent."""
 
     def __init__(self, peers: Peers, directory: Path | None) -> None:
         self._peers, self._directory = peers, directory
@@ -258,11 +246,11 @@ class Survey:
         self._said: dict[Key, ProcessSnapshot] = {}  # the last that each process said of itself
 
     def look(self, own: ProcessSnapshot, left: dict[Key, ProcessSnapshot], *, stall_after_s: float) -> WaitGraph:
-        """One scene of the whole run, in about 1.7 s, and 2 ms more for each process.
+        """The graph of the whole run, in about 1.7 s, and 2 ms more for each process.
 
         Args:
-            own: head of this process.
-            left: processes that said goodbye to this one; filled up with what the others heard.
+            own: snapshot of this process.
+            left: last snapshots of processes that have ended; filled up with what the others heard.
             stall_after_s: what counts as too long.
         """
         others = self._peers.others()

@@ -28,6 +28,12 @@ MAX_ERROR: Final = 400
 GLOO_PLACE: Final = re.compile(r"\[/[^]]*gloo/[^]]*\] ")  # the line of gloo's own source
 GLOO_ADVICE: Final = " This is typically caused by"
 EARLY: Final = 1000  # before multiprocessing's own finalizers
+MAX_REMEMBERED: Final = 8
+PREFIX: Final = ".fatal-"
+FRAME: Final = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
+REASON: Final = re.compile(r"Fatal Python error: (.+)")
+MAX_BYTES: Final = 1 << 16
+NEW_FILE: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
 
 
 class ExitHook:
@@ -113,9 +119,6 @@ def _cause(error: BaseException | None) -> BaseException | None:
     return error.__context__ or error
 
 
-MAX_REMEMBERED: Final = 8
-
-
 class ThreadErrors:
     """Remembers which threads an exception has ended; the program's own hook is called as before."""
 
@@ -156,21 +159,12 @@ def exception_in_flight(ident: int) -> str:
     return text + (f" (raised at {stack[0]})" if stack else "")
 
 
-PREFIX: Final = ".fatal-"
-FRAME: Final = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
-REASON: Final = re.compile(r"Fatal Python error: (.+)")
-MAX_BYTES: Final = 1 << 16
-NEW_FILE: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-
-
 class CrashFile:
-    """Has faulthandler write to a file of this process, unless the program uses faulthandler itself.
+    """Has faulthandler write to a file in the dump folder, unless the program uses faulthandler itself.
 
+    It keeps the Python stack of a process that native code ends, as gloo does when more bytes come than a tensor holds.
     A program that enables faulthandler later takes it over, and loses it when this is closed: Python does not tell
     whose file it writes to.
-
-    Args:
-        directory: the dump folder.
     """
 
     def __init__(self, directory: Path) -> None:

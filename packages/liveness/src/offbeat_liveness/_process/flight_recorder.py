@@ -75,6 +75,16 @@ Region = list[RawEntry]
 
 SEND: Final = re.compile(r"(send|recv|isend|irecv) (\d+)(->|<-)(\d+)")
 COALESCED: Final = "coalesced"
+INDUCTOR: Final = "_inductor"
+RECORDERS: Final = ("fr", "nccl")
+SETTLED_S: Final = 0.01
+CONTENDED_S: Final = 0.1  # a thread has the GIL within this, however many want it
+MAKING_S: Final = 0.5  # a group is made in milliseconds, unless a member does not come
+PATIENCE_S: Final = 0.2
+POLL_S: Final = 0.002
+MAKERS: Final = frozenset({"_new_process_group_helper", "split_group", "_create_shrunk_process_group"})
+GroupActivity = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
+"""The threads that make a group, and each group with what it has counted."""
 
 
 def group_of(entry: RawEntry) -> str:
@@ -119,9 +129,7 @@ def parse_entries(entries: Iterable[RawEntry]) -> list[Collective]:
 def parse_transfers(entries: Iterable[RawEntry], members: Sequence[int] = ()) -> list[Collective]:
     """The point-to-point operations among the entries of one group, oldest first.
 
-    Args:
-        entries: oldest first.
-        members: global ranks in group order; without them peers are numbers within the group.
+    Without `members`, global ranks in group order, peers are numbers within the group.
     """
     return [
         _parse_transfer(entry, _state_of(region), members)
@@ -244,10 +252,6 @@ def _tensors(dtypes: Sequence[str], sizes: Sequence[Sequence[int]]) -> list[str]
     return [f"{dtype}{list(size)}" for dtype, size in zip(dtypes, sizes, strict=False)]
 
 
-INDUCTOR: Final = "_inductor"
-RECORDERS: Final = ("fr", "nccl")
-
-
 def is_loaded() -> bool:
     """Whether this process has torch.distributed, and all of torch; nothing here imports it."""
     needed = ("torch", "torch.distributed.distributed_c10d", "torch._C._distributed_c10d")
@@ -287,9 +291,6 @@ def read_entries(*, call_sites: bool = False) -> list[RawEntry]:
     """What the recorders hold, oldest first, point-to-point included; about 20 ms when one is full.
 
     Where nccl's does not answer, its entries are left out and `NCCL.asked_at_s` says since when.
-
-    Args:
-        call_sites: with the Python frames of each.
     """
     if call_sites:
         _keep_inductor_out()
@@ -363,21 +364,10 @@ def _dump(recorder: str, what: str) -> Callable[..., bytes] | None:
     return found
 
 
-SETTLED_S: Final = 0.01
-CONTENDED_S: Final = 0.1  # a thread has the GIL within this, however many want it
-MAKING_S: Final = 0.5  # a group is made in milliseconds, unless a member does not come
-PATIENCE_S: Final = 0.2
-POLL_S: Final = 0.002
-MAKERS: Final = frozenset({"_new_process_group_helper", "split_group", "_create_shrunk_process_group"})
-GroupActivity = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
-"""The threads that make a group, and each group with what it has counted."""
-
-
 class StillRecorder:
     """Reads the recorder, and leaves it alone while groups are made or used.
 
-    Args:
-        patience_s: `entries` waits as long for a moment without collectives.
+    `entries` waits up to `patience_s` for a moment without collectives.
 
     Attributes:
         moved_s: when a group was last seen to be made, used or gone, monotonic seconds.

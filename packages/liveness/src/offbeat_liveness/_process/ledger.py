@@ -25,6 +25,7 @@ PATCHED: Final = "_offbeat_liveness"
 STORE_TIMEOUT_S: Final = 300.0  # torch's own for a store that is given none
 _TRANSFERRING: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 """Groups that have used p2p, or had been used before anybody looked."""
+_BEFORE_WAIT: Final[list[Callable[[], None]]] = []
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,7 +64,7 @@ class Ledger:
     """The open waits of this process. Adding and closing is one dict operation, safe under the GIL.
 
     Attributes:
-        posted: point-to-point operations by the id of their handle; one counts as a wait while somebody stands in the
+        posted: point-to-point operations by the id of their handle; one counts as a wait while a thread stands in the
             handle's `wait()`. gloo's are not complete before that, however long ago the message went.
         met_s: when each thread last came out of a rendezvous, or gave one up; monotonic.
     """
@@ -109,7 +110,6 @@ class Ledger:
 
 
 LEDGER: Final = Ledger()
-_BEFORE_WAIT: Final[list[Callable[[], None]]] = []
 
 
 def before_wait(call: Callable[[], None] | None) -> None:

@@ -40,15 +40,12 @@ FRESH_S: Final = 5.0
 
 
 class NcclRecorder:
-    """Remembers what was asked, and whether the answer has come.
-
-    Args:
-        answer_s: how long one question may take.
+    """Asks nccl's recorder, and remembers whether the answer has come within `answer_s`.
 
     Attributes:
         folder: where the socket of torch's server lies, "" before the first question.
-        asked_at_s: monotonic time of a question without an answer; None while there is none. Whoever is silent soon
-            after it may be so because it was asked.
+        asked_at_s: monotonic time of a question without an answer; None while there is none. A process that
+            is silent soon after it may be so because it was asked.
     """
 
     def __init__(self, answer_s: float = ANSWER_S) -> None:
@@ -68,10 +65,7 @@ class NcclRecorder:
     def entries(self, status: str, dump: Callable[[], bytes], *, with_frames: bool) -> list[RawEntry] | None:
         """What nccl's recorder holds, oldest first; None while it does not answer.
 
-        Args:
-            status: of the recorder; while it stays the same, entries do.
-            dump: asks it directly, for a torch without a server.
-            with_frames: with the Python frames of each.
+        While `status` stays the same, entries do; `dump` asks the recorder directly, for a torch without a server.
         """
         if self._pid != os.getpid():
             self.clear()

@@ -14,9 +14,20 @@ from typing import Final, Literal, NamedTuple
 from offbeat_liveness._process.stacks import OwnThread, own_native_ids
 
 PidState = Literal["runs", "stopped", "gone", "unknown"]
-STOPPED: Final = frozenset("Tt")
-AT_WORK: Final = frozenset("RD")
-DEAD: Final = frozenset("ZX")
+STOPPED: Final = frozenset((b"T", b"t"))
+AT_WORK: Final = frozenset((b"R", b"D"))
+DEAD: Final = frozenset((b"Z", b"X"))
+# Fields of /proc/pid/stat, counted from the state, which is the first after the name.
+STATE, PARENT, OWN_TICKS, USED_TICKS, NUM_THREADS, BORN = 0, 1, slice(11, 13), slice(11, 15), 17, 19
+TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+READ_BYTES: Final = 1 << 16
+MANY_THREADS: Final = 64  # from there on one scan of all processes is cheaper than asking each thread for its children
+MAX_PROCESSES: Final = 4096
+MOVING_BYTES_PER_S: Final = 64 << 10
+LISTENS: Final = "0A"
+TABLES: Final = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
+MAX_TABLE_BYTES: Final = 4 << 20
+MAX_PORTS: Final = 64
 
 
 def _name_host() -> str:
@@ -35,12 +46,7 @@ HOST: Final = _name_host()
 
 
 def pid_state(pid: int, born: int = 0) -> PidState:
-    """State of a process of this machine.
-
-    Args:
-        pid: its number; numbers are used again, so a young process may bear that of a dead one.
-        born: what `birth` said of it, 0 if that is not known.
-    """
+    """State of a process of this machine; `born` is its `birth`, 0 if not known: pids are used again."""
     return state_and_letter(pid, born)[0]
 
 
@@ -55,10 +61,10 @@ def state_and_letter(pid: int, born: int = 0) -> tuple[PidState, str]:
         return "gone" if Path("/proc/self").exists() else _ask_kernel(pid), "?"
     except OSError:
         return "unknown", "?"
-    letter = fields[0]
-    if letter in DEAD or (born and int(fields[19]) != born):
+    letter = fields[STATE].decode()
+    if fields[STATE] in DEAD or (born and int(fields[BORN]) != born):
         return "gone", letter
-    return "stopped" if letter in STOPPED else "runs", letter
+    return "stopped" if fields[STATE] in STOPPED else "runs", letter
 
 
 def thread_cpu_s(pid: int, thread: int) -> float:
@@ -81,22 +87,26 @@ def is_at_work(pid: int, thread: int) -> bool:
     Its CPU alone does not tell: the kernel counts the time on a run queue when it ends, and on a crowded machine that
     takes seconds (measured: nothing for 1.8 s, then all of it). No where the platform is silent.
     """
-    with contextlib.suppress(OSError):
-        return _stat_fields(f"{pid}/task/{thread}")[0] in AT_WORK
-    return False
+    fields = _stat_or_nothing(f"{pid}/task/{thread}")
+    return bool(fields) and fields[STATE] in AT_WORK
 
 
 def birth(pid: int) -> int:
     """When a process started, in the kernel's clock ticks; 0 where the platform does not tell."""
-    try:
-        return int(_stat_fields(str(pid))[19])
-    except OSError:
-        return 0
+    fields = _stat_or_nothing(str(pid))
+    return int(fields[BORN]) if fields else 0
 
 
-def _stat_fields(task: str) -> list[str]:
+def _stat_fields(task: str) -> list[bytes]:
     """Of a process or thread, from the state on; the name before it may hold anything."""
-    return Path(f"/proc/{task}/stat").read_text().rpartition(")")[2].split()
+    return _read_bytes(f"/proc/{task}/stat").rpartition(b")")[2].split()
+
+
+def _stat_or_nothing(task: str) -> list[bytes]:
+    """`_stat_fields`; [] where the process is gone, or the platform does not tell."""
+    with contextlib.suppress(OSError):
+        return _stat_fields(task)
+    return []
 
 
 def _ask_kernel(pid: int) -> PidState:
@@ -106,14 +116,8 @@ def _ask_kernel(pid: int) -> PidState:
     except ProcessLookupError:
         return "gone"
     except PermissionError:
-        return "runs"
+        pass
     return "runs"
-
-
-LISTENS: Final = "0A"
-TABLES: Final = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
-MAX_TABLE_BYTES: Final = 4 << 20
-MAX_PORTS: Final = 64
 
 
 class TcpSocket(NamedTuple):
@@ -144,12 +148,10 @@ def listening_ports() -> tuple[int, ...]:
     None where the platform does not tell.
     """
     own = set(_own_sockets())
-    ports = {_port(each.own) for each in tcp_sockets() if each.state == LISTENS and each.inode in own}
+    ports = {
+        int(each.own.rpartition(":")[2], 16) for each in tcp_sockets() if each.state == LISTENS and each.inode in own
+    }
     return tuple(sorted(ports))[:MAX_PORTS]
-
-
-def _port(address: str) -> int:
-    return int(address.rpartition(":")[2], 16)
 
 
 def _own_sockets() -> Iterator[str]:
@@ -159,17 +161,6 @@ def _own_sockets() -> Iterator[str]:
                 target = os.readlink(f"/proc/self/fd/{name}")
                 if target.startswith("socket:["):
                     yield target.removeprefix("socket:[").rstrip("]")
-
-
-TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
-READ_BYTES: Final = 1 << 16
-MANY_THREADS: Final = 64  # from there on one scan of all processes is cheaper than asking each thread for its children
-MAX_PROCESSES: Final = 4096
-MOVING_BYTES_PER_S: Final = 64 << 10
-AT_WORK_BYTES: Final = frozenset((b"R", b"D"))
-# Fields of /proc/pid/stat, counted from the state, which is the first after the name.
-STATE, PARENT, USED_TICKS, NUM_THREADS = 0, 1, slice(11, 15), 17
-OWN_TICKS = slice(11, 13)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +214,7 @@ def tree_usage(pid: int) -> TreeUsage:
     waiting, seen = [pid], {pid}
     while waiting and found < MAX_PROCESSES:
         each = waiting.pop()
-        fields = _stat_of(f"/proc/{each}/stat")
+        fields = _stat_or_nothing(str(each))
         if not fields:
             continue
         found += 1
@@ -291,7 +282,7 @@ def _read_children(pid: int, thread: int) -> list[bytes]:
 def _children_of_all() -> dict[int, list[int]]:
     found: dict[int, list[int]] = defaultdict(list)
     for name in os.listdir("/proc"):
-        if name.isdecimal() and (fields := _stat_of(f"/proc/{name}/stat")):
+        if name.isdecimal() and (fields := _stat_or_nothing(name)):
             found[int(fields[PARENT])].append(int(name))
     return found
 
@@ -305,17 +296,17 @@ def _threads_of(pid: int, num_threads: int) -> list[int]:
 
 
 def _thread_ticks(pid: int, thread: int) -> int:
-    return sum(map(int, _stat_of(f"/proc/{pid}/task/{thread}/stat")[OWN_TICKS]))
+    return sum(map(int, _stat_or_nothing(f"{pid}/task/{thread}")[OWN_TICKS]))
 
 
 def _is_at_work(pid: int, state: bytes, threads: list[int], own: Collection[int]) -> bool:
     """Whether any thread is; those of the watch are at work only because they look."""
     if len(threads) == 1:
-        return state in AT_WORK_BYTES and threads[0] not in own
+        return state in AT_WORK and threads[0] not in own
     return any(
-        fields[STATE] in AT_WORK_BYTES
+        fields[STATE] in AT_WORK
         for thread in threads
-        if thread not in own and (fields := _stat_of(f"/proc/{pid}/task/{thread}/stat"))
+        if thread not in own and (fields := _stat_or_nothing(f"{pid}/task/{thread}"))
     )
 
 
@@ -329,14 +320,6 @@ def _io_bytes(pid: int) -> int:
 def _read_bytes(path: str) -> bytes:
     file = os.open(path, os.O_RDONLY)
     try:
-        data = os.read(file, READ_BYTES)
+        return os.read(file, READ_BYTES)
     finally:
         os.close(file)
-    return data
-
-
-def _stat_of(path: str) -> list[bytes]:
-    """Of a process or thread, from the state on; [] where it is gone, or the platform does not tell."""
-    with contextlib.suppress(OSError):
-        return _read_bytes(path).rpartition(b")")[2].split()
-    return []

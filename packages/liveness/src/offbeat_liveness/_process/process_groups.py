@@ -33,6 +33,49 @@ _AXES: Final[weakref.WeakKeyDictionary[Any, tuple[str, ...]]] = weakref.WeakKeyD
 _INHERITED: Final[list[Callable[[], Any]]] = []
 _ENDED_NS: Final[dict[str, int]] = {}
 """When a group of that name was last destroyed: what was recorded before is not of the one that bears the name now."""
+MAX_REMEMBERED: Final = 256
+PATCHED: Final = "_offbeat_liveness_destroy"
+C10D_FILE: Final = "torch/distributed/distributed_c10d.py"
+POINT_TO_POINT: Final = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
+RENDEZVOUS: Final = frozenset(
+    {
+        "destroy_process_group", "init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration",
+        "split_group", "_store_based_barrier", "_new_process_group_helper",
+    }
+)  # fmt: skip
+COLLECTIVES: Final = frozenset(
+    {
+        "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
+        "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast",
+        "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter", "reduce_scatter_single",
+        "reduce_scatter_tensor", "scatter", "scatter_object_list",
+    }
+)  # fmt: skip
+BLOCKING: Final = POINT_TO_POINT | RENDEZVOUS | COLLECTIVES | {"monitored_barrier"}
+STORE_RENDEZVOUS: Final = frozenset(
+    {
+        "rendezvous",
+        "_create_c10d_store",
+        "_env_rendezvous_handler",
+        "_file_rendezvous_handler",
+        "_tcp_rendezvous_handler",
+    }
+)
+FUNCTIONAL: Final = frozenset({"wait_tensor"})
+REMOTE_CALLS: Final = frozenset({"init_rpc", "rpc_sync", "shutdown", "_all_gather", "_barrier", "_wait_all_workers"})
+STATELESS: Final = frozenset(
+    {"all_gather_obj", "barrier", "broadcast", "broadcast_obj", "recv", "recv_obj", "send", "send_obj"}
+)
+CALLS: Final = {
+    C10D_FILE: BLOCKING,
+    "torch/distributed/rendezvous.py": STORE_RENDEZVOUS,
+    "torch/distributed/_functional_collectives.py": FUNCTIONAL,
+    "torch/distributed/rpc/__init__.py": REMOTE_CALLS,
+    "torch/distributed/rpc/api.py": REMOTE_CALLS,
+    "vllm/distributed/utils.py": STATELESS,
+}
+"""Calls that may stand for long, by the file that they are defined in."""
+LIBRARIES: Final = ("torch/distributed", "vllm/distributed/utils.py")
 
 
 def name_group(group: Any, axes: Sequence[str]) -> None:
@@ -109,8 +152,7 @@ def group_members(group: Any) -> tuple[int, ...]:
 def group_snapshots(entries: Sequence[RawEntry] | None) -> tuple[GroupSnapshot, ...]:
     """How far this process has come in each of its groups.
 
-    Args:
-        entries: of the recorder; None while it cannot be read, then there are only the groups' own counters.
+    Without entries, while the recorder cannot be read, there are only the groups' own counters.
     """
     by_group: dict[tuple[str, str], list[RawEntry]] = defaultdict(list)
     knows_all = entries is not None and flight_recorder.holds_all(entries)
@@ -274,12 +316,10 @@ def _world() -> Any:
     return sys.modules["torch.distributed.distributed_c10d"]._world
 
 
-MAX_REMEMBERED: Final = 256
-PATCHED: Final = "_offbeat_liveness_destroy"
-
-
 class LeftGroups:
     """Remembers each group as it was when destroy_process_group was called.
+
+    Whoever still waits in one of them for this process waits for ever.
 
     Args:
         seat: token of the world and rank of this process in it, None before they are known.
@@ -353,49 +393,6 @@ class LeftGroups:
         note_end(each.group.name for each in gone)
         self._left += [each for each in gone if not each.group.is_foreign]
         del self._left[:-MAX_REMEMBERED]
-
-
-C10D_FILE: Final = "torch/distributed/distributed_c10d.py"
-POINT_TO_POINT: Final = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
-RENDEZVOUS: Final = frozenset(
-    {
-        "destroy_process_group", "init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration",
-        "split_group", "_store_based_barrier", "_new_process_group_helper",
-    }
-)  # fmt: skip
-COLLECTIVES: Final = frozenset(
-    {
-        "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
-        "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast",
-        "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter", "reduce_scatter_single",
-        "reduce_scatter_tensor", "scatter", "scatter_object_list",
-    }
-)  # fmt: skip
-BLOCKING: Final = POINT_TO_POINT | RENDEZVOUS | COLLECTIVES | {"monitored_barrier"}
-STORE_RENDEZVOUS: Final = frozenset(
-    {
-        "rendezvous",
-        "_create_c10d_store",
-        "_env_rendezvous_handler",
-        "_file_rendezvous_handler",
-        "_tcp_rendezvous_handler",
-    }
-)
-FUNCTIONAL: Final = frozenset({"wait_tensor"})
-REMOTE_CALLS: Final = frozenset({"init_rpc", "rpc_sync", "shutdown", "_all_gather", "_barrier", "_wait_all_workers"})
-STATELESS: Final = frozenset(
-    {"all_gather_obj", "barrier", "broadcast", "broadcast_obj", "recv", "recv_obj", "send", "send_obj"}
-)
-CALLS: Final = {
-    C10D_FILE: BLOCKING,
-    "torch/distributed/rendezvous.py": STORE_RENDEZVOUS,
-    "torch/distributed/_functional_collectives.py": FUNCTIONAL,
-    "torch/distributed/rpc/__init__.py": REMOTE_CALLS,
-    "torch/distributed/rpc/api.py": REMOTE_CALLS,
-    "vllm/distributed/utils.py": STATELESS,
-}
-"""Calls that may stand for long, by the file that they are defined in."""
-LIBRARIES: Final = ("torch/distributed", "vllm/distributed/utils.py")
 
 
 @dataclass(frozen=True, kw_only=True)

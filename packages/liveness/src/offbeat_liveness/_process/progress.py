@@ -110,11 +110,7 @@ class ProgressTracker:
         return time.monotonic() - motion.known_from_s if motion else 0.0
 
     def still_s(self, worker: int = 0) -> float:
-        """Seconds since the process last moved.
-
-        Args:
-            worker: ident of the thread that makes its collectives, where that is not the main thread.
-        """
+        """Seconds since the process last moved; `worker` is the ident of the thread that makes its collectives."""
         threads_s = (self.thread_still_s(ident) for ident in (main_thread_ident(), worker))
         return min(time.monotonic() - self.status_since_s, *threads_s)
 

@@ -37,13 +37,8 @@ def read_snapshot(
 ) -> ProcessSnapshot:
     """What this process does now.
 
-    Args:
-        motion: since when it stands still.
-        name: as `watch(name=)` said; "" means by rank or pid.
-        world: token of the world, "" before it is known.
-        rank: in the default group, or what the environment promises; None outside.
-        world_size: likewise.
-        stall_after_s: an operation pending for twice as long counts, whatever its thread does.
+    `world`, `rank` and `world_size` are of the default group, or as the environment promises. An operation that has
+    been pending for twice `stall_after_s` counts, whatever its thread does.
     """
     groups = process_groups.group_snapshots(motion.recorder.entries()) if process_groups.has_groups() else ()
     with contextlib.closing(_Threads(motion, stall_after_s)) as threads:

@@ -18,6 +18,12 @@ T = TypeVar("T")
 
 _LOOKING: Final = threading.RLock()
 _COLLECTS_ANYWHERE: Final = sys.version_info < (3, 12)
+MAX_FRAMES: Final = 12
+OWN_THREADS: Final = "offbeat-liveness"
+"""What the names of the watch's own threads begin with."""
+STANDARD_LIBRARY: Final = tuple({sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"]})
+GROUPS_OF_OFFBEAT: Final = "offbeat_mesh"  # it stands around torch's collectives, as torch.distributed does
+INSTALLED: Final = ("site-packages", "dist-packages")
 
 
 def current_frames() -> dict[int, FrameType]:
@@ -58,13 +64,7 @@ if _COLLECTS_ANYWHERE and hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_LOOKING.acquire, after_in_parent=_LOOKING.release, after_in_child=_LOOKING.release)
 
 
-MAX_FRAMES: Final = 12
-OWN_THREADS: Final = "offbeat-liveness"
-"""What the names of the watch's own threads begin with."""
 OWN_FOLDER: Final = str(Path(__file__).parents[1])
-STANDARD_LIBRARY: Final = tuple({sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"]})
-GROUPS_OF_OFFBEAT: Final = "offbeat_mesh"  # it stands around torch's collectives, as torch.distributed does
-INSTALLED: Final = ("site-packages", "dist-packages")
 
 
 class OwnThread(threading.Thread):

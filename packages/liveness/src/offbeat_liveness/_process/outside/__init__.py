@@ -13,6 +13,47 @@ from offbeat_liveness._process.stacks import current_frames
 
 MAX_FRAMES: Final = 64
 MAX_THREADS_FOLLOWED: Final = 3
+DEBUGGERS: Final = (
+    "/pdb.py", "/bdb.py", "/cmd.py", "/contextlib.py", "/ipdb/", "/IPython/", "/pydevd", "/_pydev", "/debugpy/",
+)  # fmt: skip
+IMPORT_FILES: Final = "<frozen importlib"
+IMPORTS: Final = ("_find_and_load", "_lock_unlock_module")
+MAX_IDLE_FRAMES: Final = 64
+WAITING_FILES: Final = (
+    "/threading.py", "/queue.py", "/selectors.py", "/socket.py", "/ssl.py", "/multiprocessing/connection.py",
+    "/multiprocessing/queues.py", "/multiprocessing/synchronize.py", "/asyncio/base_events.py",
+)  # fmt: skip
+IDLE: Final = {
+    "_worker": "/concurrent/futures/thread.py",
+    "Queue._feed": "/multiprocessing/queues.py",
+    "Pool._handle_tasks": "/multiprocessing/pool.py",
+    "worker": "/multiprocessing/pool.py",
+    "TMonitor.run": "/tqdm/_monitor.py",
+    "_pin_memory_loop": "/torch/utils/data/_utils/pin_memory.py",
+    "_pin_memory_loop.<locals>.do_one_step": "/torch/utils/data/_utils/pin_memory.py",
+    "SubprocPool._read_thread": "/torch/_inductor/compile_worker/subproc_pool.py",
+    "QueueListener._monitor": "/logging/handlers.py",
+    "QueueListener.dequeue": "/logging/handlers.py",
+    "_ResourceSharer._serve": "/multiprocessing/resource_sharer.py",
+    "print_logs": "/ray/_private/worker.py",
+    "Worker.print_logs": "/ray/_private/worker.py",
+    "listen_error_messages": "/ray/_private/worker.py",
+}
+"""Functions of the standard library, torch and Ray that only wait for work when nothing of theirs is called."""
+WITH_WORK: Final = {
+    "Pool._handle_results": ("/multiprocessing/pool.py", "cache"),
+    "Pool._handle_workers": ("/multiprocessing/pool.py", "cache"),
+    "_ExecutorManagerThread.run": ("/concurrent/futures/process.py", "self.pending_work_items"),
+    "_ExecutorManagerThread.wait_result_broken_or_wakeup": (
+        "/concurrent/futures/process.py", "self.pending_work_items",
+    ),
+}  # fmt: skip
+"""Functions that hand on what other processes do: idle while nothing is asked of these."""
+REPORTERS: Final = (
+    "/wandb/", "/tensorboard/", "/tensorboardX/", "/tqdm/", "/sentry_sdk/", "/prometheus_client/", "/opentelemetry/",
+    "/ipykernel/heartbeat.py", "/zmq/utils/garbage.py", "/_pydevd_bundle/", "/debugpy/",
+)  # fmt: skip
+"""Packages whose threads only carry away what the program has said."""
 
 
 def outside_wait(frame: FrameType | None, native_id: int | None = None) -> OutsideWait | None:
@@ -87,13 +128,6 @@ def _wait_of_thread(ident: int, follows: int) -> OutsideWait | None:
     return _outside_wait(frame, peek.integer(peek.attribute(active, "_native_id")), follows)
 
 
-DEBUGGERS: Final = (
-    "/pdb.py", "/bdb.py", "/cmd.py", "/contextlib.py", "/ipdb/", "/IPython/", "/pydevd", "/_pydev", "/debugpy/",
-)  # fmt: skip
-IMPORT_FILES: Final = "<frozen importlib"
-IMPORTS: Final = ("_find_and_load", "_lock_unlock_module")
-
-
 def _debugger(frame: FrameType, look: Look) -> OutsideWait | None:
     """The first frame further out that is not the debugger's is the one that it has stopped."""
     for each in look.frames[look.depth :]:
@@ -139,54 +173,12 @@ _BY_FUNCTION: Final = _by_function()
 MAX_REACH: Final = max(rule.reach for rules in _BY_FUNCTION.values() for rule in rules)
 
 
-MAX_IDLE_FRAMES: Final = 64
-WAITING_FILES: Final = (
-    "/threading.py", "/queue.py", "/selectors.py", "/socket.py", "/ssl.py", "/multiprocessing/connection.py",
-    "/multiprocessing/queues.py", "/multiprocessing/synchronize.py", "/asyncio/base_events.py",
-)  # fmt: skip
-IDLE: Final = {
-    "_worker": "/concurrent/futures/thread.py",
-    "Queue._feed": "/multiprocessing/queues.py",
-    "Pool._handle_tasks": "/multiprocessing/pool.py",
-    "worker": "/multiprocessing/pool.py",
-    "TMonitor.run": "/tqdm/_monitor.py",
-    "_pin_memory_loop": "/torch/utils/data/_utils/pin_memory.py",
-    "_pin_memory_loop.<locals>.do_one_step": "/torch/utils/data/_utils/pin_memory.py",
-    "SubprocPool._read_thread": "/torch/_inductor/compile_worker/subproc_pool.py",
-    "QueueListener._monitor": "/logging/handlers.py",
-    "QueueListener.dequeue": "/logging/handlers.py",
-    "_ResourceSharer._serve": "/multiprocessing/resource_sharer.py",
-    "print_logs": "/ray/_private/worker.py",
-    "Worker.print_logs": "/ray/_private/worker.py",
-    "listen_error_messages": "/ray/_private/worker.py",
-}
-"""Functions of the standard library, torch and Ray that only wait for work when nothing of theirs is called."""
-WITH_WORK: Final = {
-    "Pool._handle_results": ("/multiprocessing/pool.py", "cache"),
-    "Pool._handle_workers": ("/multiprocessing/pool.py", "cache"),
-    "_ExecutorManagerThread.run": ("/concurrent/futures/process.py", "self.pending_work_items"),
-    "_ExecutorManagerThread.wait_result_broken_or_wakeup": (
-        "/concurrent/futures/process.py", "self.pending_work_items",
-    ),
-}  # fmt: skip
-"""Functions that hand on what other processes do: idle while nothing is asked of these."""
-REPORTERS: Final = (
-    "/wandb/", "/tensorboard/", "/tensorboardX/", "/tqdm/", "/sentry_sdk/", "/prometheus_client/", "/opentelemetry/",
-    "/ipykernel/heartbeat.py", "/zmq/utils/garbage.py", "/_pydevd_bundle/", "/debugpy/",
-)  # fmt: skip
-"""Packages whose threads only carry away what the program has said."""
-
-
 def may_act(frame: FrameType | None) -> bool:
-    """Whether a thread might still release what others of its process wait for.
+    """Whether a thread, given its innermost frame, might still release what others of its process wait for.
 
-    Args:
-        frame: the thread's innermost one; it is not held afterwards.
-
-    Returns:
-        False for a thread that is idle by construction: a worker of a pool that waits for work, a feeder of a queue,
-        a loop that flushes, an event loop without a task or a socket. True for all others, and where in doubt: a
-        server's thread does what whoever asks it next wants done.
+    False for a thread that is idle by construction: a worker of a pool that waits for work, a feeder of a queue, a loop
+    that flushes, an event loop without a task or a socket. True for all others, and where in doubt: a server's thread
+    does what whoever asks it next wants done.
     """
     try:
         return _may_act(frame)

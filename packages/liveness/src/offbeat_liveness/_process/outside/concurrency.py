@@ -18,6 +18,8 @@ from offbeat_liveness._process.stacks import current_frames
 
 EXECUTOR_MANAGER: Final = "_ExecutorManagerThread"
 MAX_WORK_ITEMS: Final = 10_000
+MAX_PIDS: Final = 16
+MAX_RAY_IDS: Final = 3
 
 
 def _wait(kind: OutsideKind, text: str, timeout: object, *, on: str = "") -> OutsideWait:
@@ -173,18 +175,8 @@ def _futures(frame: FrameType, look: Look) -> OutsideWait | None:
     )
 
 
-MAX_PIDS: Final = 16
-
-
 def workers(owners: Sequence[object], what: str, *, timeout: object = None, rest: str = "") -> OutsideWait | None:
-    """A wait for several processes of multiprocessing.
-
-    Args:
-        owners: the Process objects.
-        what: they are, in the plural: "DataLoader workers".
-        timeout: of the call, seconds.
-        rest: what is told besides.
-    """
+    """A wait for several processes of multiprocessing, `what` in the plural: "DataLoader workers"."""
     pids = [pid for pid in map(pid_of, owners) if pid]
     if not pids:
         return None
@@ -268,9 +260,6 @@ def _manager(frame: FrameType, look: Look) -> OutsideWait | None:
     return OutsideWait(
         kind="process", text=f"{peek.type_name(owner)}.{method} of a manager{told}", pid=pid, address=place
     )
-
-
-MAX_RAY_IDS: Final = 3
 
 
 def _ray_get(frame: FrameType, look: Look) -> OutsideWait | None:

@@ -24,14 +24,7 @@ CLIENT_DEPTH: Final = 24
 
 
 def http_answer(host: str, timeout: object, client: str, *, doing: str = "an HTTP answer from") -> OutsideWait:
-    """A wait of an HTTP client.
-
-    Args:
-        host: "host:port".
-        timeout: of the call, seconds.
-        client: name of the library.
-        doing: what for.
-    """
+    """A wait of the HTTP library `client` for "host:port", with the timeout of the call in seconds."""
     text = f"{doing} {host or 'an unknown host'} ({client}{seconds(timeout)})"
     return OutsideWait(kind="http", text=text, address=host, timeout_s=peek.number(timeout))
 

@@ -66,12 +66,7 @@ def _runner(frame: FrameType, look: Look) -> OutsideWait | None:
 
 
 def tasks_wait(loop: object, main: object) -> OutsideWait | None:
-    """What the tasks of a loop wait for, the one that the program runs first.
-
-    Args:
-        loop: of these tasks.
-        main: the task given to `run_until_complete`, None where the loop runs for ever.
-    """
+    """What the tasks of a loop wait for, first the one given to `run_until_complete` (`main`), if there is one."""
     tasks = pending_tasks(loop)
     number = len(tasks)
     tasks = sorted(tasks[:MAX_TASKS], key=_name)
@@ -96,12 +91,7 @@ def tasks_wait(loop: object, main: object) -> OutsideWait | None:
 
 
 def task_wait(task: object, seen: set[int]) -> OutsideWait:
-    """What one task awaits; tasks that it awaits are followed.
-
-    Args:
-        task: any task that is not done.
-        seen: ids of the tasks that are told already; this one and those followed are added.
-    """
+    """What one task awaits; tasks that it awaits are followed. Adds the ids of all that are told to `seen`."""
     seen.add(id(task))
     chain = _chain(peek.attribute(task, "_coro"))
     try:

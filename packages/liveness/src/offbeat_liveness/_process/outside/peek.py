@@ -28,9 +28,7 @@ _PLAIN: Final = frozenset({bool, int, float, str, bytes, type(None)})
 def attribute(owner: object, name: str) -> Any:
     """What an object stores under a name: in its dict, in a slot, or in C; None where it stores nothing.
 
-    Args:
-        owner: any object. Properties, `__getattr__` and `__getattribute__` of its class are not called.
-        name: of the attribute.
+    Properties, `__getattr__` and `__getattribute__` of its class are not called.
     """
     spaces = [_NAMES.__get__(base) for base in _ORDER.__get__(type(owner))]
     found = next((space[name] for space in spaces if name in space), None)
@@ -118,9 +116,8 @@ def thread_names() -> dict[int, str]:
 class Look:
     """One question about one thread.
 
-    Args:
+    Attributes:
         frames: of the thread, innermost first.
-        native_id: the kernel's number of the thread, None where it is not known.
         follow: what another thread waits for, by its ident.
         depth: of the frame that the rule has matched.
     """
@@ -142,14 +139,13 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Functions of one file of a library.
+    """Functions of one file of a library, by qualified name ("Queue.get"), in which a thread waits.
 
     Args:
         file: how the name of the file ends.
-        functions: qualified names, such as "Queue.get"; "Mixin.*" for all of a class, "*" for all of the file.
         read: what is waited for, given the frame.
-        reach: how many frames may lie between the wait itself, or an inner match, and this one: what lies further
-            out has called the user's code, and is not what is waited in.
+        reach: how many frames may lie between the wait itself, or an inner match, and this one: what lies further out
+            has called the user's code, and is not what is waited in.
     """
 
     file: str

@@ -28,6 +28,39 @@ TOLD: Final = {"stopped": "is stopped", "gone": "is gone", "unknown": "its state
 MAX_CHILDREN: Final = 16
 MAX_DESCRIPTORS: Final = 64
 TERMINALS: Final = ("/dev/pts/", "/dev/tty", "/dev/console")
+# Source: Linux, arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h.
+X86: Final = {
+    0: "read", 1: "write", 2: "open", 7: "poll", 17: "read", 18: "write", 19: "read", 20: "write", 23: "select",
+    35: "nanosleep", 40: "sendfile", 42: "connect", 43: "accept", 44: "write", 45: "read", 46: "write", 47: "read",
+    61: "wait4", 72: "fcntl", 73: "lock", 74: "sync", 75: "sync", 77: "truncate", 202: "futex", 217: "list",
+    230: "clock_nanosleep", 232: "epoll", 247: "waitid", 257: "openat", 262: "openat", 263: "openat", 264: "openat",
+    270: "select", 271: "poll", 281: "epoll", 285: "allocate", 288: "accept", 295: "read", 296: "write",
+    332: "openat", 441: "epoll",
+}  # fmt: skip
+ARM: Final = {
+    22: "epoll", 25: "fcntl", 32: "lock", 35: "openat", 38: "openat", 46: "truncate", 47: "allocate", 56: "openat",
+    61: "list", 63: "read", 64: "write", 65: "read", 66: "write", 67: "read", 68: "write", 71: "sendfile",
+    72: "select", 73: "poll", 79: "openat", 82: "sync", 83: "sync", 95: "waitid", 98: "futex", 101: "nanosleep",
+    115: "clock_nanosleep", 202: "accept", 203: "connect", 206: "write", 207: "read", 211: "write", 212: "read",
+    242: "accept", 260: "wait4", 291: "openat", 441: "epoll",
+}  # fmt: skip
+CALLS: Final = {"x86_64": X86, "aarch64": ARM}.get(os.uname().machine if hasattr(os, "uname") else "", {})
+ON_PATHS: Final = {
+    "read": "a read of", "write": "a write to", "sync": "a sync of", "lock": "a lock of", "fcntl": "a lock of",
+    "truncate": "a change of the size of", "allocate": "space for", "list": "the list of files in",
+    "sendfile": "a write to",
+}  # fmt: skip
+ON_STREAMS: Final = {
+    "read": "data from", "write": "room to send to", "connect": "a connection over", "accept": "somebody who makes",
+}  # fmt: skip
+FUTEX_WAITS: Final = frozenset({0, 9})
+FUTEX_COMMAND: Final = 0x7F
+TIMER_ABSTIME: Final = 1
+LOCK_CALLS: Final = frozenset({6, 7, 14, 37, 38})
+"""Commands of fcntl that wait: F_OFD_SETLKW is 38, F_SETLKW 7 (6 and 14 with 32 bits)."""
+RLOCK: Final = type(threading.RLock())
+MAX_CODE_BYTES: Final = 20_000
+METHODS: Final[dict[str, OutsideKind]] = {"acquire": "lock", "__enter__": "lock", "get": "queue"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,47 +210,10 @@ def _read_proc(path: str) -> str:
         return ""
 
 
-# Source: Linux, arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h.
-X86: Final = {
-    0: "read", 1: "write", 2: "open", 7: "poll", 17: "read", 18: "write", 19: "read", 20: "write", 23: "select",
-    35: "nanosleep", 40: "sendfile", 42: "connect", 43: "accept", 44: "write", 45: "read", 46: "write", 47: "read",
-    61: "wait4", 72: "fcntl", 73: "lock", 74: "sync", 75: "sync", 77: "truncate", 202: "futex", 217: "list",
-    230: "clock_nanosleep", 232: "epoll", 247: "waitid", 257: "openat", 262: "openat", 263: "openat", 264: "openat",
-    270: "select", 271: "poll", 281: "epoll", 285: "allocate", 288: "accept", 295: "read", 296: "write",
-    332: "openat", 441: "epoll",
-}  # fmt: skip
-ARM: Final = {
-    22: "epoll", 25: "fcntl", 32: "lock", 35: "openat", 38: "openat", 46: "truncate", 47: "allocate", 56: "openat",
-    61: "list", 63: "read", 64: "write", 65: "read", 66: "write", 67: "read", 68: "write", 71: "sendfile",
-    72: "select", 73: "poll", 79: "openat", 82: "sync", 83: "sync", 95: "waitid", 98: "futex", 101: "nanosleep",
-    115: "clock_nanosleep", 202: "accept", 203: "connect", 206: "write", 207: "read", 211: "write", 212: "read",
-    242: "accept", 260: "wait4", 291: "openat", 441: "epoll",
-}  # fmt: skip
-CALLS: Final = {"x86_64": X86, "aarch64": ARM}.get(os.uname().machine if hasattr(os, "uname") else "", {})
-ON_PATHS: Final = {
-    "read": "a read of", "write": "a write to", "sync": "a sync of", "lock": "a lock of", "fcntl": "a lock of",
-    "truncate": "a change of the size of", "allocate": "space for", "list": "the list of files in",
-    "sendfile": "a write to",
-}  # fmt: skip
-ON_STREAMS: Final = {
-    "read": "data from", "write": "room to send to", "connect": "a connection over", "accept": "somebody who makes",
-}  # fmt: skip
-FUTEX_WAITS: Final = frozenset({0, 9})
-FUTEX_COMMAND: Final = 0x7F
-TIMER_ABSTIME: Final = 1
-LOCK_CALLS: Final = frozenset({6, 7, 14, 37, 38})
-"""Commands of fcntl that wait: F_OFD_SETLKW is 38, F_SETLKW 7 (6 and 14 with 32 bits)."""
-RLOCK: Final = type(threading.RLock())
-MAX_CODE_BYTES: Final = 20_000
-METHODS: Final[dict[str, OutsideKind]] = {"acquire": "lock", "__enter__": "lock", "get": "queue"}
-
-
 def kernel_wait(frame: FrameType, native_id: int) -> OutsideWait | None:
     """What a thread waits for in the kernel; None where it runs, or where the platform does not tell.
 
-    Args:
-        frame: its innermost one, for what a lock is called.
-        native_id: the kernel's number of the thread.
+    Its innermost frame tells what a lock is called.
     """
     words = _syscall_words(native_id)
     call = CALLS.get(words[0], "") if len(words) > 6 else ""
