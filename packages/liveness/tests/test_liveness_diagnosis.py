@@ -34,11 +34,7 @@ def entry(
 
 
 def member(
-    name: str,
-    ranks: tuple[int, ...],
-    *entries: Collective,
-    axes: tuple[str, ...] = (),
-    entered: int | None = None,
+    name: str, ranks: tuple[int, ...], *entries: Collective, axes: tuple[str, ...] = (), entered: int | None = None
 ) -> GroupSnapshot:
     last = max((each.seq for each in entries), default=0)
     return GroupSnapshot(

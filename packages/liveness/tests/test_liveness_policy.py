@@ -156,11 +156,7 @@ def receives_first(rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("body", "kind"),
-    [
-        (calls_something_else, "different-op"),
-        (goes_in_circles, "different-order"),
-        (receives_first, "wait-cycle"),
-    ],
+    [(calls_something_else, "different-op"), (goes_in_circles, "different-order"), (receives_first, "wait-cycle")],
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )
 def test_a_proof_ends_the_run_before_its_timeout(body: Body, kind: str, tmp_path: Path) -> None:

@@ -163,8 +163,7 @@ def a_rank(rank: int, size: int, *recent: Collective, waits_in: int = 0) -> Proc
 
 def test_a_brief_head_comes_through_as_it_is() -> None:
     head = dataclasses.replace(
-        a_rank(3, 8, *map(a_collective, range(1, 33)), a_collective(33, done=False), waits_in=33),
-        left=(a_rank(5, 8),),
+        a_rank(3, 8, *map(a_collective, range(1, 33)), a_collective(33, done=False), waits_in=33), left=(a_rank(5, 8),)
     )
     data = json.loads(json.dumps(summary_data(head)))
     read, left = read_summary(data)

@@ -392,11 +392,7 @@ def _merge_left(left: dict[Key, ProcessSnapshot], heads: Iterable[ProcessSnapsho
 
 
 def _absent(
-    key: Key,
-    address: Address,
-    left: Mapping[Key, ProcessSnapshot],
-    fates: Mapping[Key, Fate],
-    directory: Path | None,
+    key: Key, address: Address, left: Mapping[Key, ProcessSnapshot], fates: Mapping[Key, Fate], directory: Path | None
 ) -> Absent:
     if key in left:
         return _said_goodbye(left[key], address)
@@ -406,14 +402,7 @@ def _absent(
     if reason:
         fate, head = "crashed", _last_words(address, reason, stack)
         text += f", {reason}"
-    return Absent(
-        name=address.name,
-        rank=address.rank,
-        world=address.world,
-        fate=fate,
-        text=text,
-        head=head,
-    )
+    return Absent(name=address.name, rank=address.rank, world=address.world, fate=fate, text=text, head=head)
 
 
 def _last_words(address: Address, reason: str, stack: tuple[CallSite, ...]) -> ProcessSnapshot:
@@ -432,14 +421,7 @@ def _last_words(address: Address, reason: str, stack: tuple[CallSite, ...]) -> P
 
 def _said_goodbye(head: ProcessSnapshot, address: Address) -> Absent:
     fate: Fate = "raised" if head.state == "failed" else "exited"
-    return Absent(
-        name=address.name,
-        rank=address.rank,
-        world=address.world,
-        fate=fate,
-        text=head.error,
-        head=head,
-    )
+    return Absent(name=address.name, rank=address.rank, world=address.world, fate=fate, text=head.error, head=head)
 
 
 def _unknown(peers: Peers, heads: Sequence[ProcessSnapshot]) -> list[Absent]:
