@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from liveness_launch import ABORTED, STALL_S, Body, launch, step
+from liveness_launch import ABORTED, STALL_S, Body, Programs, launch, step
 
 import offbeat_liveness as liveness
 from offbeat_liveness import _announcer, _monitor
@@ -94,24 +94,28 @@ def reshapes(rank: int) -> None:
     dist.all_reduce(torch.ones(6) if rank else torch.ones(2, 3))
 
 
-@pytest.mark.parametrize(
-    ("body", "size"),
-    [
-        (evaluates_in_a_subprocess, 2),
-        (sleeps, 3),
-        (declares_a_wait, 2),
-        (declares_a_wait_for_somebody_unwatched, 2),
-        (is_stopped_and_goes_on, 2),
-        (holds_the_gil, 2),
-        (saves_beside_its_evaluation, 2),
-        (reshapes, 3),
-    ],
-    ids=lambda value: value.__name__ if callable(value) else str(value),
-)
-def test_a_healthy_run_that_pauses_goes_on_and_is_told_of_twice_at_most(body: Body, size: int, tmp_path: Path) -> None:
-    outcome = launch(body, size, tmp_path, policy="abort")
+HEALTHY = {
+    evaluates_in_a_subprocess: 2,
+    sleeps: 3,
+    declares_a_wait: 2,
+    declares_a_wait_for_somebody_unwatched: 2,
+    is_stopped_and_goes_on: 2,
+    holds_the_gil: 2,
+    saves_beside_its_evaluation: 2,
+    reshapes: 3,
+}
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    return Programs(HEALTHY, tmp_path_factory.mktemp("healthy"), policy="abort")
+
+
+@pytest.mark.parametrize("body", HEALTHY, ids=lambda body: body.__name__)
+def test_a_healthy_run_that_pauses_goes_on_and_is_told_of_twice_at_most(body: Body, healthy: Programs) -> None:
+    outcome = healthy.outcome(body)
     told = [line for text in outcome.outputs for line in text.splitlines() if line.startswith("offbeat liveness")]
-    assert outcome.exit_codes == [0] * size, told
+    assert outcome.exit_codes == [0] * HEALTHY[body], told
     assert len(told) <= 2, told
     kinds = ("offbeat liveness: suspicion: ", "offbeat liveness: it moves again: ")
     assert all(line.startswith(kinds) for line in told), told
