@@ -103,7 +103,7 @@ def test_two_threads_may_come_at_once_to_what_begins_the_watch(where: str, monke
         with liveness.waiting("sample_queue.get"):
             pass
 
-    module, name = (ledger, "_BEFORE_WAIT") if where == "wait" else (_watch, "_CALLS")
+    module, name = (ledger, "_BEFORE_WAIT") if where == "wait" else (_watch, "_BEFORE_WORLD")
     begun: list[int] = []
     monkeypatch.setattr(module, name, HeldUp(lambda: begun.append(1), 2))
     come = wait if where == "wait" else _watch._announcing(lambda: None)

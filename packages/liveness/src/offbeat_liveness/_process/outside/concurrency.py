@@ -232,8 +232,8 @@ def _data_loader(frame: FrameType, look: Look) -> OutsideWait | None:
 def _process_pool(frame: FrameType, look: Look) -> OutsideWait | None:
     """A result of a pool, whose members are `_pool` of the pool; or its end, where `self` is the pool."""
     owner, timeout = peek.local(frame, "self"), peek.local(frame, "timeout")
-    pool = peek.attribute(owner, "_process_pool")
-    pool = pool if type(pool) is list else peek.attribute(pool, "_process_pool")
+    pool = peek.attribute(owner, "_pool")
+    pool = pool if type(pool) is list else peek.attribute(pool, "_pool")
     found = workers(peek.members(pool), "workers of a multiprocessing.Pool", timeout=timeout)
     return found or _pool_of_threads(peek.members(pool), timeout)
 
