@@ -155,9 +155,9 @@ def is_importing(look: Look) -> bool:
 
 
 RULES: Final = (
-    Rule(file="/bdb.py", functions=("Bdb.trace_dispatch", "Bdb.dispatch_line"), read=_debugger, reach=48),
-    Rule(file="/pdb.py", functions=("Pdb.interaction", "Pdb._cmdloop", "Pdb._interaction"), read=_debugger, reach=48),
-    Rule(file="/pydevd.py", functions=("PyDB.do_wait_suspend", "PyDB._do_wait_suspend"), read=_debugger, reach=8),
+    Rule("/bdb.py", ("Bdb.trace_dispatch", "Bdb.dispatch_line"), _debugger, reach=48),
+    Rule("/pdb.py", ("Pdb.interaction", "Pdb._cmdloop", "Pdb._interaction"), _debugger, reach=48),
+    Rule("/pydevd.py", ("PyDB.do_wait_suspend", "PyDB._do_wait_suspend"), _debugger, reach=8),
 )
 
 

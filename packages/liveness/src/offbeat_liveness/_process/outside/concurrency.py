@@ -86,14 +86,8 @@ def _followed(look: Look, text: str, name: str, ident: int | None, timeout: obje
     inner = look.follow(ident) if ident is not None else None
     if inner is None:
         return _wait("thread", text, timeout, on=name)
-    return OutsideWait(
-        kind="thread",
-        text=f"{text} and waits for {inner.text}{seconds(timeout)}",
-        address=inner.address,
-        pid=inner.pid,
-        on=name,
-        timeout_s=peek.number(timeout),
-    )
+    text = f"{text} and waits for {inner.text}{seconds(timeout)}"
+    return dataclasses.replace(inner, kind="thread", text=text, on=name, timeout_s=peek.number(timeout))
 
 
 def _future(frame: FrameType, look: Look) -> OutsideWait | None:
@@ -165,14 +159,8 @@ def _futures(frame: FrameType, look: Look) -> OutsideWait | None:
     if not left:
         return _wait("future", f"concurrent.futures.{name}", timeout)
     inner = future_wait(left[0], look, None, "concurrent.futures.Future")
-    return OutsideWait(
-        kind=inner.kind,
-        text=f"{len(left)} futures (concurrent.futures.{name}{seconds(timeout)}), the first is {inner.text}",
-        address=inner.address,
-        pid=inner.pid,
-        on=inner.on,
-        timeout_s=peek.number(timeout),
-    )
+    text = f"{len(left)} futures (concurrent.futures.{name}{seconds(timeout)}), the first is {inner.text}"
+    return dataclasses.replace(inner, text=text, timeout_s=peek.number(timeout))
 
 
 def workers(owners: Sequence[object], what: str, *, timeout: object = None, rest: str = "") -> OutsideWait | None:
@@ -297,50 +285,46 @@ def _object_id(reference: Any) -> tuple[str, str]:
 
 
 RULES: Final = (
-    Rule(file="/queue.py", functions=("Queue.get", "Queue.put", "Queue.join", "_PySimpleQueue.get"), read=_queue),
+    Rule("/queue.py", ("Queue.get", "Queue.put", "Queue.join", "_PySimpleQueue.get"), _queue),
     Rule(
-        file="/multiprocessing/queues.py",
-        functions=("Queue.get", "Queue.put", "SimpleQueue.get", "SimpleQueue.put"),
-        read=_process_queue,
+        "/multiprocessing/queues.py",
+        ("Queue.get", "Queue.put", "SimpleQueue.get", "SimpleQueue.put"),
+        _process_queue,
         reach=8,
     ),
     Rule(
-        file="/threading.py",
-        functions=("Condition.wait", "Condition.wait_for"),
-        read=_nobody("threading.Condition.wait: nobody has notified it"),
+        "/threading.py",
+        ("Condition.wait", "Condition.wait_for"),
+        _nobody("threading.Condition.wait: nobody has notified it"),
         reach=1,
     ),
-    Rule(file="/threading.py", functions=("Event.wait",), read=_nobody("threading.Event.wait: nobody has set it")),
-    Rule(file="/threading.py", functions=("Barrier.wait",), read=_barrier, reach=5),
+    Rule("/threading.py", ("Event.wait",), _nobody("threading.Event.wait: nobody has set it")),
+    Rule("/threading.py", ("Barrier.wait",), _barrier, reach=5),
+    Rule("/threading.py", ("Semaphore.acquire",), _nobody("threading.Semaphore.acquire: nobody has released it")),
+    Rule("/threading.py", ("Condition.__enter__",), _lock_of_condition, reach=0),
+    Rule("/threading.py", ("Thread.join",), _join_thread),
+    Rule("/concurrent/futures/_base.py", ("Future.result", "Future.exception"), _future, reach=2),
+    Rule("/concurrent/futures/_base.py", ("wait", "as_completed"), _futures, reach=3),
     Rule(
-        file="/threading.py",
-        functions=("Semaphore.acquire",),
-        read=_nobody("threading.Semaphore.acquire: nobody has released it"),
-    ),
-    Rule(file="/threading.py", functions=("Condition.__enter__",), read=_lock_of_condition, reach=0),
-    Rule(file="/threading.py", functions=("Thread.join",), read=_join_thread),
-    Rule(file="/concurrent/futures/_base.py", functions=("Future.result", "Future.exception"), read=_future, reach=2),
-    Rule(file="/concurrent/futures/_base.py", functions=("wait", "as_completed"), read=_futures, reach=3),
-    Rule(
-        file="/subprocess.py",
-        functions=("Popen.wait", "Popen.communicate", "Popen._wait", "Popen._try_wait", "Popen._communicate"),
-        read=_popen,
+        "/subprocess.py",
+        ("Popen.wait", "Popen.communicate", "Popen._wait", "Popen._try_wait", "Popen._communicate"),
+        _popen,
         reach=4,
     ),
-    Rule(file="/multiprocessing/process.py", functions=("BaseProcess.join",), read=_join_process, reach=6),
+    Rule("/multiprocessing/process.py", ("BaseProcess.join",), _join_process, reach=6),
     Rule(
-        file="/torch/utils/data/dataloader.py",
-        functions=("_MultiProcessingDataLoaderIter._try_get_data", "_MultiProcessingDataLoaderIter._get_data"),
-        read=_data_loader,
+        "/torch/utils/data/dataloader.py",
+        ("_MultiProcessingDataLoaderIter._try_get_data", "_MultiProcessingDataLoaderIter._get_data"),
+        _data_loader,
         reach=9,
     ),
     Rule(
-        file="/multiprocessing/pool.py",
-        functions=("ApplyResult.wait", "ApplyResult.get", "IMapIterator.next", "Pool.join"),
-        read=_process_pool,
+        "/multiprocessing/pool.py",
+        ("ApplyResult.wait", "ApplyResult.get", "IMapIterator.next", "Pool.join"),
+        _process_pool,
         reach=4,
     ),
-    Rule(file="/torch/multiprocessing/spawn.py", functions=("ProcessContext.join",), read=_spawned, reach=6),
-    Rule(file="/multiprocessing/managers.py", functions=("BaseProxy._callmethod",), read=_manager, reach=8),
-    Rule(file="/ray/_private/worker.py", functions=("get", "wait", "Worker.get_objects"), read=_ray_get, reach=6),
+    Rule("/torch/multiprocessing/spawn.py", ("ProcessContext.join",), _spawned, reach=6),
+    Rule("/multiprocessing/managers.py", ("BaseProxy._callmethod",), _manager, reach=8),
+    Rule("/ray/_private/worker.py", ("get", "wait", "Worker.get_objects"), _ray_get, reach=6),
 )

@@ -1,6 +1,7 @@
 """Waits for the other side of a connection: HTTP clients, bare sockets, TLS, multiprocessing's connections."""
 
 import _socket
+import dataclasses
 from types import FrameType
 from typing import Any, Final
 
@@ -172,66 +173,64 @@ def _selector(frame: FrameType, look: Look) -> OutsideWait | None:
         return OutsideWait(kind="socket", text=f"{len(numbers)} descriptors (select)", timeout_s=timeout)
     wait = system_calls.wait_on_descriptor(descriptor, first)
     more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
-    return OutsideWait(
-        kind=wait.kind, text=f"{wait.text}{more}", address=wait.address, pid=wait.pid, timeout_s=timeout, on=wait.on
-    )
+    return dataclasses.replace(wait, text=f"{wait.text}{more}", timeout_s=timeout)
 
 
 RULES: Final = (
     Rule(
-        file="/http/client.py",
-        functions=(
+        "/http/client.py",
+        (
             "HTTPConnection.getresponse", "HTTPConnection.send", "HTTPConnection.connect", "HTTPSConnection.connect",
             "HTTPConnection.endheaders", "HTTPResponse.read", "HTTPResponse.readinto", "HTTPResponse.readline",
             "HTTPResponse.peek", "HTTPResponse.read1",
         ),
-        read=_http_client,
-        reach=7,
+        _http_client,
+        reach=7
     ),
     Rule(
-        file="/urllib3/connection.py",
-        functions=("HTTPConnection.connect", "HTTPSConnection.connect", "HTTPConnection.getresponse"),
-        read=_http_client,
-        reach=10,
+        "/urllib3/connection.py",
+        ("HTTPConnection.connect", "HTTPSConnection.connect", "HTTPConnection.getresponse"),
+        _http_client,
+        reach=10
     ),
-    Rule(file="/_sync/connection.py", functions=("HTTPConnection.handle_request",), read=_httpcore, reach=9),
+    Rule("/_sync/connection.py", ("HTTPConnection.handle_request",), _httpcore, reach=9),
     Rule(
-        file="/_sync/connection_pool.py",
-        functions=("PoolRequest.wait_for_connection", "ConnectionPool.handle_request"),
-        read=lambda frame, look: _httpcore(frame, look) if frame.f_code.co_name == "handle_request" else None,
-        reach=4,
+        "/_sync/connection_pool.py",
+        ("PoolRequest.wait_for_connection", "ConnectionPool.handle_request"),
+        lambda frame, look: _httpcore(frame, look) if frame.f_code.co_name == "handle_request" else None,
+        reach=4
     ),
     Rule(
-        file="/_sync/connection_pool.py",
-        functions=("PoolByteStream.__iter__",),
-        read=lambda frame, look: http_answer(
+        "/_sync/connection_pool.py",
+        ("PoolByteStream.__iter__",),
+        lambda frame, look: http_answer(
             _pool_host(frame), look.local("/sync.py", "SyncStream.read", "timeout"), _client(look)
         ),
-        reach=9,
+        reach=9
     ),
-    Rule(file="/socket.py", functions=("SocketIO.readinto", "SocketIO.write"), read=_socket_file),
-    Rule(file="/socket.py", functions=("socket.accept",), read=_accept),
-    Rule(file="/socket.py", functions=("create_connection",), read=_connect),
-    Rule(file="/urllib3/util/connection.py", functions=("create_connection",), read=_connect),
-    Rule(file="/socket.py", functions=("getaddrinfo",), read=_resolve),
+    Rule("/socket.py", ("SocketIO.readinto", "SocketIO.write"), _socket_file),
+    Rule("/socket.py", ("socket.accept",), _accept),
+    Rule("/socket.py", ("create_connection",), _connect),
+    Rule("/urllib3/util/connection.py", ("create_connection",), _connect),
+    Rule("/socket.py", ("getaddrinfo",), _resolve),
     Rule(
-        file="/ssl.py",
-        functions=("SSLSocket.read", "SSLSocket.write", "SSLSocket.do_handshake", "SSLSocket.recv"),
-        read=_tls,
+        "/ssl.py",
+        ("SSLSocket.read", "SSLSocket.write", "SSLSocket.do_handshake", "SSLSocket.recv"),
+        _tls
     ),
     Rule(
-        file="/multiprocessing/connection.py",
-        functions=("Connection._recv", "Connection._send", "_ConnectionBase.poll", "_ConnectionBase.recv"),
-        read=_connection,
-        reach=5,
+        "/multiprocessing/connection.py",
+        ("Connection._recv", "Connection._send", "_ConnectionBase.poll", "_ConnectionBase.recv"),
+        _connection,
+        reach=5
     ),
-    Rule(file="/multiprocessing/connection.py", functions=("Listener.accept",), read=_listener, reach=4),
+    Rule("/multiprocessing/connection.py", ("Listener.accept",), _listener, reach=4),
     Rule(
-        file="/selectors.py",
-        functions=(
+        "/selectors.py",
+        (
             "SelectSelector._select", "SelectSelector.select", "_PollLikeSelector.select", "EpollSelector.select",
         ),
-        read=_selector,
+        _selector
     ),
 )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """What the tasks of an asyncio loop wait for, while the thread itself only stands in the loop."""
 
+import dataclasses
 import gc
 import sys
 import types
@@ -80,14 +81,8 @@ def tasks_wait(loop: object, main: object) -> OutsideWait | None:
     lines = "; ".join(f"task {_name(task)!r} awaits {wait.text}" for task, wait in told)
     left = number - len(seen)
     more = f"; and {left} more {'task' if left == 1 else 'tasks'}" if left > 0 else ""
-    return OutsideWait(
-        kind="asyncio",
-        text=lines + more,
-        address=first.address,
-        pid=first.pid,
-        on=_name(told[0][0]),
-        timeout_s=told[0][1].timeout_s,
-    )
+    timeout_s = told[0][1].timeout_s
+    return _wait(lines + more, on=_name(told[0][0]), pid=first.pid, address=first.address, timeout=timeout_s)
 
 
 def task_wait(task: object, seen: set[int]) -> OutsideWait:
@@ -104,13 +99,10 @@ def task_wait(task: object, seen: set[int]) -> OutsideWait:
         inner = task_wait(awaited[0], seen)
         more = f" and {len(awaited) - 1} more" if len(awaited) > 1 else ""
         name = _name(awaited[0])
-        return _renamed(inner, f"the task {name!r}{more}, which awaits {inner.text}", on=name)
+        text = f"the task {name!r}{more}, which awaits {inner.text}"
+        return dataclasses.replace(inner, kind="asyncio", text=text, on=name)
     finally:
         chain.frames.clear()
-
-
-def _renamed(wait: OutsideWait, text: str, *, on: str) -> OutsideWait:
-    return OutsideWait(kind="asyncio", text=text, address=wait.address, pid=wait.pid, on=on, timeout_s=wait.timeout_s)
 
 
 def _wait(text: str, *, on: str = "", pid: int = 0, address: str = "", timeout: object = None) -> OutsideWait:
@@ -310,6 +302,6 @@ def _function_name(function: object) -> str:
 
 
 RULES: Final = (
-    Rule(file="/asyncio/base_events.py", functions=("BaseEventLoop._run_once",), read=_loop_runs, reach=2),
-    Rule(file="/asyncio/runners.py", functions=("Runner.run",), read=_runner, reach=0),
+    Rule("/asyncio/base_events.py", ("BaseEventLoop._run_once",), _loop_runs, reach=2),
+    Rule("/asyncio/runners.py", ("Runner.run",), _runner, reach=0),
 )

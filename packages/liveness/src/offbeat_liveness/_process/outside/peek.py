@@ -137,7 +137,7 @@ class Look:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rule:
     """Functions of one file of a library, by qualified name ("Queue.get"), in which a thread waits.
 
