@@ -303,7 +303,7 @@ def test_a_failure_that_nobody_depends_on_is_no_verdict() -> None:
 def test_a_failure_is_told_apart_from_the_errors_it_causes() -> None:
     world = (0, 1, 2)
     group = member("0", world, entry(3), axes=("dp",))
-    scene = WaitGraph(
+    graph = WaitGraph(
         heads=[
             head(0, group, state="failed", error="RuntimeError: Connection closed by peer [127.0.0.1]:17"),
             head(1, state="failed", error="ValueError: bad batch", error_stack=(LINE,)),
@@ -311,7 +311,7 @@ def test_a_failure_is_told_apart_from_the_errors_it_causes() -> None:
         ],
         stall_after_s=STALL_S,
     )
-    verdict = find_failure(scene)
+    verdict = find_failure(graph)
     assert verdict is not None
     assert (verdict.kind, verdict.missing, verdict.axes) == ("dead-peer", ("rank 1",), ("dp",))
     assert verdict.arrived == ("rank 0", "rank 2")
@@ -402,7 +402,7 @@ def test_a_head_of_another_version_may_hold_more() -> None:
 def test_a_service_that_refuses_a_rank_is_its_own_failure() -> None:
     """rank 2 had nothing more to do, and left in order."""
     world = (0, 1)
-    scene = WaitGraph(
+    graph = WaitGraph(
         heads=[
             head(
                 0,
@@ -417,7 +417,7 @@ def test_a_service_that_refuses_a_rank_is_its_own_failure() -> None:
         absent=[Absent(name="rank 2", rank=2, world="w", fate="exited", head=head(2))],
         stall_after_s=STALL_S,
     )
-    verdict = find_failure(scene)
+    verdict = find_failure(graph)
     assert verdict is not None
     assert verdict.missing == ("rank 1",)
 

@@ -25,22 +25,22 @@ from offbeat_liveness._process.snapshot import GroupSnapshot
 LIMIT_S = 20.0
 
 
-def head_now(motion=None):
+def head_now(progress=None):
     return reading.read_snapshot(
-        motion or ProgressTracker(60.0), name="", world="", rank=0, world_size=2, stall_after_s=60.0
+        progress or ProgressTracker(60.0), name="", world="", rank=0, world_size=2, stall_after_s=60.0
     )
 
 
-def waits_when(condition, motion=None):
+def waits_when(condition, progress=None):
     """The waits of this process, as soon as they are what is asked for."""
     end_s = time.monotonic() + LIMIT_S
-    motion = motion or ProgressTracker(60.0)
+    progress = progress or ProgressTracker(60.0)
     while time.monotonic() < end_s:
-        found = [wait for wait in head_now(motion).waits if condition(wait)]
+        found = [wait for wait in head_now(progress).waits if condition(wait)]
         if found:
             return found
         time.sleep(0.01)
-    raise AssertionError(head_now(motion).waits)
+    raise AssertionError(head_now(progress).waits)
 
 
 def in_thread(function, *args, **named):

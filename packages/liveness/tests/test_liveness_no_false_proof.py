@@ -82,8 +82,8 @@ def test_a_failure_elsewhere_makes_no_proof_of_a_silence(fate, error) -> None:
     failed = head(9, name="helper", world="", state="failed", error=error)
     waits = head(0, member("0", (0, 1), entry(1)), waits=(in_collective("0", 1),))
     quiet = Absent(name="rank 1", rank=1, world="w", fate=fate)
-    scene = WaitGraph(heads=(waits, failed), absent=(quiet,), stall_after_s=60.0)
-    assert find_failure(scene) is None
+    graph = WaitGraph(heads=(waits, failed), absent=(quiet,), stall_after_s=60.0)
+    assert find_failure(graph) is None
     assert not found(waits, failed, absent=(quiet,)).is_proof
 
 

@@ -126,32 +126,32 @@ def test_the_recorder_is_not_read_while_a_group_is_made_unless_that_lasts(rank):
 
 @pytest.mark.ranks(1, liveness=False)
 def test_a_collective_is_movement_though_it_was_not_read():
-    motion = ProgressTracker(longest_gap_s=60.0)
-    motion.look()
-    before_s = motion.status_since_s
+    progress = ProgressTracker(longest_gap_s=60.0)
+    progress.look()
+    before_s = progress.status_since_s
     dist.all_reduce(torch.ones(1))
-    motion.look()
-    moved_s = motion.status_since_s
+    progress.look()
+    moved_s = progress.status_since_s
     time.sleep(2 * settled_s())
-    motion.look()
+    progress.look()
     assert before_s < moved_s
-    assert motion.status != ""
-    assert motion.status_since_s == moved_s
+    assert progress.status != ""
+    assert progress.status_since_s == moved_s
 
 
 @pytest.mark.ranks(1, liveness=False)
 def test_a_head_waits_for_a_moment_without_collectives():
-    motion = ProgressTracker(longest_gap_s=60.0)
+    progress = ProgressTracker(longest_gap_s=60.0)
     for _ in range(3):
         dist.all_reduce(torch.ones(1))
-    still = read_groups(motion)
+    still = read_groups(progress)
     dist.all_reduce(torch.ones(1))
-    motion.recorder = StillRecorder(patience_s=0.0)
-    assert [*still, *read_groups(motion)] == [(3, 3), (4, 0)]
+    progress.recorder = StillRecorder(patience_s=0.0)
+    assert [*still, *read_groups(progress)] == [(3, 3), (4, 0)]
 
 
-def read_groups(motion):
-    head = reading.read_snapshot(motion, name="", world="", rank=0, world_size=1, stall_after_s=60.0)
+def read_groups(progress):
+    head = reading.read_snapshot(progress, name="", world="", rank=0, world_size=1, stall_after_s=60.0)
     return [(group.entered, len(group.recent)) for group in head.groups]
 
 

@@ -23,11 +23,11 @@ from offbeat_liveness._network.survey import (
     SilenceHistory,
     Survey,
     choose_few,
+    head_answer,
     read_summary,
     states_of_pids,
     summarize,
     summary_data,
-    tell_head,
 )
 from offbeat_liveness._process.proc import HOST, TreeUsage
 from offbeat_liveness._process.snapshot import (
@@ -67,8 +67,8 @@ def a_silent_process(code: str, machine: str = HOST) -> Iterator[Address]:
             process.kill()
 
 
-def fates(scene: WaitGraph) -> dict[str, str]:
-    return {each.name: each.fate for each in scene.absent}
+def fates(graph: WaitGraph) -> dict[str, str]:
+    return {each.name: each.fate for each in graph.absent}
 
 
 @pytest.mark.timeout(60)
@@ -79,9 +79,9 @@ def test_who_computes_without_answering_is_slow_however_often_one_looks(peers: P
         peers.learn(address)
         survey = Survey(peers, None)
         for _ in range(PATIENT_LOOKS + 2):
-            scene = survey.look(OWN, {}, stall_after_s=STALL_S)
-            assert "rank 1" not in fates(scene)
-        head = scene.head_by_name["rank 1"]
+            graph = survey.look(OWN, {}, stall_after_s=STALL_S)
+            assert "rank 1" not in fates(graph)
+        head = graph.by_name["rank 1"]
         assert head.busy >= 0.25
         assert "does not answer, but computes" in head.notes[0]
 
@@ -96,7 +96,7 @@ def a_witness(peers: Peers, machine: str) -> Iterator[None]:
     def answer(message: Message) -> Message:
         if message["ask"] == "pids":
             return json.loads(json.dumps(states_of_pids(message["pids"])))  # type: ignore[no-any-return]
-        return tell_head(ProcessSnapshot(key="w", name="witness"), in_brief=False)
+        return head_answer(ProcessSnapshot(key="w", name="witness"), in_brief=False)
 
     listener = Listener("127.0.0.1", lambda: peers.secret, answer)
     try:
@@ -112,8 +112,8 @@ def test_who_is_silent_and_does_nothing_is_so_after_several_looks(peers: Peers) 
         peers.learn(address)
         survey, seen = Survey(peers, None), []
         for _ in range(PATIENT_LOOKS + 2):
-            scene = survey.look(OWN, {}, stall_after_s=STALL_S)
-            seen.append(fates(scene).get("rank 1", "there"))
+            graph = survey.look(OWN, {}, stall_after_s=STALL_S)
+            seen.append(fates(graph).get("rank 1", "there"))
     # Its start may fall into the first look.
     assert seen[: PATIENT_LOOKS - 1] == ["there"] * (PATIENT_LOOKS - 1)
     assert seen[-1] == "silent"
@@ -216,7 +216,7 @@ def test_in_a_large_run_all_tell_in_brief_and_the_few_that_matter_in_full(
     def answering(rank: int) -> Listener:
         def answer(message: Message) -> Message:
             asked.append((rank, bool(message.get("brief"))))
-            return tell_head(head_of(rank), in_brief=bool(message.get("brief")))
+            return head_answer(head_of(rank), in_brief=bool(message.get("brief")))
 
         return Listener("127.0.0.1", lambda: peers.secret, answer)
 
@@ -235,18 +235,18 @@ def test_in_a_large_run_all_tell_in_brief_and_the_few_that_matter_in_full(
                     world="w",
                 )
             )
-        scene = Survey(peers, None).look(head_of(0), {}, stall_after_s=STALL_S)
+        graph = Survey(peers, None).look(head_of(0), {}, stall_after_s=STALL_S)
     finally:
         for each in listeners.values():
             each.close()
-    verdict = find_verdict(scene)
+    verdict = find_verdict(graph)
     assert verdict is not None
     assert (verdict.kind, verdict.missing) == ("missing-member", ("rank 70",))
     assert {rank for rank, in_brief in asked if in_brief} == set(range(1, size))
     in_full = {rank for rank, in_brief in asked if not in_brief}
     assert absent in in_full
     assert len(in_full) <= 2 * FEW
-    assert scene.head_by_name["rank 70"].threads[0].stack
+    assert graph.by_name["rank 70"].threads[0].stack
 
 
 def test_keys_of_the_address_book_are_machine_and_pid(peers: Peers) -> None:
@@ -265,6 +265,6 @@ def test_who_waited_when_it_was_last_heard_is_still_in_that_wait(peers: Peers) -
         key = (address.machine, address.pid)
         said = ProcessSnapshot(key="x", name="rank 1", rank=1, waits=(in_barrier,), time_s=time.time() - 5.0)
         survey._said[key] = said
-        found = survey.look(OWN, {}, stall_after_s=STALL_S).head_by_name["rank 1"]
+        found = survey.look(OWN, {}, stall_after_s=STALL_S).by_name["rank 1"]
     assert not found.is_heard
     assert found.waits == (in_barrier,)

@@ -17,7 +17,7 @@ from offbeat_liveness._dumps import DumpWriter
 from offbeat_liveness._network.addresses import Key
 from offbeat_liveness._network.peers import Peers
 from offbeat_liveness._network.side_channel import LOOPBACK, Address, Message, ask, ask_all
-from offbeat_liveness._network.survey import Survey, states_of_pids, tell_head
+from offbeat_liveness._network.survey import Survey, head_answer, states_of_pids
 from offbeat_liveness._process import flight_recorder, ledger
 from offbeat_liveness._process.exceptions import CrashFile, ExitHook, ThreadErrors, describe
 from offbeat_liveness._process.proc import HOST, pid_state
@@ -78,7 +78,7 @@ class Monitor:
 
     def __init__(self, settings: Settings, on_verdict: Callable[[Verdict], None] | None = None) -> None:
         self.settings = settings
-        self._motion = ProgressTracker(max(SUSPENDED_S, settings.stall_after_s))
+        self._progress = ProgressTracker(max(SUSPENDED_S, settings.stall_after_s))
         self._left: dict[Key, ProcessSnapshot] = {}
         self._peers = Peers(settings.directory, settings.name, self._answer)
         self._survey = Survey(self._peers, settings.directory)
@@ -100,7 +100,7 @@ class Monitor:
         self._complaints: set[str] = set()
         self._crash_file = CrashFile(settings.directory) if settings.directory else None
         self._hook_torch()
-        self._goodbye = ExitHook(self._say_goodbye)
+        self._exit_hook = ExitHook(self._tell_how_it_ended)
         OwnThread(self._run).start()
 
     @property
@@ -127,7 +127,7 @@ class Monitor:
 
     def _read_head(self) -> ProcessSnapshot:
         head = read_snapshot(
-            self._motion,
+            self._progress,
             name=self.settings.name,
             world=self._peers.world,
             rank=self._peers.rank,
@@ -174,7 +174,7 @@ class Monitor:
             self._crash_file.close()
         self._alarm.set()
         self._left_groups.close()
-        self._goodbye.close()
+        self._exit_hook.close()
         self._thread_errors.close()
         self._peers.close()
 
@@ -183,7 +183,7 @@ class Monitor:
         self._closed = threading.Event()
         self._closed.set()
         self._left_groups.close()
-        self._goodbye.close()
+        self._exit_hook.close()
         self._thread_errors.close()
         self._peers.forget()
         if self._crash_file:
@@ -217,10 +217,10 @@ class Monitor:
 
     def _tick(self) -> None:
         self._hook_torch()
-        self._motion.look()
+        self._progress.look()
         half_s = self.settings.stall_after_s / 2
         is_suspect = time.monotonic() >= self._next_head_s and self._is_suspect(half_s)
-        waits_long = is_suspect or self._motion.still_s() >= half_s
+        waits_long = is_suspect or self._progress.still_s() >= half_s
         if self._peers.needs_to_join(waits_long=waits_long) and not self._joining.locked():
             OwnThread(self._join, "join", [waits_long]).start()
         if is_suspect and not self._alarm.is_set():
@@ -273,9 +273,9 @@ class Monitor:
         now_s = time.monotonic()
         if any(now_s - entry.since_s >= half_s for entry in ledger.LEDGER.open_waits()):
             return True
-        if now_s - self._motion.status_since_s >= half_s and self._motion.has_pending():
+        if now_s - self._progress.status_since_s >= half_s and self._progress.has_pending():
             return True
-        return self._motion.has_thread_in_torch(half_s) or self._motion.still_s() >= half_s
+        return self._progress.has_thread_in_torch(half_s) or self._progress.still_s() >= half_s
 
     def _call_leader(self) -> None:
         """Tell the lowest process that answers; that may be this one."""
@@ -305,10 +305,10 @@ class Monitor:
                 return
             self._looked_s = time.monotonic()
             self._peers.hear_news()
-            verdict, scene = self._find()
+            verdict, graph = self._find()
             if verdict is not None:
                 self._tell(verdict)
-            elif self.verdict is not None and is_over(scene, self.verdict):
+            elif self.verdict is not None and is_over(graph, self.verdict):
                 self._told.announce_movement()
             self._is_leading = self.verdict is not None  # else whoever still waits calls again
 
@@ -333,21 +333,21 @@ class Monitor:
         before: Verdict | None = None
         num_alike = 0
         for _ in range(MAX_LOOKS):
-            found, scene = self._look()
+            found, graph = self._look()
             if found is None or (self.verdict is not None and found.key == self.verdict.key):
-                return found, scene
+                return found, graph
             is_alike = before is not None and (before.certainty, before.kind) == (found.certainty, found.kind)
             num_alike = num_alike + 1 if is_alike else 1
             if num_alike == (NUM_LOOKS if must_end(found, "abort") else 2):
-                return found, scene
+                return found, graph
             before = found
             time.sleep(CONFIRM_S)
         assert found is not None
-        return dataclasses.replace(found, certainty="suspicion"), scene
+        return dataclasses.replace(found, certainty="suspicion"), graph
 
     def _look(self) -> tuple[Verdict | None, WaitGraph]:
-        scene = self._look_around(self.settings.stall_after_s)
-        return find_verdict(scene), scene
+        graph = self._look_around(self.settings.stall_after_s)
+        return find_verdict(graph), graph
 
     def _seat(self) -> tuple[str, int] | None:
         rank = self._peers.rank
@@ -399,9 +399,9 @@ class Monitor:
         """Whoever asks has found a stall, so it is written to disk as well."""
         head = self.head()
         self._dumps.write_head(head)
-        return tell_head(dataclasses.replace(head, left=tuple(self._left.values())[-MAX_LEFT:]), in_brief=in_brief)
+        return head_answer(dataclasses.replace(head, left=tuple(self._left.values())[-MAX_LEFT:]), in_brief=in_brief)
 
-    def _say_goodbye(self, error: BaseException | None) -> None:
+    def _tell_how_it_ended(self, error: BaseException | None) -> None:
         """Tell the lowest processes that answer how this one ends; a failure is looked at before it is gone."""
         if self._ending.has_begun:
             self._end_with_the_others(error)

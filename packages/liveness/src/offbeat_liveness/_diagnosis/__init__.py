@@ -6,18 +6,18 @@ from offbeat_liveness._diagnosis.suspicions import find_standstill, find_suspici
 from offbeat_liveness._diagnosis.verdict import Verdict
 
 
-def find_verdict(scene: WaitGraph) -> Verdict | None:
+def find_verdict(graph: WaitGraph) -> Verdict | None:
     """The one verdict that explains the longest stall; None while no wait has lasted too long."""
-    if not scene.stalled:
-        return find_standstill(scene)
-    edges = scene.reach(head.name for head, _ in scene.stalled)
-    return find_proof(scene, edges) or find_suspicion(scene, edges)
+    if not graph.stalled:
+        return find_standstill(graph)
+    edges = graph.reach(head.name for head, _ in graph.stalled)
+    return find_proof(graph, edges) or find_suspicion(graph, edges)
 
 
-def is_over(scene: WaitGraph, verdict: Verdict) -> bool:
+def is_over(graph: WaitGraph, verdict: Verdict) -> bool:
     """Whether those who waited have been heard, and wait no more: a look that finds nothing may have missed them."""
     place = (verdict.op, verdict.group, verdict.seq)
-    heads = [head for head in scene.heads if head.name in verdict.arrived]
+    heads = [head for head in graph.heads if head.name in verdict.arrived]
     waits = [wait for head in heads for wait in head.waits if (wait.what, wait.group, wait.seq) == place]
     is_heard = not heads or any(head.is_heard for head in heads)
-    return is_heard and all(wait.age_s < scene.stall_after_s for wait in waits)
+    return is_heard and all(wait.age_s < graph.stall_after_s for wait in waits)

@@ -51,17 +51,17 @@ ADVICE: Final[dict[str, str]] = {
 }
 
 
-def companions(scene: WaitGraph, edge: Edge) -> set[str]:
-    return {each.waiter for each in scene.edges if same_wait(scene, each, edge)}
+def companions(graph: WaitGraph, edge: Edge) -> set[str]:
+    return {each.waiter for each in graph.edges if same_wait(graph, each, edge)}
 
 
-def same_wait(scene: WaitGraph, one: Edge, other: Edge) -> bool:
+def same_wait(graph: WaitGraph, one: Edge, other: Edge) -> bool:
     """Whether two processes stand in one call of one group: several worlds may have groups of one name."""
     if not same_call(one.wait, other.wait):
         return False
     if one.group is None or other.group is None:
         return one.group is other.group
-    worlds = {scene.head_by_name[each.waiter].world for each in (one, other)}
+    worlds = {graph.by_name[each.waiter].world for each in (one, other)}
     return one.group.key == other.group.key and (len(worlds) == 1 or one.group.is_foreign)
 
 
@@ -73,8 +73,8 @@ def _place(wait: Wait) -> tuple[object, ...]:
     return wait.kind, wait.what, wait.group, wait.seq, wait.peers, wait.on
 
 
-def waiters(scene: WaitGraph, edge: Edge) -> str:
-    names = in_order({*companions(scene, edge), edge.waiter})
+def waiters(graph: WaitGraph, edge: Edge) -> str:
+    names = in_order({*companions(graph, edge), edge.waiter})
     return f"{join_names(names)} {'wait' if len(names) > 1 else 'waits'}"
 
 
@@ -82,23 +82,23 @@ def are(names: Sequence[str], what: str) -> str:
     return f"{join_names(names)} {'is' if len(names) == 1 else 'are'} {what}"
 
 
-def party_of(scene: WaitGraph, head: ProcessSnapshot, wait: Wait | None, thread: str = "") -> Party:
+def party_of(graph: WaitGraph, head: ProcessSnapshot, wait: Wait | None, thread: str = "") -> Party:
     """What a process does: in `wait`, else in its oldest wait, else in none; `thread` is the one that has to act."""
     if head.state == "failed":
         return Party(
             name=head.name, rank=head.rank, part="dead", doing=f"out with {head.error}", stack=head.error_stack
         )
     waits = [each for each in head.waits if _is_sure(each) or (wait is not None and not _is_sure(wait))]
-    settled = [each for each in waits if each.age_s >= SETTLED * scene.stall_after_s]
+    settled = [each for each in waits if each.age_s >= SETTLED * graph.stall_after_s]
     same = [each for each in waits if wait and (each.what, each.group) == (wait.what, wait.group)]
     mine = next(iter(same or settled or waits), None)
     if mine is not None:
         doing = f"in {call_text(mine, group_of(head, mine))}{_in_flight(head, mine.thread)}"
         return Party(name=head.name, rank=head.rank, part="waits", doing=doing, for_s=mine.age_s, stack=mine.stack)
     stack = head.threads[0].stack if head.threads else ()
-    why = outside_chain(scene, head.name)
+    why = outside_chain(graph, head.name)
     why += _in_flight(head, head.threads[0].name) if head.threads else ""
-    if scene.is_moving(head, thread):
+    if graph.is_moving(head, thread):
         doing = f"in no collective, moving{why}{_last_entered(head)}"
         return Party(name=head.name, rank=head.rank, part="moving", doing=doing, stack=stack)
     doing = f"in no collective and no declared wait{why}{_last_entered(head)}, standing"
@@ -169,16 +169,16 @@ def cycle_text(cycle: Sequence[Edge]) -> str:
     )
 
 
-def outside_chain(scene: WaitGraph, name: str) -> str:
+def outside_chain(graph: WaitGraph, name: str) -> str:
     """What a process waits for outside torch, and what whoever it waits for does, as the rest of a sentence."""
     parts: list[str] = []
     seen: set[str] = set()
-    while name not in seen and (head := scene.head_by_name.get(name)) is not None:
+    while name not in seen and (head := graph.by_name.get(name)) is not None:
         seen.add(name)
         outside = outside_of(head)
         if outside is None:
             return "".join(parts)
-        others = scene.other_side(head, outside)
+        others = graph.other_side(head, outside)
         other = f", which is {others[0]}" if others else ""
         parts.append(f"{': it' if not parts else ', which'} waits for {outside.text}{other}")
         if not others:
@@ -193,10 +193,10 @@ def outside_of(head: ProcessSnapshot) -> OutsideWait | None:
     return next(waits, None) or next((each.outside for each in head.threads if each.outside is not None), None)
 
 
-def votes(scene: WaitGraph, edge: Edge) -> str:
+def votes(graph: WaitGraph, edge: Edge) -> str:
     assert edge.group is not None
     votes: dict[str, list[str]] = {}
-    everybody = [*scene.heads, *(each.head for each in scene.absent if each.head)]
+    everybody = [*graph.heads, *(each.head for each in graph.absent if each.head)]
     for head in everybody:
         group = head.group(edge.group.key)
         entry = group.at(edge.wait.seq) if group else None
@@ -223,8 +223,8 @@ def links_of(edges: Sequence[Edge]) -> tuple[Link, ...]:
     return tuple(dict.fromkeys(links))[:MAX_LINKS]
 
 
-def notes_of(scene: WaitGraph) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(note for head in scene.heads for note in head.notes))
+def notes_of(graph: WaitGraph) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(note for head in graph.heads for note in head.notes))
 
 
 def fate_text(gone: Sequence[Absent]) -> str:
@@ -234,17 +234,17 @@ def fate_text(gone: Sequence[Absent]) -> str:
     return are([each.name for each in gone], FATES[gone[0].fate])
 
 
-def advice_for(absent: Absent, scene: WaitGraph) -> str:
+def advice_for(absent: Absent, graph: WaitGraph) -> str:
     pid = absent.text.removeprefix("pid ").split()[0] if absent.text.startswith("pid ") else "PID"
     advice = ADVICE[absent.fate].replace("PID", pid)
-    entry = _gloo_collective(scene) if absent.fate == "crashed" else None
+    entry = _gloo_collective(graph) if absent.fate == "crashed" else None
     if entry is None:
         return advice
     return f"{GLOO_ABORTS} in {collective_text(entry)}, number {entry.seq} of group {entry.group!r}; else {advice}"
 
 
-def _gloo_collective(scene: WaitGraph) -> Collective | None:
-    entries = [each for head in scene.heads for group in head.groups for each in group.recent if each.backend == "gloo"]
+def _gloo_collective(graph: WaitGraph) -> Collective | None:
+    entries = [each for head in graph.heads for group in head.groups for each in group.recent if each.backend == "gloo"]
     return max(entries, key=lambda each: each.created_ns, default=None)
 
 
@@ -258,7 +258,7 @@ def name_order(name: str) -> tuple[int, str]:
 
 
 def build_verdict(
-    scene: WaitGraph,
+    graph: WaitGraph,
     kind: VerdictKind,
     headline: str,
     edges: Sequence[Edge],
@@ -278,23 +278,23 @@ def build_verdict(
     Parties are told in this order: `first`, made by the caller, `missing`, `involved`, who has arrived, `everybody`.
     """
     group, wait = edge.group, edge.wait
-    arrived = in_order({*companions(scene, edge), edge.waiter} - set(missing))
+    arrived = in_order({*companions(graph, edge), edge.waiter} - set(missing))
     told = {party.name for party in first}
     names = in_order({*missing, *involved, *({edge.target} - {""})}) + arrived
-    names += [head.name for head in scene.heads if everybody]
+    names += [head.name for head in graph.heads if everybody]
     parties = [
-        party_of(scene, scene.head_by_name[name], wait if name in arrived else None, edge.thread)
+        party_of(graph, graph.by_name[name], wait if name in arrived else None, edge.thread)
         for name in dict.fromkeys(names)
-        if name not in told and name in scene.head_by_name
+        if name not in told and name in graph.by_name
     ]
-    due_in_s, due_to = _due(scene, kind, edges, edge, missing)
+    due_in_s, due_to = _due(graph, kind, edges, edge, missing)
     return Verdict(
         kind=kind,
         certainty=certainty,
         fate=fate,
         headline=headline,
         stalled_s=max(each.wait.age_s for each in [edge, *edges]),
-        time_s=scene.time_s,
+        time_s=graph.time_s,
         due_in_s=due_in_s,
         due_to=due_to,
         group=wait.group,
@@ -307,12 +307,12 @@ def build_verdict(
         parties=(*first, *parties),
         links=links_of(edges) if kind in ("different-order", "wait-cycle") else (),
         advice=advice,
-        notes=notes_of(scene),
+        notes=notes_of(graph),
     )
 
 
 def _due(
-    scene: WaitGraph, kind: VerdictKind, edges: Sequence[Edge], edge: Edge, missing: Sequence[str]
+    graph: WaitGraph, kind: VerdictKind, edges: Sequence[Edge], edge: Edge, missing: Sequence[str]
 ) -> tuple[float | None, str]:
     """Of a circle the first timeout in it; of another wait its own, or later where the missing one has declared so."""
     if kind in ("different-order", "wait-cycle"):
@@ -322,7 +322,7 @@ def _due(
     declared = [
         due(wait, None)
         for name in missing
-        for wait in (scene.head_by_name[name].waits if name in scene.head_by_name else ())
+        for wait in (graph.by_name[name].waits if name in graph.by_name else ())
         if wait.kind == "declared" and wait.deadline_s is not None
     ]
     return own if own[0] is None else max([own, *declared], key=lambda found: found[0] or 0.0)

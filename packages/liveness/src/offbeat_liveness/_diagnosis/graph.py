@@ -204,7 +204,7 @@ class WaitGraph:
         self.absent = [dataclasses.replace(each, name=_full_name(each, places[each.name])) for each in self.absent]
 
     @cached_property
-    def head_by_name(self) -> dict[str, ProcessSnapshot]:
+    def by_name(self) -> dict[str, ProcessSnapshot]:
         return {head.name: head for head in self.heads}
 
     @cached_property
@@ -276,7 +276,7 @@ class WaitGraph:
 
     def awaited(self, edge: Edge) -> list[str]:
         """All processes that the wait of an edge needs; the graph itself holds at most MAX_TARGETS."""
-        head = self.head_by_name[edge.waiter]
+        head = self.by_name[edge.waiter]
         if edge.wait.kind == "collective" and edge.group is not None:
             mine = edge.group.at(edge.wait.seq)
             way = self._in_the_way(head, edge.group, edge.wait.seq, mine)
@@ -404,34 +404,34 @@ class WaitGraph:
 
     def _actor(self, name: str, group: GroupSnapshot | None) -> str:
         """The thread by which a process takes part in a group, "" where that is not known."""
-        theirs = self.head_by_name[name].group(group.key) if group and name in self.head_by_name else None
+        theirs = self.by_name[name].group(group.key) if group and name in self.by_name else None
         return theirs.worker if theirs else ""
 
     def _has_left(self, name: str, world: str, group: GroupSnapshot | None) -> bool:
-        head = self.head_by_name.get(name)
+        head = self.by_name.get(name)
         return head is not None and group is not None and head.left_group(world, group.key) is not None
 
     def _waits_itself(self, name: str) -> bool:
-        head = self.head_by_name.get(name)
+        head = self.by_name.get(name)
         return head is not None and bool(head.waits)
 
     def _obstacle(
         self, name: str, world: str, group: GroupSnapshot, seq: int, mine: Collective | None
     ) -> tuple[Collective | None, Reason | None]:
         absent = self.absent_by_name.get(name)
-        other = absent.head if absent else self.head_by_name.get(name)
+        other = absent.head if absent else self.by_name.get(name)
         theirs = other.group(group.key) if other else None
         left = other.left_group(world, group.key) if other and theirs is None else None
         if left is not None:
             return _compare(left, seq, mine, "left")
-        return _compare(theirs, seq, mine, "absent" if name not in self.head_by_name else None)
+        return _compare(theirs, seq, mine, "absent" if name not in self.by_name else None)
 
     def _meeting_edges(self, head: ProcessSnapshot, wait: Wait) -> Iterator[Edge]:
         """Everybody who should be in the same call and is not; nothing numbers these calls."""
         group = _group_named(head, wait.group)
         ranks = wait.peers or (group.ranks if group else range(head.world_size))
         for name in self._members(head.world, ranks):
-            other = self.head_by_name.get(name)
+            other = self.by_name.get(name)
             same = (wait.kind, wait.what, wait.group, wait.on)
             there = other is not None and any(
                 (each.kind, each.what, each.group, each.on) == same for each in other.waits
@@ -448,7 +448,7 @@ class WaitGraph:
 
     def _named(self, on: str) -> list[str]:
         """Processes that a declared wait means: by name, or by role ("rollouter" for "rollouter-0")."""
-        names = [*self.head_by_name, *self.absent_by_name]
+        names = [*self.by_name, *self.absent_by_name]
         exact = [name for name in names if name == on]
         return exact or [name for name in names if name.startswith((f"{on}-", f"{on} ", f"{on}/", f"{on}["))]
 

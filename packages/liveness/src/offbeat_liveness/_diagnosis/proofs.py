@@ -127,19 +127,19 @@ def _way_back(start: Node, steps: Steps) -> list[Edge]:
     return way[::-1]
 
 
-def find_failure(scene: WaitGraph) -> Verdict | None:
+def find_failure(graph: WaitGraph) -> Verdict | None:
     """Who failed first, when a process fails and others depend on it: no wait need have lasted long.
 
     Ranks of one torch world depend on each other; other processes on whom they wait for.
 
     None if every process failed on its own account, or nobody waited for one that did.
     """
-    gone = _failed(scene)
+    gone = _failed(graph)
     names = {each.name for each in gone}
-    on_its_way_out = [each.head for each in scene.absent if each.fate == "raised" and each.head is not None]
-    hurt = [head for head in [*scene.heads, *on_its_way_out] if head.name not in names and _is_hurt(head)]
-    hurt = [head for head in hurt if any(_concerns(scene, each, head) for each in gone)]
-    gone = [each for each in gone if any(_concerns(scene, each, head) for head in hurt)]
+    on_its_way_out = [each.head for each in graph.absent if each.fate == "raised" and each.head is not None]
+    hurt = [head for head in [*graph.heads, *on_its_way_out] if head.name not in names and _is_hurt(head)]
+    hurt = [head for head in hurt if any(_concerns(graph, each, head) for each in gone)]
+    gone = [each for each in gone if any(_concerns(graph, each, head) for head in hurt)]
     if not gone:
         return None
     first = first_fate(gone)
@@ -151,8 +151,8 @@ def find_failure(scene: WaitGraph) -> Verdict | None:
         certainty="proof",
         fate=first[0].fate,
         headline=f"{fate_text(first)}; {join_names(each.name for each in hurt)} cannot go on{where}",
-        stalled_s=max((wait.age_s for each in scene.heads for wait in each.waits), default=0.0),
-        time_s=scene.time_s,
+        stalled_s=max((wait.age_s for each in graph.heads for wait in each.waits), default=0.0),
+        time_s=graph.time_s,
         group=group.name if group else "",
         axes=group.axes if group else (),
         members=group.ranks if group else (),
@@ -160,35 +160,35 @@ def find_failure(scene: WaitGraph) -> Verdict | None:
         seq=entry.seq if entry else 0,
         missing=tuple(missing),
         arrived=tuple(in_order(each.name for each in hurt)),
-        parties=(*(absent_party(each) for each in first), *(party_of(scene, each, None) for each in hurt)),
-        advice=advice_for(first[0], scene),
-        notes=notes_of(scene),
+        parties=(*(absent_party(each) for each in first), *(party_of(graph, each, None) for each in hurt)),
+        advice=advice_for(first[0], graph),
+        notes=notes_of(graph),
     )
 
 
-def _failed(scene: WaitGraph) -> list[Absent]:
+def _failed(graph: WaitGraph) -> list[Absent]:
     """Processes that failed on their own account; those that left in order only if others were cut off."""
     raised = [
         Absent(name=head.name, rank=head.rank, world=head.world, fate="raised", text=head.error, head=head)
-        for head in scene.heads
+        for head in graph.heads
         if head.state == "failed" and not is_secondary(head.error)
     ]
-    cut_off = _cut_off_worlds(scene)
-    gone = [each for each in scene.absent if not (each.fate == "raised" and is_secondary(each.text))]
+    cut_off = _cut_off_worlds(graph)
+    gone = [each for each in graph.absent if not (each.fate == "raised" and is_secondary(each.text))]
     gone = [each for each in gone if each.fate in CERTAIN or (each.fate == "exited" and each.world in cut_off)]
-    return [*raised, *_left(scene, cut_off), *gone]
+    return [*raised, *_left(graph, cut_off), *gone]
 
 
-def _cut_off_worlds(scene: WaitGraph) -> set[str]:
-    cut_off = {head.world for head in scene.heads if is_secondary(head.error)}
-    cut_off |= {each.world for each in scene.absent if each.fate == "raised" and is_secondary(each.text)}
+def _cut_off_worlds(graph: WaitGraph) -> set[str]:
+    cut_off = {head.world for head in graph.heads if is_secondary(head.error)}
+    cut_off |= {each.world for each in graph.absent if each.fate == "raised" and is_secondary(each.text)}
     return cut_off - {""}
 
 
-def _left(scene: WaitGraph, cut_off: set[str]) -> list[Absent]:
+def _left(graph: WaitGraph, cut_off: set[str]) -> list[Absent]:
     return [
         Absent(name=head.name, rank=left.rank, world=left.world, fate="left", text=why_in_flight(head), head=head)
-        for head in scene.heads
+        for head in graph.heads
         for left in head.left_groups[-1:]
         if head.state == "running" and left.group.name == WORLD and left.world in cut_off
     ]
@@ -198,10 +198,10 @@ def _is_hurt(head: ProcessSnapshot) -> bool:
     return is_secondary(head.error) or (head.state == "running" and bool(head.waits))
 
 
-def _concerns(scene: WaitGraph, gone: Absent, head: ProcessSnapshot) -> bool:
+def _concerns(graph: WaitGraph, gone: Absent, head: ProcessSnapshot) -> bool:
     """Whether the end of one process is a matter for another: it waits for it, or has failed for a lost peer."""
     is_cut_off = gone.world == head.world != "" and is_secondary(head.error)
-    return is_cut_off or gone.name in scene.needed_by(head)
+    return is_cut_off or gone.name in graph.needed_by(head)
 
 
 def _newest_call(
@@ -231,47 +231,47 @@ def _fate_order(absent: Absent) -> int:
     return len(FATE_ORDER) if secondary else FATE_ORDER.index(absent.fate)
 
 
-def find_proof(scene: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
-    failed = any(head.state == "failed" for head in scene.heads)
+def find_proof(graph: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
+    failed = any(head.state == "failed" for head in graph.heads)
     return (
-        (find_failure(scene) if failed else None)
-        or _ended(scene, edges)
-        or _left_the_group(scene, edges)
-        or _mismatch(scene, edges)
-        or _other_root(scene, edges)
-        or _cycle(scene, edges)
+        (find_failure(graph) if failed else None)
+        or _ended(graph, edges)
+        or _left_the_group(graph, edges)
+        or _mismatch(graph, edges)
+        or _other_root(graph, edges)
+        or _cycle(graph, edges)
     )
 
 
-def _ended(scene: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
-    reached = {edge.target: edge for edge in edges if edge.is_binding and edge.target in scene.absent_by_name}
-    ended = [each for each in scene.absent if each.name in reached and each.fate in ENDED]
+def _ended(graph: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
+    reached = {edge.target: edge for edge in edges if edge.is_binding and edge.target in graph.absent_by_name}
+    ended = [each for each in graph.absent if each.name in reached and each.fate in ENDED]
     if not ended:
         return None
     first = first_fate(ended)
     edge = reached[first[0].name]
     return build_verdict(
-        scene, "dead-peer", f"{fate_text(first)}; {waiters(scene, edge)} in {call_text(edge.wait, edge.group)}",
+        graph, "dead-peer", f"{fate_text(first)}; {waiters(graph, edge)} in {call_text(edge.wait, edge.group)}",
         edges, edge, certainty="proof", fate=first[0].fate, missing=[each.name for each in first],
-        first=[absent_party(each) for each in first], advice=advice_for(first[0], scene),
+        first=[absent_party(each) for each in first], advice=advice_for(first[0], graph),
     )  # fmt: skip
 
 
-def _left_the_group(scene: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
-    left = [edge for edge in edges if edge.reason == "left" and edge.is_binding and edge.target in scene.head_by_name]
+def _left_the_group(graph: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
+    left = [edge for edge in edges if edge.reason == "left" and edge.is_binding and edge.target in graph.by_name]
     if not left:
         return None
     edge = max(left, key=lambda each: each.wait.age_s)
     names = in_order({each.target for each in left if each.wait.group == edge.wait.group})
     has = "has" if len(names) == 1 else "have"
-    headline = f"{join_names(names)} {has} left the group (destroy_process_group); {waiters(scene, edge)} in "
+    headline = f"{join_names(names)} {has} left the group (destroy_process_group); {waiters(graph, edge)} in "
     headline += call_text(edge.wait, edge.group)
     return build_verdict(
-        scene, "dead-peer", headline, edges, edge, certainty="proof", missing=names, advice=ADVICE["left"]
+        graph, "dead-peer", headline, edges, edge, certainty="proof", missing=names, advice=ADVICE["left"]
     )
 
 
-def _mismatch(scene: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
+def _mismatch(graph: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
     """Members that stand at one place of the sequence with different calls; the earliest such place."""
     unlike = [edge for edge in edges if edge.reason in ("other-op", "other-shape") and edge.mine and edge.theirs]
     if not unlike:
@@ -280,17 +280,17 @@ def _mismatch(scene: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
     assert edge.group is not None
     kind: VerdictKind = "different-op" if edge.reason == "other-op" else "shape-mismatch"
     where = name_of_group(edge.group.name, edge.group.axes)
-    headline = f"collective {edge.wait.seq} of {where} is {votes(scene, edge)}"
+    headline = f"collective {edge.wait.seq} of {where} is {votes(graph, edge)}"
     involved = {name for each in unlike if each.group == edge.group for name in (each.waiter, each.target)}
-    return build_verdict(scene, kind, headline, edges, edge, certainty="proof", advice=ADVICE[kind], involved=involved)
+    return build_verdict(graph, kind, headline, edges, edge, certainty="proof", advice=ADVICE[kind], involved=involved)
 
 
-def _other_root(scene: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
+def _other_root(graph: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
     """Members that name different roots for one collective; told by their stacks: no recorder has roots."""
-    for head, wait in scene.stalled:
+    for head, wait in graph.stalled:
         others = [
             (other, each)
-            for other in scene.heads
+            for other in graph.heads
             for each in other.waits
             if wait.root is not None
             and each.root is not None
@@ -305,26 +305,26 @@ def _other_root(scene: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
             edge = Edge(waiter=head.name, target=other.name, wait=wait, reason="other-op", group=group_of(head, wait))
             advice = "give one root to all members; in a sub-group it is a global rank: dist.get_global_rank(group, 0)"
             return build_verdict(
-                scene, "different-op", headline, [*edges, edge], edge, certainty="proof", advice=advice
+                graph, "different-op", headline, [*edges, edge], edge, certainty="proof", advice=advice
             )
     return None
 
 
-def _cycle(scene: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
+def _cycle(graph: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
     """Threads that wait for each other in a circle, each for the very one that has to act."""
     cycle = find_cycle([edge for edge in edges if edge.is_binding], of_threads=True)
-    if not cycle or not all(_is_held(scene, edge, cycle[(place + 1) % len(cycle)]) for place, edge in enumerate(cycle)):
+    if not cycle or not all(_is_held(graph, edge, cycle[(place + 1) % len(cycle)]) for place, edge in enumerate(cycle)):
         return None
-    return cycle_verdict(scene, cycle, is_proof=True)
+    return cycle_verdict(graph, cycle, is_proof=True)
 
 
-def _is_held(scene: WaitGraph, edge: Edge, following: Edge) -> bool:
+def _is_held(graph: WaitGraph, edge: Edge, following: Edge) -> bool:
     """Whether nobody but the thread that stands in the next wait of the cycle could do what an edge waits for."""
-    head = scene.head_by_name[edge.target]
+    head = graph.by_name[edge.target]
     return edge.actor == following.wait.thread or not head.free_threads
 
 
-def cycle_verdict(scene: WaitGraph, cycle: Sequence[Edge], *, is_proof: bool) -> Verdict:
+def cycle_verdict(graph: WaitGraph, cycle: Sequence[Edge], *, is_proof: bool) -> Verdict:
     """What a cycle of waits is called, and who is in it; told from its lowest member on."""
     start = min(range(len(cycle)), key=lambda place: name_order(cycle[place].waiter))
     cycle = [*cycle[start:], *cycle[:start]]
@@ -333,6 +333,6 @@ def cycle_verdict(scene: WaitGraph, cycle: Sequence[Edge], *, is_proof: bool) ->
     if kinds == {"rendezvous"} and len(calls) == 1:
         kind = "different-op"  # such as new_group with other ranks
     return build_verdict(
-        scene, kind, cycle_text(cycle), cycle, cycle[0], certainty="proof" if is_proof else "suspicion",
-        missing=in_order(scene.awaited(cycle[0])), advice=ADVICE[kind], involved={edge.waiter for edge in cycle},
+        graph, kind, cycle_text(cycle), cycle, cycle[0], certainty="proof" if is_proof else "suspicion",
+        missing=in_order(graph.awaited(cycle[0])), advice=ADVICE[kind], involved={edge.waiter for edge in cycle},
     )  # fmt: skip

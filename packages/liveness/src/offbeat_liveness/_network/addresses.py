@@ -113,10 +113,10 @@ class AddressBook:
             if key not in known or known[key].rank is None:
                 known[key] = each
         known.pop((HOST, os.getpid()), None)
-        known = _without_replaced({key: self._in_own_words(each) for key, each in known.items()})
+        known = _without_replaced({key: self._with_own_world_name(each) for key, each in known.items()})
         return dict(sorted(known.items(), key=lambda item: item[1].order))
 
-    def _in_own_words(self, address: Address) -> Address:
+    def _with_own_world_name(self, address: Address) -> Address:
         """With this process's name for their common world, which the other may call by an older one."""
         return dataclasses.replace(address, world=self.world) if self.is_own_world(address.world) else address
 

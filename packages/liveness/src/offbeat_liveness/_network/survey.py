@@ -93,34 +93,34 @@ def summary_data(head: ProcessSnapshot) -> dict[str, Any]:
 
 
 def read_summary(data: Mapping[str, Any]) -> tuple[ProcessSnapshot, list[tuple[str, int]]]:
-    """The other way round; and the processes that have said goodbye to that one, by host and pid."""
+    """The other way round; and the processes whose end that one was told, by host and pid."""
     groups = [{**each, "ranks": _ranks(each.get("ranks", ()))} for each in data.get("groups", ())]
     left = [(str(host), int(pid)) for host, pid in data.get("left_keys", ())]
     return from_data(ProcessSnapshot, {**data, "groups": groups}), left
 
 
-def choose_few(scene: WaitGraph) -> list[str]:
+def choose_few(graph: WaitGraph) -> list[str]:
     """Whose snapshots are to be read in full, of a graph of summaries.
 
     Who has waited longest, whom they wait for, and who may have differed there.
     """
     few: dict[str, None] = {}
-    for head, wait in scene.stalled[:OLDEST_WAITS]:
+    for head, wait in graph.stalled[:OLDEST_WAITS]:
         few[head.name] = None
-        edges = [edge for edge in scene.edges_from(head.name) if edge.wait == wait]
-        few.update(dict.fromkeys([name for edge in edges[:1] for name in scene.awaited(edge)][:MAX_FEW]))
-        few.update(dict.fromkeys(_forgotten_by(scene, head, wait)[:MAX_FEW]))
-    few.update(dict.fromkeys([head.name for head, _ in scene.stalled][:MAX_FEW]))
-    return [name for name in few if name in scene.head_by_name]
+        edges = [edge for edge in graph.edges_from(head.name) if edge.wait == wait]
+        few.update(dict.fromkeys([name for edge in edges[:1] for name in graph.awaited(edge)][:MAX_FEW]))
+        few.update(dict.fromkeys(_forgotten_by(graph, head, wait)[:MAX_FEW]))
+    few.update(dict.fromkeys([head.name for head, _ in graph.stalled][:MAX_FEW]))
+    return [name for name in few if name in graph.by_name]
 
 
-def _forgotten_by(scene: WaitGraph, head: ProcessSnapshot, wait: Wait) -> list[str]:
+def _forgotten_by(graph: WaitGraph, head: ProcessSnapshot, wait: Wait) -> list[str]:
     """Members that have entered the collective of a wait so long ago that their summary does not hold it."""
     group = next((each for each in head.groups if each.name == wait.group), None)
     if wait.kind != "collective" or group is None:
         return []
-    names = [scene.name_by_rank.get((head.world, rank), "") for rank in group.ranks]
-    members = [scene.head_by_name[name] for name in names if name in scene.head_by_name]
+    names = [graph.name_by_rank.get((head.world, rank), "") for rank in group.ranks]
+    members = [graph.by_name[name] for name in names if name in graph.by_name]
     views = [(each.name, each.group(group.key)) for each in members]
     return [name for name, view in views if view and (view.entered or 0) >= wait.seq and view.at(wait.seq) is None]
 
@@ -233,7 +233,7 @@ class SilenceHistory:
         )
 
 
-def tell_head(head: ProcessSnapshot, *, in_brief: bool) -> dict[str, Any]:
+def head_answer(head: ProcessSnapshot, *, in_brief: bool) -> dict[str, Any]:
     return {"brief": summary_data(head)} if in_brief else {"head": to_data(head)}
 
 
@@ -256,12 +256,12 @@ class Survey:
         others = self._peers.others()
         heads = self._call(self._peers.running(), left, FIRST_CALL_S)
         quiet = {key: each for key, each in others.items() if key not in heads and key not in left}
-        fates, before = self._ask_witnesses(quiet, heads)
+        fates, before = self._ask_fates(quiet, heads)
         again = {key: each for key, each in quiet.items() if fates[key] in ("silent", "unreachable")}
         if again:
             heads |= self._call(again, left, SECOND_CALL_S)
             quiet = {key: each for key, each in again.items() if key not in heads}
-            fates_now, after = self._ask_witnesses(quiet, heads)
+            fates_now, after = self._ask_fates(quiet, heads)
             fates |= fates_now
             for key in quiet:
                 self._silences.note(key, before.get(key), after.get(key))
@@ -270,9 +270,9 @@ class Survey:
         heads |= self._stand_ins(quiet, fates, heads, left)
         if len(others) > FEW:
             heads |= self._few_in_full(own, heads, others, stall_after_s)
-        return self._scene(own, heads, left, fates, others, stall_after_s)
+        return self._graph(own, heads, left, fates, others, stall_after_s)
 
-    def _scene(
+    def _graph(
         self,
         own: ProcessSnapshot,
         heads: Mapping[Key, ProcessSnapshot],
@@ -283,7 +283,7 @@ class Survey:
     ) -> WaitGraph:
         absent = [_absent(key, each, left, fates, self._directory) for key, each in others.items() if key not in heads]
         everybody = [own, *(head for key, head in heads.items() if key not in left)]
-        absent += [_said_goodbye(left[key], others[key]) for key in heads if key in left]
+        absent += [_absent_by_own_word(left[key], others[key]) for key in heads if key in left]
         return WaitGraph(
             heads=everybody,
             absent=[*absent, *_unknown(self._peers, everybody)],
@@ -310,9 +310,9 @@ class Survey:
         if with_left:
             heads |= self._call(with_left, left, SECOND_CALL_S)
         _merge_left(left, heads.values())
-        return {key: self._in_own_words(head) for key, head in heads.items()}
+        return {key: self._with_own_world_name(head) for key, head in heads.items()}
 
-    def _in_own_words(self, head: ProcessSnapshot) -> ProcessSnapshot:
+    def _with_own_world_name(self, head: ProcessSnapshot) -> ProcessSnapshot:
         left = tuple(dataclasses.replace(each, world=self._own_name_of(each.world)) for each in head.left_groups)
         return dataclasses.replace(head, world=self._own_name_of(head.world), left_groups=left)
 
@@ -327,9 +327,9 @@ class Survey:
         stall_after_s: float,
     ) -> dict[Key, ProcessSnapshot]:
         """Second round of a large run: full heads of those whom a verdict may tell of."""
-        scene = WaitGraph(heads=[own, *heads.values()], stall_after_s=stall_after_s)
-        keys = {told.name: key for key, told in zip(heads, scene.heads[1:], strict=True)}
-        few = {keys[name]: others[keys[name]] for name in choose_few(scene) if name in keys}
+        graph = WaitGraph(heads=[own, *heads.values()], stall_after_s=stall_after_s)
+        keys = {told.name: key for key, told in zip(heads, graph.heads[1:], strict=True)}
+        few = {keys[name]: others[keys[name]] for name in choose_few(graph) if name in keys}
         found: dict[Key, ProcessSnapshot] = {}
         wanted = list(few)
         for first in range(0, len(wanted), FEW):
@@ -358,7 +358,7 @@ class Survey:
             return None
         return dataclasses.replace(head, is_heard=False)
 
-    def _ask_witnesses(
+    def _ask_fates(
         self, quiet: Mapping[Key, Address], heads: Mapping[Key, ProcessSnapshot]
     ) -> tuple[dict[Key, Fate], dict[Key, TreeUsage]]:
         """Fates by pid, and what those that run have used: looked up here, or by who answers on the same machine."""
@@ -366,13 +366,13 @@ class Survey:
         usage: dict[Key, TreeUsage] = {}
         for machine in {each.machine for each in quiet.values()}:
             pids = {str(each.pid): each.born for each in quiet.values() if each.machine == machine}
-            said = self._ask_witness(machine, pids, heads)
+            said = self._ask_states(machine, pids, heads)
             states = said.get("states", {})
             fates |= {(machine, int(pid)): FATE_BY_PID[states.get(pid, "unknown")] for pid in pids}
             usage |= {(machine, int(pid)): used for pid, used in read_usage(said).items()}
         return fates, usage
 
-    def _ask_witness(
+    def _ask_states(
         self, machine: str, pids: Mapping[str, int], heads: Mapping[Key, ProcessSnapshot]
     ) -> Mapping[str, Any]:
         if machine == HOST:
@@ -395,17 +395,17 @@ def _absent(
     key: Key, address: Address, left: Mapping[Key, ProcessSnapshot], fates: Mapping[Key, Fate], directory: Path | None
 ) -> Absent:
     if key in left:
-        return _said_goodbye(left[key], address)
+        return _absent_by_own_word(left[key], address)
     text = f"pid {address.pid} on {address.machine}"
     fate, head = fates[key], None
     reason, stack = read_crash(directory, address.machine, address.pid) if fate == "killed" else ("", ())
     if reason:
-        fate, head = "crashed", _last_words(address, reason, stack)
+        fate, head = "crashed", _crash_snapshot(address, reason, stack)
         text += f", {reason}"
     return Absent(name=address.name, rank=address.rank, world=address.world, fate=fate, text=text, head=head)
 
 
-def _last_words(address: Address, reason: str, stack: tuple[CallSite, ...]) -> ProcessSnapshot:
+def _crash_snapshot(address: Address, reason: str, stack: tuple[CallSite, ...]) -> ProcessSnapshot:
     return ProcessSnapshot(
         key=f"{address.machine}:{address.pid}",
         name=address.name,
@@ -419,7 +419,7 @@ def _last_words(address: Address, reason: str, stack: tuple[CallSite, ...]) -> P
     )
 
 
-def _said_goodbye(head: ProcessSnapshot, address: Address) -> Absent:
+def _absent_by_own_word(head: ProcessSnapshot, address: Address) -> Absent:
     fate: Fate = "raised" if head.state == "failed" else "exited"
     return Absent(name=address.name, rank=address.rank, world=address.world, fate=fate, text=head.error, head=head)
 

@@ -399,11 +399,11 @@ class StillRecorder:
 
     def _is_still(self, frames: Mapping[int, FrameType] | None = None) -> bool:
         """Whether nobody makes a group, and none has counted, for a moment; about 1 µs for each group."""
-        scene, now_s = _group_activity(frames), time.monotonic()
-        if scene != self._seen:
+        graph, now_s = _group_activity(frames), time.monotonic()
+        if graph != self._seen:
             self.moved_s = now_s  # first: another thread may compare at any moment
-            self._seen = scene
-        is_making, _ = scene
+            self._seen = graph
+        is_making, _ = graph
         return now_s - self.moved_s >= (MAKING_S if is_making else settled_s())
 
 

@@ -102,12 +102,12 @@ class ProgressTracker:
 
     def thread_still_s(self, ident: int) -> float:
         """Seconds since a thread was last seen on a new line; that of the main thread for threads without Python."""
-        motion = self._threads.get(ident) or self._threads.get(main_thread_ident())
-        return time.monotonic() - motion.since_s if motion else 0.0
+        progress = self._threads.get(ident) or self._threads.get(main_thread_ident())
+        return time.monotonic() - progress.since_s if progress else 0.0
 
     def known_s(self, ident: int) -> float:
-        motion = self._threads.get(ident)
-        return time.monotonic() - motion.known_from_s if motion else 0.0
+        progress = self._threads.get(ident)
+        return time.monotonic() - progress.known_from_s if progress else 0.0
 
     def still_s(self, worker: int = 0) -> float:
         """Seconds since the process last moved; `worker` is the ident of the thread that makes its collectives."""
@@ -137,13 +137,13 @@ class ProgressTracker:
         return max(self._rates.cores, float(self._rates.at_work or self._rates.moves_data))
 
     def _thread_busy(self, ident: int) -> float:
-        motion = self._threads.get(ident)
-        if motion is None:
+        progress = self._threads.get(ident)
+        if progress is None:
             return 0.0
-        if motion.cpu_s is None:  # counted from now on
-            motion.cpu_s, motion.counted_from_s = self._thread_cpu_s(ident), time.monotonic()
-        passed_s = time.monotonic() - motion.counted_from_s
-        return max(self._thread_cpu_s(ident) - motion.cpu_s, motion.at_work_s) / passed_s if passed_s > 0 else 0.0
+        if progress.cpu_s is None:  # counted from now on
+            progress.cpu_s, progress.counted_from_s = self._thread_cpu_s(ident), time.monotonic()
+        passed_s = time.monotonic() - progress.counted_from_s
+        return max(self._thread_cpu_s(ident) - progress.cpu_s, progress.at_work_s) / passed_s if passed_s > 0 else 0.0
 
     def _thread_cpu_s(self, ident: int) -> float:
         """CPU that a thread has used or waited for; of the whole process where the platform cannot tell."""
@@ -152,22 +152,22 @@ class ProgressTracker:
 
     def _look_at(self, ident: int, frame: FrameType, now_s: float, *, forget: bool) -> bool:
         """Note where a thread stands; whether that is another place than last time."""
-        motion = self._threads.get(ident)
+        progress = self._threads.get(ident)
         position = _position(frame)
-        if motion is None:
-            motion = self._threads[ident] = ThreadProgress(since_s=now_s, known_from_s=now_s)
-        elif position == motion.last:
+        if progress is None:
+            progress = self._threads[ident] = ThreadProgress(since_s=now_s, known_from_s=now_s)
+        elif position == progress.last:
             if forget:
-                motion.seen = {position}
+                progress.seen = {position}
             return False
         elif forget:
-            motion.seen.clear()
-        motion.last = position
-        if position not in motion.seen:
-            motion.seen.add(position)
-            motion.since_s = now_s
-            motion.at_work_s, motion.counted_from_s = 0.0, now_s
-            motion.cpu_s = self._thread_cpu_s(ident) if ident in self._sampled else None
+            progress.seen.clear()
+        progress.last = position
+        if position not in progress.seen:
+            progress.seen.add(position)
+            progress.since_s = now_s
+            progress.at_work_s, progress.counted_from_s = 0.0, now_s
+            progress.cpu_s = self._thread_cpu_s(ident) if ident in self._sampled else None
         return True
 
 

@@ -33,20 +33,20 @@ ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
 
 
 def read_snapshot(
-    motion: ProgressTracker, *, name: str, world: str, rank: int | None, world_size: int, stall_after_s: float
+    progress: ProgressTracker, *, name: str, world: str, rank: int | None, world_size: int, stall_after_s: float
 ) -> ProcessSnapshot:
     """What this process does now.
 
     `world`, `rank` and `world_size` are of the default group, or as the environment promises. An operation that has
     been pending for twice `stall_after_s` counts, whatever its thread does.
     """
-    groups = process_groups.group_snapshots(motion.recorder.entries()) if process_groups.has_groups() else ()
-    with contextlib.closing(_Threads(motion, stall_after_s)) as threads:
-        return _read_snapshot(motion, threads, groups, name=name, world=world, rank=rank, world_size=world_size)
+    groups = process_groups.group_snapshots(progress.recorder.entries()) if process_groups.has_groups() else ()
+    with contextlib.closing(_Threads(progress, stall_after_s)) as threads:
+        return _read_snapshot(progress, threads, groups, name=name, world=world, rank=rank, world_size=world_size)
 
 
 def _read_snapshot(
-    motion: ProgressTracker,
+    progress: ProgressTracker,
     threads: "_Threads",
     groups: tuple[GroupSnapshot, ...],
     *,
@@ -75,9 +75,9 @@ def _read_snapshot(
         pid=os.getpid(),
         host=HOST,
         time_s=time.time(),
-        still_s=motion.still_s(worker),
-        busy=motion.busy(worker),
-        tree_busy=motion.tree_busy(),
+        still_s=progress.still_s(worker),
+        busy=progress.busy(worker),
+        tree_busy=progress.tree_busy(),
         waits=tuple(sorted(waits, key=lambda wait: -wait.age_s)),
         groups=groups,
         threads=heads,
@@ -88,8 +88,8 @@ def _read_snapshot(
 
 
 class _Threads:
-    def __init__(self, motion: ProgressTracker, stall_after_s: float) -> None:
-        self._motion, self._stall_after_s = motion, stall_after_s
+    def __init__(self, progress: ProgressTracker, stall_after_s: float) -> None:
+        self._progress, self._stall_after_s = progress, stall_after_s
         names = peek.thread_names()
         self._native_ids = native_ids()
         self._frames = thread_frames()
@@ -115,14 +115,14 @@ class _Threads:
         return self._names.get(ident, "MainThread")
 
     def standing_s(self, ident: int) -> float:
-        return self._motion.thread_still_s(ident)
+        return self._progress.thread_still_s(ident)
 
     def still_s(self, ident: int, since_s: float) -> float:
         """How long an operation that began `since_s` seconds ago has held up its thread, or the main thread."""
-        watched_s = time.monotonic() - self._motion.watched_since_s
+        watched_s = time.monotonic() - self._progress.watched_since_s
         if min(since_s, watched_s) >= 2 * self._stall_after_s:
             return min(since_s, watched_s)
-        return min(since_s, max(self._motion.thread_still_s(each) for each in (ident, main_thread_ident())))
+        return min(since_s, max(self._progress.thread_still_s(each) for each in (ident, main_thread_ident())))
 
     def worker(self, groups: Sequence[GroupSnapshot]) -> int:
         newest = max(
@@ -139,7 +139,7 @@ class _Threads:
         if newest is None or newest.thread not in self._frames:
             return ""
         since_s = time.time() - newest.created_ns / 1e9
-        began = (ident for ident in self._frames if ident != newest.thread and self._motion.known_s(ident) < since_s)
+        began = (ident for ident in self._frames if ident != newest.thread and self._progress.known_s(ident) < since_s)
         return "" if any(may_act(self._frames[ident]) for ident in began) else self.name(newest.thread)
 
     def free(self, waiting: set[str]) -> tuple[str, ...]:
@@ -187,7 +187,7 @@ class _Threads:
         return tuple(
             ThreadSnapshot(
                 name=self.name(ident),
-                still_s=self._motion.thread_still_s(ident),
+                still_s=self._progress.thread_still_s(ident),
                 stack=stack_of(self.frame(ident)),
                 outside=self._outside(ident),
                 in_flight=exception_in_flight(ident),
@@ -259,7 +259,7 @@ def _stack_waits(groups: Sequence[GroupSnapshot], threads: _Threads) -> Iterator
     recorded = {group.name for group in groups if group.recent}
     written_down = {entry.thread: entry for entry in LEDGER.open_waits()}
     for ident, call in threads:
-        head = _head_of(groups, call.group)
+        head = _snapshot_of_group(groups, call.group)
         entry = written_down.get(ident)
         peer = None if head and head.is_foreign else call.peer  # there it is no rank of this world
         group = head.name if head else _group_name(call.group)
@@ -353,7 +353,7 @@ def _ledger_waits(groups: Sequence[GroupSnapshot], threads: _Threads) -> Iterato
             continue
         age_s = time.monotonic() - entry.since_s
         group = entry.group()
-        head = _head_of(groups, group) if group is not None else None
+        head = _snapshot_of_group(groups, group) if group is not None else None
         yield Wait(
             kind=entry.kind,
             what=entry.what,
@@ -384,7 +384,7 @@ def _peer(entry: Entry) -> tuple[int, ...]:
     return (members[entry.peer],) if entry.peer < len(members) else ()
 
 
-def _head_of(groups: Sequence[GroupSnapshot], group: Any) -> GroupSnapshot | None:
+def _snapshot_of_group(groups: Sequence[GroupSnapshot], group: Any) -> GroupSnapshot | None:
     name = _group_name(group)
     named = [each for each in groups if each.name == name or each.name.startswith(f"{name} (")]
     return next((each for each in named if each.backend == "gloo"), named[0] if named else None)

@@ -225,7 +225,7 @@ class ProcessSnapshot:
         left_groups: those that it has destroyed.
         listens: ports at which this process accepts connections.
         notes: what the monitor could not see, said once.
-        left: last heads of processes that said goodbye to this one.
+        left: last snapshots of processes that have told this one of their end.
         is_heard: False for one that has not answered this time. This is what it said before: it has come so far, but
             may have gone on since.
     """
