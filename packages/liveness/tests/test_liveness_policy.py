@@ -135,8 +135,8 @@ def test_a_pause_that_comes_again_and_again_is_told_once(tmp_path: Path) -> None
     assert [line.split(":")[1] for line in told] == [" suspicion", " it moves again"]
 
 
-def test_a_suspicion_says_when_it_is_acted_upon(tmp_path: Path) -> None:
-    outcome = launch(sleeps, 2, tmp_path, policy="abort")
+def test_a_suspicion_says_when_it_is_acted_upon(healthy: Programs) -> None:
+    outcome = healthy.outcome(sleeps)
     assert "not acted upon before" in outcome.outputs[0]
     assert "when the timeout of the default group is over" in outcome.outputs[0]
 
