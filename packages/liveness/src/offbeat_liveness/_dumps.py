@@ -122,10 +122,6 @@ def address_name(machine: str, pid: int) -> str:
     return f"{ADDRESS_PREFIX}{machine}-{pid}.json"
 
 
-def has(directory: Path, name: str) -> bool:
-    return (directory / name).exists()
-
-
 def remove(directory: Path, name: str) -> None:
     with contextlib.suppress(OSError):
         (directory / name).unlink()

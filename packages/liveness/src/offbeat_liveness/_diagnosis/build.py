@@ -268,7 +268,7 @@ def build_verdict(
     fate: str = "",
     missing: Sequence[str] = (),
     first: Sequence[Party] = (),
-    advice: str,
+    advice: str = "",
     involved: Iterable[str] = (),
     everybody: bool = False,
 ) -> Verdict:
@@ -306,7 +306,7 @@ def build_verdict(
         missing=tuple(missing),
         parties=(*first, *parties),
         links=links_of(edges) if kind in ("different-order", "wait-cycle") else (),
-        advice=advice,
+        advice=advice or ADVICE[kind],
         notes=notes_of(graph),
     )
 

@@ -282,7 +282,7 @@ def _mismatch(graph: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
     where = name_of_group(edge.group.name, edge.group.axes)
     headline = f"collective {edge.wait.seq} of {where} is {votes(graph, edge)}"
     involved = {name for each in unlike if each.group == edge.group for name in (each.waiter, each.target)}
-    return build_verdict(graph, kind, headline, edges, edge, certainty="proof", advice=ADVICE[kind], involved=involved)
+    return build_verdict(graph, kind, headline, edges, edge, certainty="proof", involved=involved)
 
 
 def _other_root(graph: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
@@ -334,5 +334,5 @@ def cycle_verdict(graph: WaitGraph, cycle: Sequence[Edge], *, is_proof: bool) ->
         kind = "different-op"  # such as new_group with other ranks
     return build_verdict(
         graph, kind, cycle_text(cycle), cycle, cycle[0], certainty="proof" if is_proof else "suspicion",
-        missing=in_order(graph.awaited(cycle[0])), advice=ADVICE[kind], involved={edge.waiter for edge in cycle},
+        missing=in_order(graph.awaited(cycle[0])), involved={edge.waiter for edge in cycle},
     )  # fmt: skip

@@ -82,7 +82,7 @@ def _idle_end(graph: WaitGraph, edges: Sequence[Edge], ends: Sequence[Edge]) -> 
     why = outside_chain(graph, names[0])
     if edge.wait.kind == "declared":
         headline = f"{waiters(graph, edge)} in {edge.wait.what}; {are(names, 'idle')}{why}"
-        return build_verdict(graph, "starved", headline, edges, edge, missing=names, advice=ADVICE["starved"])
+        return build_verdict(graph, "starved", headline, edges, edge, missing=names)
     came = "has not come" if len(names) == 1 else "have not come"
     headline = f"{join_names(names)} {came} to {call_text(edge.wait, edge.group)}{why}; {waiters(graph, edge)} in it"
     advice = ADVICE["elsewhere" if why else "missing-member"]
@@ -103,7 +103,7 @@ def _straggler(graph: WaitGraph, edges: Sequence[Edge], ends: Sequence[Edge]) ->
     names = sorted({each.target for each in late}, key=name_order)
     why = outside_chain(graph, names[0])
     headline = f"{are(names, 'slow, and moving')}{why}; {waiters(graph, edge)} in {call_text(edge.wait, edge.group)}"
-    return build_verdict(graph, "straggler", headline, edges, edge, missing=names, advice=ADVICE["straggler"])
+    return build_verdict(graph, "straggler", headline, edges, edge, missing=names)
 
 
 def _no_end(graph: WaitGraph) -> Verdict | None:
@@ -135,11 +135,11 @@ def _nobodys_turn(graph: WaitGraph, head: ProcessSnapshot, edge: Edge) -> Verdic
     stuck = {each.name for each, _ in graph.stalled}
     moving = [each.name for each in graph.heads if each.name not in stuck and graph.is_moving(each)]
     if not moving:
-        return build_verdict(graph, "starved", headline, [], edge, advice=ADVICE["starved"], everybody=True)
+        return build_verdict(graph, "starved", headline, [], edge, everybody=True)
     if wait.age_s < _patience_s(graph, wait):
         return None
     headline += f"; {join_names(moving)} {'moves' if len(moving) == 1 else 'move'}"
-    return build_verdict(graph, "straggler", headline, [], edge, advice=ADVICE["straggler"], everybody=True)
+    return build_verdict(graph, "straggler", headline, [], edge, everybody=True)
 
 
 def _unending(graph: WaitGraph, head: ProcessSnapshot, edge: Edge) -> Verdict | None:
@@ -157,14 +157,12 @@ def _unending(graph: WaitGraph, head: ProcessSnapshot, edge: Edge) -> Verdict | 
     swapped = _swapped_queue(graph)
     if swapped:
         headline, edge = swapped
-        return build_verdict(
-            graph, "different-order", headline, [], edge, advice=ADVICE["different-order"], everybody=True
-        )
+        return build_verdict(graph, "different-order", headline, [], edge, everybody=True)
     if edge.wait.kind == "rendezvous":
         headline = f"{waiters(graph, edge)} in {call_text(edge.wait, None)}, and not everybody who is expected has come"
         return build_verdict(graph, "missing-member", headline, [], edge, advice=ADVICE["never-came"], everybody=True)
     headline = f"{call_text(edge.wait, edge.group)} does not finish, though every member is in it"
-    return build_verdict(graph, "stuck-call", headline, [], edge, advice=ADVICE["stuck-call"], everybody=True)
+    return build_verdict(graph, "stuck-call", headline, [], edge, everybody=True)
 
 
 def _swapped_queue(graph: WaitGraph) -> tuple[str, Edge] | None:
@@ -219,7 +217,7 @@ def find_standstill(graph: WaitGraph) -> Verdict | None:
     if cycle:
         return cycle_verdict(graph, cycle, is_proof=False)
     headline = f"nobody moves, and nobody is in a call of torch: {told}"
-    return build_verdict(graph, "standstill", headline, [], edge, advice=ADVICE["standstill"], everybody=True)
+    return build_verdict(graph, "standstill", headline, [], edge, everybody=True)
 
 
 def _patience_s(graph: WaitGraph, wait: Wait) -> float:

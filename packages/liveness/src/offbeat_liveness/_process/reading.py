@@ -89,7 +89,7 @@ def _read_snapshot(
 
 class _Threads:
     def __init__(self, progress: ProgressTracker, stall_after_s: float) -> None:
-        self._progress, self._stall_after_s = progress, stall_after_s
+        self.progress, self._stall_after_s = progress, stall_after_s
         names = peek.thread_names()
         self._native_ids = native_ids()
         self._frames = thread_frames()
@@ -114,15 +114,12 @@ class _Threads:
     def name(self, ident: int) -> str:
         return self._names.get(ident, "MainThread")
 
-    def standing_s(self, ident: int) -> float:
-        return self._progress.thread_still_s(ident)
-
     def still_s(self, ident: int, since_s: float) -> float:
         """How long an operation that began `since_s` seconds ago has held up its thread, or the main thread."""
-        watched_s = time.monotonic() - self._progress.watched_since_s
+        watched_s = time.monotonic() - self.progress.watched_since_s
         if min(since_s, watched_s) >= 2 * self._stall_after_s:
             return min(since_s, watched_s)
-        return min(since_s, max(self._progress.thread_still_s(each) for each in (ident, main_thread_ident())))
+        return min(since_s, max(self.progress.thread_still_s(each) for each in (ident, main_thread_ident())))
 
     def worker(self, groups: Sequence[GroupSnapshot]) -> int:
         newest = max(
@@ -139,7 +136,7 @@ class _Threads:
         if newest is None or newest.thread not in self._frames:
             return ""
         since_s = time.time() - newest.created_ns / 1e9
-        began = (ident for ident in self._frames if ident != newest.thread and self._progress.known_s(ident) < since_s)
+        began = (ident for ident in self._frames if ident != newest.thread and self.progress.known_s(ident) < since_s)
         return "" if any(may_act(self._frames[ident]) for ident in began) else self.name(newest.thread)
 
     def free(self, waiting: set[str]) -> tuple[str, ...]:
@@ -187,7 +184,7 @@ class _Threads:
         return tuple(
             ThreadSnapshot(
                 name=self.name(ident),
-                still_s=self._progress.thread_still_s(ident),
+                still_s=self.progress.thread_still_s(ident),
                 stack=stack_of(self.frame(ident)),
                 outside=self._outside(ident),
                 in_flight=exception_in_flight(ident),
@@ -278,7 +275,7 @@ def _stack_waits(groups: Sequence[GroupSnapshot], threads: _Threads) -> Iterator
         if found:
             given_s = seconds_of(call.arguments.get("timeout"))
             own_s = given_s or (head.timeout_s if head else None)
-            age_s = threads.standing_s(ident)
+            age_s = threads.progress.thread_still_s(ident)
             if entry is not None and entry.kind == "rendezvous":  # one of many tries, maybe, at the same lines
                 age_s, own_s = min(age_s, time.monotonic() - entry.since_s), _timeout_s(entry, head) or own_s
             elif call.function in process_groups.RENDEZVOUS and ident in LEDGER.met_s:

@@ -99,7 +99,12 @@ def future_wait(future: object, look: Look, timeout: object, what: str) -> Outsi
     manager = next((each for each in _managers() if _has_work(each, future)), None)
     if manager is not None:
         rest = f", one of which is to give a {what}"
-        found = workers(_processes(manager), "workers of a ProcessPoolExecutor", timeout=timeout, rest=rest)
+        found = workers(
+            peek.members(peek.attribute(manager, "processes")),
+            "workers of a ProcessPoolExecutor",
+            timeout=timeout,
+            rest=rest,
+        )
         if found is not None:
             return found
     ident = _worker_of(future)
@@ -126,10 +131,6 @@ def _has_work(manager: object, future: object) -> bool:
     if type(work) is not dict or len(work) > MAX_WORK_ITEMS:
         return False
     return any(peek.attribute(each, "future") is future for each in list(work.values()))
-
-
-def _processes(manager: object) -> list[Any]:
-    return peek.members(peek.attribute(manager, "processes"))
 
 
 def _worker_of(future: object) -> int | None:
@@ -251,12 +252,13 @@ def _manager(frame: FrameType, look: Look) -> OutsideWait | None:
 
 
 def _ray_get(frame: FrameType, look: Look) -> OutsideWait | None:
-    references = _object_refs(peek.local(frame, "object_refs") or peek.local(frame, "ray_waitables"))
+    asked = peek.local(frame, "object_refs") or peek.local(frame, "ray_waitables")
+    references = peek.members(asked) if type(asked) in (list, tuple, set) else [] if asked is None else [asked]
     name = "ray.wait" if frame.f_code.co_name == "wait" else "ray.get"
     timeout = peek.local(frame, "timeout")
     if not references:
         return OutsideWait(kind="ray", text=f"{name}{seconds(timeout)}", timeout_s=peek.number(timeout))
-    names = [f"{task} {identity}".strip() for task, identity in map(_object_id, references[:MAX_RAY_IDS])]
+    names = [_object_id(each) for each in references[:MAX_RAY_IDS]]
     more = f" and {len(references) - len(names)} more" if len(references) > len(names) else ""
     noun = "object" if len(references) == 1 else "objects"
     needed = peek.integer(peek.local(frame, "num_returns")) if name == "ray.wait" else None
@@ -264,24 +266,15 @@ def _ray_get(frame: FrameType, look: Look) -> OutsideWait | None:
     return OutsideWait(
         kind="ray",
         text=f"{name} of {count} {noun}: {', '.join(names)}{more}{seconds(timeout)}",
-        on=_object_id(references[0])[0] or names[0],
+        on=names[0],
         timeout_s=peek.number(timeout),
     )
 
 
-def _object_refs(value: object) -> list[Any]:
-    return peek.members(value) if type(value) in (list, tuple, set) else [] if value is None else [value]
-
-
-def _object_id(reference: Any) -> tuple[str, str]:
-    """What makes an object, as far as its reference tells ("Actor.method"), and its id.
-
-    Both are C of Ray's own classes, read out of the object; neither asks a server.
-    """
+def _object_id(reference: Any) -> str:
+    """By C of Ray's own class, which asks no server."""
     kind = getattr(sys.modules.get("ray._raylet"), "ObjectRef", None)
-    if kind is None or not issubclass(type(reference), kind):
-        return "", "?"
-    return "", peek.text(kind.hex(reference))
+    return "?" if kind is None or not issubclass(type(reference), kind) else peek.text(kind.hex(reference))
 
 
 RULES: Final = (
