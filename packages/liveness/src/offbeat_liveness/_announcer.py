@@ -160,7 +160,7 @@ class Announcer:
             before_s = self._longest_s.get(verdict.topic)
             return before_s is None or verdict.stalled_s >= LONGER * before_s
         if is_known or not verdict.may_end or time.monotonic() - self._spoke_s < self._quiet_s:
-            return False  # that whoever is missing moves now asks nothing of a reader either
+            return False  # that a missing rank moves now is not told either
         self._quiet_s *= LONGER
         return True
 

@@ -32,7 +32,7 @@ PING_S: Final = 0.8  # on a machine under load: who gets no answer leads, and tw
 SUSPENDED_S: Final = 3.0  # a monitor may be late by as much on a machine under load
 MEETING_S: Final = 3.0  # for addresses to come, on a machine under load
 CONFIRM_S: Final = 0.25
-FRESH_S: Final = 0.05  # a head this young need not be read again
+FRESH_S: Final = 0.05  # a snapshot this young is not read again
 NUM_LOOKS: Final = 3
 """So many looks in a row must find the same proof: heads are not read at one instant."""
 MAX_LOOKS: Final = 7
@@ -41,7 +41,7 @@ REPLACED_BY_AGENTS: Final = ("killed", "crashed", "raised")
 """Ends of a process after which torchrun's agents on several hosts form the group anew, by themselves."""
 JOIN_S: Final = 0.05
 JOIN_AT_ONCE_S: Final = 2.0
-FELLOWS_S: Final = 0.3  # for those who fail for the same reason
+FELLOWS_S: Final = 0.3  # for others that fail for the same reason
 FAREWELL_S: Final = 0.2
 FAILURE_S: Final = 2.0
 MAX_FAREWELL_PEERS: Final = 3

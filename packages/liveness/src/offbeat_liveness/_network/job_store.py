@@ -221,7 +221,7 @@ class World:
         self._hurries_until_s = time.monotonic() + HASTE_S
 
     def doubt(self) -> None:
-        """Rank 0 speaks of another world: its token may have been that of an earlier one."""
+        """Rank 0 is of another world: the token that was taken over may have been that of an earlier one."""
         if self.rank != 0:
             self._is_confirmed = False
             self.begin_anew()

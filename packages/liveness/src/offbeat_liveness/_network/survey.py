@@ -82,7 +82,7 @@ def _summarize_group(group: GroupSnapshot) -> GroupSnapshot:
 
 
 def summary_data(head: ProcessSnapshot) -> dict[str, Any]:
-    """A head in brief as it travels: defaults left out, ranks of a group as a range where they are one."""
+    """A summary as it is sent: defaults left out, ranks of a group as a range where they are one."""
     data = _without_defaults(summarize(head))
     for group in data.get("groups", ()):
         ranks = group.get("ranks", ())
@@ -93,7 +93,7 @@ def summary_data(head: ProcessSnapshot) -> dict[str, Any]:
 
 
 def read_summary(data: Mapping[str, Any]) -> tuple[ProcessSnapshot, list[tuple[str, int]]]:
-    """The other way round; and the processes whose end that one was told, by host and pid."""
+    """A summary from its data; and the processes whose end that one was told, by host and pid."""
     groups = [{**each, "ranks": _ranks(each.get("ranks", ()))} for each in data.get("groups", ())]
     left = [(str(host), int(pid)) for host, pid in data.get("left_keys", ())]
     return from_data(ProcessSnapshot, {**data, "groups": groups}), left
@@ -144,7 +144,7 @@ def _range(start: int, step: int, num: int) -> tuple[int, ...]:
 
 
 def _without_defaults(value: Any) -> dict[str, Any]:
-    """A dataclass as dicts, without fields that hold what they hold anyway."""
+    """A dataclass as dicts, without fields that hold their defaults."""
     return {
         each.name: _plain(found)
         for each in dataclasses.fields(value)
@@ -294,7 +294,7 @@ class Survey:
     def _call(
         self, addresses: Mapping[Key, Address], left: dict[Key, ProcessSnapshot], timeout_s: float
     ) -> dict[Key, ProcessSnapshot]:
-        """Heads of those who answer, in brief where they are many; fills up `left`."""
+        """Snapshots of those who answer, summaries where they are many; fills up `left`."""
         in_brief = len(addresses) > FEW
         message = {"ask": "head", "brief": in_brief, **self._peers.introduce()}
         replies = ask_all(addresses, message, self._peers.secret, timeout_s + CALL_S_PER_PEER * len(addresses))
@@ -326,7 +326,7 @@ class Survey:
         others: Mapping[Key, Address],
         stall_after_s: float,
     ) -> dict[Key, ProcessSnapshot]:
-        """Second round of a large run: full heads of those whom a verdict may tell of."""
+        """Second round of a large run: full snapshots of those whom a verdict may tell of."""
         graph = WaitGraph(heads=[own, *heads.values()], stall_after_s=stall_after_s)
         keys = {told.name: key for key, told in zip(heads, graph.heads[1:], strict=True)}
         few = {keys[name]: others[keys[name]] for name in choose_few(graph) if name in keys}

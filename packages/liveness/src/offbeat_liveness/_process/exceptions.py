@@ -137,7 +137,7 @@ class ThreadErrors:
 
     def _on_exception(self, raised: Any) -> None:
         if raised.thread and raised.thread.name.startswith(OWN_THREADS):
-            threading.__excepthook__(raised)  # what goes wrong in the watch is no matter of the program's hook
+            threading.__excepthook__(raised)  # errors of the watch do not reach the program's hook
             return
         self._hook(raised)
         if raised.exc_value is None or isinstance(raised.exc_value, SystemExit):

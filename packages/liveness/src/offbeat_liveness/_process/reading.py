@@ -1,4 +1,4 @@
-"""Builds the head of this process: everything it waits in, and where its threads stand."""
+"""Reads the snapshot of this process: everything it waits in, and where its threads stand."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""The state of one process as it travels: plain data, the same in a message and in a dump."""
+"""The state of one process (`ProcessSnapshot`): plain data, the same in a message and in a dump."""
 
 import dataclasses
 import functools
@@ -268,7 +268,7 @@ def to_data(value: Any) -> dict[str, Any]:
 
 
 def from_data(kind: type[T], data: dict[str, Any]) -> T:
-    """The other way round; keys that are not known here are left out, so that versions may differ a little."""
+    """A dataclass from its data; unknown keys are left out, so that versions may differ a little."""
     readers = _readers(cast("Hashable", kind))
     return kind(**{name: readers[name](value) for name, value in data.items() if name in readers})
 
