@@ -1,10 +1,6 @@
-"""Circles in the wait-for graph. Pure.
+"""What cannot clear by waiting, whatever anybody does; who failed first; cycles of the wait-for graph. Pure.
 
-Who failed first, when a process fails and takes others with it. Pure.
-
-What cannot clear by waiting, whatever anybody does. Pure.
-
-There are four kinds, and only these end a run before the timeout of what is waited in:
+There are four kinds of proof, and only these end a run before the timeout of what is waited in:
 
 - a member is dead: its process has ended, or an exception is ending it, while others are in a wait for it;
 - members have issued different operations, shapes or roots at one place of one group's sequence;

@@ -1,18 +1,16 @@
-"""One authenticated exchange between two monitors, as bytes: who may speak is settled before anything is read.
+"""Messages between monitors: one question and one answer over TCP, each proven to be of the run.
+
+A connection is served by one thread until it has proven that it belongs to the run; only then is its message read.
 
     server: MAGIC, nonce                                    HELLO_BYTES
     client: nonce, length, digest of the body, HMAC         HEADER_BYTES, then the body
     server: length, digest of the body, HMAC                REPLY_BYTES, then the body
 
 Each HMAC is SHA-256 under the secret of the run over a label, both nonces, the length and the digest. So the secret is
-never sent over it (it lies in the job's store, which torch does not protect); a message cannot be said twice, since its
-nonce is the server's; an answer cannot be made by a stranger, nor kept for another question. Bodies travel in clear:
-names, file paths, line numbers, shapes, and what a rank waits for, such as a host, a command line or the text of an
-exception.
-
-Messages between monitors: one question and one answer over TCP, each proven to be of the run (`exchange`).
-
-Who connects is served by one thread until it has proven that it belongs to the run; only then is its message read.
+never sent over it (it lies in the job's store, which torch does not protect); a message cannot be replayed, since its
+nonce is the server's; an answer cannot be made by a process outside the run, nor kept for another question. Bodies
+travel in clear: names, file paths, line numbers, shapes, and what a rank waits for, such as a host, a command line or
+the text of an exception.
 """
 
 import contextlib

@@ -1,16 +1,4 @@
-"""What the entries of torch's flight recorder say; pure: dumps in, collectives and transfers out.
-
-nccl writes down each call of a coalesced region (`batch_isend_irecv`, `_coalescing_manager`) without events, so such an
-entry is "scheduled" for ever, and then one entry that closes the region ("nccl:coalesced", or
-"nccl:ALLGATHER_coalesced"), which has the events and neither tensors nor an `op_id` of its own. It counts as a
-collective even where it closes a batch of p2p, and then bears the number of the last collective. So a region is read
-as a whole: its state is that of its closing entry, and its calls are what there is to tell.
-
-Source: pytorch, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (collective, pointToPoint, startCoalescing,
-endCoalescing, initWork; its main branch after 2.13), and FlightRecorderDetail.hpp, whose dumps are the same in 2.11
-and 2.13.
-
-Reads torch's flight recorder, which has written down each collective of this process already.
+"""Reads torch's flight recorder, which has written down each collective of this process already.
 
 What it gives in torch 2.13 (measured on gloo; for nccl as torch documents it):
 
@@ -20,39 +8,40 @@ What it gives in torch 2.13 (measured on gloo; for nccl as torch documents it):
   over (`retired`).
 - gloo: `state` is always "scheduled" and no start or completion times are given, so `retired` is all there is to go
   by. Point-to-point operations are not recorded, but they count in `op_id` and in `pg_status`; `collective_seq_id`
-  leaves them out and is what ranks can be compared by.
-  `monitored_barrier`, `new_group` and `init_process_group` are not recorded. A coalesced call is one entry with all of
-  its tensors.
+  leaves them out and is what ranks can be compared by. A coalesced call is one entry with all of its tensors.
 - nccl: `state` is scheduled, started or completed, as the watchdog thread finds it; p2p operations are entries with
   `is_p2p` and `p2p_seq_id`. What is scheduled may still stand behind other work in its stream.
-- `pg_config` does not tell gloo groups apart, so the members of a group are taken from torch.distributed's own tables.
-- Not recorded by either: root ranks and reduce operations, store waits, and anything outside torch.distributed.
-- Call sites: the first dump with stacks imports torch._inductor (800 modules, 3 to 7 s here) unless it is kept from
-  that (`_keep_inductor_out`); then it costs milliseconds.
+- nccl writes down each call of a coalesced region (`batch_isend_irecv`, `_coalescing_manager`) without events, so such
+  an entry is "scheduled" for ever, and then one entry that closes the region ("nccl:coalesced", or
+  "nccl:ALLGATHER_coalesced"), which has the events and neither tensors nor an `op_id` of its own. It counts as a
+  collective even where it closes a batch of p2p, and then bears the number of the last collective. So a region is read
+  as a whole: its state is that of its closing entry, its calls are what there is to tell.
 - nccl: a dump of entries asks the device about each that is not over, which can take for ever: `nccl_recorder` asks
   without standing still with it. A dump without entries asks nothing and takes no lock.
+- `pg_config` does not tell gloo groups apart, so the members of a group are taken from torch.distributed's own tables.
+- Not recorded: root ranks and reduce operations, store waits, `monitored_barrier`, `new_group`,
+  `init_process_group`, and anything outside torch.distributed.
 - There are two recorders: nccl's groups write into one of their own, which `_dump_nccl_trace*` reads and only builds
   with nccl have; all others into the one of `_dump_fr_trace*`. Both are read, and what stands in both counts once. In
   builds with another library of NVIDIA's interface the first holds that one's entries.
-- Its tables of groups are read without their lock: `still_recorder` says when that is safe.
 
-When torch's flight recorder may be read: while the groups of this process stand still.
+It may be read only while the groups of this process stand still (`StillRecorder`). torch 2.13 writes its tables of
+groups under a lock and reads them without it: `dump` and `dump_json` walk `pg_config`, which each new group enters and
+one of the same name overwrites, and `pg_status`, which a group enters with its first collective, as a null pointer for
+a moment. A reader that meets such a write dies of SIGSEGV. Counters are words, and entries are copied under the lock.
 
-torch 2.13 writes its tables of groups under a lock and reads them without it: `dump` and `dump_json` walk `pg_config`,
-which each new group enters and one of the same name overwrites, and `pg_status`, which a group enters with its first
-collective, as a null pointer for a moment. A reader that meets such a write dies of SIGSEGV. Counters are words, and
-entries are copied under the lock.
-
-A dump holds the GIL throughout, and whoever records a collective takes it (for the stack) after its group has counted
-the collective and before it writes. So while no count has changed for a moment, nobody is on the way into the tables.
+A dump holds the GIL throughout, and a thread that records a collective takes it (for the stack) after its group has
+counted the collective and before it writes. So while no count has changed for a moment, no thread is about to write.
 A group enters `pg_config` without the GIL, at the end of its making: that is to have stood much longer.
 
 torch before 2.13 takes the GIL for the stack while it holds the recorder's lock. A reader with the GIL that waits for
 the lock would then stand still with the whole process, for ever; so there a thread that has counted is given longer to
 come by the GIL.
 
-Source: pytorch 2.13.0, torch/csrc/distributed/c10d/FlightRecorderDetail.hpp (recordWithResetEnabled, record_pg_ranks,
-getPgConfigJson, getPgStatusJson) and ProcessGroupGloo.cpp (the constructor, enqueue).
+Source: pytorch, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (collective, pointToPoint, startCoalescing,
+endCoalescing, initWork; its main branch after 2.13); 2.13.0, FlightRecorderDetail.hpp (recordWithResetEnabled,
+record_pg_ranks, getPgConfigJson, getPgStatusJson), whose dumps are the same in 2.11, and ProcessGroupGloo.cpp (the
+constructor, enqueue).
 """
 
 import json

@@ -1,7 +1,7 @@
 """Waits that torch's flight recorder does not write down: declared waits, point-to-point, store waits.
 
 Collectives come past here with their `wait()` alone. Blocking calls of torch.distributed that are not recorded anywhere
-(`monitored_barrier`, `new_group`, `init_process_group`) are read off the stack when somebody looks (`torch_calls`), so
+(`monitored_barrier`, `new_group`, `init_process_group`) are read off the stack when somebody looks (`process_groups.torch_call`), so
 they cost nothing either.
 """
 

@@ -10,7 +10,7 @@ over a socket in a folder that only this user can enter, made at the first quest
 listening" on stderr, once). Who gets no answer for `ANSWER_S` goes on without, and does not ask again before the answer
 has come. While nccl's counters stand still the entries do too, so they are asked for every `FRESH_S` at most.
 
-A dump reads two tables without their lock (see `still_recorder`). Without the GIL, a thread that uses a group of nccl
+A dump reads two tables without their lock (see `flight_recorder`). Without the GIL, a thread that uses a group of nccl
 for the very first time within those microseconds could meet it there; whoever asks has seen nobody move for a while.
 
 Source: pytorch, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (finishedGPUExecutionInternal), FlightRecorderCuda.cpp
