@@ -1,8 +1,8 @@
 """Waits that torch's flight recorder does not write down: declared waits, point-to-point, store waits.
 
-Of collectives only their `wait()` passes through here. Blocking calls of torch.distributed that are not recorded anywhere
-(`monitored_barrier`, `new_group`, `init_process_group`) are read off the stack (`process_groups.torch_call`) when a look
-is taken, so they cost nothing either.
+Of collectives only their `wait()` passes through here. Blocking calls of torch.distributed that are recorded nowhere
+(`monitored_barrier`, `new_group`, `init_process_group`) are read off the stack when a look is taken
+(`process_groups.torch_call`), so they cost nothing either.
 """
 
 import itertools
