@@ -135,14 +135,14 @@ def launch(body: Body, size: int, directory: Path, **how: Any) -> Outcome:
 
 
 class Programs:
-    """Programs that mostly sleep: a few at a time, when the outcome of the first of them is asked for.
+    """Programs that mostly sleep: two at a time, when the outcome of the first of them is asked for.
 
     Args:
         sizes: number of ranks of each body.
         directory: for their outputs.
     """
 
-    AT_A_TIME = 4
+    AT_A_TIME = 2
 
     def __init__(self, sizes: Mapping[Body, int], directory: Path, **settings: Any) -> None:
         self._sizes, self._directory, self._settings = sizes, directory, settings
