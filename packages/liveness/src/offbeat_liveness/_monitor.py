@@ -333,8 +333,7 @@ class Monitor:
         before: Verdict | None = None
         num_alike = 0
         for _ in range(MAX_LOOKS):
-            graph = self._look_around(self.settings.stall_after_s)
-            found = find_verdict(graph)
+            found, graph = self._look()
             if found is None or (self.verdict is not None and found.key == self.verdict.key):
                 return found, graph
             is_alike = before is not None and (before.certainty, before.kind) == (found.certainty, found.kind)
@@ -345,6 +344,10 @@ class Monitor:
             time.sleep(CONFIRM_S)
         assert found is not None
         return dataclasses.replace(found, certainty="suspicion"), graph
+
+    def _look(self) -> tuple[Verdict | None, WaitGraph]:
+        graph = self._look_around(self.settings.stall_after_s)
+        return find_verdict(graph), graph
 
     def _seat(self) -> tuple[str, int] | None:
         rank = self._peers.rank
