@@ -15,11 +15,11 @@ from typing import Any, Final
 
 from workspace import ROOT
 
-from offbeat_liveness import Head, Verdict
+from offbeat_liveness import ProcessSnapshot, Verdict
 
 FOLDER: Final = ROOT / "packages" / "liveness" / "src" / "offbeat_liveness"
 SCHEMAS: Final = {
-    "head.schema.json": (Head, "The state of one process, as offbeat liveness dumps it", ()),
+    "head.schema.json": (ProcessSnapshot, "The state of one process, as offbeat liveness dumps it", ()),
     "verdict.schema.json": (Verdict, "A verdict of offbeat liveness", ("text",)),
 }
 PLAIN: Final = {str: "string", int: "integer", float: "number", bool: "boolean", types.NoneType: "null"}

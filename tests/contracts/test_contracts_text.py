@@ -26,8 +26,8 @@ OWN_MEMORY = (
 )
 ENGINES_FORM = "TensorRT-LLM 1.2 takes handles over HTTP as a pickle only; it is written, never read"
 UNSAFE_LOADING_ALLOWED: dict[str, str] = {
-    "packages/liveness/src/offbeat_liveness/_process/recorder/flight_recorder.py": OWN_MEMORY,
-    "packages/liveness/src/offbeat_liveness/_process/recorder/nccl_recorder.py": OWN_MEMORY
+    "packages/liveness/src/offbeat_liveness/_process/flight_recorder.py": OWN_MEMORY,
+    "packages/liveness/src/offbeat_liveness/_process/nccl_recorder.py": OWN_MEMORY
     + ", over a socket in a folder that only this user can enter",
     "packages/rollout-trtllm/src/offbeat_rollout_trtllm/_handles.py": ENGINES_FORM,
 }

@@ -13,10 +13,19 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from offbeat_liveness._diagnosis.diagnosis import find_verdict
-from offbeat_liveness._diagnosis.graph import Scene
-from offbeat_liveness._network.brief import brief_data, choose_few, read_brief
-from offbeat_liveness._process.head import CallSite, Collective, GroupHead, Head, ThreadHead, Wait, from_data, to_data
+from offbeat_liveness._diagnosis import find_verdict
+from offbeat_liveness._diagnosis.graph import WaitGraph
+from offbeat_liveness._network.survey import choose_few, read_summary, summary_data
+from offbeat_liveness._process.snapshot import (
+    CallSite,
+    Collective,
+    GroupSnapshot,
+    ProcessSnapshot,
+    ThreadSnapshot,
+    Wait,
+    from_data,
+    to_data,
+)
 
 STALL_AFTER_S = 60.0
 RECENT = 32
@@ -31,7 +40,7 @@ def a_stack(depth: int) -> tuple[CallSite, ...]:
     )
 
 
-def a_group(name: str, ranks: tuple[int, ...], *, entered: int, is_used: bool, is_pending: bool) -> GroupHead:
+def a_group(name: str, ranks: tuple[int, ...], *, entered: int, is_used: bool, is_pending: bool) -> GroupSnapshot:
     """One that has had many collectives, or none."""
     recent = tuple(
         Collective(
@@ -48,13 +57,13 @@ def a_group(name: str, ranks: tuple[int, ...], *, entered: int, is_used: bool, i
         )
         for seq in range(max(1, entered - RECENT + 1), entered + 1)
     )
-    return GroupHead(
+    return GroupSnapshot(
         name=name, ranks=ranks, axes=("dp",), backend="nccl", entered=entered if is_used else 0, timeout_s=600.0,
         recent=recent if is_used else (), size=len(ranks),
     )  # fmt: skip
 
 
-def a_head(rank: int, size: int, num_groups: int, absent: int) -> Head:
+def a_head(rank: int, size: int, num_groups: int, absent: int) -> ProcessSnapshot:
     """Of one rank: the world, and groups of 8 neighbours or of each eighth."""
     everybody, near = tuple(range(size)), tuple(range(rank - rank % 8, rank - rank % 8 + 8))
     far = tuple(range(rank % 8, size, 8))
@@ -65,30 +74,31 @@ def a_head(rank: int, size: int, num_groups: int, absent: int) -> Head:
         groups.append(a_group(str(number), ranks, entered=400, is_used=number < USED_GROUPS, is_pending=False))
     stack = a_stack(12)
     wait = Wait(kind="collective", what="all_reduce", age_s=75.0, group="0", seq=500, stack=stack)
-    return Head(
+    return ProcessSnapshot(
         key=f"host-{rank // 8}:{1000 + rank}", name=f"rank {rank}", rank=rank, world="w", world_size=size,
         pid=1000 + rank, host=f"host-{rank // 8}", time_s=1.7e9, still_s=75.0, waits=(wait,) if is_waiting else (),
-        groups=tuple(groups), threads=(ThreadHead(name="MainThread", still_s=75.0, stack=stack),),
+        groups=tuple(groups), threads=(ThreadSnapshot(name="MainThread", still_s=75.0, stack=stack),),
     )  # fmt: skip
 
 
 def look_in_full(bodies: Sequence[str]) -> tuple[Any, int]:
     """Read all heads, and decide; the verdict and the number of bytes."""
-    heads = [from_data(Head, json.loads(each)) for each in bodies]
-    return find_verdict(Scene(heads=heads, stall_after_s=STALL_AFTER_S)), sum(map(len, bodies))
+    heads = [from_data(ProcessSnapshot, json.loads(each)) for each in bodies]
+    return find_verdict(WaitGraph(heads=heads, stall_after_s=STALL_AFTER_S)), sum(map(len, bodies))
 
 
 def look_in_brief(briefs: Sequence[str], bodies: Sequence[str]) -> tuple[Any, int]:
     """The same in two rounds; `bodies` are read only where they are asked for."""
-    heads = [read_brief(json.loads(each))[0] for each in briefs]
-    few = set(choose_few(Scene(heads=heads, stall_after_s=STALL_AFTER_S)))
+    heads = [read_summary(json.loads(each))[0] for each in briefs]
+    few = set(choose_few(WaitGraph(heads=heads, stall_after_s=STALL_AFTER_S)))
     full = [
-        from_data(Head, json.loads(bodies[number])) if head.name in few else head for number, head in enumerate(heads)
+        from_data(ProcessSnapshot, json.loads(bodies[number])) if head.name in few else head
+        for number, head in enumerate(heads)
     ]
     num_bytes = sum(map(len, briefs)) + sum(
         len(bodies[number]) for number, head in enumerate(heads) if head.name in few
     )
-    return find_verdict(Scene(heads=full, stall_after_s=STALL_AFTER_S)), num_bytes
+    return find_verdict(WaitGraph(heads=full, stall_after_s=STALL_AFTER_S)), num_bytes
 
 
 def measure(num_ranks: int, num_groups: int) -> dict[str, float]:
@@ -101,7 +111,7 @@ def measure(num_ranks: int, num_groups: int) -> dict[str, float]:
     heads = [a_head(rank, num_ranks, num_groups, absent) for rank in range(num_ranks)]
     bodies = [json.dumps(to_data(head)) for head in heads]
     began_s = time.perf_counter()
-    briefs = [json.dumps(brief_data(head)) for head in heads]
+    briefs = [json.dumps(summary_data(head)) for head in heads]
     answered_s = time.perf_counter()
     in_brief, brief_bytes = look_in_brief(briefs, bodies)
     brief_s = time.perf_counter() - answered_s

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from liveness_launch import LIMIT_S, Body, Outcome, launch
 
 import offbeat_liveness as liveness
-from offbeat_liveness._process import reading
-from offbeat_liveness._process.motion import Motion
-from offbeat_liveness._process.process_groups import group_heads
-from offbeat_liveness._process.recorder import flight_recorder
-from offbeat_liveness._process.recorder.nccl_recorder import NCCL
+from offbeat_liveness._process import flight_recorder, reading
+from offbeat_liveness._process.nccl_recorder import NCCL
+from offbeat_liveness._process.process_groups import group_snapshots
+from offbeat_liveness._process.progress import ProgressTracker
 
 SPIN_CYCLES = 20_000_000_000  # about 10 s on a device of 2 GHz
 
@@ -41,16 +40,16 @@ def launch_on_devices(body: Body, size: int, directory: Path, **settings: Any) -
     return launch(body, size, directory, main=device_main, context=multiprocessing.get_context("spawn"), **settings)
 
 
-def head_now(motion):
-    return reading.read_head(motion, name="", world="", rank=0, world_size=1, stall_after_s=1.0)
+def head_now(progress):
+    return reading.read_snapshot(progress, name="", world="", rank=0, world_size=1, stall_after_s=1.0)
 
 
 def read_all():
-    motion = Motion(60.0)
+    progress = ProgressTracker(60.0)
     end_s = time.monotonic() + LIMIT_S
-    while (entries := motion.recorder.entries()) is None:
+    while (entries := progress.recorder.entries()) is None:
         assert time.monotonic() < end_s
-    return {head.backend: head for head in group_heads(entries)}
+    return {head.backend: head for head in group_snapshots(entries)}
 
 
 def pending_behind_a_spinning_kernel(rank):
@@ -80,11 +79,11 @@ def the_recorder_answers_while_the_main_thread_synchronizes(rank):
     dist.all_reduce(torch.ones(4, device=device))
     waiter = threading.Thread(target=torch.cuda.synchronize)
     waiter.start()
-    motion, took_s = Motion(60.0), []
+    progress, took_s = ProgressTracker(60.0), []
     for _ in range(10):
         start_s = time.monotonic()
-        motion.look()
-        head = head_now(motion)
+        progress.look()
+        head = head_now(progress)
         took_s.append(time.monotonic() - start_s)
         assert head.groups
     assert max(took_s) < 5.0, "the process stood still with its recorder"
@@ -92,7 +91,7 @@ def the_recorder_answers_while_the_main_thread_synchronizes(rank):
     waiter.join(LIMIT_S)
     end_s = time.monotonic() + LIMIT_S
     while NCCL.asked_at_s is not None and time.monotonic() < end_s:
-        head_now(motion)
+        head_now(progress)
     assert NCCL.asked_at_s is None
 
 

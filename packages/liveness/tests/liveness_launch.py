@@ -4,7 +4,7 @@ import faulthandler
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -59,46 +59,103 @@ def rank_main(body: Body, rank: int, size: int, port: Connection, directory: Pat
     body(rank)
 
 
-def launch(
-    body: Body,
-    size: int,
-    directory: Path,
-    *,
-    ends: Collection[int] | None = None,
-    main: Callable[..., None] = rank_main,
-    context: Any = None,
-    **settings: Any,
-) -> Outcome:
-    """Run a body on forked ranks until `ends` (all) have ended or the limit is over, then kill what is left."""
-    settings = {"stall_after_s": STALL_S, "policy": "strict", **settings}
-    context = context or multiprocessing.get_context("fork")
-    pipes = [context.Pipe(duplex=False) for _ in range(size)]
-    processes = [
-        context.Process(target=main, args=(body, rank, size, pipes[rank][0], directory, settings), daemon=True)
-        for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
-    # Only now: a fork while its thread holds a lock would leave the child waiting for ever.
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for _, sender in pipes:
-        sender.send(server.port)
-    awaited = processes if ends is None else [processes[rank] for rank in ends]
-    end_s = time.monotonic() + LIMIT_S
+class Run:
+    """A body on forked ranks; ended once `awaited` have.
+
+    Every run of a test is forked before the first store is served: a fork while a thread of a store holds a lock would
+    leave the child waiting for ever.
+    """
+
+    def __init__(
+        self,
+        body: Body,
+        size: int,
+        directory: Path,
+        *,
+        ends: Collection[int] | None = None,
+        main: Callable[..., None] = rank_main,
+        context: Any = None,
+        **settings: Any,
+    ) -> None:
+        settings = {"stall_after_s": STALL_S, "policy": "strict", **settings}
+        context = context or multiprocessing.get_context("fork")
+        directory.mkdir(exist_ok=True)
+        self.directory, self.server = directory, None
+        self.pipes = [context.Pipe(duplex=False) for _ in range(size)]
+        self.processes = [
+            context.Process(target=main, args=(body, rank, size, self.pipes[rank][0], directory, settings), daemon=True)
+            for rank in range(size)
+        ]
+        for process in self.processes:
+            process.start()
+        self.awaited = self.processes if ends is None else [self.processes[rank] for rank in ends]
+
+    def serve(self) -> None:
+        self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for _, sender in self.pipes:
+            sender.send(self.server.port)
+
+    def end(self, end_s: float) -> list[int | None]:
+        """Wait for those that are awaited until a time, kill what is left; exit codes as they were before that."""
+        try:
+            while time.monotonic() < end_s and any(is_running(process.pid) for process in self.awaited):
+                time.sleep(0.02)
+            for process in self.awaited:
+                if not is_stopped(process.pid):
+                    process.join(1.0)  # its threads may take a moment longer than its state says
+        finally:
+            exit_codes = [process.exitcode for process in self.processes]
+            for process in self.processes:
+                process.kill()
+                process.join()
+        return exit_codes
+
+    def outcome(self, exit_codes: list[int | None]) -> Outcome:
+        outputs = [
+            (self.directory / f"out-{rank}.txt").read_text(errors="replace") for rank in range(len(self.processes))
+        ]
+        dumps = self.directory / "dumps"
+        return Outcome(exit_codes, outputs, read_verdicts(dumps) if dumps.exists() else [], self.directory)
+
+
+def finish(runs: Sequence[Run]) -> list[Outcome]:
+    """Let runs that have been started go on at the same time, each until the limit at most."""
     try:
-        while time.monotonic() < end_s and any(is_running(process.pid) for process in awaited):
-            time.sleep(0.02)
-        for process in awaited:
-            if not is_stopped(process.pid):
-                process.join(1.0)  # its threads may take a moment longer than its state says
+        for run in runs:
+            run.serve()
     finally:
-        exit_codes = [process.exitcode for process in processes]
-        for process in processes:
-            process.kill()
-            process.join()
-    outputs = [(directory / f"out-{rank}.txt").read_text(errors="replace") for rank in range(size)]
-    dumps = directory / "dumps"
-    return Outcome(exit_codes, outputs, read_verdicts(dumps) if dumps.exists() else [], directory)
+        end_s = time.monotonic() + LIMIT_S
+        exit_codes = [run.end(end_s) for run in runs]
+    return [run.outcome(each) for run, each in zip(runs, exit_codes, strict=True)]
+
+
+def launch(body: Body, size: int, directory: Path, **how: Any) -> Outcome:
+    """Run a body on forked ranks until `ends` (all) have ended or the limit is over, then kill what is left."""
+    return finish([Run(body, size, directory, **how)])[0]
+
+
+class Programs:
+    """Programs that mostly sleep: two at a time, when the outcome of the first of them is asked for.
+
+    Args:
+        sizes: number of ranks of each body.
+        directory: for their outputs.
+    """
+
+    AT_A_TIME = 2
+
+    def __init__(self, sizes: Mapping[Body, int], directory: Path, **settings: Any) -> None:
+        self._sizes, self._directory, self._settings = sizes, directory, settings
+        self._outcomes: dict[Body, Outcome] = {}
+
+    def outcome(self, body: Body) -> Outcome:
+        bodies = list(self._sizes)
+        first = bodies.index(body) // self.AT_A_TIME * self.AT_A_TIME
+        if body not in self._outcomes:
+            batch = bodies[first : first + self.AT_A_TIME]
+            runs = [Run(each, self._sizes[each], self._directory / each.__name__, **self._settings) for each in batch]
+            self._outcomes |= zip(batch, finish(runs), strict=True)
+        return self._outcomes[body]
 
 
 def is_running(pid: int | None) -> bool:

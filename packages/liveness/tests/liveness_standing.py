@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from offbeat_liveness._process.current_frames import current_frames
-from offbeat_liveness._process.head import OutsideWait
 from offbeat_liveness._process.outside import may_act, outside_wait
+from offbeat_liveness._process.snapshot import OutsideWait
+from offbeat_liveness._process.stacks import current_frames
 
 PATIENCE_S = 30.0
 

@@ -7,19 +7,17 @@ from typing import get_args
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat_liveness._diagnosis.cycles import find_cycle
-from offbeat_liveness._diagnosis.diagnosis import find_verdict
-from offbeat_liveness._diagnosis.difference import difference
-from offbeat_liveness._diagnosis.failure import find_failure, is_secondary
-from offbeat_liveness._diagnosis.graph import Absent, Edge, Fate, Scene
+from offbeat_liveness._diagnosis import find_verdict
+from offbeat_liveness._diagnosis.graph import Absent, Edge, Fate, WaitGraph, difference
+from offbeat_liveness._diagnosis.proofs import find_cycle, find_failure, is_secondary
 from offbeat_liveness._diagnosis.verdict import Verdict, join_names, join_ranks
-from offbeat_liveness._process.head import (
+from offbeat_liveness._process.snapshot import (
     CallSite,
     Collective,
-    GroupHead,
-    Head,
+    GroupSnapshot,
     LeftGroup,
-    ThreadHead,
+    ProcessSnapshot,
+    ThreadSnapshot,
     Wait,
     from_data,
     to_data,
@@ -36,20 +34,20 @@ def entry(
 
 
 def member(
-    name: str,
-    ranks: tuple[int, ...],
-    *entries: Collective,
-    axes: tuple[str, ...] = (),
-    entered: int | None = None,
-) -> GroupHead:
+    name: str, ranks: tuple[int, ...], *entries: Collective, axes: tuple[str, ...] = (), entered: int | None = None
+) -> GroupSnapshot:
     last = max((each.seq for each in entries), default=0)
-    return GroupHead(name=name, ranks=ranks, axes=axes, entered=last if entered is None else entered, recent=entries)
+    return GroupSnapshot(
+        name=name, ranks=ranks, axes=axes, entered=last if entered is None else entered, recent=entries
+    )
 
 
-def head(rank: int, *groups: GroupHead, waits: tuple[Wait, ...] = (), still_s: float = 70.0, **more: object) -> Head:
-    base = Head(
+def head(
+    rank: int, *groups: GroupSnapshot, waits: tuple[Wait, ...] = (), still_s: float = 70.0, **more: object
+) -> ProcessSnapshot:
+    base = ProcessSnapshot(
         key=f"vm:{rank}", name=f"rank {rank}", rank=rank, world="w", world_size=4, pid=rank, host="vm", groups=groups,
-        waits=waits, still_s=still_s, threads=(ThreadHead(name="MainThread", still_s=still_s, stack=(LINE,)),),
+        waits=waits, still_s=still_s, threads=(ThreadSnapshot(name="MainThread", still_s=still_s, stack=(LINE,)),),
     )  # fmt: skip
     return dataclasses.replace(base, **more)  # type: ignore[arg-type]
 
@@ -63,11 +61,11 @@ def declared(what: str, on: str, age_s: float = 70.0, deadline_s: float | None =
     return Wait(kind="declared", what=what, on=on, age_s=age_s, deadline_s=deadline_s)
 
 
-def decide(*heads: Head, absent: tuple[Absent, ...] = ()) -> Verdict | None:
-    return find_verdict(Scene(heads=heads, absent=absent, stall_after_s=STALL_S))
+def decide(*heads: ProcessSnapshot, absent: tuple[Absent, ...] = ()) -> Verdict | None:
+    return find_verdict(WaitGraph(heads=heads, absent=absent, stall_after_s=STALL_S))
 
 
-def found(*heads: Head, absent: tuple[Absent, ...] = ()) -> Verdict:
+def found(*heads: ProcessSnapshot, absent: tuple[Absent, ...] = ()) -> Verdict:
     verdict = decide(*heads, absent=absent)
     assert verdict is not None
     return verdict
@@ -299,13 +297,13 @@ def test_ranks_of_two_worlds_are_not_mixed_up() -> None:
 
 def test_a_failure_that_nobody_depends_on_is_no_verdict() -> None:
     failed = [head(rank, state="failed", error="ConfigError: no such file") for rank in (0, 1)]
-    assert find_failure(Scene(heads=failed, stall_after_s=STALL_S)) is None
+    assert find_failure(WaitGraph(heads=failed, stall_after_s=STALL_S)) is None
 
 
 def test_a_failure_is_told_apart_from_the_errors_it_causes() -> None:
     world = (0, 1, 2)
     group = member("0", world, entry(3), axes=("dp",))
-    scene = Scene(
+    graph = WaitGraph(
         heads=[
             head(0, group, state="failed", error="RuntimeError: Connection closed by peer [127.0.0.1]:17"),
             head(1, state="failed", error="ValueError: bad batch", error_stack=(LINE,)),
@@ -313,7 +311,7 @@ def test_a_failure_is_told_apart_from_the_errors_it_causes() -> None:
         ],
         stall_after_s=STALL_S,
     )
-    verdict = find_failure(scene)
+    verdict = find_failure(graph)
     assert verdict is not None
     assert (verdict.kind, verdict.missing, verdict.axes) == ("dead-peer", ("rank 1",), ("dp",))
     assert verdict.arrived == ("rank 0", "rank 2")
@@ -393,18 +391,18 @@ def test_a_head_survives_the_wire() -> None:
     original = head(
         3, member("0", (0, 3), entry(1), axes=("dp",)), waits=(in_collective("0", 1, root=2),), left=(head(1),)
     )
-    assert from_data(Head, json.loads(json.dumps(to_data(original)))) == original
+    assert from_data(ProcessSnapshot, json.loads(json.dumps(to_data(original)))) == original
 
 
 def test_a_head_of_another_version_may_hold_more() -> None:
     data = {**to_data(head(3)), "invented_later": 1}
-    assert from_data(Head, data) == head(3)
+    assert from_data(ProcessSnapshot, data) == head(3)
 
 
 def test_a_service_that_refuses_a_rank_is_its_own_failure() -> None:
     """rank 2 had nothing more to do, and left in order."""
     world = (0, 1)
-    scene = Scene(
+    graph = WaitGraph(
         heads=[
             head(
                 0,
@@ -419,12 +417,12 @@ def test_a_service_that_refuses_a_rank_is_its_own_failure() -> None:
         absent=[Absent(name="rank 2", rank=2, world="w", fate="exited", head=head(2))],
         stall_after_s=STALL_S,
     )
-    verdict = find_failure(scene)
+    verdict = find_failure(graph)
     assert verdict is not None
     assert verdict.missing == ("rank 1",)
 
 
-def role(name: str, **more: object) -> Head:
+def role(name: str, **more: object) -> ProcessSnapshot:
     """A process outside of any torch world."""
     outside: dict[str, object] = {"rank": None, "world": "", "world_size": 0, "name": name}
     return dataclasses.replace(head(0), **(outside | more))  # type: ignore[arg-type]
@@ -433,9 +431,9 @@ def role(name: str, **more: object) -> Head:
 def test_a_failure_outside_of_any_world_concerns_those_who_wait_for_it() -> None:
     failed = role("worker-1", state="failed", error="ValueError: bad task")
     other = role("worker-0", waits=(declared("tasks.get", "feeder", age_s=0.1),))
-    assert find_failure(Scene(heads=[other, failed, role("feeder", still_s=0.0)], stall_after_s=STALL_S)) is None
+    assert find_failure(WaitGraph(heads=[other, failed, role("feeder", still_s=0.0)], stall_after_s=STALL_S)) is None
     hurt = role("trainer", waits=(declared("result.get", "worker-1", age_s=0.1),))
-    verdict = find_failure(Scene(heads=[other, failed, hurt], stall_after_s=STALL_S))
+    verdict = find_failure(WaitGraph(heads=[other, failed, hurt], stall_after_s=STALL_S))
     assert verdict is not None
     assert (verdict.missing, verdict.arrived) == (("worker-1",), ("trainer",))
 
@@ -532,7 +530,7 @@ def test_an_entry_that_cannot_be_read_is_no_reason_to_blame_anybody_else() -> No
 
 def test_a_group_across_worlds_has_members_of_its_own() -> None:
     """Rank 1 of the trainers is not rank 1 of the group by which weights go to engines."""
-    sync = GroupHead(
+    sync = GroupSnapshot(
         name="sync", ranks=(), entered=1, recent=(entry(1, group="sync"),), is_foreign=True, place="h:1", size=2
     )
     trainer = head(0, member("0", (0, 1)), sync, waits=(in_collective("sync", 1),))

@@ -16,29 +16,31 @@ from liveness_worlds import run_two_worlds, use
 
 from offbeat_liveness import current_monitor
 from offbeat_liveness._process import ledger, process_groups, reading
-from offbeat_liveness._process.head import GroupHead
+from offbeat_liveness._process.flight_recorder import StillRecorder
 from offbeat_liveness._process.ledger import LEDGER, watch_torch_calls
-from offbeat_liveness._process.motion import Motion
-from offbeat_liveness._process.process_groups import group_heads, seconds_of
-from offbeat_liveness._process.recorder.still_recorder import StillRecorder
+from offbeat_liveness._process.process_groups import group_snapshots, seconds_of
+from offbeat_liveness._process.progress import ProgressTracker
+from offbeat_liveness._process.snapshot import GroupSnapshot
 
 LIMIT_S = 20.0
 
 
-def head_now(motion=None):
-    return reading.read_head(motion or Motion(60.0), name="", world="", rank=0, world_size=2, stall_after_s=60.0)
+def head_now(progress=None):
+    return reading.read_snapshot(
+        progress or ProgressTracker(60.0), name="", world="", rank=0, world_size=2, stall_after_s=60.0
+    )
 
 
-def waits_when(condition, motion=None):
+def waits_when(condition, progress=None):
     """The waits of this process, as soon as they are what is asked for."""
     end_s = time.monotonic() + LIMIT_S
-    motion = motion or Motion(60.0)
+    progress = progress or ProgressTracker(60.0)
     while time.monotonic() < end_s:
-        found = [wait for wait in head_now(motion).waits if condition(wait)]
+        found = [wait for wait in head_now(progress).waits if condition(wait)]
         if found:
             return found
         time.sleep(0.01)
-    raise AssertionError(head_now(motion).waits)
+    raise AssertionError(head_now(progress).waits)
 
 
 def in_thread(function, *args, **named):
@@ -55,10 +57,10 @@ def ignoring_errors(function, args, named):
         return
 
 
-def both_groups(group) -> tuple[int, int, list[GroupHead]]:
+def both_groups(group) -> tuple[int, int, list[GroupSnapshot]]:
     use(group)
     dist.all_reduce(torch.ones(1))
-    return dist.get_rank(), group.rank(), list(group_heads(None))
+    return dist.get_rank(), group.rank(), list(group_snapshots(None))
 
 
 def test_a_group_over_another_store_has_members_of_unknown_worlds() -> None:
@@ -100,7 +102,7 @@ def test_nobody_of_this_world_is_blamed_for_a_member_of_another() -> None:
 def test_groups_of_the_own_store_are_the_worlds_own(rank):
     part = dist.new_group([rank], use_local_synchronization=True)
     both = dist.new_group([0, 1], timeout=timedelta(seconds=33))
-    heads = {head.name: head for head in group_heads(None)}
+    heads = {head.name: head for head in group_snapshots(None)}
     assert [each.is_foreign for each in heads.values()] == [False] * 3
     assert heads[part.group_name].ranks == (rank,)
     assert (heads[both.group_name].ranks, heads[both.group_name].timeout_s) == ((0, 1), 33.0)
@@ -114,7 +116,7 @@ def test_a_group_over_another_file_is_foreign_by_its_path(rank):
         2, rank, [], "gloo", store, group_name="side", timeout=timedelta(seconds=LIMIT_S)
     )
     dist.distributed_c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
-    head = next(each for each in group_heads(None) if each.name == "side")
+    head = next(each for each in group_snapshots(None) if each.name == "side")
     dist.barrier()
     if rank == 0:
         os.unlink(path)
@@ -132,10 +134,10 @@ def test_how_far_a_group_came_is_unknown_where_its_counter_counts_transfers_as_w
             dist.send(torch.ones(1), dst=1, group=mixed)
         else:
             dist.recv(torch.ones(1), src=0, group=mixed)
-    unread = {head.name: head.entered for head in group_heads(None)}
+    unread = {head.name: head.entered for head in group_snapshots(None)}
     assert (unread[exact.group_name], unread[mixed.group_name]) == (1, None)
     recorder = StillRecorder(patience_s=LIMIT_S)
-    read = {head.name: head.entered for head in group_heads(recorder.entries())}
+    read = {head.name: head.entered for head in group_snapshots(recorder.entries())}
     assert (read[exact.group_name], read[mixed.group_name]) == (1, 1)
 
 
@@ -146,7 +148,7 @@ def test_a_group_that_was_used_before_anybody_looked_may_have_transferred():
     watch_torch_calls()
     late = dist.new_group([0])
     dist.all_reduce(torch.ones(1), group=late)
-    entered = {head.name: head.entered for head in group_heads(None)}
+    entered = {head.name: head.entered for head in group_snapshots(None)}
     assert (entered[early.group_name], entered[late.group_name]) == (None, 1)
 
 
@@ -329,10 +331,10 @@ def test_a_functional_collective_is_seen_by_the_recorder(rank):
 
 @pytest.mark.ranks(1, liveness=False)
 def test_no_group_is_told_before_there_is_one_and_foreign_ones_without_a_world(monkeypatch):
-    heads = group_heads(None)
+    heads = group_snapshots(None)
     assert process_groups.has_groups()
     monkeypatch.setattr(process_groups, "default_group", lambda: None)
-    assert [head.is_foreign for head in group_heads(None)] == [True] * len(heads)
+    assert [head.is_foreign for head in group_snapshots(None)] == [True] * len(heads)
 
 
 def sent_and_never_waited_for(rank):

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from offbeat_liveness._network.invitation import Invitation, read_invitation
+from offbeat_liveness._network.addresses import Invitation, read_invitation
 from offbeat_liveness._network.peers import Peers
 from offbeat_liveness._network.side_channel import Address, ask
-from offbeat_liveness._process.kernel.proc import HOST as THIS_HOST
+from offbeat_liveness._process.proc import HOST as THIS_HOST
 
 HOST = ["unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
 

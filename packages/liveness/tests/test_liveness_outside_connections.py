@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from liveness_standing import full_server, silent_server, slow_server, standing, start, until, wait_of
 
-from offbeat_liveness._process.outside import files
+from offbeat_liveness._process.outside import system_calls
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel by /proc")
 
@@ -196,7 +196,7 @@ def test_files_are_told_with_their_file_system(tmp_path: Path) -> None:
     os.mkfifo(fifo)
     wait = standing(lambda: fifo.open("rb").read(1), "to open or look at it")
     assert (wait.kind, wait.on) == ("file", str(fifo))
-    assert f"({files.file_system(str(fifo))})" in wait.text
+    assert f"({system_calls.file_system(str(fifo))})" in wait.text
     with fifo.open("wb"):
         pass
 
@@ -209,19 +209,19 @@ def test_a_lock_of_a_file_that_another_has(tmp_path: Path) -> None:
         fcntl.flock(first, fcntl.LOCK_EX)
         wait = standing(lambda: fcntl.flock(second, fcntl.LOCK_EX), "a lock of")
         assert (wait.kind, wait.on) == ("file", str(name))
-        assert wait.text == f"a lock of {name} ({files.file_system(str(name))})"
+        assert wait.text == f"a lock of {name} ({system_calls.file_system(str(name))})"
         fcntl.flock(first, fcntl.LOCK_UN)
 
 
 @on_linux
 def test_the_descriptor_and_the_path_name_one_file_system(tmp_path: Path) -> None:
     with (tmp_path / "file").open("w") as file:
-        found = files.describe(file.fileno())
+        found = system_calls.descriptor_of(file.fileno())
     assert found is not None
-    assert found.file_system == files.file_system(str(tmp_path / "file")) != ""
+    assert found.file_system == system_calls.file_system(str(tmp_path / "file")) != ""
 
 
 def test_addresses_of_either_family() -> None:
-    assert files._address("0100007F:1F40") == "127.0.0.1:8000"
-    assert files._address("00000000000000000000000001000000:1F40") == "[::1]:8000"
-    assert files._address("0000000000000000FFFF00000100007F:1F40") == "127.0.0.1:8000"
+    assert system_calls._address("0100007F:1F40") == "127.0.0.1:8000"
+    assert system_calls._address("00000000000000000000000001000000:1F40") == "[::1]:8000"
+    assert system_calls._address("0000000000000000FFFF00000100007F:1F40") == "127.0.0.1:8000"

@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 from liveness_standing import acts, standing, start, until, wait_of
 
-from offbeat_liveness._process import head as wire
-from offbeat_liveness._process.current_frames import current_frames
+from offbeat_liveness._process import snapshot as wire
 from offbeat_liveness._process.outside import may_act, outside_wait, peek
+from offbeat_liveness._process.stacks import current_frames
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel by /proc")
 
@@ -182,8 +182,8 @@ def test_no_frame_is_no_wait() -> None:
 
 def test_what_is_told_travels() -> None:
     told = wire.OutsideWait(kind="http", text="an answer", address="h:1", timeout_s=1.5)
-    head = wire.ThreadHead(name="MainThread", outside=told)
-    assert wire.from_data(wire.ThreadHead, json.loads(json.dumps(wire.to_data(head)))) == head
+    head = wire.ThreadSnapshot(name="MainThread", outside=told)
+    assert wire.from_data(wire.ThreadSnapshot, json.loads(json.dumps(wire.to_data(head)))) == head
 
 
 def test_a_library_that_changed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def with_watcher(code: str) -> str:
     """A program with a thread that prints what the main thread waits for."""
     return (
         "import sys, threading, time, os\n"
-        "from offbeat_liveness._process.current_frames import current_frames\n"
+        "from offbeat_liveness._process.stacks import current_frames\n"
         "from offbeat_liveness._process.outside import outside_wait\n"
         "main = threading.main_thread()\n"
         "def watch():\n"

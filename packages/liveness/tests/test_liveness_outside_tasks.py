@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from liveness_standing import full_server, silent_server, slow_server, standing, start, until
 
-from offbeat_liveness._process.head import OutsideWait
+from offbeat_liveness._process.snapshot import OutsideWait
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from liveness_standing import standing, start, until, wait_of
 
-from offbeat_liveness._process.outside.processes import without_secrets
+from offbeat_liveness._process.outside.system_calls import without_secrets
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel by /proc")
 FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else multiprocessing.get_context()
@@ -289,7 +289,7 @@ def test_data_loader_workers_and_which_is_gone() -> None:
 
 
 def test_a_worker_that_is_gone_is_named(stop: threading.Event) -> None:
-    from offbeat_liveness._process.outside.processes import workers
+    from offbeat_liveness._process.outside.concurrency import workers
 
     processes = [FORK.Process(target=time.sleep, args=(60,)) for _ in range(2)]
     for each in processes:

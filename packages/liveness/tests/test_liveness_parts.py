@@ -22,15 +22,14 @@ from typing import Any
 import pytest
 
 import offbeat_liveness as liveness
-from offbeat_liveness import LivenessError
+from offbeat_liveness import LivenessError, _watch
 from offbeat_liveness._network.side_channel import Address, Listener, Message, ask, ask_all
-from offbeat_liveness._process import ledger, world_entry
-from offbeat_liveness._process.errors_seen import exception_in_flight
-from offbeat_liveness._process.goodbye import describe
-from offbeat_liveness._process.kernel.proc import birth, pid_state
+from offbeat_liveness._process import ledger
+from offbeat_liveness._process.exceptions import describe, exception_in_flight
 from offbeat_liveness._process.ledger import LEDGER, Entry, Ledger
-from offbeat_liveness._process.motion import Motion
-from offbeat_liveness._process.reading import read_head
+from offbeat_liveness._process.proc import birth, pid_state
+from offbeat_liveness._process.progress import ProgressTracker
+from offbeat_liveness._process.reading import read_snapshot
 from offbeat_liveness._process.stacks import is_machinery, stack_of, thread_frames
 from offbeat_liveness._settings import read_settings
 
@@ -104,10 +103,10 @@ def test_two_threads_may_come_at_once_to_what_begins_the_watch(where: str, monke
         with liveness.waiting("sample_queue.get"):
             pass
 
-    module, name = (ledger, "_BEFORE_WAIT") if where == "wait" else (world_entry, "_CALLS")
+    module, name = (ledger, "_BEFORE_WAIT") if where == "wait" else (_watch, "_BEFORE_WORLD")
     begun: list[int] = []
     monkeypatch.setattr(module, name, HeldUp(lambda: begun.append(1), 2))
-    come = wait if where == "wait" else world_entry._announcing(lambda: None)
+    come = wait if where == "wait" else _watch._announcing(lambda: None)
     with ThreadPoolExecutor(2) as pool:
         for each in [pool.submit(come) for _ in range(2)]:
             each.result()
@@ -162,7 +161,7 @@ def test_a_stderr_that_nobody_reads_does_not_hold_up_the_monitor() -> None:
         while True:
             os.write(writer, bytes(4096))
     os.set_blocking(writer, True)
-    code = "from offbeat_liveness._ending import say; say('x' * 100_000)"
+    code = "from offbeat_liveness._announcer import say; say('x' * 100_000)"
     try:
         assert subprocess.run([sys.executable, "-c", code], stderr=writer, timeout=20, check=False).returncode == 0
     finally:
@@ -196,7 +195,7 @@ def test_a_stack_is_told_without_torch_and_the_standard_library() -> None:
 
 
 def test_a_loop_that_polls_stands_still_and_new_lines_are_movement() -> None:
-    motion, stop, phase = Motion(longest_gap_s=60.0), threading.Event(), threading.Event()
+    progress, stop, phase = ProgressTracker(longest_gap_s=60.0), threading.Event(), threading.Event()
 
     def poll() -> None:
         while not phase.wait(0.001):
@@ -207,13 +206,13 @@ def test_a_loop_that_polls_stands_still_and_new_lines_are_movement() -> None:
     thread = threading.Thread(target=poll)
     thread.start()
     for _ in range(40):
-        motion.look()
+        progress.look()
         time.sleep(0.005)
-    still_s = motion.thread_still_s(thread.ident or 0)
+    still_s = progress.thread_still_s(thread.ident or 0)
     phase.set()
     time.sleep(0.05)
-    motion.look()
-    moved_s = motion.thread_still_s(thread.ident or 0)
+    progress.look()
+    moved_s = progress.thread_still_s(thread.ident or 0)
     stop.set()
     thread.join()
     assert still_s > moved_s
@@ -221,7 +220,7 @@ def test_a_loop_that_polls_stands_still_and_new_lines_are_movement() -> None:
 
 def test_a_thread_on_a_new_line_moves_though_it_stands_in_the_same_helper() -> None:
     """A new call of the helper often gets the frame of the last one: only its caller is somewhere else."""
-    motion, arrived, goes_on = Motion(longest_gap_s=60.0), threading.Semaphore(0), threading.Lock()
+    progress, arrived, goes_on = ProgressTracker(longest_gap_s=60.0), threading.Semaphore(0), threading.Lock()
     seen: list[bool] = []
 
     def helper() -> None:
@@ -233,8 +232,8 @@ def test_a_thread_on_a_new_line_moves_though_it_stands_in_the_same_helper() -> N
             arrived.acquire()
             came_s = time.monotonic()
             time.sleep(0.02)  # it stands in acquire()
-            motion.look()
-            seen.append(motion.thread_still_s(worker.ident or 0) <= time.monotonic() - came_s)
+            progress.look()
+            seen.append(progress.thread_still_s(worker.ident or 0) <= time.monotonic() - came_s)
             goes_on.release()
 
     goes_on.acquire()
@@ -262,18 +261,18 @@ def test_a_thread_that_waits_for_a_core_has_work_before_the_kernel_adds_it_up() 
         hashlib.sha256(data)  # native, without the GIL
 
     thread = threading.Thread(target=compute)
-    motion = Motion(longest_gap_s=60.0)
+    progress = ProgressTracker(longest_gap_s=60.0)
     try:
         for each in hogs:
             assert each.stdout is not None
             each.stdout.readline()
         thread.start()
         begun.wait()
-        motion.busy(worker=thread.ident or 0)  # from now on its work is counted
+        progress.busy(worker=thread.ident or 0)  # from now on its work is counted
         for _ in range(20):
-            motion.look()
+            progress.look()
             time.sleep(0.05)
-        assert motion._thread_busy(thread.ident or 0) > 0.5
+        assert progress._thread_busy(thread.ident or 0) > 0.5
     finally:
         for each in hogs:
             each.kill()
@@ -297,24 +296,24 @@ def test_a_look_lets_go_of_what_it_has_seen() -> None:
         watching.join()
         return weakref.ref(layer)
 
-    motion = Motion(longest_gap_s=60.0)
+    progress = ProgressTracker(longest_gap_s=60.0)
     shape = {"name": "", "world": "", "rank": 0, "world_size": 1, "stall_after_s": 1.0}
     gc.disable()
     try:
-        for look in (motion.look, lambda: read_head(motion, **shape), thread_frames):
+        for look in (progress.look, lambda: read_snapshot(progress, **shape), thread_frames):
             assert compute(look)() is None, look
-        assert compute(lambda: read_head(motion, **shape), itself=True)() is None
+        assert compute(lambda: read_snapshot(progress, **shape), itself=True)() is None
     finally:
         gc.enable()
 
 
 def test_a_process_that_was_suspended_begins_anew() -> None:
-    motion = Motion(longest_gap_s=1.0)
-    motion.look()
+    progress = ProgressTracker(longest_gap_s=1.0)
+    progress.look()
     time.sleep(1.2)
-    assert motion.still_s() > 1.0
-    motion.look()
-    assert motion.still_s() < 1.0
+    assert progress.still_s() > 1.0
+    progress.look()
+    assert progress.still_s() < 1.0
 
 
 def address_of(listener: Listener, name: str = "rank 0") -> Address:
@@ -467,18 +466,18 @@ def test_an_exception_in_flight_is_read_without_its_code_and_without_a_file(monk
 
 def test_a_look_costs_little() -> None:
     """At the default tick of 2 s, 1 ms a look is 0.05 % of a core; measured here: 0.05 ms."""
-    motion = Motion(longest_gap_s=60.0)
+    progress = ProgressTracker(longest_gap_s=60.0)
     began_s = time.thread_time()
     for _ in range(200):
-        motion.look()
+        progress.look()
     assert (time.thread_time() - began_s) / 200 < 2e-3
 
 
 HELD_LOCK = """
 import faulthandler, os, threading
 import offbeat_liveness as liveness
-from offbeat_liveness._process.motion import Motion
-from offbeat_liveness._process.reading import read_head
+from offbeat_liveness._process.progress import ProgressTracker
+from offbeat_liveness._process.reading import read_snapshot
 
 faulthandler.dump_traceback_later(20, exit=True)
 holds = threading.Event()
@@ -490,9 +489,9 @@ def hold():  # as a thread does that a signal handler or a finalizer holds up wh
 
 threading.Thread(target=hold, daemon=True).start()
 holds.wait()
-motion = Motion(60.0)
-motion.look()
-head = read_head(motion, name="", world="", rank=0, world_size=1, stall_after_s=60.0)
+progress = ProgressTracker(60.0)
+progress.look()
+head = read_snapshot(progress, name="", world="", rank=0, world_size=1, stall_after_s=60.0)
 print([each.name for each in head.threads], flush=True)
 os._exit(0)
 """

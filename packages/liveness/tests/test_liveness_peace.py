@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from liveness_launch import Outcome, launch
+from liveness_launch import Body, Outcome, Programs, launch
 
 PAUSE_S = 4.0
 
@@ -182,23 +182,28 @@ def a_thread_trains_while_the_main_thread_joins_it(rank: int) -> None:
     thread.join()
 
 
-@pytest.mark.parametrize(
-    ("body", "size"),
-    [
-        (an_operation_is_asked_for_now_and_then, 2),
-        (an_operation_is_posted_beside_a_loop, 2),
-        (a_timeout_of_a_call_is_an_answer, 2),
-        (a_wait_is_tried_again, 2),
-        (a_handler_of_a_server_sends, 2),
-        (a_thread_trains_while_the_main_thread_joins_it, 2),
-        (two_broadcasts_at_once, 4),
-        (a_new_thread_takes_a_group_over, 2),
-        (a_side_group_is_made_again, 2),
-        (an_operation_is_posted_before_an_answer_is_awaited, 2),
-    ],
-)
-def test_a_run_with_a_pause_ends_by_itself(body, size, tmp_path: Path) -> None:
-    assert is_in_peace(launch(body, size, tmp_path, policy="abort"))
+HEALTHY = {
+    an_operation_is_asked_for_now_and_then: 2,
+    an_operation_is_posted_beside_a_loop: 2,
+    a_timeout_of_a_call_is_an_answer: 2,
+    a_wait_is_tried_again: 2,
+    a_handler_of_a_server_sends: 2,
+    a_thread_trains_while_the_main_thread_joins_it: 2,
+    two_broadcasts_at_once: 4,
+    a_new_thread_takes_a_group_over: 2,
+    a_side_group_is_made_again: 2,
+    an_operation_is_posted_before_an_answer_is_awaited: 2,
+}
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    return Programs(HEALTHY, tmp_path_factory.mktemp("healthy"), policy="abort")
+
+
+@pytest.mark.parametrize("body", HEALTHY, ids=lambda body: body.__name__)
+def test_a_run_with_a_pause_ends_by_itself(body: Body, healthy: Programs) -> None:
+    assert is_in_peace(healthy.outcome(body))
 
 
 def enter_again(path: Path, rank: int, size: int) -> None:
@@ -260,7 +265,7 @@ WITHOUT_DESCRIPTORS = """
 import errno, sys, threading, time
 import torch.distributed as dist
 import offbeat_liveness as liveness
-from offbeat_liveness._network import peers
+from offbeat_liveness._network import addresses
 from offbeat_liveness._process import process_groups
 
 tries = []
@@ -271,13 +276,13 @@ def fails(*_):
 
 seen = []
 threading.excepthook = seen.append
-peers.Listener = fails
+addresses.Listener = fails
 monitor = liveness.watch(stall_after_s=60, directory=sys.argv[1])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 end_s = time.monotonic() + 20
 while len(tries) < 3 and time.monotonic() < end_s:
     time.sleep(0.01)
-process_groups.group_heads = fails
+process_groups.group_snapshots = fails
 dist.destroy_process_group()
 assert monitor._answer({"ask": "pids"}) == {}, "it does not say which"
 print(len(tries) >= 3, seen, monitor._thread_errors.notes("it"), dist.is_initialized())

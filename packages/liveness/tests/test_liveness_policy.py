@@ -16,16 +16,16 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from liveness_launch import ABORTED, STALL_S, Body, launch, step
+from liveness_launch import ABORTED, STALL_S, Body, Programs, launch, step
 
 import offbeat_liveness as liveness
-from offbeat_liveness import _ending, _monitor
+from offbeat_liveness import _announcer, _monitor
 from offbeat_liveness._announcer import Announcer
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._dumps import DumpWriter
 from offbeat_liveness._monitor import must_end
 from offbeat_liveness._network.peers import Peers
-from offbeat_liveness._process.head import Head, Wait
+from offbeat_liveness._process.snapshot import ProcessSnapshot, Wait
 from offbeat_liveness._settings import Settings
 
 PAUSE_S = 4 * STALL_S
@@ -94,24 +94,28 @@ def reshapes(rank: int) -> None:
     dist.all_reduce(torch.ones(6) if rank else torch.ones(2, 3))
 
 
-@pytest.mark.parametrize(
-    ("body", "size"),
-    [
-        (evaluates_in_a_subprocess, 2),
-        (sleeps, 3),
-        (declares_a_wait, 2),
-        (declares_a_wait_for_somebody_unwatched, 2),
-        (is_stopped_and_goes_on, 2),
-        (holds_the_gil, 2),
-        (saves_beside_its_evaluation, 2),
-        (reshapes, 3),
-    ],
-    ids=lambda value: value.__name__ if callable(value) else str(value),
-)
-def test_a_healthy_run_that_pauses_goes_on_and_is_told_of_twice_at_most(body: Body, size: int, tmp_path: Path) -> None:
-    outcome = launch(body, size, tmp_path, policy="abort")
+HEALTHY = {
+    evaluates_in_a_subprocess: 2,
+    sleeps: 3,
+    declares_a_wait: 2,
+    declares_a_wait_for_somebody_unwatched: 2,
+    is_stopped_and_goes_on: 2,
+    holds_the_gil: 2,
+    saves_beside_its_evaluation: 2,
+    reshapes: 3,
+}
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    return Programs(HEALTHY, tmp_path_factory.mktemp("healthy"), policy="abort")
+
+
+@pytest.mark.parametrize("body", HEALTHY, ids=lambda body: body.__name__)
+def test_a_healthy_run_that_pauses_goes_on_and_is_told_of_twice_at_most(body: Body, healthy: Programs) -> None:
+    outcome = healthy.outcome(body)
     told = [line for text in outcome.outputs for line in text.splitlines() if line.startswith("offbeat liveness")]
-    assert outcome.exit_codes == [0] * size, told
+    assert outcome.exit_codes == [0] * HEALTHY[body], told
     assert len(told) <= 2, told
     kinds = ("offbeat liveness: suspicion: ", "offbeat liveness: it moves again: ")
     assert all(line.startswith(kinds) for line in told), told
@@ -131,8 +135,8 @@ def test_a_pause_that_comes_again_and_again_is_told_once(tmp_path: Path) -> None
     assert [line.split(":")[1] for line in told] == [" suspicion", " it moves again"]
 
 
-def test_a_suspicion_says_when_it_is_acted_upon(tmp_path: Path) -> None:
-    outcome = launch(sleeps, 2, tmp_path, policy="abort")
+def test_a_suspicion_says_when_it_is_acted_upon(healthy: Programs) -> None:
+    outcome = healthy.outcome(sleeps)
     assert "not acted upon before" in outcome.outputs[0]
     assert "when the timeout of the default group is over" in outcome.outputs[0]
 
@@ -156,11 +160,7 @@ def receives_first(rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("body", "kind"),
-    [
-        (calls_something_else, "different-op"),
-        (goes_in_circles, "different-order"),
-        (receives_first, "wait-cycle"),
-    ],
+    [(calls_something_else, "different-op"), (goes_in_circles, "different-order"), (receives_first, "wait-cycle")],
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )
 def test_a_proof_ends_the_run_before_its_timeout(body: Body, kind: str, tmp_path: Path) -> None:
@@ -425,12 +425,12 @@ def test_an_exception_that_a_clean_up_hides_is_told(tmp_path: Path) -> None:
 def test_nobody_leaves_before_a_process_that_has_failed_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where that one leads, and says at once that the others may go: its exit code is to come first."""
     left = threading.Event()
-    monkeypatch.setattr(_ending, "leave", left.set)
+    monkeypatch.setattr(_announcer, "leave", left.set)
     is_going = threading.Event()
     is_going.set()
-    stuck = Head(key="vm:1", name="rank 0", waits=(Wait(kind="collective", what="all_reduce", age_s=9.0),))
+    stuck = ProcessSnapshot(key="vm:1", name="rank 0", waits=(Wait(kind="collective", what="all_reduce", age_s=9.0),))
     dumps: Any = SimpleNamespace(flush=lambda limit_s: None)
-    ending = _ending.Ending(cast("Peers", None), dumps, 10.0, lambda: stuck, is_going.is_set)
+    ending = _announcer.Ending(cast("Peers", None), dumps, 10.0, lambda: stuck, is_going.is_set)
     ending.hear_leave()  # of a suspicion that was told before, and ended nothing
     assert not ending._may_leave.is_set()
     ending.begin(leads=False, ends=True)

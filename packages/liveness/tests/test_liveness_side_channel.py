@@ -11,16 +11,21 @@ from pathlib import Path
 import pytest
 
 from offbeat_liveness._network import side_channel
-from offbeat_liveness._network.exchange import (
+from offbeat_liveness._network.side_channel import (
     HEADER_BYTES,
     HELLO_BYTES,
     MAX_BODY_BYTES,
+    MAX_UNPROVEN,
+    Address,
+    Listener,
+    Message,
     RefusedError,
+    ask,
+    ask_all,
     encode,
     hello,
     open_question,
 )
-from offbeat_liveness._network.side_channel import MAX_STRANGERS, Address, Listener, Message, ask, ask_all
 
 LIMIT_S = 20.0
 SECRET = "a secret of the run"
@@ -72,7 +77,7 @@ def test_many_strangers_who_drip_bytes_cost_no_thread_and_no_memory(counted: Cou
             with contextlib.suppress(OSError):
                 each.sendall(b"x" * (HEADER_BYTES - 1))  # never the whole header
         assert counted.ping() == {"heard": "ping"}, "those of the run are answered meanwhile"
-        assert len(counted.listener._strangers) <= MAX_STRANGERS
+        assert len(counted.listener._strangers) <= MAX_UNPROVEN
         assert num_own_threads() <= 1, "that of the answer may be about to end"
         assert resident_bytes() - before < 32 << 20
     assert counted.num_answers == 1
@@ -87,7 +92,7 @@ def test_who_sends_without_end_is_cut_off_at_the_header(counted: Counted) -> Non
 
 
 def test_who_says_nothing_is_sent_away(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_channel, "STRANGER_S", 0.2)
+    monkeypatch.setattr(side_channel, "UNPROVEN_S", 0.2)
     with counted.connect() as stranger:
         assert len(stranger.recv(HELLO_BYTES)) == HELLO_BYTES
         assert stranger.recv(1) == b"", "closed by the listener"

@@ -12,19 +12,36 @@ from dataclasses import asdict
 
 import pytest
 
-from offbeat_liveness._diagnosis.diagnosis import find_verdict
-from offbeat_liveness._diagnosis.graph import Scene
-from offbeat_liveness._network.brief import brief, brief_data, choose_few, read_brief
-from offbeat_liveness._network.peers import Key, Peers
+from offbeat_liveness._diagnosis import find_verdict
+from offbeat_liveness._diagnosis.graph import WaitGraph
+from offbeat_liveness._network.addresses import Key
+from offbeat_liveness._network.peers import Peers
 from offbeat_liveness._network.side_channel import Address, Listener, Message
-from offbeat_liveness._network.silence import PATIENT_LOOKS, Silences, witness
-from offbeat_liveness._network.survey import FEW, Survey, tell_head
-from offbeat_liveness._process.head import CallSite, Collective, GroupHead, Head, ThreadHead, Wait, to_data
-from offbeat_liveness._process.kernel.proc import HOST
-from offbeat_liveness._process.kernel.tree_usage import TreeUsage
+from offbeat_liveness._network.survey import (
+    FEW,
+    PATIENT_LOOKS,
+    SilenceHistory,
+    Survey,
+    choose_few,
+    head_answer,
+    read_summary,
+    states_of_pids,
+    summarize,
+    summary_data,
+)
+from offbeat_liveness._process.proc import HOST, TreeUsage
+from offbeat_liveness._process.snapshot import (
+    CallSite,
+    Collective,
+    GroupSnapshot,
+    ProcessSnapshot,
+    ThreadSnapshot,
+    Wait,
+    to_data,
+)
 
 STALL_S = 60.0
-OWN = Head(key="own", name="rank 0", rank=0, world="", world_size=2, waits=())
+OWN = ProcessSnapshot(key="own", name="rank 0", rank=0, world="", world_size=2, waits=())
 COMPUTES = "while True: pass"
 SLEEPS = "import time; time.sleep(600)"
 
@@ -50,8 +67,8 @@ def a_silent_process(code: str, machine: str = HOST) -> Iterator[Address]:
             process.kill()
 
 
-def fates(scene: Scene) -> dict[str, str]:
-    return {each.name: each.fate for each in scene.absent}
+def fates(graph: WaitGraph) -> dict[str, str]:
+    return {each.name: each.fate for each in graph.absent}
 
 
 @pytest.mark.timeout(60)
@@ -62,9 +79,9 @@ def test_who_computes_without_answering_is_slow_however_often_one_looks(peers: P
         peers.learn(address)
         survey = Survey(peers, None)
         for _ in range(PATIENT_LOOKS + 2):
-            scene = survey.look(OWN, {}, stall_after_s=STALL_S)
-            assert "rank 1" not in fates(scene)
-        head = scene.head_by_name["rank 1"]
+            graph = survey.look(OWN, {}, stall_after_s=STALL_S)
+            assert "rank 1" not in fates(graph)
+        head = graph.by_name["rank 1"]
         assert head.busy >= 0.25
         assert "does not answer, but computes" in head.notes[0]
 
@@ -78,8 +95,8 @@ def a_witness(peers: Peers, machine: str) -> Iterator[None]:
 
     def answer(message: Message) -> Message:
         if message["ask"] == "pids":
-            return json.loads(json.dumps(witness(message["pids"])))  # type: ignore[no-any-return]
-        return tell_head(Head(key="w", name="witness"), in_brief=False)
+            return json.loads(json.dumps(states_of_pids(message["pids"])))  # type: ignore[no-any-return]
+        return head_answer(ProcessSnapshot(key="w", name="witness"), in_brief=False)
 
     listener = Listener("127.0.0.1", lambda: peers.secret, answer)
     try:
@@ -95,15 +112,15 @@ def test_who_is_silent_and_does_nothing_is_so_after_several_looks(peers: Peers) 
         peers.learn(address)
         survey, seen = Survey(peers, None), []
         for _ in range(PATIENT_LOOKS + 2):
-            scene = survey.look(OWN, {}, stall_after_s=STALL_S)
-            seen.append(fates(scene).get("rank 1", "there"))
+            graph = survey.look(OWN, {}, stall_after_s=STALL_S)
+            seen.append(fates(graph).get("rank 1", "there"))
     # Its start may fall into the first look.
     assert seen[: PATIENT_LOOKS - 1] == ["there"] * (PATIENT_LOOKS - 1)
     assert seen[-1] == "silent"
 
 
 def test_progress_begins_the_count_anew() -> None:
-    silences, key = Silences(), ("vm", 1)
+    silences, key = SilenceHistory(), ("vm", 1)
     address = Address(host="", port=1, machine="vm", pid=1, born=0, name="rank 1")
     usages = [(0.0, 0.0), (1.0, 0.0), (2.0, 0.0), (3.0, 2.0), (4.0, 2.0), (5.0, 2.0)]
     over = []
@@ -118,7 +135,7 @@ def test_progress_begins_the_count_anew() -> None:
 
 
 def test_writing_is_progress_too() -> None:
-    silences, key = Silences(), ("vm", 1)
+    silences, key = SilenceHistory(), ("vm", 1)
     for number in range(5):
         silences.note(key, TreeUsage(io_bytes=number << 20, time_s=float(number), num_processes=1))
     assert not silences.is_over(key, "silent")
@@ -131,27 +148,26 @@ def a_collective(seq: int, *, done: bool = True, op: str = "all_reduce") -> Coll
     return Collective(group="0", seq=seq, op=op, inputs=("Float[3]",), done=done, call_site=SITE)
 
 
-def a_rank(rank: int, size: int, *recent: Collective, waits_in: int = 0) -> Head:
-    group = GroupHead(
+def a_rank(rank: int, size: int, *recent: Collective, waits_in: int = 0) -> ProcessSnapshot:
+    group = GroupSnapshot(
         name="0", ranks=tuple(range(size)), entered=recent[-1].seq if recent else 0, recent=recent, size=size
     )
-    unused = GroupHead(name="1", ranks=tuple(range(0, size, 2)))
+    unused = GroupSnapshot(name="1", ranks=tuple(range(0, size, 2)))
     wait = Wait(kind="collective", what="all_reduce", age_s=75.0, group="0", seq=waits_in, stack=(SITE,) * 9)
-    return Head(
+    return ProcessSnapshot(
         key=f"vm:{rank}", name=f"rank {rank}", rank=rank, world="w", world_size=size, pid=rank, host="vm", still_s=75.0,
         waits=(wait,) if waits_in else (), groups=(group, unused),
-        threads=(ThreadHead(name="MainThread", still_s=75.0, stack=(SITE,) * 9),),
+        threads=(ThreadSnapshot(name="MainThread", still_s=75.0, stack=(SITE,) * 9),),
     )  # fmt: skip
 
 
 def test_a_brief_head_comes_through_as_it_is() -> None:
     head = dataclasses.replace(
-        a_rank(3, 8, *map(a_collective, range(1, 33)), a_collective(33, done=False), waits_in=33),
-        left=(a_rank(5, 8),),
+        a_rank(3, 8, *map(a_collective, range(1, 33)), a_collective(33, done=False), waits_in=33), left=(a_rank(5, 8),)
     )
-    data = json.loads(json.dumps(brief_data(head)))
-    read, left = read_brief(data)
-    assert read == brief(head)
+    data = json.loads(json.dumps(summary_data(head)))
+    read, left = read_summary(data)
+    assert read == summarize(head)
     assert left == [("vm", 5)]
     assert [each.name for each in read.groups] == ["0"]
     assert [each.seq for each in read.groups[0].recent] == [32, 33]
@@ -162,8 +178,8 @@ def test_a_brief_head_comes_through_as_it_is() -> None:
 
 @pytest.mark.parametrize("ranks", [(), (3,), (0, 1, 2, 3), (1, 5, 9, 13), (0, 1, 3), (3, 2, 1, 0)])
 def test_ranks_of_a_group_come_through_as_they_are(ranks: tuple[int, ...]) -> None:
-    head = Head(key="k", name="n", groups=(GroupHead(name="0", ranks=ranks, entered=3),))
-    assert read_brief(json.loads(json.dumps(brief_data(head))))[0].groups[0].ranks == ranks
+    head = ProcessSnapshot(key="k", name="n", groups=(GroupSnapshot(name="0", ranks=ranks, entered=3),))
+    assert read_summary(json.loads(json.dumps(summary_data(head))))[0].groups[0].ranks == ranks
 
 
 def test_an_operation_that_a_brief_head_has_forgotten_is_asked_for() -> None:
@@ -174,11 +190,11 @@ def test_an_operation_that_a_brief_head_has_forgotten_is_asked_for() -> None:
     other = a_rank(
         1, 4, *map(a_collective, range(1, 5)), a_collective(5, op="broadcast"), *map(a_collective, range(6, 10))
     )
-    heads = [brief(each) for each in (*waits, other)]
-    assert find_verdict(Scene(heads=heads, stall_after_s=STALL_S)) != find_verdict(
-        Scene(heads=[*waits, other], stall_after_s=STALL_S)
+    heads = [summarize(each) for each in (*waits, other)]
+    assert find_verdict(WaitGraph(heads=heads, stall_after_s=STALL_S)) != find_verdict(
+        WaitGraph(heads=[*waits, other], stall_after_s=STALL_S)
     )
-    assert "rank 1" in choose_few(Scene(heads=heads, stall_after_s=STALL_S))
+    assert "rank 1" in choose_few(WaitGraph(heads=heads, stall_after_s=STALL_S))
 
 
 @pytest.mark.timeout(60)
@@ -189,7 +205,7 @@ def test_in_a_large_run_all_tell_in_brief_and_the_few_that_matter_in_full(
     size, absent = 2 * FEW, 70
     asked: list[tuple[int, bool]] = []
 
-    def head_of(rank: int) -> Head:
+    def head_of(rank: int) -> ProcessSnapshot:
         done = tuple(map(a_collective, range(1, 33)))
         return (
             a_rank(rank, size, *done)
@@ -200,7 +216,7 @@ def test_in_a_large_run_all_tell_in_brief_and_the_few_that_matter_in_full(
     def answering(rank: int) -> Listener:
         def answer(message: Message) -> Message:
             asked.append((rank, bool(message.get("brief"))))
-            return tell_head(head_of(rank), in_brief=bool(message.get("brief")))
+            return head_answer(head_of(rank), in_brief=bool(message.get("brief")))
 
         return Listener("127.0.0.1", lambda: peers.secret, answer)
 
@@ -219,18 +235,18 @@ def test_in_a_large_run_all_tell_in_brief_and_the_few_that_matter_in_full(
                     world="w",
                 )
             )
-        scene = Survey(peers, None).look(head_of(0), {}, stall_after_s=STALL_S)
+        graph = Survey(peers, None).look(head_of(0), {}, stall_after_s=STALL_S)
     finally:
         for each in listeners.values():
             each.close()
-    verdict = find_verdict(scene)
+    verdict = find_verdict(graph)
     assert verdict is not None
     assert (verdict.kind, verdict.missing) == ("missing-member", ("rank 70",))
     assert {rank for rank, in_brief in asked if in_brief} == set(range(1, size))
     in_full = {rank for rank, in_brief in asked if not in_brief}
     assert absent in in_full
     assert len(in_full) <= 2 * FEW
-    assert scene.head_by_name["rank 70"].threads[0].stack
+    assert graph.by_name["rank 70"].threads[0].stack
 
 
 def test_keys_of_the_address_book_are_machine_and_pid(peers: Peers) -> None:
@@ -247,8 +263,8 @@ def test_who_waited_when_it_was_last_heard_is_still_in_that_wait(peers: Peers) -
         peers.learn(address)
         survey = Survey(peers, None)
         key = (address.machine, address.pid)
-        said = Head(key="x", name="rank 1", rank=1, waits=(in_barrier,), time_s=time.time() - 5.0)
+        said = ProcessSnapshot(key="x", name="rank 1", rank=1, waits=(in_barrier,), time_s=time.time() - 5.0)
         survey._said[key] = said
-        found = survey.look(OWN, {}, stall_after_s=STALL_S).head_by_name["rank 1"]
+        found = survey.look(OWN, {}, stall_after_s=STALL_S).by_name["rank 1"]
     assert not found.is_heard
     assert found.waits == (in_barrier,)

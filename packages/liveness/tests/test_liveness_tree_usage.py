@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_liveness._process.kernel import tree_usage as module
-from offbeat_liveness._process.kernel.tree_usage import TreeUsage, UsageRates, rates, tree_usage
+from offbeat_liveness._process import proc as module
+from offbeat_liveness._process.proc import TreeUsage, UsageRates, rates, tree_usage
 from offbeat_liveness._process.stacks import OwnThread
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux's /proc")

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from offbeat_liveness._network.job_store import Keys
+from offbeat_liveness._network.job_store import Keys, World
 from offbeat_liveness._network.side_channel import Address
-from offbeat_liveness._network.world import World
 
 LIMIT_S = 60
 STEP_S = timedelta(seconds=20)
@@ -32,7 +31,7 @@ end_s = time.monotonic() + 30
 def ranks():
     return sorted(each.rank for each in monitor._peers.others().values() if each.rank is not None)
 others = [each for each in range(size) if each != rank]
-while (ranks() != others or not monitor._peers._world._is_confirmed) and time.monotonic() < end_s:
+while (ranks() != others or not monitor._peers.joined._is_confirmed) and time.monotonic() < end_s:
     time.sleep(0.02)
 worlds = sorted({each.world for each in monitor._peers.others().values()})
 print(rank, ranks(), monitor._peers.world, worlds, flush=True)
@@ -196,7 +195,7 @@ def test_while_somebody_is_still_to_come_a_look_is_one_request_whatever_the_numb
 
 
 def test_looks_become_rarer_while_somebody_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offbeat_liveness._network.world.HASTE_S", 0.0)
+    monkeypatch.setattr("offbeat_liveness._network.job_store.HASTE_S", 0.0)
     world = World(dist.HashStore(), 0, 2, "s", is_formed=True)
     pauses = []
     for _ in range(8):

@@ -1,24 +1,23 @@
 """Says who waits for whom, where and why, when a distributed run stands still."""
 
 from offbeat_liveness._diagnosis.verdict import Link, Party, Verdict
-from offbeat_liveness._errors import LivenessError
 from offbeat_liveness._monitor import Monitor
-from offbeat_liveness._process.current_frames import current_frames
-from offbeat_liveness._process.head import CallSite, Collective, Head
 from offbeat_liveness._process.ledger import waiting
 from offbeat_liveness._process.process_groups import name_group, recent_collectives, settled_collectives
-from offbeat_liveness._settings import Policy
+from offbeat_liveness._process.snapshot import CallSite, Collective, ProcessSnapshot
+from offbeat_liveness._process.stacks import current_frames
+from offbeat_liveness._settings import LivenessError, Policy
 from offbeat_liveness._watch import current_monitor, watch, watch_if_invited
 
 __all__ = [
     "CallSite",
     "Collective",
-    "Head",
     "Link",
     "LivenessError",
     "Monitor",
     "Party",
     "Policy",
+    "ProcessSnapshot",
     "Verdict",
     "current_frames",
     "current_monitor",

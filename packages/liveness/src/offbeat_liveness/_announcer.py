@@ -1,17 +1,30 @@
-"""What becomes of a verdict: it is told here and to all others, and written down."""
+"""What follows from a verdict: it is told here and to all others, written down, and may end the run.
 
+A process that is stuck in a wait cannot run anything any more, so it leaves with exit code 4. One that stands in no
+wait may be writing a checkpoint: it gets a SIGTERM if the program handles that, and in any case a time of grace. The
+stuck ones wait for it, because a launcher such as torchrun kills the others as soon as the first has gone.
+"""
+
+import contextlib
 import dataclasses
+import os
+import select
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Final
 
 from offbeat_liveness._diagnosis.verdict import Verdict, join_names
 from offbeat_liveness._dumps import DumpWriter
-from offbeat_liveness._ending import say
-from offbeat_liveness._network.peers import Key, Peers
+from offbeat_liveness._network.addresses import Key
+from offbeat_liveness._network.peers import Peers
 from offbeat_liveness._network.side_channel import Address, Message, ask_all
-from offbeat_liveness._process.goodbye import describe
-from offbeat_liveness._process.head import Head
+from offbeat_liveness._process.exceptions import describe
+from offbeat_liveness._process.nccl_recorder import remove_folder
+from offbeat_liveness._process.snapshot import ProcessSnapshot
+from offbeat_liveness._process.stacks import OwnThread
 from offbeat_liveness._settings import Settings
 
 TELL_S: Final = 0.5
@@ -20,18 +33,24 @@ LONGER: Final = 2.0
 """A pause that has come before is told again when it lasts so many times as long as it ever did."""
 QUIET_STALLS: Final = 10.0
 """A suspicion that changes while the run still stands is told again after so many times `stall_after_s`."""
+EXIT_CODE: Final = 4  # the same as of a wait that is past its deadline, in all of offbeat
+STDERR: Final = 2
+FLUSH_S: Final = 0.3
+SAY_S: Final = 1.0
+POLL_S: Final = 0.1
+ASK_S: Final = 0.5
+DUMPS_S: Final = 1.0
+FAILED_S: Final = 2.0
+HEIR_S: Final = 0.5
+SEEN_S: Final = 1.0  # for a launcher to see that a process has ended
+STUCK_S: Final = 0.3
+"""A process that has stood in a wait of torch's for as long has nothing left to finish."""
+ROUNDS_S: Final = 3.0
+"""How much longer than the grace the others wait for the word of the process that leads."""
 
 
 class Announcer:
     """Tells the verdicts of a run in this process; the leader's tells them to the other processes too.
-
-    Args:
-        settings: of the monitor.
-        peers: whom to tell.
-        dumps: where it is written down.
-        read_head: what this process does now.
-        complain: says a thing once.
-        on_verdict: the program's.
 
     Attributes:
         verdict: the newest on the run, None while nothing is stuck.
@@ -42,7 +61,7 @@ class Announcer:
         settings: Settings,
         peers: Peers,
         dumps: DumpWriter,
-        read_head: Callable[[], Head],
+        read_head: Callable[[], ProcessSnapshot],
         complain: Callable[[str], None],
         on_verdict: Callable[[Verdict], None] | None,
     ) -> None:
@@ -88,7 +107,7 @@ class Announcer:
         self._dumps.write_head(self._read_head())
 
     def _tell_others(self, message: Message, *, num_tries: int) -> None:
-        """Whoever does not hear that a run is ended would stay behind: those that were busy are told again."""
+        """Those that were too busy to hear that the run is ended are told again: they would stay behind."""
         for _ in range(num_tries):
             heard = ask_all(self._unheard, message, self._peers.secret, TELL_S)
             self._unheard = {key: each for key, each in self._unheard.items() if key not in heard}
@@ -96,7 +115,7 @@ class Announcer:
                 return
 
     def announce_movement(self) -> None:
-        """As the leader: the run moves again; told where the suspicion was told."""
+        """As the leader: tell that the run moves again, where the suspicion was told."""
         spoken = self._spoken if self._is_speaker else None
         stuck, passed_s = self._note_end()
         if stuck is None:
@@ -109,7 +128,7 @@ class Announcer:
         ask_all(self._peers.running(), {"ask": "moves"}, self._peers.secret, TELL_S)
 
     def hear(self, verdict: Verdict, leader: str, *, ends_run: bool) -> None:
-        """The leader's announcement; should this process lead next, what was told is told."""
+        """Take in the leader's verdict; if this process leads next, it knows what was told."""
         self.verdict = self._spoken = self._written = verdict
         self._spoke_s, self._is_speaker = time.monotonic(), False
         if self._told == (verdict.key, ends_run):  # whoever was slow to answer is told again
@@ -125,7 +144,6 @@ class Announcer:
         self._note_end()
 
     def _note_end(self) -> tuple[Verdict | None, float]:
-        """The stall is over: what it was, and how long it lasted."""
         stuck, self.verdict, self._spoken, self._is_speaker = self.verdict, None, None, False
         self._told, self._unheard = None, {}
         self._quiet_s = QUIET_STALLS * self._settings.stall_after_s
@@ -136,14 +154,13 @@ class Announcer:
         return stuck, passed_s
 
     def _is_news(self, verdict: Verdict, *, is_known: bool) -> bool:
-        """Whether a verdict is worth a reader's time."""
         if verdict.is_proof:
             return not is_known
         if self._spoken is None:
             before_s = self._longest_s.get(verdict.topic)
             return before_s is None or verdict.stalled_s >= LONGER * before_s
         if is_known or not verdict.may_end or time.monotonic() - self._spoke_s < self._quiet_s:
-            return False  # that whoever is missing moves now asks nothing of a reader either
+            return False  # that a missing rank moves now is not told either
         self._quiet_s *= LONGER
         return True
 
@@ -154,3 +171,159 @@ class Announcer:
                 self._on_verdict(verdict)
         except Exception as error:  # noqa: BLE001 - the boundary to the program's code
             self._complain(f"{self._peers.own_name()}: on_verdict failed: {describe(error)[0]}")
+
+
+def say(text: str) -> None:
+    """Write to the process's stderr, past Python's buffers and locks, which a stuck thread may hold.
+
+    A pipe that nobody reads is given up after a while: the rest of what is to be done must not hang on it.
+    """
+    data = (text + "\n").encode(errors="replace")
+    with contextlib.suppress(OSError):
+        while data and select.select([], [STDERR], [], SAY_S)[1]:
+            data = data[os.write(STDERR, data[: select.PIPE_BUF]) :]  # so much never blocks a pipe that takes any
+
+
+class Ending:
+    """Ends this process with the others, once.
+
+    Args:
+        grace_s: how long a process that stands in no wait may go on.
+        is_going: whether a process that has failed is still on its way out: its exit code is to come first.
+
+    Attributes:
+        has_begun: this run is being ended.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        dumps: DumpWriter,
+        grace_s: float,
+        read_head: Callable[[], ProcessSnapshot],
+        is_going: Callable[[], bool],
+    ) -> None:
+        self.has_begun = False
+        self._peers, self._dumps, self._grace_s = peers, dumps, grace_s
+        self._read_head, self._is_going = read_head, is_going
+        self._is_finishing = self._is_leading = False
+        self._is_given_up = self._has_somebody_gone = False
+        self._may_leave = threading.Event()
+
+    def begin(self, *, leads: bool, ends: bool) -> None:
+        """Do what is to be done, in a thread of its own.
+
+        Args:
+            leads: tell the others when to leave.
+            ends: this process ends too; with a policy that only reports it does not.
+        """
+        if self.has_begun or self._is_leading:
+            return
+        self.has_begun = self._is_finishing = ends
+        self._is_leading = leads
+        try:
+            OwnThread(self._run, "end", [leads, ends]).start()
+        except RuntimeError:  # the interpreter is on its way out already and starts no threads
+            if ends:
+                leave()
+
+    def is_finishing(self) -> bool:
+        return self._is_finishing
+
+    def hear_leave(self) -> None:
+        """The leader says that nobody has anything left to finish; without effect before the end has begun."""
+        if self.has_begun:
+            self._may_leave.set()
+
+    def give_up(self) -> None:
+        """Leave this process alone, since it ends by itself; if it led, the next one does."""
+        self._is_given_up = True
+        self._is_finishing = False
+        self._may_leave.set()
+
+    def wait_for_the_failed(self) -> None:
+        """Let a process that has failed be gone first, and its launcher see that.
+
+        torchrun looks ten times a second, and of two that have ended between two looks it takes the lower rank for the
+        cause.
+        """
+        end_s = time.monotonic() + FAILED_S
+        while time.monotonic() < end_s and self._is_somebody_going():
+            time.sleep(POLL_S)
+        if self._has_somebody_gone:
+            time.sleep(SEEN_S)
+
+    def _is_somebody_going(self) -> bool:
+        is_going = self._is_going()
+        self._has_somebody_gone = self._has_somebody_gone or is_going
+        return is_going
+
+    def _run(self, leads: bool, ends: bool) -> None:
+        end_s = time.monotonic() + self._grace_s
+        if ends:
+            self._finish(end_s)
+        self._is_finishing = False
+        if leads:
+            self._let_go(end_s)
+        elif ends:
+            self._wait_for_word(end_s)
+        if ends:
+            self.wait_for_the_failed()  # the one that leads may be the one that fails
+        self._is_leading = False
+        if ends and not self._is_given_up:
+            self._dumps.flush(DUMPS_S)
+            leave()
+
+    def _let_go(self, end_s: float) -> None:
+        """As the process that leads: tell everybody to leave, once nobody has anything left to finish."""
+        while time.monotonic() < end_s and not self._is_given_up and self._is_somebody_busy():
+            time.sleep(POLL_S)
+        if not self._is_given_up:
+            ask_all(self._peers.running(), {"ask": "leave"}, self._peers.secret, ASK_S)
+
+    def _wait_for_word(self, end_s: float) -> None:
+        """Wait until the leader says so, or lead in its place if it is gone."""
+        while not self._may_leave.wait(HEIR_S) and time.monotonic() < end_s + ROUNDS_S:
+            if self._is_first_of_those_left():
+                self._let_go(end_s)
+                return
+
+    def _is_first_of_those_left(self) -> bool:
+        me = self._peers.me()
+        return me is not None and all(me.order < each.order for each in self._peers.running().values())
+
+    def _finish(self, end_s: float) -> None:
+        if self._is_stuck():
+            return
+        if callable(signal.getsignal(signal.SIGTERM)):
+            os.kill(os.getpid(), signal.SIGTERM)
+        while time.monotonic() < end_s and not self._is_given_up and not self._is_stuck():
+            time.sleep(POLL_S)
+
+    def _is_stuck(self) -> bool:
+        """Whether a thread has stood in a wait of torch's for a moment, so that this process will not get on."""
+        waits = self._read_head().waits
+        return any(wait.age_s >= STUCK_S and wait.kind not in ("outside", "declared") for wait in waits)
+
+    def _is_somebody_busy(self) -> bool:
+        """Whether a process may still finish something, or one that has failed is on its way out."""
+        if self._is_somebody_going():
+            return True
+        replies = ask_all(self._peers.running(), {"ask": "finishing"}, self._peers.secret, ASK_S)
+        return any(reply.get("finishing") for reply in replies.values())
+
+
+def leave() -> None:
+    """End this process with exit code 4, whatever its threads stand in; flush what was printed if that is possible."""
+    flushing = OwnThread(_flush, "flush")
+    with contextlib.suppress(RuntimeError):
+        flushing.start()
+        flushing.join(FLUSH_S)
+    remove_folder()
+    os._exit(EXIT_CODE)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()

@@ -1,21 +1,32 @@
-"""The command `offbeat-liveness`, also `python -m offbeat_liveness`."""
+"""The command `offbeat-liveness`, also `python -m offbeat_liveness`: runs a script under watch, or shows dumps."""
 
 import argparse
+import importlib.util
 import json
+import os
+import runpy
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from offbeat_liveness import _dumps, _run
-from offbeat_liveness._diagnosis.diagnosis import find_verdict
-from offbeat_liveness._diagnosis.graph import Scene
+from offbeat_liveness import _dumps
+from offbeat_liveness._diagnosis import find_verdict
+from offbeat_liveness._diagnosis.graph import WaitGraph
 from offbeat_liveness._diagnosis.verdict import Verdict
-from offbeat_liveness._errors import LivenessError
-from offbeat_liveness._process.head import Head, to_data
+from offbeat_liveness._network.job_store import WORKER
+from offbeat_liveness._process.snapshot import ProcessSnapshot, to_data
+from offbeat_liveness._settings import DIRECTORY, POLICY, STALL_AFTER, LivenessError, read_settings
+from offbeat_liveness._watch import watch, watch_when_needed
 
 USAGE_ERROR: Final = 2
+SITE_FOLDER: Final = str(Path(__file__).parent / "_site")
+DEFAULT_POLICY: Final = "abort"
+NO_TORCH: Final = (
+    "offbeat liveness: torch is not installed in this interpreter ({}): only declared waits are watched, and what "
+    "stands beside them (queues, futures, locks, requests); no collectives"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,12 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "show":
             print(_show(Path(options.directory), as_json=options.json))
         else:
-            _run.start_watch(options)
+            start_watch(options)
     except LivenessError as error:
         print(f"offbeat-liveness: {error}", file=sys.stderr)
         return USAGE_ERROR
     if options.command == "run":
-        _run.run_script(options)  # an error of the script ends it as it does without us
+        run_script(options)  # an error of the script ends it as it does without us
     return 0
 
 
@@ -44,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="read the dumps of a run, dead or alive")
     show.add_argument("directory", metavar="DIR")
     show.add_argument("--json", action="store_true", help="verdicts and heads as one JSON object")
-    _run.add_arguments(commands.add_parser("run", help="run a script under watch, with the processes it starts"))
+    add_arguments(commands.add_parser("run", help="run a script under watch, with the processes it starts"))
     return parser
 
 
@@ -62,19 +73,72 @@ def _show(directory: Path, *, as_json: bool) -> str:
     return "\n".join([*told, "", "last heads:", *(_line(head) for head in heads)])
 
 
-def _verdict_of(heads: Sequence[Head]) -> list[Verdict]:
-    """The run died before anybody could lead: what the dumps alone tell."""
+def _verdict_of(heads: Sequence[ProcessSnapshot]) -> list[Verdict]:
     oldest_s = max((wait.age_s for head in heads for wait in head.waits), default=0.0)
     if oldest_s <= 0:
         return []
-    verdict = find_verdict(Scene(heads=heads, stall_after_s=oldest_s, time_s=max(head.time_s for head in heads)))
+    verdict = find_verdict(WaitGraph(heads=heads, stall_after_s=oldest_s, time_s=max(head.time_s for head in heads)))
     return [verdict] if verdict else []
 
 
-def _line(head: Head) -> str:
+def _line(head: ProcessSnapshot) -> str:
     when = time.strftime("%H:%M:%S", time.localtime(head.time_s))
     wait = next(iter(head.waits), None)
     doing = f"in {wait.what} for {wait.age_s:.0f} s" if wait else head.error or "in no wait"
     stack = (wait.stack if wait else ()) or head.error_stack or (head.threads[0].stack if head.threads else ())
     where = f" at {stack[0]}" if stack else ""
     return f"  {when} {head.name} (pid {head.pid} on {head.host}): {head.state}, {doing}{where}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `run`; everything after the script belongs to the script."""
+    parser.add_argument("--stall-after-s", type=float, help=f"default: {STALL_AFTER}, else 60")
+    parser.add_argument(
+        "--policy", choices=("report", "abort", "strict"), help=f"default: {POLICY}, else {DEFAULT_POLICY}"
+    )
+    parser.add_argument("--directory", help=f"where dumps go; default: {DIRECTORY}, else none are written")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name")
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER)
+
+
+def start_watch(options: argparse.Namespace) -> None:
+    """Watch this process and those it starts; without a rank in the environment, from when it enters a world.
+
+    torch is not imported before the script does so itself, so whatever it sets in its environment first still counts.
+
+    Raises:
+        LivenessError: a setting is out of range, or the script does not exist.
+    """
+    if not options.is_module and not Path(options.script).exists():
+        raise LivenessError(f"the script to run must exist: got {options.script!r}; check the path")
+    policy = options.policy or os.environ.get(POLICY) or DEFAULT_POLICY
+    settings = read_settings(options.stall_after_s, policy, options.directory)
+    os.environ[STALL_AFTER] = str(settings.stall_after_s)
+    os.environ[POLICY] = settings.policy
+    if settings.directory is not None:
+        os.environ[DIRECTORY] = str(settings.directory)
+    os.environ[WORKER] = str(os.getpid())
+    _reach_children()
+    if importlib.util.find_spec("torch") is None:
+        print(NO_TORCH.format(sys.executable), file=sys.stderr, flush=True)
+    if os.environ.get("RANK", "").isdecimal():  # a rank, which others may wait for before it has imported anything
+        watch(settings.stall_after_s, settings.policy, settings.directory)
+    else:
+        watch_when_needed(settings)
+
+
+def _reach_children() -> None:
+    """Python processes that are started from here find our sitecustomize first; it runs theirs as well."""
+    known = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    if SITE_FOLDER not in known:
+        os.environ["PYTHONPATH"] = os.pathsep.join([SITE_FOLDER, *known])
+
+
+def run_script(options: argparse.Namespace) -> None:
+    sys.argv[:] = [options.script, *options.arguments]
+    if options.is_module:
+        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(options.script).absolute().parent)
+        runpy.run_path(options.script, run_name="__main__")

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from offbeat_liveness._diagnosis.verdict import Verdict
-from offbeat_liveness._process.crash import plain_name
-from offbeat_liveness._process.head import Head, from_data, to_data
+from offbeat_liveness._process.exceptions import plain_name
+from offbeat_liveness._process.snapshot import ProcessSnapshot, from_data, to_data
 from offbeat_liveness._process.stacks import OwnThread
 
 VERDICT: Final = "verdict.json"
@@ -27,10 +27,7 @@ MAX_VERDICTS: Final = 64  # that wait to be written
 
 
 def write(directory: Path, name: str, data: dict[str, Any]) -> None:
-    """Write a file as a whole; a folder that cannot be written is no reason to disturb the run.
-
-    For this user alone: a dump holds command lines and texts of exceptions.
-    """
+    """Write a file as a whole, for this user alone; a folder that cannot be written does not disturb the run."""
     partial = directory / f".{name}.{os.getpid()}.{secrets.token_hex(4)}.partial"
     with contextlib.suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
@@ -39,8 +36,7 @@ def write(directory: Path, name: str, data: dict[str, Any]) -> None:
         partial.replace(directory / name)
 
 
-def write_head(directory: Path, head: Head) -> None:
-    """The last known state of a process."""
+def write_head(directory: Path, head: ProcessSnapshot) -> None:
     process = f"@{plain_name(head.host)}-{head.pid}.json"  # no "@" is in a name: the pattern finds no other host's
     name = f"{HEAD_PREFIX}{plain_name(head.name)}{process}"
     write(directory, name, {"format": FORMAT, **to_data(head)})
@@ -51,35 +47,29 @@ def write_head(directory: Path, head: Head) -> None:
 
 
 def write_verdict(directory: Path, verdict: Verdict) -> None:
-    """The newest verdict in `verdict.json`, and each one in a file of its own."""
     data = verdict.to_data()
     write(directory, f"verdict-{int(verdict.time_s * 1000)}-{verdict.kind}.json", data)
     write(directory, VERDICT, data)
 
 
 class DumpWriter:
-    """Writes dumps from a thread of its own, so that a folder that hangs holds up nobody.
+    """Writes dumps from a thread of its own, which is there only while there is something to write.
 
-    The thread is there only while there is something to write. What waits is bounded: the newest head of each process,
-    and the newest verdicts, which go first.
-
-    Args:
-        directory: the dump folder; None writes nothing.
+    So a folder that hangs holds up nobody. What waits is bounded: the newest snapshot of each process, and the newest
+    verdicts, which go first. Without a directory nothing is written.
     """
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._changed = threading.Condition()
-        self._heads: dict[str, Head] = {}
+        self._heads: dict[str, ProcessSnapshot] = {}
         self._verdicts: deque[Verdict] = deque(maxlen=MAX_VERDICTS)
         self._is_writing = False
 
-    def write_head(self, head: Head) -> None:
-        """Have the last known state of a process written; returns at once."""
+    def write_head(self, head: ProcessSnapshot) -> None:
         self._have_written(lambda: self._heads.update({head.key: head}))
 
     def write_verdict(self, verdict: Verdict) -> None:
-        """Have a verdict written; returns at once."""
         self._have_written(lambda: self._verdicts.append(verdict))
 
     def flush(self, deadline_s: float) -> bool:
@@ -114,35 +104,25 @@ class DumpWriter:
                 write_head(self._directory, head)
 
 
-def read_heads(directory: Path) -> list[Head]:
-    """All heads in a folder, ranks in order."""
-    heads = [from_data(Head, data) for data in _read_all(directory, f"{HEAD_PREFIX}*.json")]
+def read_heads(directory: Path) -> list[ProcessSnapshot]:
+    heads = [from_data(ProcessSnapshot, data) for data in _read_all(directory, f"{HEAD_PREFIX}*.json")]
     return sorted(heads, key=lambda head: (head.rank is None, head.rank or 0, head.name))
 
 
 def read_verdicts(directory: Path) -> list[Verdict]:
-    """All verdicts in a folder, the oldest first."""
     verdicts = [from_data(Verdict, data) for data in _read_all(directory, "verdict-*.json")]
     return sorted(verdicts, key=lambda verdict: verdict.time_s)
 
 
 def read_addresses(directory: Path) -> list[dict[str, Any]]:
-    """Addresses that processes left there."""
     return _read_all(directory, f"{ADDRESS_PREFIX}*.json")
 
 
 def address_name(machine: str, pid: int) -> str:
-    """File of one process's address."""
     return f"{ADDRESS_PREFIX}{machine}-{pid}.json"
 
 
-def has(directory: Path, name: str) -> bool:
-    """Whether a file is there."""
-    return (directory / name).exists()
-
-
 def remove(directory: Path, name: str) -> None:
-    """Take a file away, if it is there."""
     with contextlib.suppress(OSError):
         (directory / name).unlink()
 

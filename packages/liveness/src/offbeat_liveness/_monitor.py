@@ -8,27 +8,23 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from offbeat_liveness._announcer import Announcer
-from offbeat_liveness._diagnosis.diagnosis import find_verdict, is_over
-from offbeat_liveness._diagnosis.failure import find_failure, is_secondary
-from offbeat_liveness._diagnosis.graph import LATE_S, Scene
+from offbeat_liveness._announcer import Announcer, Ending, leave, say
+from offbeat_liveness._diagnosis import find_verdict, is_over
+from offbeat_liveness._diagnosis.graph import LATE_S, WaitGraph
+from offbeat_liveness._diagnosis.proofs import find_failure, is_secondary
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._dumps import DumpWriter
-from offbeat_liveness._ending import Ending, leave, say
-from offbeat_liveness._network.peers import Key, Peers
+from offbeat_liveness._network.addresses import Key
+from offbeat_liveness._network.peers import Peers
 from offbeat_liveness._network.side_channel import LOOPBACK, Address, Message, ask, ask_all
-from offbeat_liveness._network.silence import witness
-from offbeat_liveness._network.survey import Survey, tell_head
-from offbeat_liveness._process import ledger
-from offbeat_liveness._process.crash import CrashFile
-from offbeat_liveness._process.errors_seen import ThreadErrors
-from offbeat_liveness._process.goodbye import Goodbye, describe
-from offbeat_liveness._process.head import Head, from_data, to_data
-from offbeat_liveness._process.kernel.proc import HOST, pid_state
-from offbeat_liveness._process.left_groups import LeftGroups
-from offbeat_liveness._process.motion import Motion
-from offbeat_liveness._process.reading import read_head
-from offbeat_liveness._process.recorder import flight_recorder
+from offbeat_liveness._network.survey import Survey, head_answer, states_of_pids
+from offbeat_liveness._process import flight_recorder, ledger
+from offbeat_liveness._process.exceptions import CrashFile, ExitHook, ThreadErrors, describe
+from offbeat_liveness._process.proc import HOST, pid_state
+from offbeat_liveness._process.process_groups import LeftGroups
+from offbeat_liveness._process.progress import ProgressTracker
+from offbeat_liveness._process.reading import read_snapshot
+from offbeat_liveness._process.snapshot import ProcessSnapshot, from_data, to_data
 from offbeat_liveness._process.stacks import OwnThread, join_own_threads
 from offbeat_liveness._settings import POLICY, STALL_AFTER, Policy, Settings
 
@@ -36,7 +32,7 @@ PING_S: Final = 0.8  # on a machine under load: who gets no answer leads, and tw
 SUSPENDED_S: Final = 3.0  # a monitor may be late by as much on a machine under load
 MEETING_S: Final = 3.0  # for addresses to come, on a machine under load
 CONFIRM_S: Final = 0.25
-FRESH_S: Final = 0.05  # a head this young need not be read again
+FRESH_S: Final = 0.05  # a snapshot this young is not read again
 NUM_LOOKS: Final = 3
 """So many looks in a row must find the same proof: heads are not read at one instant."""
 MAX_LOOKS: Final = 7
@@ -45,7 +41,7 @@ REPLACED_BY_AGENTS: Final = ("killed", "crashed", "raised")
 """Ends of a process after which torchrun's agents on several hosts form the group anew, by themselves."""
 JOIN_S: Final = 0.05
 JOIN_AT_ONCE_S: Final = 2.0
-FELLOWS_S: Final = 0.3  # for those who fail for the same reason
+FELLOWS_S: Final = 0.3  # for others that fail for the same reason
 FAREWELL_S: Final = 0.2
 FAILURE_S: Final = 2.0
 MAX_FAREWELL_PEERS: Final = 3
@@ -82,8 +78,8 @@ class Monitor:
 
     def __init__(self, settings: Settings, on_verdict: Callable[[Verdict], None] | None = None) -> None:
         self.settings = settings
-        self._motion = Motion(max(SUSPENDED_S, settings.stall_after_s))
-        self._left: dict[Key, Head] = {}
+        self._progress = ProgressTracker(max(SUSPENDED_S, settings.stall_after_s))
+        self._left: dict[Key, ProcessSnapshot] = {}
         self._peers = Peers(settings.directory, settings.name, self._answer)
         self._survey = Survey(self._peers, settings.directory)
         self._dumps = DumpWriter(settings.directory)
@@ -95,7 +91,7 @@ class Monitor:
         self._closed = threading.Event()
         self._looking = threading.Lock()
         self._reading = threading.Lock()
-        self._last_head: Head | None = None
+        self._last_head: ProcessSnapshot | None = None
         self._last_read_s = -1e9
         self._looked_s = self._next_head_s = -1e9
         self._is_leading = self._is_hooked = False
@@ -104,7 +100,7 @@ class Monitor:
         self._complaints: set[str] = set()
         self._crash_file = CrashFile(settings.directory) if settings.directory else None
         self._hook_torch()
-        self._goodbye = Goodbye(self._say_goodbye)
+        self._exit_hook = ExitHook(self._tell_how_it_ended)
         OwnThread(self._run).start()
 
     @property
@@ -117,7 +113,7 @@ class Monitor:
         """Whether `close` was called."""
         return self._closed.is_set()
 
-    def head(self) -> Head:
+    def head(self) -> ProcessSnapshot:
         """What this process does now; one thread reads, and whoever asks meanwhile gets the same."""
         asked_s = time.monotonic()
         with self._reading:
@@ -129,9 +125,9 @@ class Monitor:
         text, stack = describe(self._error)
         return dataclasses.replace(head, state="failed", error=text, error_stack=stack, waits=())
 
-    def _read_head(self) -> Head:
-        head = read_head(
-            self._motion,
+    def _read_head(self) -> ProcessSnapshot:
+        head = read_snapshot(
+            self._progress,
             name=self.settings.name,
             world=self._peers.world,
             rank=self._peers.rank,
@@ -178,7 +174,7 @@ class Monitor:
             self._crash_file.close()
         self._alarm.set()
         self._left_groups.close()
-        self._goodbye.close()
+        self._exit_hook.close()
         self._thread_errors.close()
         self._peers.close()
 
@@ -187,13 +183,13 @@ class Monitor:
         self._closed = threading.Event()
         self._closed.set()
         self._left_groups.close()
-        self._goodbye.close()
+        self._exit_hook.close()
         self._thread_errors.close()
         self._peers.forget()
         if self._crash_file:
             self._crash_file.forget()
 
-    def _look_around(self, stall_after_s: float) -> Scene:
+    def _look_around(self, stall_after_s: float) -> WaitGraph:
         return self._survey.look(self.head(), self._left, stall_after_s=stall_after_s)
 
     def _run(self) -> None:
@@ -211,21 +207,20 @@ class Monitor:
                 self._closed.wait(self.settings.tick_s)
 
     def _complain(self, text: str) -> None:
-        """Say a thing once."""
         if text not in self._complaints:
             self._complaints.add(text)
             say(f"offbeat liveness: {text}")
 
     def _complain_of(self, what: str, error: Exception) -> None:
-        """Say once that something of the monitor's own has failed, in whose thread soever: the program goes on."""
+        """Say once that something of the monitor's own has failed; the program goes on."""
         self._complain(f"pid {os.getpid()}: {what} failed: {type(error).__name__}: {error}")
 
     def _tick(self) -> None:
         self._hook_torch()
-        self._motion.look()
+        self._progress.look()
         half_s = self.settings.stall_after_s / 2
         is_suspect = time.monotonic() >= self._next_head_s and self._is_suspect(half_s)
-        waits_long = is_suspect or self._motion.still_s() >= half_s
+        waits_long = is_suspect or self._progress.still_s() >= half_s
         if self._peers.needs_to_join(waits_long=waits_long) and not self._joining.locked():
             OwnThread(self._join, "join", [waits_long]).start()
         if is_suspect and not self._alarm.is_set():
@@ -278,9 +273,9 @@ class Monitor:
         now_s = time.monotonic()
         if any(now_s - entry.since_s >= half_s for entry in ledger.LEDGER.open_waits()):
             return True
-        if now_s - self._motion.status_since_s >= half_s and self._motion.has_pending():
+        if now_s - self._progress.status_since_s >= half_s and self._progress.has_pending():
             return True
-        return self._motion.has_thread_in_torch(half_s) or self._motion.still_s() >= half_s
+        return self._progress.has_thread_in_torch(half_s) or self._progress.still_s() >= half_s
 
     def _call_leader(self) -> None:
         """Tell the lowest process that answers; that may be this one."""
@@ -290,7 +285,6 @@ class Monitor:
             self._alarm.set()
 
     def _find_leader(self) -> Any:
-        """The lowest other process that answers and is lower than this one; None if there is none."""
         me = self._peers.me()
         others = {key: each for key, each in self._peers.running().items() if key not in self._left}
         lower = {key: each for key, each in others.items() if me is None or each.order < me.order}
@@ -302,7 +296,6 @@ class Monitor:
         return time.monotonic() - self._looked_s >= self._pause_s
 
     def _lead(self) -> None:
-        """Look around, decide, and tell everybody."""
         self._alarm.clear()
         is_meeting = self._peers.is_meeting(self.settings.stall_after_s + MEETING_S)
         if is_meeting or not self._is_time_to_look():
@@ -312,10 +305,10 @@ class Monitor:
                 return
             self._looked_s = time.monotonic()
             self._peers.hear_news()
-            verdict, scene = self._find()
+            verdict, graph = self._find()
             if verdict is not None:
                 self._tell(verdict)
-            elif self.verdict is not None and is_over(scene, self.verdict):
+            elif self.verdict is not None and is_over(graph, self.verdict):
                 self._told.announce_movement()
             self._is_leading = self.verdict is not None  # else whoever still waits calls again
 
@@ -331,7 +324,7 @@ class Monitor:
         if ends or may_end_others:
             self._ending.begin(leads=True, ends=ends and self._error is None)
 
-    def _find(self) -> tuple[Verdict | None, Scene]:
+    def _find(self) -> tuple[Verdict | None, WaitGraph]:
         """A verdict on which several looks in a row agree; looks that never do make a suspicion.
 
         Heads are read one by one, so a run that moves may look stuck. What a process and its descendants do is known
@@ -340,36 +333,33 @@ class Monitor:
         before: Verdict | None = None
         num_alike = 0
         for _ in range(MAX_LOOKS):
-            found, scene = self._look()
+            found, graph = self._look()
             if found is None or (self.verdict is not None and found.key == self.verdict.key):
-                return found, scene
+                return found, graph
             is_alike = before is not None and (before.certainty, before.kind) == (found.certainty, found.kind)
             num_alike = num_alike + 1 if is_alike else 1
             if num_alike == (NUM_LOOKS if must_end(found, "abort") else 2):
-                return found, scene
+                return found, graph
             before = found
             time.sleep(CONFIRM_S)
         assert found is not None
-        return dataclasses.replace(found, certainty="suspicion"), scene
+        return dataclasses.replace(found, certainty="suspicion"), graph
 
-    def _look(self) -> tuple[Verdict | None, Scene]:
-        scene = self._look_around(self.settings.stall_after_s)
-        return find_verdict(scene), scene
+    def _look(self) -> tuple[Verdict | None, WaitGraph]:
+        graph = self._look_around(self.settings.stall_after_s)
+        return find_verdict(graph), graph
 
     def _seat(self) -> tuple[str, int] | None:
-        """World and rank of this process."""
         rank = self._peers.rank
         return (self._peers.world, rank) if self._peers.world and rank is not None else None
 
     def _is_somebody_going(self) -> bool:
-        """Whether a process of this host that has failed is still on its way out."""
         return any(
             head.state == "failed" and head.host == HOST and pid_state(head.pid) == "runs"
             for head in list(self._left.values())
         )
 
     def _answer(self, message: Message) -> Message:
-        """Reply to another monitor; runs in the listener's threads."""
         try:
             return self._reply(message)
         except Exception as error:  # noqa: BLE001 - else the program's threading.excepthook is called with it
@@ -388,7 +378,7 @@ class Monitor:
         if kind == "lead":
             self._alarm.set()
         elif kind == "pids":
-            return witness(message["pids"])
+            return states_of_pids(message["pids"])
         elif kind == "farewell":
             self._hear_farewell(message)
         elif kind == "verdict":
@@ -406,12 +396,12 @@ class Monitor:
         return {"ok": True, "world": self._peers.world}
 
     def _tell_head(self, *, in_brief: bool) -> dict[str, Any]:
-        """Whoever asks has found a stall, so keep it on disk as well."""
+        """Whoever asks has found a stall, so it is written to disk as well."""
         head = self.head()
         self._dumps.write_head(head)
-        return tell_head(dataclasses.replace(head, left=tuple(self._left.values())[-MAX_LEFT:]), in_brief=in_brief)
+        return head_answer(dataclasses.replace(head, left=tuple(self._left.values())[-MAX_LEFT:]), in_brief=in_brief)
 
-    def _say_goodbye(self, error: BaseException | None) -> None:
+    def _tell_how_it_ended(self, error: BaseException | None) -> None:
         """Tell the lowest processes that answer how this one ends; a failure is looked at before it is gone."""
         if self._ending.has_begun:
             self._end_with_the_others(error)
@@ -428,7 +418,7 @@ class Monitor:
         self._ending.give_up()
         self._stop()
 
-    def _tell_farewell(self, head: Head) -> None:
+    def _tell_farewell(self, head: ProcessSnapshot) -> None:
         told = 0
         for address in list(self._peers.running().values())[:MAX_CANDIDATES]:
             reply = ask(address, {"ask": "farewell", "head": to_data(head)}, self._peers.secret, FAREWELL_S)
@@ -454,7 +444,7 @@ class Monitor:
             self._crash_file.close()
         join_own_threads(JOIN_THREADS_S)
 
-    def _have_failure_looked_at(self, head: Head) -> None:
+    def _have_failure_looked_at(self, head: ProcessSnapshot) -> None:
         leader = self._find_leader()
         if leader is None:
             self._look_at_failure()
@@ -463,7 +453,7 @@ class Monitor:
             ask(leader, message, self._peers.secret, FAILURE_S)
 
     def _hear_farewell(self, message: Message) -> None:
-        head = from_data(Head, message["head"])
+        head = from_data(ProcessSnapshot, message["head"])
         self._left[(head.host, head.pid)] = head
         if message.get("look"):
             self._look_at_failure()

@@ -1,4 +1,4 @@
-"""Settings of the monitor, and how they are read from the environment."""
+"""Settings of the monitor, how they are read from the environment, and what a caller can put right."""
 
 import math
 import os
@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, cast, get_args
 
-from offbeat_liveness._errors import LivenessError
-
 Policy = Literal["report", "abort", "strict"]
-
 STALL_AFTER: Final = "OFFBEAT_STALL_AFTER_S"
 DIRECTORY: Final = "OFFBEAT_LIVENESS_DIR"
 POLICY: Final = "OFFBEAT_LIVENESS_POLICY"
 GRACE: Final = "OFFBEAT_LIVENESS_GRACE_S"
 DEFAULT_STALL_AFTER_S: Final = 60.0
 DEFAULT_GRACE_S: Final = 10.0
+
+
+class LivenessError(ValueError):
+    """A setting is out of range, or a script or folder is missing; says what was required, and what was got."""
 
 
 @dataclass(frozen=True, kw_only=True)

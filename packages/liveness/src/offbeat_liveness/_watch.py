@@ -1,23 +1,95 @@
-"""Turns the monitor on: once per process; in forked children as soon as they enter a world or declare a wait."""
+"""Turns the monitor on: once per process; in forked children as soon as they enter a world or declare a wait.
+
+That a process is about to enter a world is seen without importing torch and without a thread: `init_process_group`
+finds `rendezvous` and `_new_process_group_helper` among the globals of its module, so these two are what is replaced.
+"""
 
 import dataclasses
+import functools
 import os
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Final
+from types import ModuleType
+from typing import Any, Final
 
+from offbeat_liveness._announcer import say
 from offbeat_liveness._diagnosis.verdict import Verdict
-from offbeat_liveness._ending import say
 from offbeat_liveness._monitor import Monitor
-from offbeat_liveness._network.invitation import read_invitation
-from offbeat_liveness._process import ledger, process_groups, world_entry
+from offbeat_liveness._network.addresses import read_invitation
+from offbeat_liveness._process import ledger, process_groups
+from offbeat_liveness._process.ledger import LEDGER, Entry
 from offbeat_liveness._settings import Policy, Settings, read_settings
 
+TARGET: Final = "torch.distributed.distributed_c10d"
+WORLD_CALLS: Final = ("rendezvous", "_new_process_group_helper")
+_BEFORE_WORLD: Final[list[Callable[[], None]]] = []
 _LOCK: Final = threading.Lock()
 _MONITORS: Final[list[Monitor]] = []
 _PENDING: Final[list[Settings]] = []
 """Settings of a watch that begins when there is something to see."""
+
+
+def call_before_entering_world(call: Callable[[], None]) -> None:
+    """Have something called in each thread that enters, before it waits for anybody; the last given counts."""
+    _BEFORE_WORLD[:] = [call]
+    module = sys.modules.get(TARGET)
+    if module is not None and all(hasattr(module, name) for name in WORLD_CALLS):
+        _hook_world_calls(module)
+    elif not any(isinstance(each, _Finder) for each in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def stop_calling_before_world() -> None:
+    _BEFORE_WORLD.clear()
+    sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _Finder)]
+
+
+def _hook_world_calls(module: ModuleType) -> None:
+    for name in WORLD_CALLS:
+        entry = getattr(module, name)
+        if not hasattr(entry, "_offbeat_liveness"):
+            setattr(module, name, _announcing(entry))
+
+
+def _announcing(entry: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(entry)
+    def enter(*args: Any, **named: Any) -> Any:
+        for call in _BEFORE_WORLD.copy():
+            call()
+        number = LEDGER.enter(Entry(kind="rendezvous", what=entry.__name__))
+        try:
+            return entry(*args, **named)
+        finally:
+            LEDGER.leave(number)
+
+    enter._offbeat_liveness = True  # type: ignore[attr-defined]
+    return enter
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find the module as the others would, and hook it once it is loaded."""
+        if name != TARGET:
+            return None
+        sys.meta_path[:] = [each for each in sys.meta_path if each is not self]
+        found = (each.find_spec(name, path, target) for each in list(sys.meta_path))
+        spec = next((each for each in found if each is not None), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_hook(module: ModuleType) -> None:
+            execute(module)
+            _hook_world_calls(module)
+
+        spec.loader.exec_module = execute_and_hook  # type: ignore[method-assign]
+        return spec
 
 
 def watch(
@@ -86,9 +158,9 @@ def _be_pending(settings: Settings | None) -> None:
     _PENDING[:] = [settings] if settings else []
     ledger.before_wait(_begin if settings else None)
     if settings:
-        world_entry.before_entering(_begin)
+        call_before_entering_world(_begin)
     else:
-        world_entry.forget()
+        stop_calling_before_world()
 
 
 def _begin() -> None:

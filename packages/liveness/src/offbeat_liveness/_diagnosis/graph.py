@@ -1,15 +1,44 @@
 """The wait-for graph: from what each process says of itself, who waits for whom. Pure: no clock, no torch."""
 
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Final, Literal
 
-from offbeat_liveness._diagnosis.difference import difference
-from offbeat_liveness._process.head import Collective, GroupHead, Head, OutsideWait, ThreadHead, Wait
+from offbeat_liveness._process.snapshot import (
+    Collective,
+    GroupSnapshot,
+    OutsideWait,
+    ProcessSnapshot,
+    ThreadSnapshot,
+    Wait,
+)
 
+# Operations whose inputs must be alike on all members, and those whose outputs must be; the rest may differ by rank.
+# nccl gathers and scatters lists unevenly too; gloo does not.
+LIKE_INPUTS: Final = frozenset(
+    {"all_reduce", "allreduce", "all_reduce_coalesced", "broadcast", "reduce", "all_gather_base",
+     "all_gather_into_tensor", "all_gather_single", "allgather_base", "reduce_scatter_base", "reduce_scatter_single",
+     "reduce_scatter_tensor"}
+)  # fmt: skip
+LIKE_INPUTS_ON_GLOO: Final = frozenset({"all_gather", "allgather", "gather", "reduce_scatter"})
+LIKE_OUTPUTS: Final = frozenset({"scatter"})
+# Operations that copy bytes: the members may call these by different types, such as a view of uint8.
+COPIES: Final = frozenset(
+    {"all_gather", "all_gather_base", "all_gather_into_tensor", "all_gather_single", "allgather", "allgather_base",
+     "broadcast", "gather", "scatter"}
+)  # fmt: skip
+BYTES: Final = {
+    1: ("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e4m3fnuz", "Float8_e5m2", "Float8_e5m2fnuz", "Float8_e8m0fnu"),
+    2: ("Half", "BFloat16", "Short", "UInt16"),
+    4: ("Float", "Int", "UInt32", "ComplexHalf"),
+    8: ("Double", "Long", "UInt64", "ComplexFloat"),
+    16: ("ComplexDouble",),
+}
+BYTES_OF: Final = {kind: size for size, kinds in BYTES.items() for kind in kinds}
 Fate = Literal[
     "killed", "crashed", "exited", "left", "raised", "stopped", "silent", "unreachable", "never-came", "unwatched"
 ]
@@ -17,7 +46,6 @@ Obstacle = tuple[str, Collective | None, "Reason"]
 Reason = Literal[
     "absent", "left", "not-entered", "unknown", "other-op", "other-shape", "peer", "producer", "outside", "nobody"
 ]
-
 SETTLED: Final = 0.25  # share of stall_after_s after which a wait, or a quiet process, counts as standing
 BUSY: Final = 0.25  # share of a core from which a process without new lines counts as computing
 AWAY: Final = frozenset({"http", "socket", "ray", "subprocess", "terminal", "debugger", "sleep"})
@@ -44,6 +72,41 @@ MEETINGS: Final = frozenset(
 ENTRY: Final = "init_process_group"
 
 
+def difference(mine: Collective, theirs: Collective) -> Literal["other-op", "other-shape"] | None:
+    if mine.op != theirs.op:
+        return "other-op"
+    alike = LIKE_INPUTS | LIKE_INPUTS_ON_GLOO if mine.backend == "gloo" else LIKE_INPUTS
+    if mine.op in alike and _differ(mine.op, mine.inputs, theirs.inputs):
+        return "other-shape"
+    return "other-shape" if mine.op in LIKE_OUTPUTS and _differ(mine.op, mine.outputs, theirs.outputs) else None
+
+
+def _differ(op: str, mine: Sequence[str], theirs: Sequence[str]) -> bool:
+    """Whether a backend cannot bring two lists of tensors together; a copy needs as many bytes, nothing more."""
+    amounts, others = _amounts(mine), _amounts(theirs)
+    are_of_one_type = [kind for kind, _ in amounts] == [kind for kind, _ in others]
+    if are_of_one_type or op not in COPIES:
+        return amounts != others
+    if any(kind not in BYTES_OF for kind, _ in (*amounts, *others)):
+        return False  # nobody knows how long these are
+    return _num_bytes(amounts) != _num_bytes(others)
+
+
+def _num_bytes(amounts: Sequence[tuple[str, int]]) -> int:
+    return sum(BYTES_OF[kind] * number for kind, number in amounts)
+
+
+def _amounts(tensors: Sequence[str]) -> list[tuple[str, int]]:
+    """Type and number of elements of each tensor: a backend compares no more, so [6] and [2, 3] get on."""
+    return [_amount(each) for each in tensors]
+
+
+@cache
+def _amount(tensor: str) -> tuple[str, int]:
+    kind, _, shape = tensor.partition("[")
+    return kind, math.prod(int(size) for size in shape.rstrip("]").split(",") if size.strip())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Absent:
     """A process that gave no answer.
@@ -63,7 +126,7 @@ class Absent:
     world: str = ""
     fate: Fate
     text: str = ""
-    head: Head | None = None
+    head: ProcessSnapshot | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +148,7 @@ class Edge:
     wait: Wait
     reason: Reason
     actor: str = ""
-    group: GroupHead | None = None
+    group: GroupSnapshot | None = None
     mine: Collective | None = None
     theirs: Collective | None = None
     is_certain: bool = True
@@ -115,7 +178,7 @@ class Edge:
 
 
 @dataclass(kw_only=True)
-class Scene:
+class WaitGraph:
     """All that is known at one moment.
 
     Args:
@@ -125,7 +188,7 @@ class Scene:
         time_s: now, seconds since the epoch.
     """
 
-    heads: Sequence[Head]
+    heads: Sequence[ProcessSnapshot]
     absent: Sequence[Absent] = ()
     stall_after_s: float
     time_s: float = 0.0
@@ -134,32 +197,29 @@ class Scene:
     def __post_init__(self) -> None:
         """Two worlds may both have a rank 0, and all ranks may have been given one name: tell them apart."""
         places: dict[str, set[tuple[str, int | None]]] = {}
-        everybody: list[Head | Absent] = [*self.heads, *self.absent]
+        everybody: list[ProcessSnapshot | Absent] = [*self.heads, *self.absent]
         for each in everybody:
             places.setdefault(each.name, set()).add((each.world, each.rank))
         self.heads = [dataclasses.replace(each, name=_full_name(each, places[each.name])) for each in self.heads]
         self.absent = [dataclasses.replace(each, name=_full_name(each, places[each.name])) for each in self.absent]
 
     @cached_property
-    def head_by_name(self) -> dict[str, Head]:
-        """Processes that answered."""
+    def by_name(self) -> dict[str, ProcessSnapshot]:
         return {head.name: head for head in self.heads}
 
     @cached_property
     def absent_by_name(self) -> dict[str, Absent]:
-        """Processes that did not."""
         return {each.name: each for each in self.absent}
 
     @cached_property
     def name_by_rank(self) -> dict[tuple[str, int], str]:
-        """Names by world and rank."""
-        everybody: list[Head | Absent] = [*self.heads, *self.absent]
+        everybody: list[ProcessSnapshot | Absent] = [*self.heads, *self.absent]
         now = {(each.world, each.rank): each.name for each in everybody if each.rank is not None}
         return {(left.world, left.rank): head.name for head in self.heads for left in head.left_groups} | now
 
     @cached_property
     def edges(self) -> list[Edge]:
-        """The graph over all waits that have settled."""
+        """Edges of all waits that have lasted long enough."""
         least_s = SETTLED * self.stall_after_s
         return [
             edge
@@ -181,7 +241,7 @@ class Scene:
             for name in self.other_side(head, wait.outside)
         ]
 
-    def other_side(self, head: Head, outside: OutsideWait) -> list[str]:
+    def other_side(self, head: ProcessSnapshot, outside: OutsideWait) -> list[str]:
         """Names of the watched processes that a wait outside torch.distributed is for."""
         host, _, port = outside.address.rpartition(":")
         is_here = host.startswith("127.") or host in ("localhost", "::1", "[::1]")
@@ -195,8 +255,7 @@ class Scene:
         return [name for name in dict.fromkeys(found) if name != head.name]
 
     @cached_property
-    def stalled(self) -> list[tuple[Head, Wait]]:
-        """Waits that have lasted too long, the oldest first."""
+    def stalled(self) -> list[tuple[ProcessSnapshot, Wait]]:
         found = [
             (head, wait)
             for head in self.heads
@@ -216,19 +275,19 @@ class Scene:
         return found
 
     def awaited(self, edge: Edge) -> list[str]:
-        """All that the wait of an edge waits for; the graph itself holds a few of many."""
-        head = self.head_by_name[edge.waiter]
+        """All processes that the wait of an edge needs; the graph itself holds at most MAX_TARGETS."""
+        head = self.by_name[edge.waiter]
         if edge.wait.kind == "collective" and edge.group is not None:
             mine = edge.group.at(edge.wait.seq)
             way = self._in_the_way(head, edge.group, edge.wait.seq, mine)
             return [name for name, _, _ in way if name != edge.waiter]
         return [each.target for each in self.edges_from(edge.waiter) if each.wait == edge.wait]
 
-    def needed_by(self, head: Head) -> set[str]:
+    def needed_by(self, head: ProcessSnapshot) -> set[str]:
         """All that a process waits for, however short a time, without a deadline of its own."""
         return {edge.target for wait in head.waits for edge in self._edges_of(head, wait) if edge.is_binding}
 
-    def _is_held_up(self, head: Head, wait: Wait) -> bool:
+    def _is_held_up(self, head: ProcessSnapshot, wait: Wait) -> bool:
         """Whether a thread stands in a wait, rather than going on beside an operation that it has posted.
 
         A process that computes beside an operation of gloo is not in it; a host that waits for a device may use a whole
@@ -243,11 +302,9 @@ class Scene:
         return still_s >= SETTLED * self.stall_after_s and not computes
 
     def edges_from(self, name: str) -> list[Edge]:
-        """What one process waits for."""
         return self._edges_by_waiter.get(name, [])
 
     def reach(self, names: Iterable[str]) -> list[Edge]:
-        """All edges on the way from some processes to whatever they wait for in the end."""
         open_names, seen, found = deque(names), set(), []
         while open_names:
             name = open_names.popleft()
@@ -259,13 +316,11 @@ class Scene:
             open_names.extend(edge.target for edge in edges)
         return found
 
-    def is_moving(self, head: Head, thread: str = "") -> bool:
+    def is_moving(self, head: ProcessSnapshot, thread: str = "") -> bool:
         """New lines or new entries lately, or computing, with ten times the patience.
 
-        Args:
-            head: of the process.
-            thread: name of the one that has to act. While it waits for something outside of the process, what the
-                other threads communicate brings nothing nearer.
+        While the thread that has to act waits for something outside of the process, what its other threads
+        communicate does not count.
         """
         if head.tree_busy >= TREE_BUSY:
             return True
@@ -275,7 +330,7 @@ class Scene:
             return True
         return head.busy >= BUSY and head.still_s < COMPUTE_PATIENCE * self.stall_after_s
 
-    def _stands_alone(self, thread: ThreadHead) -> bool:
+    def _stands_alone(self, thread: ThreadSnapshot) -> bool:
         is_away = thread.outside is not None and thread.outside.kind in AWAY
         return is_away and thread.still_s >= SETTLED * self.stall_after_s
 
@@ -283,7 +338,7 @@ class Scene:
         """Names of ranks in a world; "rank N" for one that nobody knows."""
         return [self.name_by_rank.get((world, rank), f"rank {rank}") for rank in ranks]
 
-    def _edges_of(self, head: Head, wait: Wait) -> Iterator[Edge]:
+    def _edges_of(self, head: ProcessSnapshot, wait: Wait) -> Iterator[Edge]:
         if wait.kind == "collective":
             yield from self._collective_edges(head, wait)
         elif wait.kind == "barrier" or (wait.kind == "rendezvous" and wait.what in MEETINGS):
@@ -300,7 +355,7 @@ class Scene:
         elif wait.kind == "declared" and wait.on:
             yield from self._producer_edges(head, wait)
 
-    def _producer_edges(self, head: Head, wait: Wait) -> Iterator[Edge]:
+    def _producer_edges(self, head: ProcessSnapshot, wait: Wait) -> Iterator[Edge]:
         """Any of a role may act; who has ended in order is of no interest while another may."""
         targets = [name for name in self._named(wait.on) or [wait.on] if name != head.name]
         fates = {name: self.absent_by_name[name].fate for name in targets if name in self.absent_by_name}
@@ -312,7 +367,7 @@ class Scene:
                     is_certain=not may_act or may_act == [name],
                 )  # fmt: skip
 
-    def _collective_edges(self, head: Head, wait: Wait) -> Iterator[Edge]:
+    def _collective_edges(self, head: ProcessSnapshot, wait: Wait) -> Iterator[Edge]:
         group = _group_named(head, wait.group)
         if group is None:
             return
@@ -324,7 +379,9 @@ class Scene:
                     group=group, mine=mine, theirs=theirs,
                 )  # fmt: skip
 
-    def _in_the_way(self, head: Head, group: GroupHead, seq: int, mine: Collective | None) -> list[Obstacle]:
+    def _in_the_way(
+        self, head: ProcessSnapshot, group: GroupSnapshot, seq: int, mine: Collective | None
+    ) -> list[Obstacle]:
         """Members that hold up one collective, absent and idle ones first; who waits in it alike shares the answer."""
         alike = (mine.op, mine.inputs, mine.outputs) if mine else None
         key = (head.world, group.key, seq, alike)
@@ -339,42 +396,42 @@ class Scene:
             self._obstacles[key] = sorted(known or found, key=lambda each: self._waits_itself(each[0]))
         return self._obstacles[key]
 
-    def members(self, head: Head, group: GroupHead) -> list[str]:
+    def members(self, head: ProcessSnapshot, group: GroupSnapshot) -> list[str]:
         """Names of a group's members; of a group across worlds those that are watched."""
         if group.is_foreign:
             return [each.name for each in self.heads if each.group(group.key) is not None]
         return self._members(head.world, group.ranks)
 
-    def _actor(self, name: str, group: GroupHead | None) -> str:
+    def _actor(self, name: str, group: GroupSnapshot | None) -> str:
         """The thread by which a process takes part in a group, "" where that is not known."""
-        theirs = self.head_by_name[name].group(group.key) if group and name in self.head_by_name else None
+        theirs = self.by_name[name].group(group.key) if group and name in self.by_name else None
         return theirs.worker if theirs else ""
 
-    def _has_left(self, name: str, world: str, group: GroupHead | None) -> bool:
-        head = self.head_by_name.get(name)
+    def _has_left(self, name: str, world: str, group: GroupSnapshot | None) -> bool:
+        head = self.by_name.get(name)
         return head is not None and group is not None and head.left_group(world, group.key) is not None
 
     def _waits_itself(self, name: str) -> bool:
-        head = self.head_by_name.get(name)
+        head = self.by_name.get(name)
         return head is not None and bool(head.waits)
 
     def _obstacle(
-        self, name: str, world: str, group: GroupHead, seq: int, mine: Collective | None
+        self, name: str, world: str, group: GroupSnapshot, seq: int, mine: Collective | None
     ) -> tuple[Collective | None, Reason | None]:
         absent = self.absent_by_name.get(name)
-        other = absent.head if absent else self.head_by_name.get(name)
+        other = absent.head if absent else self.by_name.get(name)
         theirs = other.group(group.key) if other else None
         left = other.left_group(world, group.key) if other and theirs is None else None
         if left is not None:
             return _compare(left, seq, mine, "left")
-        return _compare(theirs, seq, mine, "absent" if name not in self.head_by_name else None)
+        return _compare(theirs, seq, mine, "absent" if name not in self.by_name else None)
 
-    def _meeting_edges(self, head: Head, wait: Wait) -> Iterator[Edge]:
+    def _meeting_edges(self, head: ProcessSnapshot, wait: Wait) -> Iterator[Edge]:
         """Everybody who should be in the same call and is not; nothing numbers these calls."""
         group = _group_named(head, wait.group)
         ranks = wait.peers or (group.ranks if group else range(head.world_size))
         for name in self._members(head.world, ranks):
-            other = self.head_by_name.get(name)
+            other = self.by_name.get(name)
             same = (wait.kind, wait.what, wait.group, wait.on)
             there = other is not None and any(
                 (each.kind, each.what, each.group, each.on) == same for each in other.waits
@@ -391,12 +448,12 @@ class Scene:
 
     def _named(self, on: str) -> list[str]:
         """Processes that a declared wait means: by name, or by role ("rollouter" for "rollouter-0")."""
-        names = [*self.head_by_name, *self.absent_by_name]
+        names = [*self.by_name, *self.absent_by_name]
         exact = [name for name in names if name == on]
         return exact or [name for name in names if name.startswith((f"{on}-", f"{on} ", f"{on}/", f"{on}["))]
 
 
-def _has_left_world(other: Head, head: Head) -> bool:
+def _has_left_world(other: ProcessSnapshot, head: ProcessSnapshot) -> bool:
     """Whether a process has destroyed the group of all ranks of another's world.
 
     A side group of all ranks is not the world: whoever has left that has no group any more.
@@ -406,7 +463,7 @@ def _has_left_world(other: Head, head: Head) -> bool:
     return has_left and not is_in_it
 
 
-def _has_made(other: Head, head: Head, ranks: Iterable[int]) -> bool:
+def _has_made(other: ProcessSnapshot, head: ProcessSnapshot, ranks: Iterable[int]) -> bool:
     """Whether a process has a group of some ranks already, which another of its world is still about to make.
 
     Torch lets each of them go as soon as it is ready itself.
@@ -416,7 +473,7 @@ def _has_made(other: Head, head: Head, ranks: Iterable[int]) -> bool:
     return other.world == head.world and any(set(group.ranks) == set(ranks) for group in made)
 
 
-def _full_name(each: Head | Absent, places: set[tuple[str, int | None]]) -> str:
+def _full_name(each: ProcessSnapshot | Absent, places: set[tuple[str, int | None]]) -> str:
     """A name, with what tells those apart who share it."""
     ranks, worlds = {rank for _, rank in places}, {world for world, _ in places}
     parts = [f"rank {each.rank}"] if len(ranks) > 1 else []
@@ -424,20 +481,17 @@ def _full_name(each: Head | Absent, places: set[tuple[str, int | None]]) -> str:
     return f"{each.name} ({', '.join(parts)})" if parts else each.name
 
 
-def _group_named(head: Head, name: str) -> GroupHead | None:
+def _group_named(head: ProcessSnapshot, name: str) -> GroupSnapshot | None:
     return next((each for each in head.groups if each.name == name), None)
 
 
 def _compare(
-    theirs_group: GroupHead | None, seq: int, mine: Collective | None, gone: Literal["absent", "left"] | None
+    theirs_group: GroupSnapshot | None, seq: int, mine: Collective | None, gone: Literal["absent", "left"] | None
 ) -> tuple[Collective | None, Reason | None]:
     """Why a member holds up collective `seq` of a group; no reason if it is in it, alike.
 
-    Args:
-        theirs_group: how far that member has come in the group, None if it has no such group.
-        seq: number of the collective.
-        mine: the collective of whoever waits, if it is remembered.
-        gone: how the member went, None for one that is there.
+    `theirs_group` is how far that member has come in the group, `mine` the collective of whoever waits if it is
+    remembered, `gone` how the member went.
     """
     theirs = theirs_group.at(seq) if theirs_group else None
     if theirs is None and theirs_group is not None:

@@ -1,21 +1,17 @@
-"""What may be a hang, and may be a pause that is as it should be. Pure.
+"""What may be a hang, and may be a healthy pause. Pure.
 
 A suspicion is said once, with names and lines, and acted upon only at the timeout of what is waited in.
 """
 
 from collections.abc import Sequence
 
-from offbeat_liveness._diagnosis.build import build_verdict
-from offbeat_liveness._diagnosis.cycles import find_cycle
-from offbeat_liveness._diagnosis.graph import COMPUTE_PATIENCE, ENDED, Edge, Scene
-from offbeat_liveness._diagnosis.proofs import cycle_verdict
-from offbeat_liveness._diagnosis.verdict import Verdict, VerdictKind, join_names, name_of_group
-from offbeat_liveness._diagnosis.wording import (
+from offbeat_liveness._diagnosis.build import (
     ADVICE,
     FATES,
     absent_party,
     advice_for,
     are,
+    build_verdict,
     call_text,
     group_of,
     in_order,
@@ -25,162 +21,159 @@ from offbeat_liveness._diagnosis.wording import (
     same_wait,
     waiters,
 )
-from offbeat_liveness._process.head import Head, OutsideWait, Wait
+from offbeat_liveness._diagnosis.graph import COMPUTE_PATIENCE, ENDED, Edge, WaitGraph
+from offbeat_liveness._diagnosis.proofs import cycle_verdict, find_cycle
+from offbeat_liveness._diagnosis.verdict import Verdict, VerdictKind, join_names, name_of_group
+from offbeat_liveness._process.snapshot import OutsideWait, ProcessSnapshot, Wait
 
 
-def find_suspicion(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
+def find_suspicion(graph: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
     """What a stall may be, where nothing is proved; whoever has only posted an operation may be about to act."""
     edges = [edge for edge in edges if not edge.wait.is_posted] or edges
-    found = _absence(scene, edges) or _cycle(scene, edges)
+    found = _absence(graph, edges) or _cycle(graph, edges)
     if found is not None:
         return found
     waiting = {edge.waiter for edge in edges}
-    ends = [edge for edge in edges if edge.target not in waiting and edge.target in scene.head_by_name]
-    return (_idle_end(scene, edges, ends) if ends else None) or _no_end(scene)
+    ends = [edge for edge in edges if edge.target not in waiting and edge.target in graph.by_name]
+    return (_idle_end(graph, edges, ends) if ends else None) or _no_end(graph)
 
 
-def _absence(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
-    """Somebody in the way gives no answer, or is not known at all."""
+def _absence(graph: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
     reached = {edge.target: edge for edge in edges}
-    gone = [each for each in scene.absent if each.name in reached]
-    strangers = [
-        edge for edge in edges if edge.target not in scene.head_by_name and edge.target not in scene.absent_by_name
-    ]
+    gone = [each for each in graph.absent if each.name in reached]
+    strangers = [edge for edge in edges if edge.target not in graph.by_name and edge.target not in graph.absent_by_name]
     if not gone and not strangers:
         return None
     if strangers and not gone and strangers[0].reason == "producer":
-        return _unknown_producer(scene, edges, strangers[0])
+        return _unknown_producer(graph, edges, strangers[0])
     names = list(dict.fromkeys([each.name for each in gone] + [edge.target for edge in strangers]))
     edge = reached[names[0]]
     fate = gone[0].fate if gone else "never-came"
     ended = gone and gone[0].fate in ENDED  # while whoever waits for it has a deadline of its own
     kind: VerdictKind = "dead-peer" if ended or fate in ("stopped", "silent") else "missing-member"
-    headline = f"{are(names, FATES[fate])}; {waiters(scene, edge)} in {call_text(edge.wait, edge.group)}"
+    headline = f"{are(names, FATES[fate])}; {waiters(graph, edge)} in {call_text(edge.wait, edge.group)}"
     first = [absent_party(each) for each in gone]
-    advice = advice_for(gone[0], scene) if gone else ADVICE[fate]
-    return build_verdict(scene, kind, headline, edges, edge, missing=names, first=first, advice=advice)
+    advice = advice_for(gone[0], graph) if gone else ADVICE[fate]
+    return build_verdict(graph, kind, headline, edges, edge, missing=names, first=first, advice=advice)
 
 
-def _unknown_producer(scene: Scene, edges: Sequence[Edge], edge: Edge) -> Verdict:
+def _unknown_producer(graph: WaitGraph, edges: Sequence[Edge], edge: Edge) -> Verdict:
     headline = f"{edge.waiter} waits in {edge.wait.what} for {edge.target!r}; nothing of that name is watched"
     advice = f"start {edge.target!r} and let it call liveness.watch(name=...), or correct on={edge.wait.on!r}"
-    return build_verdict(scene, "starved", headline, edges, edge, missing=[edge.target], advice=advice)
+    return build_verdict(graph, "starved", headline, edges, edge, missing=[edge.target], advice=advice)
 
 
-def _cycle(scene: Scene, edges: Sequence[Edge]) -> Verdict | None:
+def _cycle(graph: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
     """Processes that wait for each other in a circle, though one of them has a deadline, or a thread that may act."""
     known = [edge for edge in edges if edge.reason != "unknown"]
-    cycle = find_cycle([*known, *scene.outside_edges])
-    return cycle_verdict(scene, cycle, is_proof=False) if cycle else None
+    cycle = find_cycle([*known, *graph.outside_edges])
+    return cycle_verdict(graph, cycle, is_proof=False) if cycle else None
 
 
-def _idle_end(scene: Scene, edges: Sequence[Edge], ends: Sequence[Edge]) -> Verdict | None:
-    """Somebody in the way stands in no wait of torch's: idle, in a wait outside, or slow."""
-    quiet = [edge for edge in ends if not scene.is_moving(scene.head_by_name[edge.target], edge.thread)]
+def _idle_end(graph: WaitGraph, edges: Sequence[Edge], ends: Sequence[Edge]) -> Verdict | None:
+    quiet = [edge for edge in ends if not graph.is_moving(graph.by_name[edge.target], edge.thread)]
     if not quiet:
-        return _straggler(scene, edges, ends)
+        return _straggler(graph, edges, ends)
     edge = max(quiet, key=lambda each: each.wait.age_s)
-    idle = {each.target for each in quiet if same_wait(scene, each, edge)}
-    awaited = scene.awaited(edge)
-    idle |= {name for name in awaited if name in scene.head_by_name and _is_idle(scene, scene.head_by_name[name], edge)}
+    idle = {each.target for each in quiet if same_wait(graph, each, edge)}
+    awaited = graph.awaited(edge)
+    idle |= {name for name in awaited if name in graph.by_name and _is_idle(graph, graph.by_name[name], edge)}
     names = in_order(idle)
-    why = outside_chain(scene, names[0])
+    why = outside_chain(graph, names[0])
     if edge.wait.kind == "declared":
-        headline = f"{waiters(scene, edge)} in {edge.wait.what}; {are(names, 'idle')}{why}"
-        return build_verdict(scene, "starved", headline, edges, edge, missing=names, advice=ADVICE["starved"])
+        headline = f"{waiters(graph, edge)} in {edge.wait.what}; {are(names, 'idle')}{why}"
+        return build_verdict(graph, "starved", headline, edges, edge, missing=names)
     came = "has not come" if len(names) == 1 else "have not come"
-    headline = f"{join_names(names)} {came} to {call_text(edge.wait, edge.group)}{why}; {waiters(scene, edge)} in it"
+    headline = f"{join_names(names)} {came} to {call_text(edge.wait, edge.group)}{why}; {waiters(graph, edge)} in it"
     advice = ADVICE["elsewhere" if why else "missing-member"]
-    return build_verdict(scene, "missing-member", headline, edges, edge, missing=names, advice=advice)
+    return build_verdict(graph, "missing-member", headline, edges, edge, missing=names, advice=advice)
 
 
-def _is_idle(scene: Scene, head: Head, edge: Edge) -> bool:
+def _is_idle(graph: WaitGraph, head: ProcessSnapshot, edge: Edge) -> bool:
     in_torch = any(wait.kind != "outside" and not wait.is_posted for wait in head.waits)
-    return not in_torch and not scene.is_moving(head, edge.thread)
+    return not in_torch and not graph.is_moving(head, edge.thread)
 
 
-def _straggler(scene: Scene, edges: Sequence[Edge], ends: Sequence[Edge]) -> Verdict | None:
+def _straggler(graph: WaitGraph, edges: Sequence[Edge], ends: Sequence[Edge]) -> Verdict | None:
     """Slow but moving. A declared wait may last as long as its deadline says while its producer moves."""
-    late = [edge for edge in ends if edge.wait.age_s >= _patience_s(scene, edge.wait)]
+    late = [edge for edge in ends if edge.wait.age_s >= _patience_s(graph, edge.wait)]
     if not late:
         return None
     edge = max(late, key=lambda each: each.wait.age_s)
     names = sorted({each.target for each in late}, key=name_order)
-    why = outside_chain(scene, names[0])
-    headline = f"{are(names, 'slow, and moving')}{why}; {waiters(scene, edge)} in {call_text(edge.wait, edge.group)}"
-    return build_verdict(scene, "straggler", headline, edges, edge, missing=names, advice=ADVICE["straggler"])
+    why = outside_chain(graph, names[0])
+    headline = f"{are(names, 'slow, and moving')}{why}; {waiters(graph, edge)} in {call_text(edge.wait, edge.group)}"
+    return build_verdict(graph, "straggler", headline, edges, edge, missing=names)
 
 
-def _no_end(scene: Scene) -> Verdict | None:
+def _no_end(graph: WaitGraph) -> Verdict | None:
     """Stalled waits that lead nowhere: nobody is missing, or nobody knows who should act."""
-    leading = {(edge.waiter, edge.wait) for edge in scene.edges if not _is_in_it_too(scene, edge)}
-    for head, wait in scene.stalled:
+    leading = {(edge.waiter, edge.wait) for edge in graph.edges if not _is_in_it_too(graph, edge)}
+    for head, wait in graph.stalled:
         if (head.name, wait) not in leading:
             edge = Edge(waiter=head.name, target="", wait=wait, reason="nobody", group=group_of(head, wait))
             unsure = wait.kind in ("store", "declared")
-            found = _nobodys_turn(scene, head, edge) if unsure else _unending(scene, head, edge)
+            found = _nobodys_turn(graph, head, edge) if unsure else _unending(graph, head, edge)
             if found is not None:
                 return found
     return None
 
 
-def _is_in_it_too(scene: Scene, edge: Edge) -> bool:
+def _is_in_it_too(graph: WaitGraph, edge: Edge) -> bool:
     """Whether somebody of whom the recorder tells nothing stands in the same call, as its stack says."""
-    head = scene.head_by_name.get(edge.target)
+    head = graph.by_name.get(edge.target)
     return edge.reason == "unknown" and head is not None and any(same_call(each, edge.wait) for each in head.waits)
 
 
-def _nobodys_turn(scene: Scene, head: Head, edge: Edge) -> Verdict | None:
+def _nobodys_turn(graph: WaitGraph, head: ProcessSnapshot, edge: Edge) -> Verdict | None:
     """A wait that does not name who has to act: whoever moves may be about to."""
     wait = edge.wait
     what = (
         f"key {wait.on!r}, which nobody has set" if wait.kind == "store" else (wait.on or "a producer it does not name")
     )
     headline = f"{head.name} waits in {wait.what} for {what}"
-    stuck = {each.name for each, _ in scene.stalled}
-    moving = [each.name for each in scene.heads if each.name not in stuck and scene.is_moving(each)]
+    stuck = {each.name for each, _ in graph.stalled}
+    moving = [each.name for each in graph.heads if each.name not in stuck and graph.is_moving(each)]
     if not moving:
-        return build_verdict(scene, "starved", headline, [], edge, advice=ADVICE["starved"], everybody=True)
-    if wait.age_s < _patience_s(scene, wait):
+        return build_verdict(graph, "starved", headline, [], edge, everybody=True)
+    if wait.age_s < _patience_s(graph, wait):
         return None
     headline += f"; {join_names(moving)} {'moves' if len(moving) == 1 else 'move'}"
-    return build_verdict(scene, "straggler", headline, [], edge, advice=ADVICE["straggler"], everybody=True)
+    return build_verdict(graph, "straggler", headline, [], edge, everybody=True)
 
 
-def _unending(scene: Scene, head: Head, edge: Edge) -> Verdict | None:
+def _unending(graph: WaitGraph, head: ProcessSnapshot, edge: Edge) -> Verdict | None:
     """A call of torch that everybody who is known is in, and that the last to come has been in for long as well."""
-    fellows = [other for other in scene.heads if other.world == head.world or (edge.group and edge.group.is_foreign)]
+    fellows = [other for other in graph.heads if other.world == head.world or (edge.group and edge.group.is_foreign)]
     ages_s = [wait.age_s for other in fellows for wait in other.waits if same_call(wait, edge.wait)]
-    if min(ages_s) < scene.stall_after_s:
+    if min(ages_s) < graph.stall_after_s:
         return None
     group = edge.group
-    if group is not None and group.is_foreign and len(scene.members(head, group)) < group.size:
-        known = len(scene.members(head, group))
+    if group is not None and group.is_foreign and len(graph.members(head, group)) < group.size:
+        known = len(graph.members(head, group))
         headline = f"{head.name} waits in {call_text(edge.wait, group)}, which is of {group.size} processes in several "
         headline += f"worlds; of these {known} {'is' if known == 1 else 'are'} watched"
-        return build_verdict(scene, "missing-member", headline, [], edge, advice=ADVICE["unwatched"])
-    swapped = _swapped_queue(scene)
+        return build_verdict(graph, "missing-member", headline, [], edge, advice=ADVICE["unwatched"])
+    swapped = _swapped_queue(graph)
     if swapped:
         headline, edge = swapped
-        return build_verdict(
-            scene, "different-order", headline, [], edge, advice=ADVICE["different-order"], everybody=True
-        )
+        return build_verdict(graph, "different-order", headline, [], edge, everybody=True)
     if edge.wait.kind == "rendezvous":
-        headline = f"{waiters(scene, edge)} in {call_text(edge.wait, None)}, and not everybody who is expected has come"
-        return build_verdict(scene, "missing-member", headline, [], edge, advice=ADVICE["never-came"], everybody=True)
+        headline = f"{waiters(graph, edge)} in {call_text(edge.wait, None)}, and not everybody who is expected has come"
+        return build_verdict(graph, "missing-member", headline, [], edge, advice=ADVICE["never-came"], everybody=True)
     headline = f"{call_text(edge.wait, edge.group)} does not finish, though every member is in it"
-    return build_verdict(scene, "stuck-call", headline, [], edge, advice=ADVICE["stuck-call"], everybody=True)
+    return build_verdict(graph, "stuck-call", headline, [], edge, everybody=True)
 
 
-def _swapped_queue(scene: Scene) -> tuple[str, Edge] | None:
+def _swapped_queue(graph: WaitGraph) -> tuple[str, Edge] | None:
     """Two members that have queued the same pending collectives of two groups the other way round (nccl streams)."""
-    orders = {head.name: _pending_order(head) for head in scene.heads}
+    orders = {head.name: _pending_order(head) for head in graph.heads}
     for one, mine in orders.items():
         for other, theirs in orders.items():
             shared = [each for each in mine if each in theirs]
             swapped = shared != [each for each in theirs if each in mine]
-            if one < other and swapped and scene.head_by_name[one].world == scene.head_by_name[other].world:
-                head = scene.head_by_name[one]
+            if one < other and swapped and graph.by_name[one].world == graph.by_name[other].world:
+                head = graph.by_name[one]
                 wait = next((each for each in head.waits if each.kind == "collective"), None)
                 if wait is not None:
                     text = f"{one} has queued {_order_text(shared)}; {other} has queued them in another order"
@@ -188,7 +181,7 @@ def _swapped_queue(scene: Scene) -> tuple[str, Edge] | None:
     return None
 
 
-def _pending_order(head: Head) -> list[tuple[object, ...]]:
+def _pending_order(head: ProcessSnapshot) -> list[tuple[object, ...]]:
     pending = [
         (each.created_ns, group.key, each.seq) for group in head.groups for each in group.recent if not each.done
     ]
@@ -200,35 +193,34 @@ def _order_text(shared: Sequence[tuple[object, ...]]) -> str:
 
 
 def _lasts(outside: OutsideWait) -> bool:
-    """Whether a wait does not end by itself, and not by a person who types."""
     return outside.timeout_s is None and outside.kind not in ("sleep", "terminal", "debugger", "import", "file")
 
 
-def find_standstill(scene: Scene) -> Verdict | None:
+def find_standstill(graph: WaitGraph) -> Verdict | None:
     """Nobody is in a call of torch, and every process stands: in queues, futures, locks, sockets."""
     standing = [
         (head, wait)
-        for head in scene.heads
+        for head in graph.heads
         for wait in head.waits
-        if wait.age_s >= scene.stall_after_s and wait.outside is not None and _lasts(wait.outside)
+        if wait.age_s >= graph.stall_after_s and wait.outside is not None and _lasts(wait.outside)
     ]
     names = {head.name for head, _ in standing}
-    ranks = [head for head in scene.heads if head.rank is not None]
-    is_all = bool(ranks) and not scene.absent and all(head.name in names for head in scene.heads)
-    is_new = any(head.still_s < scene.stall_after_s for head in scene.heads)
-    if not is_all or is_new or any(scene.is_moving(head) for head in scene.heads):
+    ranks = [head for head in graph.heads if head.rank is not None]
+    is_all = bool(ranks) and not graph.absent and all(head.name in names for head in graph.heads)
+    is_new = any(head.still_s < graph.stall_after_s for head in graph.heads)
+    if not is_all or is_new or any(graph.is_moving(head) for head in graph.heads):
         return None
     head, wait = max(standing, key=lambda each: each[1].age_s)
-    told = "; ".join(f"{name}{outside_chain(scene, name)}" for name in in_order(names)[:4])
+    told = "; ".join(f"{name}{outside_chain(graph, name)}" for name in in_order(names)[:4])
     edge = Edge(waiter=head.name, target="", wait=wait, reason="nobody")
-    cycle = find_cycle(scene.outside_edges)
+    cycle = find_cycle(graph.outside_edges)
     if cycle:
-        return cycle_verdict(scene, cycle, is_proof=False)
+        return cycle_verdict(graph, cycle, is_proof=False)
     headline = f"nobody moves, and nobody is in a call of torch: {told}"
-    return build_verdict(scene, "standstill", headline, [], edge, advice=ADVICE["standstill"], everybody=True)
+    return build_verdict(graph, "standstill", headline, [], edge, everybody=True)
 
 
-def _patience_s(scene: Scene, wait: Wait) -> float:
+def _patience_s(graph: WaitGraph, wait: Wait) -> float:
     if wait.kind != "declared":
-        return scene.stall_after_s
-    return max(wait.deadline_s or COMPUTE_PATIENCE * scene.stall_after_s, scene.stall_after_s)
+        return graph.stall_after_s
+    return max(wait.deadline_s or COMPUTE_PATIENCE * graph.stall_after_s, graph.stall_after_s)

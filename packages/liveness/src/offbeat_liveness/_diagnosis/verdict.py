@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, Literal
 
-from offbeat_liveness._process.head import CallSite, to_data
+from offbeat_liveness._process.snapshot import CallSite, to_data
 from offbeat_liveness._process.stacks import is_own
 
 VerdictKind = Literal[
@@ -224,7 +224,6 @@ def _since(verdict: Verdict) -> str:
 
 
 def _due(verdict: Verdict) -> str:
-    """When a suspicion is acted upon."""
     if not verdict.may_end:
         return "not acted upon: whoever moves is never ended"
     if verdict.due_in_s is None:
@@ -236,7 +235,6 @@ def _due(verdict: Verdict) -> str:
 
 
 def _party_lines(parties: Sequence[Party]) -> list[str]:
-    """Processes that stand at one place in one call share their lines."""
     together: dict[tuple[str, tuple[CallSite, ...]], list[Party]] = {}
     for party in parties:
         together.setdefault((party.doing, party.stack), []).append(party)
@@ -251,6 +249,6 @@ def _party_lines(parties: Sequence[Party]) -> list[str]:
 
 
 def _telling_sites(stack: tuple[CallSite, ...]) -> list[CallSite]:
-    """The innermost line, and the two innermost lines of the reader's own files."""
+    """The innermost line, and the two innermost lines of the user's own files."""
     own = [each for each in stack if is_own(each.file)][:3]
     return own if not stack or stack[0] in own else [stack[0], *own[:2]]

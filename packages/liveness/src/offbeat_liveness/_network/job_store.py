@@ -1,15 +1,29 @@
-"""The store of the job: found as soon as the main thread tries to enter a world, and read without waiting."""
+"""The store of the job, and the ranks of a world as they have written themselves down in it.
+
+The store is found as soon as the main thread tries to enter a world. Every rank reads the group's own store, so two
+worlds over one store do not meet. But the store may outlive its ranks: after a restart torchrun gives the new ones the
+same server, and what the old ones wrote is still there. (Agents count restarts each for itself, so their number tells
+nothing.) So rank 0 makes a token for each default group it enters, and writes it down; the others take it over, and
+write theirs beside it. What bears the token is of now. What does not may be of a rank that has not entered yet, or of
+one that is long gone: it counts once its owner has answered.
+"""
 
 import hashlib
+import json
 import os
+import secrets
 import socket
 import sys
+import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, Final
 
-from offbeat_liveness._process import torch_calls
+from offbeat_liveness._network.side_channel import Address
+from offbeat_liveness._process import process_groups
 from offbeat_liveness._process.process_groups import bottom
+from offbeat_liveness._process.snapshot import from_data
 from offbeat_liveness._process.stacks import main_thread_ident, thread_frames
 
 STORE_TIMEOUT: Final = timedelta(seconds=2)
@@ -18,6 +32,12 @@ CONNECT_S: Final = 1.0
 WORLD_PREFIX: Final = "default_pg"
 FIRST_GROUP: Final = "0"
 WORKER: Final = "OFFBEAT_LIVENESS_WORKER"  # pid of the process that the wrapper runs
+PREFIX: Final = "offbeat-liveness"
+FIRST_PAUSE_S: Final = 0.05
+LAST_PAUSE_S: Final = 2.0
+HASTE_S: Final = 1.0  # in which most have come; pauses grow from then on
+RANKS_PER_S: Final = 256  # that may ask the store on and on
+RANKS_IN_HASTE_PER_S: Final = 4096
 
 
 class NobodyThereError(OSError):
@@ -25,29 +45,22 @@ class NobodyThereError(OSError):
 
 
 class Keys:
-    """Texts in a store, under a prefix.
-
-    Attributes:
-        store: the connection.
-    """
+    """Texts in a store, under a prefix."""
 
     def __init__(self, store: Any, prefix: str) -> None:
         self.store, self._prefix = store, prefix
 
     def set(self, key: str, value: str) -> None:
-        """Write one."""
         self.store.set(f"{self._prefix}/{key}", value)
 
     def agree(self, key: str, proposed: str) -> str:
-        """What the first has proposed."""
         return text(self.store.compare_set(f"{self._prefix}/{key}", "", proposed))
 
     def count(self, key: str, more: int) -> int:
-        """Add to a counter; what it is then."""
+        """Add to a counter and return it."""
         return int(self.store.add(f"{self._prefix}/{key}", more))
 
     def get(self, key: str) -> str:
-        """One, "" if it is not there."""
         return self.get_all({0: key}).get(0, "")
 
     def get_all(self, keys: Mapping[int, str]) -> dict[int, str]:
@@ -77,15 +90,15 @@ def promised_world() -> tuple[str, int, int] | None:
 
 
 def early_world() -> tuple[Any, int, int] | None:
-    """The store, rank and size of a world that the main thread is still trying to enter.
+    """The store, rank and size of a world that the main thread is still trying to enter; None if there is none.
 
-    Taken from the arguments of init_process_group on its stack, or from the environment as torchrun sets it. A worker
+    Taken from the arguments of init_process_group on its stack, or from the environment as torchrun sets it: a worker
     that the wrapper runs is known even before it makes that call. The store has the prefix that torch will give it.
 
     Raises:
         NobodyThereError: nothing listens there yet.
     """
-    call = torch_calls.torch_call(thread_frames().get(main_thread_ident()))
+    call = process_groups.torch_call(thread_frames().get(main_thread_ident()))
     is_entering = call is not None and call.function == "init_process_group"
     if not is_entering and not is_wrapped_rank():
         return None
@@ -107,7 +120,6 @@ def early_world() -> tuple[Any, int, int] | None:
 
 
 def is_reachable(store: Any) -> bool:
-    """Whether anybody listens where a store is: torch's client would complain on stderr in words of its own."""
     store = bottom(store)
     host, port = getattr(store, "host", ""), getattr(store, "port", 0)
     try:
@@ -132,7 +144,6 @@ def host_of(store: Any) -> str:
 
 
 def text(value: Any) -> str:
-    """What a store gave, as text."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
@@ -150,3 +161,108 @@ def _whole(value: object, variable: str) -> int | None:
         return value
     said = os.environ.get(variable, "")
     return int(said) if said.isdecimal() else None
+
+
+class World:
+    """The store of its world, as one process uses it.
+
+    Args:
+        store: a connection of our own, under the prefix of the default group.
+        secret: to propose; the first one's is everybody's.
+        is_formed: the default group is there, so everybody is about to enter it; else it is still waited for.
+
+    Attributes:
+        secret: what messages within the world are sealed with.
+        missing: ranks whose address is not known.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, secret: str, *, is_formed: bool) -> None:
+        self.rank, self.size, self.is_formed = rank, size, is_formed
+        self._keys = Keys(store, PREFIX)
+        self.secret = self._keys.agree("secret", secret)
+        self._early = self._keys.agree("world", secrets.token_hex(4))
+        self._token = ""
+        self._is_confirmed = False
+        self._counted: set[str] = set()
+        self.missing = set(range(size)) - {rank}
+        self._read_all_s = 0.0
+        self.begin_anew()
+        if is_formed and rank == 0:
+            self._token, self._is_confirmed = secrets.token_hex(4), True
+            self._keys.set("token", self._token)
+
+    @property
+    def name(self) -> str:
+        """The same on all ranks of this start of the job."""
+        return self._token or self._early
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All names that a member may use: some may not have the token yet."""
+        return frozenset((self._token, self._early)) - {""}
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether a rank, or the token of rank 0, is still to come."""
+        return bool(self.missing) or (self.is_formed and not self._is_confirmed)
+
+    @property
+    def is_in_haste(self) -> bool:
+        """Whether it is worth looking more often than once a tick."""
+        return self.is_unsettled and self._pause_s < LAST_PAUSE_S / 4
+
+    @property
+    def is_due(self) -> bool:
+        return self.is_unsettled and time.monotonic() >= self._next_s
+
+    def begin_anew(self) -> None:
+        """Look at once, and at short intervals: there is a reason to think that something has changed."""
+        self._pause_s, self._next_s = max(FIRST_PAUSE_S, self.size / RANKS_IN_HASTE_PER_S), 0.0
+        self._hurries_until_s = time.monotonic() + HASTE_S
+
+    def doubt(self) -> None:
+        """Rank 0 is of another world: the token that was taken over may have been that of an earlier one."""
+        if self.rank != 0:
+            self._is_confirmed = False
+            self.begin_anew()
+
+    def confirm(self, name: str) -> None:
+        self._is_confirmed = self._is_confirmed or (bool(self._token) and name == self._token)
+
+    def take_token(self) -> bool:
+        """Take over what rank 0 has written; whether that is news. Before the group is there it may be an old one."""
+        if self.rank == 0 or not self.is_formed:
+            return False
+        token = self._keys.get("token")
+        is_news = bool(token) and token != self._token
+        if is_news:
+            self._token, self._is_confirmed = token, False
+            self.missing = set(range(self.size)) - {self.rank}
+        return is_news
+
+    def write(self, address: Address) -> None:
+        """Say where this process listens."""
+        self._keys.set(f"address/{self.rank}", json.dumps(asdict(address)))
+        if self.name not in self._counted:
+            self._counted.add(self.name)
+            self._keys.count(f"{self.name}/count", 1)
+
+    def read(self, ranks: set[int], *, now: bool) -> list[Address]:
+        """Addresses of some ranks: once all have come, or after a while, or `now`; [] while it is too early."""
+        time_s = time.monotonic()
+        self._next_s = time_s + self._pause_s
+        slowest_s = max(LAST_PAUSE_S, self.size / RANKS_PER_S)
+        if time_s >= self._hurries_until_s:
+            self._pause_s = min(2 * self._pause_s, slowest_s)
+        has_waited = time_s - self._read_all_s >= slowest_s
+        if not ranks or not (now or has_waited or self._keys.count(f"{self.name}/count", 0) >= self.size):
+            return []
+        self._read_all_s = time_s
+        said = self._keys.get_all({rank: f"address/{rank}" for rank in ranks})
+        return [from_data(Address, json.loads(text)) for text in said.values()]
+
+    def is_of_now(self, address: Address) -> bool:
+        return bool(self._token) and address.world == self._token
+
+    def is_reachable(self) -> bool:
+        return is_reachable(self._keys.store)

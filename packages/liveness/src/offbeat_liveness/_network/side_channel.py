@@ -1,11 +1,26 @@
-"""Messages between monitors: one question and one answer over TCP, each proven to be of the run (`exchange`).
+"""Messages between monitors: one question and one answer over TCP, each proven to be of the run.
 
-Who connects is served by one thread until it has proven that it belongs to the run; only then is its message read.
+A connection is served by one thread until it has proven that it belongs to the run; only then is its message read.
+
+    server: MAGIC, nonce                                    HELLO_BYTES
+    client: nonce, length, digest of the body, HMAC         HEADER_BYTES, then the body
+    server: length, digest of the body, HMAC                REPLY_BYTES, then the body
+
+Each HMAC is SHA-256 under the secret of the run over a label, both nonces, the length and the digest. So the secret is
+never sent over it (it lies in the job's store, which torch does not protect); a message cannot be replayed, since its
+nonce is the server's; an answer cannot be made by a process outside the run, nor kept for another question. Bodies
+travel in clear: names, file paths, line numbers, shapes, and what a rank waits for, such as a host, a command line or
+the text of an exception.
 """
 
 import contextlib
+import hashlib
+import hmac
+import json
+import secrets
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -13,22 +28,119 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from offbeat_liveness._network import exchange
-from offbeat_liveness._network.exchange import Message as Message
-from offbeat_liveness._network.exchange import Question, RefusedError
 from offbeat_liveness._process.stacks import OwnThread
 
-Answer = Callable[[Message], Message]
+Message = dict[str, Any]
 
+MAGIC: Final = b"offbeat2"
+NONCE_BYTES: Final = 16
+DIGEST_BYTES: Final = 32
+LENGTH: Final = struct.Struct(">I")
+HELLO_BYTES: Final = len(MAGIC) + NONCE_BYTES
+HEADER_BYTES: Final = NONCE_BYTES + LENGTH.size + 2 * DIGEST_BYTES
+REPLY_BYTES: Final = LENGTH.size + 2 * DIGEST_BYTES
+MAX_BODY_BYTES: Final = 16 << 20
+ASKS: Final = b"asks"
+ANSWERS: Final = b"answers"
+Answer = Callable[[Message], Message]
 READ_BYTES: Final = 1 << 16
-MAX_STRANGERS: Final = 64  # connections that have not proven themselves; more wait in the kernel
+MAX_UNPROVEN: Final = 64  # connections that have not proven themselves; more wait in the kernel
 CROWDED_S: Final = 0.25  # while so many are there, each is given as long
 MAX_ANSWERING: Final = 64  # threads; each may hold a body
 MAX_OPENED: Final = 4096  # questions of the run that wait for a thread
-STRANGER_S: Final = 2.0  # to prove oneself
+UNPROVEN_S: Final = 2.0  # to prove oneself
 EXCHANGE_S: Final = 10.0  # for the whole exchange, but what the answer itself takes
 LACK_S: Final = 0.1  # between two tries while the process has no descriptor or thread to spare
 LOOPBACK: Final = "127.0.0.1"
+
+
+class RefusedError(Exception):
+    """What came is not of this run, or not whole."""
+
+
+def encode(message: Message) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def decode(body: bytes) -> Message:
+    """The message in a body; RefusedError if there is none."""
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(f"not JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise RefusedError("not an object")
+    return message
+
+
+def hello() -> tuple[bytes, bytes]:
+    """The server's first bytes, and the nonce in them."""
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    return MAGIC + nonce, nonce
+
+
+def read_hello(data: bytes) -> bytes:
+    """The nonce of the server; RefusedError if something else listens there."""
+    if len(data) != HELLO_BYTES or not data.startswith(MAGIC):
+        raise RefusedError("no monitor of this version listens there")
+    return data[len(MAGIC) :]
+
+
+class Question:
+    """The client's side of an exchange; many may share one body."""
+
+    def __init__(self, body: bytes, secret: str) -> None:
+        self._body, self._secret, self._nonce = body, secret, secrets.token_bytes(NONCE_BYTES)
+        self._nonces = b""
+
+    def to_send(self, server_nonce: bytes) -> bytes:
+        self._nonces = server_nonce + self._nonce
+        return self._nonce + _seal(ASKS, self._nonces, self._body, self._secret) + self._body
+
+    def open_header(self, header: bytes) -> tuple[int, bytes]:
+        """Length and digest of the answer, from its header; RefusedError if no process of the run has made it."""
+        return _open(ANSWERS, self._nonces, header, self._secret)
+
+
+def open_question(header: bytes, server_nonce: bytes, secret: str) -> tuple[int, bytes, bytes]:
+    """Length and digest of the question's body, and both nonces.
+
+    Raises:
+        RefusedError: it was not made by a process of the run, or is too long.
+    """
+    nonces = server_nonce + header[:NONCE_BYTES]
+    length, digest = _open(ASKS, nonces, header[NONCE_BYTES:], secret)
+    return length, digest, nonces
+
+
+def seal_answer(body: bytes, nonces: bytes, secret: str) -> bytes:
+    return _seal(ANSWERS, nonces, body, secret) + body
+
+
+def check_body(body: bytes, digest: bytes) -> bytes:
+    """The body itself; RefusedError if it is not the one that its header announced."""
+    if not hmac.compare_digest(hashlib.sha256(body).digest(), digest):
+        raise RefusedError("the body is not the one that was announced")
+    return body
+
+
+def _seal(label: bytes, nonces: bytes, body: bytes, secret: str) -> bytes:
+    said = LENGTH.pack(len(body)) + hashlib.sha256(body).digest()
+    return said + _mac(label, nonces, said, secret)
+
+
+def _open(label: bytes, nonces: bytes, header: bytes, secret: str) -> tuple[int, bytes]:
+    said, mac = header[:-DIGEST_BYTES], header[-DIGEST_BYTES:]
+    if not secret or not hmac.compare_digest(mac, _mac(label, nonces, said, secret)):
+        raise RefusedError("not of this run")
+    (length,) = LENGTH.unpack(said[: LENGTH.size])
+    if length > MAX_BODY_BYTES:
+        raise RefusedError(f"{length} bytes are too many")
+    return length, said[LENGTH.size :]
+
+
+def _mac(label: bytes, nonces: bytes, said: bytes, secret: str) -> bytes:
+    return hmac.digest(secret.encode(), label + nonces + said, "sha256")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,35 +163,28 @@ class Address:
 
     @property
     def seat(self) -> tuple[str, int | None] | None:
-        """What one process at a time has in the run; None for those without a name of their own."""
+        """Name and rank, which one process at a time has; None for those without a name of their own."""
         is_named = self.name not in (f"rank {self.rank}", f"pid {self.pid}")
         return (self.name, self.rank) if is_named else None
 
 
-class Door(Protocol):
-    """Where something listens."""
+class Endpoint(Protocol):
+    @property
+    def host(self) -> str: ...
 
     @property
-    def host(self) -> str:
-        """IP address."""
-        ...
-
-    @property
-    def port(self) -> int:
-        """Number of the port."""
-        ...
+    def port(self) -> int: ...
 
 
 class Listener:
     """Answers the other monitors.
 
-    One thread sleeps in a selector and reads the first bytes of all who connect. A message of the run then has a
-    thread of its own, since an answer may take a while (an investigation) and others must not wait for it.
+    One thread sleeps in a selector and reads the first bytes of all who connect. A message of the run then has a thread
+    of its own, since an answer may take a while (an investigation) and others must not wait for it.
 
     Args:
         host: address to bind; the port is chosen by the system.
         secret: what a message must have been sealed with to be answered; nobody is while it is "".
-        answer: makes the reply.
     """
 
     def __init__(self, host: str, secret: Callable[[], str], answer: Answer) -> None:
@@ -87,7 +192,7 @@ class Listener:
         self._socket = socket.create_server((host, 0), backlog=1024)
         self._socket.setblocking(False)
         self.host, self.port = self._socket.getsockname()[:2]
-        self._strangers: dict[socket.socket, _Stranger] = {}
+        self._strangers: dict[socket.socket, _Unproven] = {}
         self._opened: deque[_Opened] = deque(maxlen=MAX_OPENED)
         self._num_answering, self._counting = 0, threading.Lock()
         self._takes_in = True
@@ -98,7 +203,6 @@ class Listener:
         OwnThread(self._serve, "listen").start()
 
     def close(self) -> None:
-        """Stop listening."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._waker.send(b"x")
@@ -125,7 +229,6 @@ class Listener:
                 each.close()
 
     def _step(self) -> None:
-        """Take in who has come, read on, and send away who is late."""
         oldest = next(iter(self._strangers.values()), None)
         wait_s = max(0.0, oldest.begun_s + self._patience_s - time.monotonic()) if oldest else None
         for chosen, _ in self._selector.select(wait_s):
@@ -138,14 +241,14 @@ class Listener:
         begun_s = time.monotonic() - self._patience_s
         for late in [each for each in self._strangers.values() if each.begun_s <= begun_s]:
             self._drop(late.connection).close()
-        self._take_in_if(len(self._strangers) < MAX_STRANGERS)
+        self._take_in_if(len(self._strangers) < MAX_UNPROVEN)
 
     @property
     def _patience_s(self) -> float:
-        return STRANGER_S if len(self._strangers) < MAX_STRANGERS else CROWDED_S
+        return UNPROVEN_S if len(self._strangers) < MAX_UNPROVEN else CROWDED_S
 
     def _take_in_if(self, has_room: bool) -> None:
-        """Where there is no room, whoever comes waits in the kernel."""
+        """Where there is no room, new connections wait in the kernel."""
         if has_room and not self._takes_in:
             self._selector.register(self._socket, selectors.EVENT_READ)
         elif self._takes_in and not has_room:
@@ -154,7 +257,7 @@ class Listener:
 
     def _take_in(self) -> None:
         connection, _ = self._socket.accept()
-        greeting, nonce = exchange.hello()
+        greeting, nonce = hello()
         connection.setblocking(False)
         try:
             connection.send(greeting)  # a new connection has room for so little
@@ -162,28 +265,28 @@ class Listener:
         except OSError:
             connection.close()
             return
-        self._strangers[connection] = _Stranger(connection, nonce, time.monotonic())
+        self._strangers[connection] = _Unproven(connection, nonce, time.monotonic())
 
     def _drop(self, connection: socket.socket) -> socket.socket:
         del self._strangers[connection]
         self._selector.unregister(connection)
         return connection
 
-    def _read_on(self, stranger: "_Stranger") -> None:
+    def _read_on(self, stranger: "_Unproven") -> None:
         """Read no more than the header; what follows is read by the thread that answers, if there is to be one."""
         connection = stranger.connection
         try:
-            part = connection.recv(exchange.HEADER_BYTES - len(stranger.header))
+            part = connection.recv(HEADER_BYTES - len(stranger.header))
         except BlockingIOError:
             return
         except OSError:
             part = b""
         stranger.header += part
-        if part and len(stranger.header) < exchange.HEADER_BYTES:
+        if part and len(stranger.header) < HEADER_BYTES:
             return
         self._drop(connection)
         try:
-            opened = exchange.open_question(bytes(stranger.header), stranger.nonce, self._secret()) if part else None
+            opened = open_question(bytes(stranger.header), stranger.nonce, self._secret()) if part else None
         except RefusedError:
             opened = None
         if opened is None or len(self._opened) == MAX_OPENED:
@@ -222,15 +325,15 @@ class Listener:
         connection = opened.connection
         with connection, contextlib.suppress(OSError, RefusedError):
             body = _read_exactly(connection, opened.num_bytes, time.monotonic() + EXCHANGE_S)
-            message = exchange.decode(exchange.check_body(body, opened.digest))
-            answer = exchange.encode(self._answer(message))
+            message = decode(check_body(body, opened.digest))
+            answer = encode(self._answer(message))
             connection.settimeout(EXCHANGE_S)
-            connection.sendall(exchange.seal_answer(answer, opened.nonces, self._secret()))
+            connection.sendall(seal_answer(answer, opened.nonces, self._secret()))
 
 
 @dataclass(eq=False)
-class _Stranger:
-    """Who has connected and not proven itself yet."""
+class _Unproven:
+    """A connection that has not proven yet that it belongs to the run."""
 
     connection: socket.socket
     nonce: bytes
@@ -249,7 +352,7 @@ class _Opened:
 
 
 def _read_exactly(connection: socket.socket, num_bytes: int, end_s: float) -> bytes:
-    """So many bytes; whoever drips them is cut off at `end_s`."""
+    """So many bytes; a sender that is not done at `end_s` is cut off."""
     data = bytearray()
     while len(data) < num_bytes:
         connection.settimeout(max(0.001, end_s - time.monotonic()))
@@ -260,19 +363,19 @@ def _read_exactly(connection: socket.socket, num_bytes: int, end_s: float) -> by
     return bytes(data)
 
 
-def ask(door: Door, message: Message, secret: str, timeout_s: float) -> Message | None:
+def ask(door: Endpoint, message: Message, secret: str, timeout_s: float) -> Message | None:
     """One question, one answer; None if none comes in time."""
     return ask_all({0: door}, message, secret, timeout_s).get(0)
 
 
-def ask_all(doors: Mapping[Any, Door], message: Message, secret: str, timeout_s: float) -> dict[Any, Message]:
+def ask_all(doors: Mapping[Any, Endpoint], message: Message, secret: str, timeout_s: float) -> dict[Any, Message]:
     """One question to many at once.
 
     Returns:
         Replies by the keys of `doors`; without those who refused, failed, were late, or are not of this run.
     """
     end_s = time.monotonic() + timeout_s
-    body = exchange.encode(message)
+    body = encode(message)
     replies: dict[Any, Message] = {}
     waiting = deque(doors.items())
     with selectors.DefaultSelector() as selector:
@@ -286,7 +389,7 @@ def ask_all(doors: Mapping[Any, Door], message: Message, secret: str, timeout_s:
     return replies
 
 
-def _begin(selector: selectors.BaseSelector, key: Any, door: Door, question: Question) -> bool:
+def _begin(selector: selectors.BaseSelector, key: Any, door: Endpoint, question: Question) -> bool:
     """Open an exchange; not while the process has no descriptor to spare: a run may have more ranks than those."""
     try:
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -304,27 +407,25 @@ class _Exchange:
 
     key: Any
     question: Question
-    awaited_bytes: int = exchange.HELLO_BYTES
+    awaited_bytes: int = HELLO_BYTES
     is_greeted: bool = False
     digest: bytes = b""
     to_send: bytearray = field(default_factory=bytearray)
     received: bytearray = field(default_factory=bytearray)
 
     def take(self) -> Message | None:
-        """Go on with what has come in full; the answer once it is there."""
         data, self.received = bytes(self.received), bytearray()
         if not self.is_greeted:
-            self.is_greeted, self.awaited_bytes = True, exchange.REPLY_BYTES
-            self.to_send += self.question.to_send(exchange.read_hello(data))
+            self.is_greeted, self.awaited_bytes = True, REPLY_BYTES
+            self.to_send += self.question.to_send(read_hello(data))
             return None
         if not self.digest:
             self.awaited_bytes, self.digest = self.question.open_header(data)
             return None
-        return exchange.decode(exchange.check_body(data, self.digest))
+        return decode(check_body(data, self.digest))
 
 
 def _go_on(selector: selectors.BaseSelector, chosen: selectors.SelectorKey, replies: dict[Any, Message]) -> None:
-    """One step of one exchange: send the rest, or read some."""
     connection, each = chosen.fileobj, chosen.data
     assert isinstance(connection, socket.socket)
     try:

@@ -1,25 +1,47 @@
-"""The leader's look around: asks everybody at once, and finds out about those who do not answer.
+"""The leader's look at all processes: asks everybody at once, and finds out about those who do not answer.
 
-In a small run all tell everything. In a large one all tell in brief, and then the few tell everything whom a verdict
-will be about.
+In a small run all tell everything. In a large one all tell a summary (what the graph needs, without what only people
+read), and then the few tell everything whom a verdict will be about.
+
+A rank may hold the GIL for minutes in native code, or its host may be busy; then its monitor is silent and nothing is
+wrong. So silence counts only after several looks in which neither the process nor any descendant did anything.
 """
 
 import dataclasses
+import functools
+import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from offbeat_liveness._diagnosis.graph import Absent, Fate, Scene
-from offbeat_liveness._network.brief import brief_data, choose_few, read_brief
-from offbeat_liveness._network.peers import Key, Peers
+from offbeat_liveness._diagnosis.graph import BUSY, Absent, Fate, WaitGraph
+from offbeat_liveness._network.addresses import Key
+from offbeat_liveness._network.peers import Peers
 from offbeat_liveness._network.side_channel import Address, ask_all
-from offbeat_liveness._network.silence import Silences, read_usage, witness
-from offbeat_liveness._process.crash import read_crash
-from offbeat_liveness._process.head import CallSite, Head, from_data, to_data
-from offbeat_liveness._process.kernel.proc import HOST
-from offbeat_liveness._process.kernel.tree_usage import TreeUsage
+from offbeat_liveness._process.exceptions import read_crash
+from offbeat_liveness._process.proc import HOST, TreeUsage, pid_state, rates, tree_usage
+from offbeat_liveness._process.snapshot import (
+    CallSite,
+    Collective,
+    GroupSnapshot,
+    ProcessSnapshot,
+    ThreadSnapshot,
+    Wait,
+    from_data,
+    to_data,
+)
 
+NEWEST: Final = 2
+FRAMES: Final = 3
+MAX_FEW: Final = 64
+OLDEST_WAITS: Final = 4
+PATIENT_LOOKS: Final = 3
+FORGOTTEN_S: Final = 60.0  # a look this long ago says nothing about now
+MOVING_CORES: Final = 0.05
+# A process that is there, or of which nothing is known, may be silent for a while and be well.
+PATIENT_FATES: Final[frozenset[Fate]] = frozenset(("silent", "unreachable"))
 FIRST_CALL_S: Final = 0.7
 SECOND_CALL_S: Final = 0.5
 CALL_S_PER_PEER: Final = 0.001
@@ -33,41 +55,213 @@ FATE_BY_PID: Final[dict[str, Fate]] = {
 }
 
 
-def tell_head(head: Head, *, in_brief: bool) -> dict[str, Any]:
-    """What a process answers to a look."""
-    return {"brief": brief_data(head)} if in_brief else {"head": to_data(head)}
+def summarize(head: ProcessSnapshot) -> ProcessSnapshot:
+    """Without stacks but the innermost frames of the oldest wait, and without groups that were never used."""
+    waiting = {wait.thread for wait in head.waits}
+    return dataclasses.replace(
+        head,
+        waits=tuple(_summarize_wait(wait, FRAMES if number == 0 else 0) for number, wait in enumerate(head.waits)),
+        groups=tuple(
+            _summarize_group(each) for each in head.groups if each.entered != 0 or each.recent or each.transfers
+        ),
+        threads=tuple(
+            ThreadSnapshot(name=each.name, still_s=each.still_s) for each in head.threads if each.name in waiting
+        ),
+        left=(),
+    )
+
+
+def _summarize_wait(wait: Wait, num_frames: int) -> Wait:
+    return dataclasses.replace(wait, stack=wait.stack[:num_frames])
+
+
+def _summarize_group(group: GroupSnapshot) -> GroupSnapshot:
+    cut = max(0, len(group.recent) - NEWEST)
+    kept = [*(each for each in group.recent[:cut] if not each.done), *group.recent[cut:]]
+    return dataclasses.replace(group, recent=tuple(dataclasses.replace(each, call_site=None) for each in kept))
+
+
+def summary_data(head: ProcessSnapshot) -> dict[str, Any]:
+    """A summary as it is sent: defaults left out, ranks of a group as a range where they are one."""
+    data = _without_defaults(summarize(head))
+    for group in data.get("groups", ()):
+        ranks = group.get("ranks", ())
+        if len(ranks) > NEWEST and (step := _step_of(tuple(ranks))):
+            group["ranks"] = {"start": ranks[0], "step": step, "num": len(ranks)}
+    data["left_keys"] = [[each.host, each.pid] for each in head.left]
+    return data
+
+
+def read_summary(data: Mapping[str, Any]) -> tuple[ProcessSnapshot, list[tuple[str, int]]]:
+    """A summary from its data; and the processes whose end that one was told, by host and pid."""
+    groups = [{**each, "ranks": _ranks(each.get("ranks", ()))} for each in data.get("groups", ())]
+    left = [(str(host), int(pid)) for host, pid in data.get("left_keys", ())]
+    return from_data(ProcessSnapshot, {**data, "groups": groups}), left
+
+
+def choose_few(graph: WaitGraph) -> list[str]:
+    """Whose snapshots are to be read in full, of a graph of summaries.
+
+    Who has waited longest, whom they wait for, and who may have differed there.
+    """
+    few: dict[str, None] = {}
+    for head, wait in graph.stalled[:OLDEST_WAITS]:
+        few[head.name] = None
+        edges = [edge for edge in graph.edges_from(head.name) if edge.wait == wait]
+        few.update(dict.fromkeys([name for edge in edges[:1] for name in graph.awaited(edge)][:MAX_FEW]))
+        few.update(dict.fromkeys(_forgotten_by(graph, head, wait)[:MAX_FEW]))
+    few.update(dict.fromkeys([head.name for head, _ in graph.stalled][:MAX_FEW]))
+    return [name for name in few if name in graph.by_name]
+
+
+def _forgotten_by(graph: WaitGraph, head: ProcessSnapshot, wait: Wait) -> list[str]:
+    """Members that have entered the collective of a wait so long ago that their summary does not hold it."""
+    group = next((each for each in head.groups if each.name == wait.group), None)
+    if wait.kind != "collective" or group is None:
+        return []
+    names = [graph.name_by_rank.get((head.world, rank), "") for rank in group.ranks]
+    members = [graph.by_name[name] for name in names if name in graph.by_name]
+    views = [(each.name, each.group(group.key)) for each in members]
+    return [name for name, view in views if view and (view.entered or 0) >= wait.seq and view.at(wait.seq) is None]
+
+
+@functools.lru_cache(maxsize=4096)
+def _step_of(ranks: tuple[int, ...]) -> int:
+    step = ranks[1] - ranks[0]
+    return step if step > 0 and ranks == tuple(range(ranks[0], ranks[0] + step * len(ranks), step)) else 0
+
+
+def _ranks(said: Any) -> tuple[int, ...]:
+    if isinstance(said, Mapping):
+        return _range(int(said["start"]), int(said["step"]), int(said["num"]))
+    return tuple(said)
+
+
+@functools.lru_cache(maxsize=4096)
+def _range(start: int, step: int, num: int) -> tuple[int, ...]:
+    """One tuple for all heads that have that group."""
+    return tuple(range(start, start + step * min(num, 1 << 20), step))
+
+
+def _without_defaults(value: Any) -> dict[str, Any]:
+    """A dataclass as dicts, without fields that hold their defaults."""
+    return {
+        each.name: _plain(found)
+        for each in dataclasses.fields(value)
+        if (found := getattr(value, each.name)) != each.default
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        if value and isinstance(value[0], Collective | GroupSnapshot | Wait | ThreadSnapshot):
+            return [_without_defaults(each) for each in value]
+        return [to_data(each) if dataclasses.is_dataclass(each) else each for each in value]
+    return to_data(value) if dataclasses.is_dataclass(value) else value
+
+
+def states_of_pids(pids: Mapping[str, int]) -> dict[str, Any]:
+    """What this machine tells of processes of its own: births by pid in, states and usage out, as JSON has them."""
+    states = {pid: pid_state(int(pid), born) for pid, born in pids.items()}
+    usage = {pid: asdict(tree_usage(int(pid))) for pid, state in states.items() if state == "runs"}
+    return {"states": states, "usage": usage}
+
+
+def read_usage(said: Mapping[str, Any]) -> dict[str, TreeUsage]:
+    return {pid: from_data(TreeUsage, data) for pid, data in said.get("usage", {}).items()}
+
+
+@dataclass(frozen=True)
+class Silence:
+    """Of one process: looks without an answer and without progress, and what it had used at the last."""
+
+    num_looks: int = 0
+    usage: TreeUsage | None = None
+    busy: float = 0.0
+    is_moving: bool = False
+    time_s: float = 0.0
+
+
+class SilenceHistory:
+    def __init__(self) -> None:
+        self._by_key: dict[Key, Silence] = {}
+
+    def heard(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            self._by_key.pop(key, None)
+
+    def note(self, key: Key, *usages: TreeUsage | None) -> None:
+        """One look more in which a process gave no answer, and what it had used at some moments of it."""
+        known, now_s = self._by_key.get(key, Silence()), time.monotonic()
+        if now_s - known.time_s > FORGOTTEN_S:
+            known = Silence()
+        seen = [each for each in (known.usage, *usages) if each is not None and each.num_processes]
+        steps = [rates(before, after) for before, after in itertools.pairwise(seen)]
+        busy = max((max(step.cores, float(step.at_work)) for step in steps), default=0.0)
+        is_moving = busy >= MOVING_CORES or any(step.moves_data for step in steps)
+        self._by_key[key] = Silence(
+            num_looks=1 if is_moving else known.num_looks + 1,
+            usage=seen[-1] if seen else known.usage,
+            busy=busy,
+            is_moving=is_moving,
+            time_s=now_s,
+        )
+
+    def is_over(self, key: Key, fate: Fate) -> bool:
+        return fate not in PATIENT_FATES or self._by_key.get(key, Silence()).num_looks >= PATIENT_LOOKS
+
+    def stand_in(self, address: Address, still_s: float) -> ProcessSnapshot:
+        """A snapshot for a process that cannot speak for itself: it counts as slow, not as dead.
+
+        `still_s` is how long others have waited for it at most.
+        """
+        known = self._by_key.get((address.machine, address.pid), Silence())
+        note = f"{address.name} does not answer ({known.num_looks} of {PATIENT_LOOKS} looks)"
+        if known.is_moving:
+            note = f"{address.name} does not answer, but computes: native code in it holds the GIL"
+        head = ProcessSnapshot(
+            key=f"{address.machine}:{address.pid}", name=address.name, rank=address.rank, world=address.world
+        )
+        return replace(
+            head,
+            pid=address.pid,
+            host=address.machine,
+            time_s=time.time(),
+            still_s=still_s,
+            busy=max(known.busy, BUSY),
+            notes=(note,),
+        )
+
+
+def head_answer(head: ProcessSnapshot, *, in_brief: bool) -> dict[str, Any]:
+    return {"brief": summary_data(head)} if in_brief else {"head": to_data(head)}
 
 
 class Survey:
-    """Looks around, and remembers from look to look who was silent.
-
-    Args:
-        peers: the address book.
-        directory: where the dead may have left their last words.
-    """
+    """Asks all processes, and remembers from look to look who was silent."""
 
     def __init__(self, peers: Peers, directory: Path | None) -> None:
         self._peers, self._directory = peers, directory
-        self._silences = Silences()
-        self._said: dict[Key, Head] = {}  # the last that each process said of itself
+        self._silences = SilenceHistory()
+        self._said: dict[Key, ProcessSnapshot] = {}  # the last that each process said of itself
 
-    def look(self, own: Head, left: dict[Key, Head], *, stall_after_s: float) -> Scene:
-        """One scene of the whole run, in about 1.7 s, and 2 ms more for each process.
+    def look(self, own: ProcessSnapshot, left: dict[Key, ProcessSnapshot], *, stall_after_s: float) -> WaitGraph:
+        """The graph of the whole run, in about 1.7 s, and 2 ms more for each process.
 
         Args:
-            own: head of this process.
-            left: processes that said goodbye to this one; filled up with what the others heard.
+            own: snapshot of this process.
+            left: last snapshots of processes that have ended; filled up with what the others heard.
             stall_after_s: what counts as too long.
         """
         others = self._peers.others()
         heads = self._call(self._peers.running(), left, FIRST_CALL_S)
         quiet = {key: each for key, each in others.items() if key not in heads and key not in left}
-        fates, before = self._ask_witnesses(quiet, heads)
+        fates, before = self._ask_fates(quiet, heads)
         again = {key: each for key, each in quiet.items() if fates[key] in ("silent", "unreachable")}
         if again:
             heads |= self._call(again, left, SECOND_CALL_S)
             quiet = {key: each for key, each in again.items() if key not in heads}
-            fates_now, after = self._ask_witnesses(quiet, heads)
+            fates_now, after = self._ask_fates(quiet, heads)
             fates |= fates_now
             for key in quiet:
                 self._silences.note(key, before.get(key), after.get(key))
@@ -76,48 +270,49 @@ class Survey:
         heads |= self._stand_ins(quiet, fates, heads, left)
         if len(others) > FEW:
             heads |= self._few_in_full(own, heads, others, stall_after_s)
-        return self._scene(own, heads, left, fates, others, stall_after_s)
+        return self._graph(own, heads, left, fates, others, stall_after_s)
 
-    def _scene(
+    def _graph(
         self,
-        own: Head,
-        heads: Mapping[Key, Head],
-        left: Mapping[Key, Head],
+        own: ProcessSnapshot,
+        heads: Mapping[Key, ProcessSnapshot],
+        left: Mapping[Key, ProcessSnapshot],
         fates: Mapping[Key, Fate],
         others: Mapping[Key, Address],
         stall_after_s: float,
-    ) -> Scene:
+    ) -> WaitGraph:
         absent = [_absent(key, each, left, fates, self._directory) for key, each in others.items() if key not in heads]
         everybody = [own, *(head for key, head in heads.items() if key not in left)]
-        absent += [_said_goodbye(left[key], others[key]) for key in heads if key in left]
-        return Scene(
+        absent += [_absent_by_own_word(left[key], others[key]) for key in heads if key in left]
+        return WaitGraph(
             heads=everybody,
             absent=[*absent, *_unknown(self._peers, everybody)],
             stall_after_s=stall_after_s,
             time_s=time.time(),
         )
 
-    def _call(self, addresses: Mapping[Key, Address], left: dict[Key, Head], timeout_s: float) -> dict[Key, Head]:
-        """Heads of those who answer, in brief where they are many; fills up `left`."""
+    def _call(
+        self, addresses: Mapping[Key, Address], left: dict[Key, ProcessSnapshot], timeout_s: float
+    ) -> dict[Key, ProcessSnapshot]:
+        """Snapshots of those who answer, summaries where they are many; fills up `left`."""
         in_brief = len(addresses) > FEW
         message = {"ask": "head", "brief": in_brief, **self._peers.introduce()}
         replies = ask_all(addresses, message, self._peers.secret, timeout_s + CALL_S_PER_PEER * len(addresses))
-        heads: dict[Key, Head] = {}
+        heads: dict[Key, ProcessSnapshot] = {}
         with_left: dict[Key, Address] = {}
         for key, reply in replies.items():
             if "brief" in reply:
-                heads[key], gone = read_brief(reply["brief"])
+                heads[key], gone = read_summary(reply["brief"])
                 if any(each not in left for each in gone) and len(with_left) < MAX_WITH_LEFT:
                     with_left[key] = addresses[key]
             elif "head" in reply:
-                heads[key] = from_data(Head, reply["head"])
+                heads[key] = from_data(ProcessSnapshot, reply["head"])
         if with_left:
             heads |= self._call(with_left, left, SECOND_CALL_S)
         _merge_left(left, heads.values())
-        return {key: self._in_own_words(head) for key, head in heads.items()}
+        return {key: self._with_own_world_name(head) for key, head in heads.items()}
 
-    def _in_own_words(self, head: Head) -> Head:
-        """With the name that this process has for their world: the other may not have heard it yet."""
+    def _with_own_world_name(self, head: ProcessSnapshot) -> ProcessSnapshot:
         left = tuple(dataclasses.replace(each, world=self._own_name_of(each.world)) for each in head.left_groups)
         return dataclasses.replace(head, world=self._own_name_of(head.world), left_groups=left)
 
@@ -125,13 +320,17 @@ class Survey:
         return self._peers.world if world and self._peers.is_own_world(world) else world
 
     def _few_in_full(
-        self, own: Head, heads: Mapping[Key, Head], others: Mapping[Key, Address], stall_after_s: float
-    ) -> dict[Key, Head]:
-        """Second round of a large run: full heads of those whom a verdict may tell of."""
-        scene = Scene(heads=[own, *heads.values()], stall_after_s=stall_after_s)
-        keys = {told.name: key for key, told in zip(heads, scene.heads[1:], strict=True)}
-        few = {keys[name]: others[keys[name]] for name in choose_few(scene) if name in keys}
-        found: dict[Key, Head] = {}
+        self,
+        own: ProcessSnapshot,
+        heads: Mapping[Key, ProcessSnapshot],
+        others: Mapping[Key, Address],
+        stall_after_s: float,
+    ) -> dict[Key, ProcessSnapshot]:
+        """Second round of a large run: full snapshots of those whom a verdict may tell of."""
+        graph = WaitGraph(heads=[own, *heads.values()], stall_after_s=stall_after_s)
+        keys = {told.name: key for key, told in zip(heads, graph.heads[1:], strict=True)}
+        few = {keys[name]: others[keys[name]] for name in choose_few(graph) if name in keys}
+        found: dict[Key, ProcessSnapshot] = {}
         wanted = list(few)
         for first in range(0, len(wanted), FEW):
             found |= self._call({key: few[key] for key in wanted[first : first + FEW]}, {}, FIRST_CALL_S)
@@ -141,10 +340,10 @@ class Survey:
         self,
         quiet: Mapping[Key, Address],
         fates: Mapping[Key, Fate],
-        heads: Mapping[Key, Head],
-        left: Mapping[Key, Head],
-    ) -> dict[Key, Head]:
-        """Heads for those who have been silent in too few looks: who was in a wait of torch's has come so far."""
+        heads: Mapping[Key, ProcessSnapshot],
+        left: Mapping[Key, ProcessSnapshot],
+    ) -> dict[Key, ProcessSnapshot]:
+        """Snapshots for processes that have been silent in too few looks."""
         still_s = max((wait.age_s for head in heads.values() for wait in head.waits), default=0.0)
         return {
             key: self._as_last_heard(key) or self._silences.stand_in(address, still_s)
@@ -152,30 +351,32 @@ class Survey:
             if key not in left and not self._silences.is_over(key, fates[key])
         }
 
-    def _as_last_heard(self, key: Key) -> Head | None:
-        """A process that waited when it was last heard, which it does as long as it does not say something else."""
+    def _as_last_heard(self, key: Key) -> ProcessSnapshot | None:
+        """A process that waited when it was last heard still does, as far as is known."""
         head = self._said.get(key)
         if head is None or all(wait.kind == "outside" for wait in head.waits):
             return None
         return dataclasses.replace(head, is_heard=False)
 
-    def _ask_witnesses(
-        self, quiet: Mapping[Key, Address], heads: Mapping[Key, Head]
+    def _ask_fates(
+        self, quiet: Mapping[Key, Address], heads: Mapping[Key, ProcessSnapshot]
     ) -> tuple[dict[Key, Fate], dict[Key, TreeUsage]]:
         """Fates by pid, and what those that run have used: looked up here, or by who answers on the same machine."""
         fates: dict[Key, Fate] = {}
         usage: dict[Key, TreeUsage] = {}
         for machine in {each.machine for each in quiet.values()}:
             pids = {str(each.pid): each.born for each in quiet.values() if each.machine == machine}
-            said = self._ask_witness(machine, pids, heads)
+            said = self._ask_states(machine, pids, heads)
             states = said.get("states", {})
             fates |= {(machine, int(pid)): FATE_BY_PID[states.get(pid, "unknown")] for pid in pids}
             usage |= {(machine, int(pid)): used for pid, used in read_usage(said).items()}
         return fates, usage
 
-    def _ask_witness(self, machine: str, pids: Mapping[str, int], heads: Mapping[Key, Head]) -> Mapping[str, Any]:
+    def _ask_states(
+        self, machine: str, pids: Mapping[str, int], heads: Mapping[Key, ProcessSnapshot]
+    ) -> Mapping[str, Any]:
         if machine == HOST:
-            return witness(pids)
+            return states_of_pids(pids)
         others = self._peers.others()
         someone = next((key for key in heads if key[0] == machine and key in others), None)
         if someone is None:
@@ -184,39 +385,28 @@ class Survey:
         return ask_all({0: others[someone]}, question, self._peers.secret, SECOND_CALL_S).get(0, {})
 
 
-def _merge_left(left: dict[Key, Head], heads: Iterable[Head]) -> None:
+def _merge_left(left: dict[Key, ProcessSnapshot], heads: Iterable[ProcessSnapshot]) -> None:
     for head in heads:
         for each in head.left:
             left.setdefault((each.host, each.pid), each)
 
 
 def _absent(
-    key: Key,
-    address: Address,
-    left: Mapping[Key, Head],
-    fates: Mapping[Key, Fate],
-    directory: Path | None,
+    key: Key, address: Address, left: Mapping[Key, ProcessSnapshot], fates: Mapping[Key, Fate], directory: Path | None
 ) -> Absent:
     if key in left:
-        return _said_goodbye(left[key], address)
+        return _absent_by_own_word(left[key], address)
     text = f"pid {address.pid} on {address.machine}"
     fate, head = fates[key], None
     reason, stack = read_crash(directory, address.machine, address.pid) if fate == "killed" else ("", ())
     if reason:
-        fate, head = "crashed", _last_words(address, reason, stack)
+        fate, head = "crashed", _crash_snapshot(address, reason, stack)
         text += f", {reason}"
-    return Absent(
-        name=address.name,
-        rank=address.rank,
-        world=address.world,
-        fate=fate,
-        text=text,
-        head=head,
-    )
+    return Absent(name=address.name, rank=address.rank, world=address.world, fate=fate, text=text, head=head)
 
 
-def _last_words(address: Address, reason: str, stack: tuple[CallSite, ...]) -> Head:
-    return Head(
+def _crash_snapshot(address: Address, reason: str, stack: tuple[CallSite, ...]) -> ProcessSnapshot:
+    return ProcessSnapshot(
         key=f"{address.machine}:{address.pid}",
         name=address.name,
         rank=address.rank,
@@ -229,19 +419,12 @@ def _last_words(address: Address, reason: str, stack: tuple[CallSite, ...]) -> H
     )
 
 
-def _said_goodbye(head: Head, address: Address) -> Absent:
+def _absent_by_own_word(head: ProcessSnapshot, address: Address) -> Absent:
     fate: Fate = "raised" if head.state == "failed" else "exited"
-    return Absent(
-        name=address.name,
-        rank=address.rank,
-        world=address.world,
-        fate=fate,
-        text=head.error,
-        head=head,
-    )
+    return Absent(name=address.name, rank=address.rank, world=address.world, fate=fate, text=head.error, head=head)
 
 
-def _unknown(peers: Peers, heads: Sequence[Head]) -> list[Absent]:
+def _unknown(peers: Peers, heads: Sequence[ProcessSnapshot]) -> list[Absent]:
     """Ranks of the world without an address: the world cannot have formed without them, unless they run no monitor."""
     fate: Fate = "unwatched" if any(head.groups for head in heads) else "never-came"
     return [

@@ -1,8 +1,8 @@
 """Waits that torch's flight recorder does not write down: declared waits, point-to-point, store waits.
 
-Collectives come past here with their `wait()` alone. Blocking calls of torch.distributed that are not recorded anywhere
-(`monitored_barrier`, `new_group`, `init_process_group`) are read off the stack when somebody looks (`torch_calls`), so
-they cost nothing either.
+Of collectives only their `wait()` passes through here. Blocking calls of torch.distributed that are recorded nowhere
+(`monitored_barrier`, `new_group`, `init_process_group`) are read off the stack when a look is taken
+(`process_groups.torch_call`), so they cost nothing either.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, Final
 
-from offbeat_liveness._process.head import WaitKind
+from offbeat_liveness._process.snapshot import WaitKind
 
 MAX_POSTED: Final = 256
 MAX_KEYS: Final = 4  # of one store wait that are told
@@ -25,6 +25,7 @@ PATCHED: Final = "_offbeat_liveness"
 STORE_TIMEOUT_S: Final = 300.0  # torch's own for a store that is given none
 _TRANSFERRING: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 """Groups that have used p2p, or had been used before anybody looked."""
+_BEFORE_WAIT: Final[list[Callable[[], None]]] = []
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,7 +56,6 @@ class Entry:
     timeout: Any = None
 
     def is_over(self) -> bool:
-        """Whether the handle of a posted operation is gone or complete."""
         work = self.work()
         return work is None or bool(work.is_completed())
 
@@ -64,7 +64,7 @@ class Ledger:
     """The open waits of this process. Adding and closing is one dict operation, safe under the GIL.
 
     Attributes:
-        posted: point-to-point operations by the id of their handle; one counts as a wait while somebody stands in the
+        posted: point-to-point operations by the id of their handle; one counts as a wait while a thread stands in the
             handle's `wait()`. gloo's are not complete before that, however long ago the message went.
         met_s: when each thread last came out of a rendezvous, or gave one up; monotonic.
     """
@@ -77,13 +77,11 @@ class Ledger:
         self._prune_from = MAX_POSTED
 
     def enter(self, entry: Entry) -> int:
-        """Write down a wait; the number closes it."""
         number = next(self._numbers)
         self._open[number] = entry
         return number
 
     def leave(self, number: int) -> None:
-        """Close a wait."""
         entry = self._open.pop(number, None)
         if entry is not None and entry.kind == "rendezvous":
             self.met_s[entry.thread] = time.monotonic()
@@ -96,7 +94,6 @@ class Ledger:
             self._prune_from = max(MAX_POSTED, 2 * len(self.posted))
 
     def open_waits(self) -> list[Entry]:
-        """What has begun and not ended, oldest first."""
         return sorted(self._open.copy().values(), key=lambda entry: entry.since_s)
 
     def clear(self) -> None:
@@ -113,7 +110,6 @@ class Ledger:
 
 
 LEDGER: Final = Ledger()
-_BEFORE_WAIT: Final[list[Callable[[], None]]] = []
 
 
 def before_wait(call: Callable[[], None] | None) -> None:
@@ -155,7 +151,6 @@ class waiting:  # noqa: N801 - a context manager that reads as a verb, like cont
 
 
 def may_have_transferred(group: Any) -> bool:
-    """Whether a group has used point-to-point operations, as far as this process knows."""
     return group in _TRANSFERRING
 
 
@@ -252,7 +247,6 @@ def _connecting(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keys(args: tuple[Any, ...]) -> str:
-    """The keys of a store wait, for people."""
     keys = args[0] if args else ""
     found = keys[:MAX_KEYS] if isinstance(keys, list | tuple) else [keys]
     return ", ".join(text for text in map(_as_text, found) if text)

@@ -1,18 +1,20 @@
-"""What torch.distributed of this process knows: its world, its groups, and the collectives in them."""
+"""What torch.distributed of this process knows: its world, its groups, and the calls its threads stand in."""
 
+import functools
 import sys
 import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import Any, Final
 
-from offbeat_liveness._process import ledger
-from offbeat_liveness._process.head import Collective, GroupHead
-from offbeat_liveness._process.recorder import flight_recorder
-from offbeat_liveness._process.recorder.entries import (
-    RawEntry,
+from offbeat_liveness._process import flight_recorder, ledger
+from offbeat_liveness._process.flight_recorder import (
+    PATIENCE_S,
+    StillRecorder,
     backend_of,
     group_of,
     of_this_life,
@@ -20,8 +22,8 @@ from offbeat_liveness._process.recorder.entries import (
     parse_transfers,
     seq_of,
 )
-from offbeat_liveness._process.recorder.nccl_recorder import NCCL
-from offbeat_liveness._process.recorder.still_recorder import PATIENCE_S, StillRecorder
+from offbeat_liveness._process.nccl_recorder import NCCL, RawEntry
+from offbeat_liveness._process.snapshot import Collective, GroupSnapshot, LeftGroup
 
 RECENT: Final = 32
 DEVICE_MESH: Final = "mesh_"
@@ -31,6 +33,49 @@ _AXES: Final[weakref.WeakKeyDictionary[Any, tuple[str, ...]]] = weakref.WeakKeyD
 _INHERITED: Final[list[Callable[[], Any]]] = []
 _ENDED_NS: Final[dict[str, int]] = {}
 """When a group of that name was last destroyed: what was recorded before is not of the one that bears the name now."""
+MAX_REMEMBERED: Final = 256
+PATCHED: Final = "_offbeat_liveness_destroy"
+C10D_FILE: Final = "torch/distributed/distributed_c10d.py"
+POINT_TO_POINT: Final = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
+RENDEZVOUS: Final = frozenset(
+    {
+        "destroy_process_group", "init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration",
+        "split_group", "_store_based_barrier", "_new_process_group_helper",
+    }
+)  # fmt: skip
+COLLECTIVES: Final = frozenset(
+    {
+        "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
+        "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast",
+        "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter", "reduce_scatter_single",
+        "reduce_scatter_tensor", "scatter", "scatter_object_list",
+    }
+)  # fmt: skip
+BLOCKING: Final = POINT_TO_POINT | RENDEZVOUS | COLLECTIVES | {"monitored_barrier"}
+STORE_RENDEZVOUS: Final = frozenset(
+    {
+        "rendezvous",
+        "_create_c10d_store",
+        "_env_rendezvous_handler",
+        "_file_rendezvous_handler",
+        "_tcp_rendezvous_handler",
+    }
+)
+FUNCTIONAL: Final = frozenset({"wait_tensor"})
+REMOTE_CALLS: Final = frozenset({"init_rpc", "rpc_sync", "shutdown", "_all_gather", "_barrier", "_wait_all_workers"})
+STATELESS: Final = frozenset(
+    {"all_gather_obj", "barrier", "broadcast", "broadcast_obj", "recv", "recv_obj", "send", "send_obj"}
+)
+CALLS: Final = {
+    C10D_FILE: BLOCKING,
+    "torch/distributed/rendezvous.py": STORE_RENDEZVOUS,
+    "torch/distributed/_functional_collectives.py": FUNCTIONAL,
+    "torch/distributed/rpc/__init__.py": REMOTE_CALLS,
+    "torch/distributed/rpc/api.py": REMOTE_CALLS,
+    "vllm/distributed/utils.py": STATELESS,
+}
+"""Calls that may stand for long, by the file that they are defined in."""
+LIBRARIES: Final = ("torch/distributed", "vllm/distributed/utils.py")
 
 
 def name_group(group: Any, axes: Sequence[str]) -> None:
@@ -69,7 +114,6 @@ def settled_collectives(*, patience_s: float = PATIENCE_S) -> list[Collective] |
 
 
 def default_group() -> Any:
-    """The default process group object, None before it is made."""
     if not flight_recorder.is_loaded():
         return None
     c10d = sys.modules["torch.distributed.distributed_c10d"]
@@ -91,7 +135,6 @@ def note_end(names: Iterable[str]) -> None:
 
 
 def has_groups() -> bool:
-    """Whether this process has made any group, of its own world or of another."""
     if not flight_recorder.is_loaded():
         return False
     c10d = sys.modules["torch.distributed.distributed_c10d"]
@@ -106,11 +149,10 @@ def group_members(group: Any) -> tuple[int, ...]:
     return () if _is_foreign(group, ranks) else tuple(sorted(ranks, key=ranks.__getitem__))
 
 
-def group_heads(entries: Sequence[RawEntry] | None) -> tuple[GroupHead, ...]:
+def group_snapshots(entries: Sequence[RawEntry] | None) -> tuple[GroupSnapshot, ...]:
     """How far this process has come in each of its groups.
 
-    Args:
-        entries: of the recorder; None while it cannot be read, then there are only the groups' own counters.
+    Without entries, while the recorder cannot be read, there are only the groups' own counters.
     """
     by_group: dict[tuple[str, str], list[RawEntry]] = defaultdict(list)
     knows_all = entries is not None and flight_recorder.holds_all(entries)
@@ -119,7 +161,9 @@ def group_heads(entries: Sequence[RawEntry] | None) -> tuple[GroupHead, ...]:
             continue
         by_group[group_of(entry), backend_of(entry)].append(entry)
     return tuple(
-        _group_head(group, name if len(backends) == 1 else f"{name} ({backend})", backends[backend], held, knows_all)
+        _group_snapshot(
+            group, name if len(backends) == 1 else f"{name} ({backend})", backends[backend], held, knows_all
+        )
         for group, name in list(_world().pg_names.items())
         for backends in [_backends(group)]
         for backend in backends
@@ -127,7 +171,7 @@ def group_heads(entries: Sequence[RawEntry] | None) -> tuple[GroupHead, ...]:
     )
 
 
-def _group_head(group: Any, name: str, backend: Any, entries: Sequence[RawEntry], knows_all: bool) -> GroupHead:
+def _group_snapshot(group: Any, name: str, backend: Any, entries: Sequence[RawEntry], knows_all: bool) -> GroupSnapshot:
     """One group, or the part of it that one of its backends does, which counts by itself."""
     backend_name = _backend_name(backend)
     is_silent = backend_name == "nccl" and NCCL.asked_at_s is not None
@@ -138,7 +182,7 @@ def _group_head(group: Any, name: str, backend: Any, entries: Sequence[RawEntry]
     recent = parse_entries(alive)
     transfers = [each for each in parse_transfers(alive, members) if not each.done]
     is_foreign = not members
-    return GroupHead(
+    return GroupSnapshot(
         name=name,
         ranks=members,
         axes=_AXES.get(group) or _described_axes(group),
@@ -167,7 +211,6 @@ def _entered(group: Any, backend: str, recent: Sequence[Collective], counter: in
 
 
 def timeout_of(backend: Any) -> float | None:
-    """What torch gives a call of a backend of a group, in seconds."""
     try:
         return seconds_of(backend.options._timeout)
     except (RuntimeError, AttributeError):  # a backend without options
@@ -190,14 +233,12 @@ def store_place(store: Any) -> str:
 
 
 def bottom(store: Any) -> Any:
-    """The store under all prefixes."""
     while getattr(store, "underlying_store", None) is not None:
         store = store.underlying_store
     return store
 
 
 def _store_of(group: Any) -> Any:
-    """The store that a group was made with, None where torch does not say."""
     found = _world().pg_map.get(group)
     return found[1] if found else None
 
@@ -273,3 +314,168 @@ def _sequence_number(backend: Any) -> int:
 
 def _world() -> Any:
     return sys.modules["torch.distributed.distributed_c10d"]._world
+
+
+class LeftGroups:
+    """Remembers each group as it was when destroy_process_group was called.
+
+    Whoever still waits in one of them for this process waits for ever.
+
+    Args:
+        seat: token of the world and rank of this process in it, None before they are known.
+        before: called before a group is destroyed, for what cannot be done after it.
+        complain: told what has failed here; the call itself goes on as without it.
+    """
+
+    def __init__(
+        self,
+        seat: Callable[[], tuple[str, int] | None],
+        before: Callable[[], None],
+        complain: Callable[[str, Exception], None],
+    ) -> None:
+        self._seat, self._before, self._complain = seat, before, complain
+        self._left: list[LeftGroup] = []
+        self._is_closed = False
+
+    def all(self) -> tuple[LeftGroup, ...]:
+        return tuple(self._left)
+
+    def close(self) -> None:
+        """Remember nothing more, and do nothing in a call any more."""
+        self._is_closed = True
+
+    def watch(self) -> None:
+        """Have destroy_process_group noted; a few µs for each group, no recorder is read."""
+        c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
+        public: Any = sys.modules["torch.distributed"]
+        destroy = c10d.destroy_process_group
+        if getattr(destroy, PATCHED, None) is self:
+            return
+        destroy = getattr(destroy, "__wrapped__", destroy) if hasattr(destroy, PATCHED) else destroy
+
+        @functools.wraps(destroy)
+        def destroy_process_group(*args: Any, **named: Any) -> Any:
+            if self._is_closed:
+                return destroy(*args, **named)
+            before = self._groups_before()
+            try:
+                return destroy(*args, **named)
+            finally:
+                self._note(before)
+
+        setattr(destroy_process_group, PATCHED, self)
+        c10d.destroy_process_group = public.destroy_process_group = destroy_process_group
+
+    def _groups_before(self) -> list[LeftGroup]:
+        try:
+            self._before()
+            return self._groups()
+        except Exception as error:  # noqa: BLE001 - this is a call of the program's
+            self._complain("a look before destroy_process_group", error)
+            return []
+
+    def _groups(self) -> list[LeftGroup]:
+        seat = self._seat()
+        if seat is None or default_group() is None:
+            return []
+        world, rank = seat
+        return [LeftGroup(world=world, rank=rank, group=each) for each in group_snapshots(None)]
+
+    def _note(self, before: list[LeftGroup]) -> None:
+        try:
+            self._note_left(before)
+        except Exception as error:  # noqa: BLE001 - likewise
+            self._complain("a look after destroy_process_group", error)
+
+    def _note_left(self, before: list[LeftGroup]) -> None:
+        there = {each.key for each in group_snapshots(None)} if default_group() is not None else set()
+        gone = [each for each in before if each.group.key not in there]
+        note_end(each.group.name for each in gone)
+        self._left += [each for each in gone if not each.group.is_foreign]
+        del self._left[:-MAX_REMEMBERED]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchCall:
+    """A call of torch.distributed, or of a library of groups without it, on a thread's stack.
+
+    Args:
+        function: the outermost one, which the user called.
+        file: the end of the path of the file that defines it, one of `CALLS`.
+        group: its process group object; None means the default group.
+        peer: global rank of the other side, root or source, if the call has one.
+        arguments: its local names, as they are now.
+        place: "host:port" or path of the store that it meets the others at, if the stack tells.
+        invited: the ranks that the innermost call of its kind was asked for: those of a new group.
+    """
+
+    function: str
+    file: str = C10D_FILE
+    group: Any
+    peer: int | None
+    arguments: dict[str, Any]
+    place: str = ""
+    invited: tuple[int, ...] = ()
+
+
+def torch_call(frame: FrameType | None) -> TorchCall | None:
+    found: list[tuple[str, FrameType]] = []
+    while frame is not None:
+        file = _defined_in(frame)
+        if file:
+            found.append((file, frame))
+        elif found and not any(each in frame.f_code.co_filename for each in LIBRARIES):
+            break
+        frame = frame.f_back
+    return _call_of(found) if found else None
+
+
+def _defined_in(frame: FrameType) -> str:
+    """The file, of those in `CALLS`, that has the function of a frame among its calls; "" for none."""
+    code = frame.f_code
+    return next(
+        (file for file, names in CALLS.items() if code.co_name in names and code.co_filename.endswith(file)), ""
+    )
+
+
+def _call_of(found: list[tuple[str, FrameType]]) -> TorchCall:
+    file, outermost = found[-1]
+    named = dict(outermost.f_locals)
+    group = named.get("group") or named.get("process_group")
+    peers = (named.get(name) for name in ("src", "dst"))
+    peer = next((peer for peer in peers if isinstance(peer, int)), None)
+    if peer is None and file == C10D_FILE:
+        peer = _global_rank(named, group)
+    locals_of_all = [each.f_locals for _, each in found]
+    invited = (each.get("ranks") for each in locals_of_all)
+    return TorchCall(
+        function=outermost.f_code.co_name,
+        file=file,
+        group=group,
+        peer=peer,
+        arguments=named,
+        place=next((text for text in map(_place_in, locals_of_all) if text), ""),
+        invited=next((tuple(each) for each in invited if isinstance(each, list | tuple | range) and each), ()),
+    )
+
+
+def _place_in(named: Mapping[str, Any]) -> str:
+    """Where the others are met, as the local names of a frame have it."""
+    host = named.get("hostname") or named.get("master_addr")
+    port = named.get("port") or named.get("master_port")
+    if host and port:
+        return f"{host}:{port}"
+    return str(named.get("path") or "") if "url" in named else ""
+
+
+def stateless_place(call: TorchCall) -> str:
+    """Where a group without torch's tables meets: the address of its store."""
+    store = getattr(call.arguments.get("self"), "store", None)
+    return store_place(store) if store is not None else ""
+
+
+def _global_rank(named: Mapping[str, Any], group: Any) -> int | None:
+    """Of the other side, where the call counts it within its group."""
+    members = group_members(default_group() if group is None else group)
+    places = (named.get(name) for name in ("group_src", "group_dst"))
+    return next((members[place] for place in places if isinstance(place, int) and place < len(members)), None)

@@ -1,4 +1,4 @@
-"""Builds the head of this process: everything it waits in, and where its threads stand."""
+"""Reads the snapshot of this process: everything it waits in, and where its threads stand."""
 
 import contextlib
 import dataclasses
@@ -9,53 +9,52 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Final
 
-from offbeat_liveness._process import ledger, process_groups, torch_calls
-from offbeat_liveness._process.errors_seen import exception_in_flight
-from offbeat_liveness._process.head import Collective, GroupHead, Head, OutsideWait, ThreadHead, Wait
-from offbeat_liveness._process.kernel.proc import HOST
-from offbeat_liveness._process.kernel.sockets import listening_ports
+from offbeat_liveness._process import flight_recorder, ledger, process_groups
+from offbeat_liveness._process.exceptions import exception_in_flight
 from offbeat_liveness._process.ledger import LEDGER, Entry
-from offbeat_liveness._process.motion import Motion
+from offbeat_liveness._process.nccl_recorder import NCCL
 from offbeat_liveness._process.outside import may_act, outside_wait, peek
-from offbeat_liveness._process.process_groups import seconds_of
-from offbeat_liveness._process.recorder import flight_recorder
-from offbeat_liveness._process.recorder.nccl_recorder import NCCL
+from offbeat_liveness._process.proc import HOST, listening_ports
+from offbeat_liveness._process.process_groups import TorchCall, seconds_of
+from offbeat_liveness._process.progress import ProgressTracker
+from offbeat_liveness._process.snapshot import (
+    Collective,
+    GroupSnapshot,
+    OutsideWait,
+    ProcessSnapshot,
+    ThreadSnapshot,
+    Wait,
+)
 from offbeat_liveness._process.stacks import main_thread_ident, native_ids, stack_of, stands_in_torch, thread_frames
-from offbeat_liveness._process.torch_calls import TorchCall
 
 NUM_TRIES: Final = 2  # a new store of torch 2.13 gives the first try to reach its host all of its time, and tries again
 POLL_S: Final = 0.5  # a sleep that ends within this may be one of many that ask whether an operation is over
 ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
 
 
-def read_head(
-    motion: Motion, *, name: str, world: str, rank: int | None, world_size: int, stall_after_s: float
-) -> Head:
+def read_snapshot(
+    progress: ProgressTracker, *, name: str, world: str, rank: int | None, world_size: int, stall_after_s: float
+) -> ProcessSnapshot:
     """What this process does now.
 
-    Args:
-        motion: since when it stands still.
-        name: as `watch(name=)` said; "" means by rank or pid.
-        world: token of the world, "" before it is known.
-        rank: in the default group, or what the environment promises; None outside.
-        world_size: likewise.
-        stall_after_s: an operation pending for twice as long counts, whatever its thread does.
+    `world`, `rank` and `world_size` are of the default group, or as the environment promises. An operation that has
+    been pending for twice `stall_after_s` counts, whatever its thread does.
     """
-    groups = process_groups.group_heads(motion.recorder.entries()) if process_groups.has_groups() else ()
-    with contextlib.closing(_Threads(motion, stall_after_s)) as threads:
-        return _read_head(motion, threads, groups, name=name, world=world, rank=rank, world_size=world_size)
+    groups = process_groups.group_snapshots(progress.recorder.entries()) if process_groups.has_groups() else ()
+    with contextlib.closing(_Threads(progress, stall_after_s)) as threads:
+        return _read_snapshot(progress, threads, groups, name=name, world=world, rank=rank, world_size=world_size)
 
 
-def _read_head(
-    motion: Motion,
+def _read_snapshot(
+    progress: ProgressTracker,
     threads: "_Threads",
-    groups: tuple[GroupHead, ...],
+    groups: tuple[GroupSnapshot, ...],
     *,
     name: str,
     world: str,
     rank: int | None,
     world_size: int,
-) -> Head:
+) -> ProcessSnapshot:
     worker = threads.worker(groups)
     groups = tuple(dataclasses.replace(each, worker=threads.issuer(each)) for each in groups)
     waits = [
@@ -67,7 +66,7 @@ def _read_head(
     names = {wait.thread for wait in waits}
     heads = threads.heads(worker, names)
     waits += [_outside_wait(each) for each in heads[:2] if each.outside is not None and each.name not in names]
-    return Head(
+    return ProcessSnapshot(
         key=f"{HOST}:{os.getpid()}",
         name=name or (f"rank {rank}" if rank is not None else f"pid {os.getpid()}"),
         rank=rank,
@@ -76,9 +75,9 @@ def _read_head(
         pid=os.getpid(),
         host=HOST,
         time_s=time.time(),
-        still_s=motion.still_s(worker),
-        busy=motion.busy(worker),
-        tree_busy=motion.tree_busy(),
+        still_s=progress.still_s(worker),
+        busy=progress.busy(worker),
+        tree_busy=progress.tree_busy(),
         waits=tuple(sorted(waits, key=lambda wait: -wait.age_s)),
         groups=groups,
         threads=heads,
@@ -89,15 +88,13 @@ def _read_head(
 
 
 class _Threads:
-    """All threads of the process at one moment."""
-
-    def __init__(self, motion: Motion, stall_after_s: float) -> None:
-        self._motion, self._stall_after_s = motion, stall_after_s
+    def __init__(self, progress: ProgressTracker, stall_after_s: float) -> None:
+        self.progress, self._stall_after_s = progress, stall_after_s
         names = peek.thread_names()
         self._native_ids = native_ids()
         self._frames = thread_frames()
         self._names = _unlike({ident: names.get(ident, f"thread {ident}") for ident in self._frames})
-        self.calls = {ident: torch_calls.torch_call(frame) for ident, frame in self._frames.items()}
+        self.calls = {ident: process_groups.torch_call(frame) for ident, frame in self._frames.items()}
 
     def close(self) -> None:
         """Let go of all frames and of their locals: where the main thread looks at itself, its own is among them."""
@@ -108,7 +105,6 @@ class _Threads:
         return iter([(ident, call) for ident, call in self.calls.items() if call is not None])
 
     def has(self, ident: int) -> bool:
-        """Whether a thread is one of the program's own."""
         return ident in self._frames
 
     def frame(self, ident: int) -> FrameType | None:
@@ -118,25 +114,20 @@ class _Threads:
     def name(self, ident: int) -> str:
         return self._names.get(ident, "MainThread")
 
-    def standing_s(self, ident: int) -> float:
-        """How long a thread has shown no new line."""
-        return self._motion.thread_still_s(ident)
-
     def still_s(self, ident: int, since_s: float) -> float:
         """How long an operation that began `since_s` seconds ago has held up its thread, or the main thread."""
-        watched_s = time.monotonic() - self._motion.watched_since_s
+        watched_s = time.monotonic() - self.progress.watched_since_s
         if min(since_s, watched_s) >= 2 * self._stall_after_s:
             return min(since_s, watched_s)
-        return min(since_s, max(self._motion.thread_still_s(each) for each in (ident, main_thread_ident())))
+        return min(since_s, max(self.progress.thread_still_s(each) for each in (ident, main_thread_ident())))
 
-    def worker(self, groups: Sequence[GroupHead]) -> int:
-        """The thread that issued the newest collective, if it is still there; else the main thread."""
+    def worker(self, groups: Sequence[GroupSnapshot]) -> int:
         newest = max(
             (each for group in groups for each in group.recent), key=lambda each: each.created_ns, default=None
         )
         return newest.thread if newest is not None and newest.thread in self._frames else main_thread_ident()
 
-    def issuer(self, group: GroupHead) -> str:
+    def issuer(self, group: GroupSnapshot) -> str:
         """Name of the thread that issued a group's newest collective, if it is still there.
 
         "" as well where a thread has begun since that may take the group over.
@@ -145,11 +136,11 @@ class _Threads:
         if newest is None or newest.thread not in self._frames:
             return ""
         since_s = time.time() - newest.created_ns / 1e9
-        began = (ident for ident in self._frames if ident != newest.thread and self._motion.known_s(ident) < since_s)
+        began = (ident for ident in self._frames if ident != newest.thread and self.progress.known_s(ident) < since_s)
         return "" if any(may_act(self._frames[ident]) for ident in began) else self.name(newest.thread)
 
     def free(self, waiting: set[str]) -> tuple[str, ...]:
-        """Threads that stand in no wait, and may set somebody else free."""
+        """Threads that stand in no wait and may set another free."""
         return tuple(
             self.name(ident)
             for ident, frame in self._frames.items()
@@ -157,7 +148,7 @@ class _Threads:
         )
 
     def _joins(self, ident: int, waiting: set[str]) -> bool:
-        """Whether a thread stands until another ends that waits itself."""
+        """Whether a thread joins another that waits itself."""
         outside = self._outside(ident) if waiting else None
         return outside is not None and outside.kind == "thread" and not outside.timeout_s and outside.on in waiting
 
@@ -187,14 +178,13 @@ class _Threads:
         """Of a thread; of the main thread if it has no Python frame."""
         return self._outside(ident if ident in self._frames else main_thread_ident())
 
-    def heads(self, worker: int, names: set[str]) -> tuple[ThreadHead, ...]:
-        """The worker first, then the main thread, then the named ones."""
+    def heads(self, worker: int, names: set[str]) -> tuple[ThreadSnapshot, ...]:
         named = (each for each in self._frames if self._names[each] in names)
         chosen = dict.fromkeys([worker, main_thread_ident(), *named])
         return tuple(
-            ThreadHead(
+            ThreadSnapshot(
                 name=self.name(ident),
-                still_s=self._motion.thread_still_s(ident),
+                still_s=self.progress.thread_still_s(ident),
                 stack=stack_of(self.frame(ident)),
                 outside=self._outside(ident),
                 in_flight=exception_in_flight(ident),
@@ -209,8 +199,7 @@ def _unlike(names: Mapping[int, str]) -> dict[int, str]:
     return {ident: name if counts[name] == 1 else f"{name} ({ident})" for ident, name in names.items()}
 
 
-def _outside_wait(thread: ThreadHead) -> Wait:
-    """A wait outside torch, of a thread that stands in no other."""
+def _outside_wait(thread: ThreadSnapshot) -> Wait:
     assert thread.outside is not None
     return Wait(
         kind="outside", what=thread.outside.kind, age_s=thread.still_s, thread=thread.name, stack=thread.stack,
@@ -218,8 +207,7 @@ def _outside_wait(thread: ThreadHead) -> Wait:
     )  # fmt: skip
 
 
-def _collective_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wait]:
-    """The oldest collective of each group that was issued and is not over."""
+def _collective_waits(groups: Sequence[GroupSnapshot], threads: _Threads) -> Iterator[Wait]:
     for group in groups:
         entry = next((each for each in group.recent if not each.done), None)
         if entry is not None and not threads.is_elsewhere(entry.thread, group.backend):
@@ -227,7 +215,7 @@ def _collective_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterato
             yield dataclasses.replace(_recorded_wait(group, entry, threads), seq=entry.seq, root=root)
 
 
-def _transfer_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wait]:
+def _transfer_waits(groups: Sequence[GroupSnapshot], threads: _Threads) -> Iterator[Wait]:
     """The oldest point-to-point operations of each group that were launched together and are not over."""
     for group in groups:
         if not group.transfers or threads.is_elsewhere(group.transfers[0].thread, group.backend):
@@ -239,7 +227,7 @@ def _transfer_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[
         yield dataclasses.replace(_recorded_wait(group, first, threads), kind="p2p", what=what, peers=peers)
 
 
-def _recorded_wait(group: GroupHead, entry: Collective, threads: _Threads) -> Wait:
+def _recorded_wait(group: GroupSnapshot, entry: Collective, threads: _Threads) -> Wait:
     since_s = max(0.0, time.time() - entry.created_ns / 1e9)
     own_s = seconds_of(ledger.timeout_of_wait(threads.frame(entry.thread)))
     return Wait(
@@ -255,7 +243,7 @@ def _recorded_wait(group: GroupHead, entry: Collective, threads: _Threads) -> Wa
     )
 
 
-def _root(call: TorchCall | None, group: GroupHead, entry: Collective) -> int | None:
+def _root(call: TorchCall | None, group: GroupSnapshot, entry: Collective) -> int | None:
     """Of the call that a thread stands in, if that is the one: it may be a later one beside one that goes on."""
     is_it = call is not None and entry.op in ROOTED and entry.op in call.function
     is_last = entry.seq == max(each.seq for each in group.recent if each.thread == entry.thread)
@@ -263,23 +251,23 @@ def _root(call: TorchCall | None, group: GroupHead, entry: Collective) -> int | 
     return call.peer if call is not None and is_it and is_last and is_of_group else None
 
 
-def _stack_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wait]:
+def _stack_waits(groups: Sequence[GroupSnapshot], threads: _Threads) -> Iterator[Wait]:
     """Calls that only the stack tells: rendezvous, monitored_barrier, and collectives while the recorder is off."""
     recorded = {group.name for group in groups if group.recent}
     written_down = {entry.thread: entry for entry in LEDGER.open_waits()}
     for ident, call in threads:
-        head = _head_of(groups, call.group)
+        head = _snapshot_of_group(groups, call.group)
         entry = written_down.get(ident)
         peer = None if head and head.is_foreign else call.peer  # there it is no rank of this world
         group = head.name if head else _group_name(call.group)
         found: dict[str, Any] = {}
         if call.file in OTHER_CALLS:
             found = OTHER_CALLS[call.file](call)
-        elif call.function in torch_calls.RENDEZVOUS:
+        elif call.function in process_groups.RENDEZVOUS:
             found = _rendezvous(call, entry)
         elif call.function == "monitored_barrier":
             found = {"kind": "barrier", "group": group}
-        elif call.function in torch_calls.COLLECTIVES and group not in recorded:
+        elif call.function in process_groups.COLLECTIVES and group not in recorded:
             seq = head.entered or 0 if head else 0
             found = {"kind": "collective", "group": group, "seq": seq, "root": peer}
         elif call.function in ("send", "recv") and peer is not None and not (entry and entry.kind == "p2p"):
@@ -287,10 +275,10 @@ def _stack_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wai
         if found:
             given_s = seconds_of(call.arguments.get("timeout"))
             own_s = given_s or (head.timeout_s if head else None)
-            age_s = threads.standing_s(ident)
+            age_s = threads.progress.thread_still_s(ident)
             if entry is not None and entry.kind == "rendezvous":  # one of many tries, maybe, at the same lines
                 age_s, own_s = min(age_s, time.monotonic() - entry.since_s), _timeout_s(entry, head) or own_s
-            elif call.function in torch_calls.RENDEZVOUS and ident in LEDGER.met_s:
+            elif call.function in process_groups.RENDEZVOUS and ident in LEDGER.met_s:
                 age_s = min(age_s, time.monotonic() - LEDGER.met_s[ident])
             yield Wait(
                 **{
@@ -298,7 +286,7 @@ def _stack_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wai
                     "age_s": age_s,
                     "thread": threads.name(ident),
                     "timeout_s": own_s,
-                    "has_own_deadline": given_s is not None and call.function not in torch_calls.RENDEZVOUS,
+                    "has_own_deadline": given_s is not None and call.function not in process_groups.RENDEZVOUS,
                     "stack": stack_of(threads.frame(ident)),
                     **found,
                 }
@@ -331,7 +319,7 @@ def _store_rendezvous(call: TorchCall) -> dict[str, Any]:
 
 
 def _remote_call(call: TorchCall) -> dict[str, Any]:
-    """Of torch.distributed.rpc, whose workers are no ranks of a group."""
+    """Of torch.distributed.rpc, whose workers are not ranks of a group."""
     if call.function == "rpc_sync":
         return {"kind": "declared", "what": f"rpc_sync to {call.arguments.get('to')}"}
     return {"kind": "rendezvous", "what": f"rpc.{call.function.lstrip('_')}"}
@@ -342,7 +330,7 @@ def _stateless(call: TorchCall) -> dict[str, Any]:
     group, other = call.arguments.get("self"), call.peer
     place = f"rank {getattr(group, 'rank', '?')} of {getattr(group, 'world_size', '?')}"
     text = f"StatelessProcessGroup.{call.function} as {place}" + (f" with {other}" if other is not None else "")
-    return {"kind": "store", "what": text, "on": torch_calls.stateless_place(call)}
+    return {"kind": "store", "what": text, "on": process_groups.stateless_place(call)}
 
 
 OTHER_CALLS: Final = {
@@ -353,16 +341,16 @@ OTHER_CALLS: Final = {
 }
 
 
-def _ledger_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wait]:
+def _ledger_waits(groups: Sequence[GroupSnapshot], threads: _Threads) -> Iterator[Wait]:
     """What was written down: declared waits, store waits, new stores, and handles of p2p that a thread waits for."""
     for entry in LEDGER.open_waits():
         call = threads.calls.get(entry.thread)
-        covered = call is not None and (entry.kind != "p2p" or call.function not in torch_calls.POINT_TO_POINT)
+        covered = call is not None and (entry.kind != "p2p" or call.function not in process_groups.POINT_TO_POINT)
         if entry.kind != "declared" and (covered or not threads.has(entry.thread)):
             continue
         age_s = time.monotonic() - entry.since_s
         group = entry.group()
-        head = _head_of(groups, group) if group is not None else None
+        head = _snapshot_of_group(groups, group) if group is not None else None
         yield Wait(
             kind=entry.kind,
             what=entry.what,
@@ -378,7 +366,7 @@ def _ledger_waits(groups: Sequence[GroupHead], threads: _Threads) -> Iterator[Wa
         )
 
 
-def _timeout_s(entry: Entry, head: GroupHead | None) -> float | None:
+def _timeout_s(entry: Entry, head: GroupSnapshot | None) -> float | None:
     """What torch gives an open wait: as the call says, else as its group or its store does."""
     if (given := seconds_of(entry.timeout)) is not None:
         return given * (NUM_TRIES if entry.kind == "rendezvous" else 1)
@@ -386,7 +374,6 @@ def _timeout_s(entry: Entry, head: GroupHead | None) -> float | None:
 
 
 def _peer(entry: Entry) -> tuple[int, ...]:
-    """Global rank of the other side of a point-to-point operation."""
     group = entry.group()
     if group is None or entry.peer < 0:
         return ()
@@ -394,8 +381,7 @@ def _peer(entry: Entry) -> tuple[int, ...]:
     return (members[entry.peer],) if entry.peer < len(members) else ()
 
 
-def _head_of(groups: Sequence[GroupHead], group: Any) -> GroupHead | None:
-    """The head of a group object; the part of its host's backend where it has several."""
+def _snapshot_of_group(groups: Sequence[GroupSnapshot], group: Any) -> GroupSnapshot | None:
     name = _group_name(group)
     named = [each for each in groups if each.name == name or each.name.startswith(f"{name} (")]
     return next((each for each in named if each.backend == "gloo"), named[0] if named else None)

@@ -1,5 +1,6 @@
-"""Where threads stand, told in the user's frames."""
+"""Where the threads of this process stand, told in the user's frames."""
 
+import gc
 import os
 import sys
 import sysconfig
@@ -9,18 +10,61 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Any, Final, TypeVar
 
-from offbeat_liveness._process.current_frames import current_frames
-from offbeat_liveness._process.head import CallSite
+from offbeat_liveness._process.snapshot import CallSite
 
+T = TypeVar("T")
+
+_LOOKING: Final = threading.RLock()
+_COLLECTS_ANYWHERE: Final = sys.version_info < (3, 12)
 MAX_FRAMES: Final = 12
 OWN_THREADS: Final = "offbeat-liveness"
 """What the names of the watch's own threads begin with."""
-OWN_FOLDER: Final = str(Path(__file__).parents[1])
 STANDARD_LIBRARY: Final = tuple({sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"]})
 GROUPS_OF_OFFBEAT: Final = "offbeat_mesh"  # it stands around torch's collectives, as torch.distributed does
 INSTALLED: Final = ("site-packages", "dist-packages")
+
+
+def current_frames() -> dict[int, FrameType]:
+    """`sys._current_frames()`: the innermost frame of each thread, by thread ident. Any thread may ask at any time.
+
+    Expected: it returns. What happens up to Python 3.11: it makes objects while it holds the interpreter's lock of
+    threads, and where that sets off the garbage collector, what is collected may want that lock again (as a
+    `threading.local` does) or hand the GIL to a thread that wants it. Then the whole process stands still, for ever
+    (python/cpython#106883, not mended in 3.11). So the collector rests meanwhile, for microseconds. Python 3.12
+    collects between instructions only. Can go with Python 3.11.
+
+    A program that turns its collector off within those microseconds has it on again: nothing in Python sets the switch
+    only if it is as it was.
+    """
+    return _without_collector(sys._current_frames)
+
+
+def current_exceptions() -> dict[int, Any]:
+    """`sys._current_exceptions()`: what each thread handles, by thread ident; likewise."""
+    return _without_collector(sys._current_exceptions)
+
+
+def _without_collector(look: Callable[[], T]) -> T:
+    if not _COLLECTS_ANYWHERE:
+        return look()
+    with _LOOKING:
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            return look()
+        finally:
+            if was_on:
+                gc.enable()
+
+
+if _COLLECTS_ANYWHERE and hasattr(os, "register_at_fork"):
+    # Else a child born during a look would have no collector, and a lock that nobody holds any more.
+    os.register_at_fork(before=_LOOKING.acquire, after_in_parent=_LOOKING.release, after_in_child=_LOOKING.release)
+
+
+OWN_FOLDER: Final = str(Path(__file__).parents[1])
 
 
 class OwnThread(threading.Thread):
@@ -37,7 +81,6 @@ class OwnThread(threading.Thread):
         super().__init__(target=target, name=name, args=tuple(args), daemon=True)
 
     def run(self) -> None:
-        """Run the target."""
         try:
             super().run()
         finally:
@@ -120,13 +163,11 @@ def readable(sites: list[CallSite]) -> tuple[CallSite, ...]:
 
 
 def main_thread_ident() -> int:
-    """Ident of the main thread."""
     return threading.main_thread().ident or 0
 
 
 @lru_cache(maxsize=4096)
 def is_machinery(file: str) -> bool:
-    """Whether a file is torch, the standard library, or offbeat's own groups."""
     parts = Path(file).parts
     if file.startswith(("<frozen", OWN_FOLDER)) or GROUPS_OF_OFFBEAT in parts:
         return True
@@ -137,5 +178,4 @@ def is_machinery(file: str) -> bool:
 
 
 def is_own(file: str) -> bool:
-    """Whether a file belongs to the reader's project rather than to an installed package."""
     return not is_machinery(file) and not any(folder in Path(file).parts for folder in INSTALLED)

@@ -17,10 +17,10 @@ HERE = dirname(abspath(__file__))
 
 
 class Finder:
-    """Sees torch.distributed come in, and steps aside."""
+    """Finds torch.distributed once, and hooks it after it has been loaded."""
 
     def find_spec(self, name, path=None, target=None):
-        """Find the module as the others would, and have a word with it once it is loaded."""
+        """Find the module as the other finders would, with a loader that hooks it."""
         if name != TARGET:
             return None
         sys.meta_path.remove(self)
@@ -41,7 +41,7 @@ class Finder:
 
 
 def hook(module):
-    """Have init_process_group turn the watch on first."""
+    """Let init_process_group turn the watch on first."""
     init = module.init_process_group
 
     @functools.wraps(init)

@@ -1,22 +1,25 @@
-"""Waits for other threads of this process: queues, futures, locks, events, the end of a thread."""
+"""Waits for threads and processes: queues, futures, locks, pools, subprocesses, DataLoader workers, tasks of Ray."""
 
 import dataclasses
+import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Final
 
-from offbeat_liveness._process.current_frames import current_frames
-from offbeat_liveness._process.head import OutsideKind, OutsideWait
 from offbeat_liveness._process.outside import peek
 from offbeat_liveness._process.outside.event_loop import task_that_fills, tasks_wait
-from offbeat_liveness._process.outside.kernel import holder_of
-from offbeat_liveness._process.outside.processes import workers
-from offbeat_liveness._process.outside.rule import Look, Rule, seconds
+from offbeat_liveness._process.outside.peek import Look, Rule, seconds
+from offbeat_liveness._process.outside.system_calls import command_of, cut_short, holder_of, state_of, without_secrets
+from offbeat_liveness._process.proc import pid_state
+from offbeat_liveness._process.snapshot import OutsideKind, OutsideWait
+from offbeat_liveness._process.stacks import current_frames
 
 EXECUTOR_MANAGER: Final = "_ExecutorManagerThread"
 MAX_WORK_ITEMS: Final = 10_000
+MAX_PIDS: Final = 16
+MAX_RAY_IDS: Final = 3
 
 
 def _wait(kind: OutsideKind, text: str, timeout: object, *, on: str = "") -> OutsideWait:
@@ -55,7 +58,6 @@ def _process_queue(frame: FrameType, look: Look) -> OutsideWait | None:
 
 
 def _nobody(text: str) -> Callable[[FrameType, Look], OutsideWait]:
-    """Reads a wait of which no more is known than that nobody has ended it."""
     return lambda frame, look: _wait("lock", text, peek.local(frame, "timeout"))
 
 
@@ -72,7 +74,7 @@ def _lock_of_condition(frame: FrameType, look: Look) -> OutsideWait | None:
     return _wait("lock", f"the lock of a condition or semaphore{owner}", None)
 
 
-def _join(frame: FrameType, look: Look) -> OutsideWait | None:
+def _join_thread(frame: FrameType, look: Look) -> OutsideWait | None:
     thread, timeout = peek.local(frame, "self"), peek.local(frame, "timeout")
     name, ident = peek.text(peek.attribute(thread, "_name")), peek.integer(peek.attribute(thread, "_ident"))
     alive = ident is not None and dict.get(threading._active, ident) is thread  # type: ignore[attr-defined]
@@ -81,18 +83,11 @@ def _join(frame: FrameType, look: Look) -> OutsideWait | None:
 
 
 def _followed(look: Look, text: str, name: str, ident: int | None, timeout: object) -> OutsideWait:
-    """A wait for a thread, and what that one waits for."""
     inner = look.follow(ident) if ident is not None else None
     if inner is None:
         return _wait("thread", text, timeout, on=name)
-    return OutsideWait(
-        kind="thread",
-        text=f"{text} and waits for {inner.text}{seconds(timeout)}",
-        address=inner.address,
-        pid=inner.pid,
-        on=name,
-        timeout_s=peek.number(timeout),
-    )
+    text = f"{text} and waits for {inner.text}{seconds(timeout)}"
+    return dataclasses.replace(inner, kind="thread", text=text, on=name, timeout_s=peek.number(timeout))
 
 
 def _future(frame: FrameType, look: Look) -> OutsideWait | None:
@@ -104,7 +99,12 @@ def future_wait(future: object, look: Look, timeout: object, what: str) -> Outsi
     manager = next((each for each in _managers() if _has_work(each, future)), None)
     if manager is not None:
         rest = f", one of which is to give a {what}"
-        found = workers(_processes(manager), "workers of a ProcessPoolExecutor", timeout=timeout, rest=rest)
+        found = workers(
+            peek.members(peek.attribute(manager, "processes")),
+            "workers of a ProcessPoolExecutor",
+            timeout=timeout,
+            rest=rest,
+        )
         if found is not None:
             return found
     ident = _worker_of(future)
@@ -133,12 +133,7 @@ def _has_work(manager: object, future: object) -> bool:
     return any(peek.attribute(each, "future") is future for each in list(work.values()))
 
 
-def _processes(manager: object) -> list[Any]:
-    return peek.members(peek.attribute(manager, "processes"))
-
-
 def _worker_of(future: object) -> int | None:
-    """Ident of the thread of a ThreadPoolExecutor that works on a future."""
     frames = current_frames()
     try:
         return next((ident for ident, frame in frames.items() if _works_on(frame, future)), None)
@@ -165,39 +160,164 @@ def _futures(frame: FrameType, look: Look) -> OutsideWait | None:
     if not left:
         return _wait("future", f"concurrent.futures.{name}", timeout)
     inner = future_wait(left[0], look, None, "concurrent.futures.Future")
+    text = f"{len(left)} futures (concurrent.futures.{name}{seconds(timeout)}), the first is {inner.text}"
+    return dataclasses.replace(inner, text=text, timeout_s=peek.number(timeout))
+
+
+def workers(owners: Sequence[object], what: str, *, timeout: object = None, rest: str = "") -> OutsideWait | None:
+    """A wait for several processes of multiprocessing, `what` in the plural: "DataLoader workers"."""
+    pids = [pid for pid in map(pid_of, owners) if pid]
+    if not pids:
+        return None
+    gone = [pid for pid in pids if pid_state(pid) == "gone"]
+    told = ", ".join(map(str, pids[:MAX_PIDS])) + (", …" if len(pids) > MAX_PIDS else "")
+    lost = f" ({', '.join(map(str, gone))} {'is' if len(gone) == 1 else 'are'} gone)" if gone else ""
+    noun = what.removesuffix("s") if len(pids) == 1 else what
+    number = "pid" if len(pids) == 1 else "pids"
     return OutsideWait(
-        kind=inner.kind,
-        text=f"{len(left)} futures (concurrent.futures.{name}{seconds(timeout)}), the first is {inner.text}",
-        address=inner.address,
-        pid=inner.pid,
-        on=inner.on,
+        kind="process",
+        text=f"{len(pids)} {noun}, {number} {told}{lost}{rest}{seconds(timeout)}",
+        pid=gone[0] if gone else pids[0],
         timeout_s=peek.number(timeout),
     )
 
 
+def pid_of(process: object) -> int:
+    """Of a Process of multiprocessing; 0 where it has none (not started, or a thread in its place)."""
+    return peek.integer(peek.path(process, "_popen.pid")) or 0
+
+
+def _popen(frame: FrameType, look: Look) -> OutsideWait | None:
+    owner = peek.local(frame, "self")
+    pid = peek.integer(peek.attribute(owner, "pid")) or 0
+    timeout = peek.local(frame, "timeout")
+    if not pid:
+        return None
+    command = _words(peek.attribute(owner, "args")) or command_of(pid)
+    text = f"{command} (pid {pid}, {state_of(pid)}{seconds(timeout)})"
+    return OutsideWait(kind="subprocess", text=text, pid=pid, on=command, timeout_s=peek.number(timeout))
+
+
+def _words(arguments: object) -> str:
+    words = [peek.text(arguments)] if type(arguments) not in (list, tuple) else map(peek.text, peek.members(arguments))
+    return cut_short(without_secrets(" ".join(itertools.takewhile(bool, words))))
+
+
+def _join_process(frame: FrameType, look: Look) -> OutsideWait | None:
+    process, timeout = peek.local(frame, "self"), peek.local(frame, "timeout")
+    pid, name = pid_of(process), peek.text(peek.attribute(process, "_name"))
+    if not pid:
+        return None
+    text = f"the end of the process {name!r} (pid {pid}, {state_of(pid)}{seconds(timeout)})"
+    return OutsideWait(kind="process", text=text, pid=pid, on=name, timeout_s=peek.number(timeout))
+
+
+def _data_loader(frame: FrameType, look: Look) -> OutsideWait | None:
+    owner = peek.local(frame, "self")
+    timeout = peek.number(peek.attribute(owner, "_timeout"))
+    return workers(peek.members(peek.attribute(owner, "_workers")), "DataLoader workers", timeout=timeout or None)
+
+
+def _process_pool(frame: FrameType, look: Look) -> OutsideWait | None:
+    """A result of a pool, whose members are `_pool` of the pool; or its end, where `self` is the pool."""
+    owner, timeout = peek.local(frame, "self"), peek.local(frame, "timeout")
+    pool = peek.attribute(owner, "_pool")
+    pool = pool if type(pool) is list else peek.attribute(pool, "_pool")
+    found = workers(peek.members(pool), "workers of a multiprocessing.Pool", timeout=timeout)
+    return found or _pool_of_threads(peek.members(pool), timeout)
+
+
+def _pool_of_threads(owners: Sequence[object], timeout: object) -> OutsideWait | None:
+    names = [peek.text(peek.attribute(each, "_name")) for each in owners]
+    if not any(names):
+        return None
+    text = f"{len(names)} threads of a pool ({', '.join(names[:4])}){seconds(timeout)}"
+    return OutsideWait(kind="thread", text=text, on=names[0], timeout_s=peek.number(timeout))
+
+
+def _spawned(frame: FrameType, look: Look) -> OutsideWait | None:
+    owner = peek.local(frame, "self")
+    return workers(peek.members(peek.attribute(owner, "processes")), "processes of torch.multiprocessing.spawn")
+
+
+def _manager(frame: FrameType, look: Look) -> OutsideWait | None:
+    owner, method = peek.local(frame, "self"), peek.text(peek.local(frame, "methodname"))
+    pid = pid_of(peek.path(owner, "_manager._process"))
+    told = f" (pid {pid}, {state_of(pid)})" if pid else ""
+    address: Any = peek.path(owner, "_token.address")
+    place = peek.text(address) if type(address) is not tuple else f"{peek.text(address[0])}:{address[1]}"
+    return OutsideWait(
+        kind="process", text=f"{peek.type_name(owner)}.{method} of a manager{told}", pid=pid, address=place
+    )
+
+
+def _ray_get(frame: FrameType, look: Look) -> OutsideWait | None:
+    asked = peek.local(frame, "object_refs") or peek.local(frame, "ray_waitables")
+    references = peek.members(asked) if type(asked) in (list, tuple, set) else [] if asked is None else [asked]
+    name = "ray.wait" if frame.f_code.co_name == "wait" else "ray.get"
+    timeout = peek.local(frame, "timeout")
+    if not references:
+        return OutsideWait(kind="ray", text=f"{name}{seconds(timeout)}", timeout_s=peek.number(timeout))
+    names = [_object_id(each) for each in references[:MAX_RAY_IDS]]
+    more = f" and {len(references) - len(names)} more" if len(references) > len(names) else ""
+    noun = "object" if len(references) == 1 else "objects"
+    needed = peek.integer(peek.local(frame, "num_returns")) if name == "ray.wait" else None
+    count = f"{needed} of {len(references)}" if needed is not None else str(len(references))
+    return OutsideWait(
+        kind="ray",
+        text=f"{name} of {count} {noun}: {', '.join(names)}{more}{seconds(timeout)}",
+        on=names[0],
+        timeout_s=peek.number(timeout),
+    )
+
+
+def _object_id(reference: Any) -> str:
+    """By C of Ray's own class, which asks no server."""
+    kind = getattr(sys.modules.get("ray._raylet"), "ObjectRef", None)
+    return "?" if kind is None or not issubclass(type(reference), kind) else peek.text(kind.hex(reference))
+
+
 RULES: Final = (
-    Rule(file="/queue.py", functions=("Queue.get", "Queue.put", "Queue.join", "_PySimpleQueue.get"), read=_queue),
+    Rule("/queue.py", ("Queue.get", "Queue.put", "Queue.join", "_PySimpleQueue.get"), _queue),
     Rule(
-        file="/multiprocessing/queues.py",
-        functions=("Queue.get", "Queue.put", "SimpleQueue.get", "SimpleQueue.put"),
-        read=_process_queue,
+        "/multiprocessing/queues.py",
+        ("Queue.get", "Queue.put", "SimpleQueue.get", "SimpleQueue.put"),
+        _process_queue,
         reach=8,
     ),
     Rule(
-        file="/threading.py",
-        functions=("Condition.wait", "Condition.wait_for"),
-        read=_nobody("threading.Condition.wait: nobody has notified it"),
+        "/threading.py",
+        ("Condition.wait", "Condition.wait_for"),
+        _nobody("threading.Condition.wait: nobody has notified it"),
         reach=1,
     ),
-    Rule(file="/threading.py", functions=("Event.wait",), read=_nobody("threading.Event.wait: nobody has set it")),
-    Rule(file="/threading.py", functions=("Barrier.wait",), read=_barrier, reach=5),
+    Rule("/threading.py", ("Event.wait",), _nobody("threading.Event.wait: nobody has set it")),
+    Rule("/threading.py", ("Barrier.wait",), _barrier, reach=5),
+    Rule("/threading.py", ("Semaphore.acquire",), _nobody("threading.Semaphore.acquire: nobody has released it")),
+    Rule("/threading.py", ("Condition.__enter__",), _lock_of_condition, reach=0),
+    Rule("/threading.py", ("Thread.join",), _join_thread),
+    Rule("/concurrent/futures/_base.py", ("Future.result", "Future.exception"), _future, reach=2),
+    Rule("/concurrent/futures/_base.py", ("wait", "as_completed"), _futures, reach=3),
     Rule(
-        file="/threading.py",
-        functions=("Semaphore.acquire",),
-        read=_nobody("threading.Semaphore.acquire: nobody has released it"),
+        "/subprocess.py",
+        ("Popen.wait", "Popen.communicate", "Popen._wait", "Popen._try_wait", "Popen._communicate"),
+        _popen,
+        reach=4,
     ),
-    Rule(file="/threading.py", functions=("Condition.__enter__",), read=_lock_of_condition, reach=0),
-    Rule(file="/threading.py", functions=("Thread.join",), read=_join),
-    Rule(file="/concurrent/futures/_base.py", functions=("Future.result", "Future.exception"), read=_future, reach=2),
-    Rule(file="/concurrent/futures/_base.py", functions=("wait", "as_completed"), read=_futures, reach=3),
+    Rule("/multiprocessing/process.py", ("BaseProcess.join",), _join_process, reach=6),
+    Rule(
+        "/torch/utils/data/dataloader.py",
+        ("_MultiProcessingDataLoaderIter._try_get_data", "_MultiProcessingDataLoaderIter._get_data"),
+        _data_loader,
+        reach=9,
+    ),
+    Rule(
+        "/multiprocessing/pool.py",
+        ("ApplyResult.wait", "ApplyResult.get", "IMapIterator.next", "Pool.join"),
+        _process_pool,
+        reach=4,
+    ),
+    Rule("/torch/multiprocessing/spawn.py", ("ProcessContext.join",), _spawned, reach=6),
+    Rule("/multiprocessing/managers.py", ("BaseProxy._callmethod",), _manager, reach=8),
+    Rule("/ray/_private/worker.py", ("get", "wait", "Worker.get_objects"), _ray_get, reach=6),
 )

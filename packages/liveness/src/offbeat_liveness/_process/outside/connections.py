@@ -1,12 +1,13 @@
 """Waits for the other side of a connection: HTTP clients, bare sockets, TLS, multiprocessing's connections."""
 
 import _socket
+import dataclasses
 from types import FrameType
 from typing import Any, Final
 
-from offbeat_liveness._process.head import OutsideWait
-from offbeat_liveness._process.outside import files, kernel, peek
-from offbeat_liveness._process.outside.rule import Look, Rule, seconds
+from offbeat_liveness._process.outside import peek, system_calls
+from offbeat_liveness._process.outside.peek import Look, Rule, seconds
+from offbeat_liveness._process.snapshot import OutsideWait
 
 CLIENTS: Final = {
     "/http/client.py": "http.client",
@@ -24,22 +25,14 @@ CLIENT_DEPTH: Final = 24
 
 
 def http_answer(host: str, timeout: object, client: str, *, doing: str = "an HTTP answer from") -> OutsideWait:
-    """A wait of an HTTP client.
-
-    Args:
-        host: "host:port".
-        timeout: of the call, seconds.
-        client: name of the library.
-        doing: what for.
-    """
+    """A wait of the HTTP library `client` for "host:port", with the timeout of the call in seconds."""
     text = f"{doing} {host or 'an unknown host'} ({client}{seconds(timeout)})"
     return OutsideWait(kind="http", text=text, address=host, timeout_s=peek.number(timeout))
 
 
 def host_and_port(host: object, port: object) -> str:
-    """As one text; "" where there is no host."""
     name, number = peek.text(host), peek.integer(port)
-    return "" if not name else files.join(name, number) if number is not None else name
+    return "" if not name else system_calls.join_host_port(name, number) if number is not None else name
 
 
 def client_of(names: list[str]) -> str:
@@ -51,7 +44,6 @@ def client_of(names: list[str]) -> str:
 
 
 def peer_of(connection: object) -> str:
-    """Address ("host:port") of the other side of a socket object; "" where it has none."""
     if not issubclass(type(connection), _socket.socket):
         return ""
     try:
@@ -66,7 +58,6 @@ def _client(look: Look) -> str:
 
 
 def _timeout_of(connection: object) -> Any:
-    """Of a socket object, seconds; None for one that waits for ever."""
     if not issubclass(type(connection), _socket.socket):
         return None
     return _socket.socket.gettimeout(connection)  # type: ignore[arg-type]
@@ -152,12 +143,11 @@ def _resolve(frame: FrameType, look: Look) -> OutsideWait | None:
 
 
 def _connection(frame: FrameType, look: Look) -> OutsideWait | None:
-    """A connection of multiprocessing: a pipe or a socket, by its number."""
     number = peek.integer(peek.attribute(peek.local(frame, "self"), "_handle"))
-    found = files.describe(number) if number is not None else None
+    found = system_calls.descriptor_of(number) if number is not None else None
     if found is None or number is None:
         return None
-    wait = kernel.told(found, number)
+    wait = system_calls.wait_on_descriptor(found, number)
     text = f"data from {wait.text} (multiprocessing.Connection)"
     return OutsideWait(
         kind="process" if wait.kind == "file" else wait.kind, text=text, address=wait.address, pid=wait.pid
@@ -177,72 +167,70 @@ def _selector(frame: FrameType, look: Look) -> OutsideWait | None:
         return None
     numbers = list(registered)
     first = next((number for number in numbers if type(number) is int), -1)
-    descriptor = files.describe(first)
+    descriptor = system_calls.descriptor_of(first)
     timeout = peek.number(peek.local(frame, "timeout"))
     if descriptor is None or descriptor.kind == "other":
         return OutsideWait(kind="socket", text=f"{len(numbers)} descriptors (select)", timeout_s=timeout)
-    wait = kernel.told(descriptor, first)
+    wait = system_calls.wait_on_descriptor(descriptor, first)
     more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
-    return OutsideWait(
-        kind=wait.kind, text=f"{wait.text}{more}", address=wait.address, pid=wait.pid, timeout_s=timeout, on=wait.on
-    )
+    return dataclasses.replace(wait, text=f"{wait.text}{more}", timeout_s=timeout)
 
 
 RULES: Final = (
     Rule(
-        file="/http/client.py",
-        functions=(
+        "/http/client.py",
+        (
             "HTTPConnection.getresponse", "HTTPConnection.send", "HTTPConnection.connect", "HTTPSConnection.connect",
             "HTTPConnection.endheaders", "HTTPResponse.read", "HTTPResponse.readinto", "HTTPResponse.readline",
             "HTTPResponse.peek", "HTTPResponse.read1",
         ),
-        read=_http_client,
-        reach=7,
+        _http_client,
+        reach=7
     ),
     Rule(
-        file="/urllib3/connection.py",
-        functions=("HTTPConnection.connect", "HTTPSConnection.connect", "HTTPConnection.getresponse"),
-        read=_http_client,
-        reach=10,
+        "/urllib3/connection.py",
+        ("HTTPConnection.connect", "HTTPSConnection.connect", "HTTPConnection.getresponse"),
+        _http_client,
+        reach=10
     ),
-    Rule(file="/_sync/connection.py", functions=("HTTPConnection.handle_request",), read=_httpcore, reach=9),
+    Rule("/_sync/connection.py", ("HTTPConnection.handle_request",), _httpcore, reach=9),
     Rule(
-        file="/_sync/connection_pool.py",
-        functions=("PoolRequest.wait_for_connection", "ConnectionPool.handle_request"),
-        read=lambda frame, look: _httpcore(frame, look) if frame.f_code.co_name == "handle_request" else None,
-        reach=4,
+        "/_sync/connection_pool.py",
+        ("PoolRequest.wait_for_connection", "ConnectionPool.handle_request"),
+        lambda frame, look: _httpcore(frame, look) if frame.f_code.co_name == "handle_request" else None,
+        reach=4
     ),
     Rule(
-        file="/_sync/connection_pool.py",
-        functions=("PoolByteStream.__iter__",),
-        read=lambda frame, look: http_answer(
+        "/_sync/connection_pool.py",
+        ("PoolByteStream.__iter__",),
+        lambda frame, look: http_answer(
             _pool_host(frame), look.local("/sync.py", "SyncStream.read", "timeout"), _client(look)
         ),
-        reach=9,
+        reach=9
     ),
-    Rule(file="/socket.py", functions=("SocketIO.readinto", "SocketIO.write"), read=_socket_file),
-    Rule(file="/socket.py", functions=("socket.accept",), read=_accept),
-    Rule(file="/socket.py", functions=("create_connection",), read=_connect),
-    Rule(file="/urllib3/util/connection.py", functions=("create_connection",), read=_connect),
-    Rule(file="/socket.py", functions=("getaddrinfo",), read=_resolve),
+    Rule("/socket.py", ("SocketIO.readinto", "SocketIO.write"), _socket_file),
+    Rule("/socket.py", ("socket.accept",), _accept),
+    Rule("/socket.py", ("create_connection",), _connect),
+    Rule("/urllib3/util/connection.py", ("create_connection",), _connect),
+    Rule("/socket.py", ("getaddrinfo",), _resolve),
     Rule(
-        file="/ssl.py",
-        functions=("SSLSocket.read", "SSLSocket.write", "SSLSocket.do_handshake", "SSLSocket.recv"),
-        read=_tls,
+        "/ssl.py",
+        ("SSLSocket.read", "SSLSocket.write", "SSLSocket.do_handshake", "SSLSocket.recv"),
+        _tls
     ),
     Rule(
-        file="/multiprocessing/connection.py",
-        functions=("Connection._recv", "Connection._send", "_ConnectionBase.poll", "_ConnectionBase.recv"),
-        read=_connection,
-        reach=5,
+        "/multiprocessing/connection.py",
+        ("Connection._recv", "Connection._send", "_ConnectionBase.poll", "_ConnectionBase.recv"),
+        _connection,
+        reach=5
     ),
-    Rule(file="/multiprocessing/connection.py", functions=("Listener.accept",), read=_listener, reach=4),
+    Rule("/multiprocessing/connection.py", ("Listener.accept",), _listener, reach=4),
     Rule(
-        file="/selectors.py",
-        functions=(
+        "/selectors.py",
+        (
             "SelectSelector._select", "SelectSelector.select", "_PollLikeSelector.select", "EpollSelector.select",
         ),
-        read=_selector,
+        _selector
     ),
 )  # fmt: skip
 

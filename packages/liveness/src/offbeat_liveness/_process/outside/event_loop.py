@@ -1,5 +1,6 @@
 """What the tasks of an asyncio loop wait for, while the thread itself only stands in the loop."""
 
+import dataclasses
 import gc
 import sys
 import types
@@ -7,11 +8,11 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
 
-from offbeat_liveness._process.head import OutsideWait
 from offbeat_liveness._process.outside import peek
 from offbeat_liveness._process.outside.connections import client_of, host_and_port, http_answer
-from offbeat_liveness._process.outside.processes import state_of
-from offbeat_liveness._process.outside.rule import Look, Rule
+from offbeat_liveness._process.outside.peek import Look, Rule
+from offbeat_liveness._process.outside.system_calls import state_of
+from offbeat_liveness._process.snapshot import OutsideWait
 
 MAX_TASKS: Final = 1000
 MAX_CHAIN: Final = 64
@@ -66,12 +67,7 @@ def _runner(frame: FrameType, look: Look) -> OutsideWait | None:
 
 
 def tasks_wait(loop: object, main: object) -> OutsideWait | None:
-    """What the tasks of a loop wait for, the one that the program runs first.
-
-    Args:
-        loop: of these tasks.
-        main: the task given to `run_until_complete`, None where the loop runs for ever.
-    """
+    """What the tasks of a loop wait for, first the one given to `run_until_complete` (`main`), if there is one."""
     tasks = pending_tasks(loop)
     number = len(tasks)
     tasks = sorted(tasks[:MAX_TASKS], key=_name)
@@ -85,23 +81,12 @@ def tasks_wait(loop: object, main: object) -> OutsideWait | None:
     lines = "; ".join(f"task {_name(task)!r} awaits {wait.text}" for task, wait in told)
     left = number - len(seen)
     more = f"; and {left} more {'task' if left == 1 else 'tasks'}" if left > 0 else ""
-    return OutsideWait(
-        kind="asyncio",
-        text=lines + more,
-        address=first.address,
-        pid=first.pid,
-        on=_name(told[0][0]),
-        timeout_s=told[0][1].timeout_s,
-    )
+    timeout_s = told[0][1].timeout_s
+    return _wait(lines + more, on=_name(told[0][0]), pid=first.pid, address=first.address, timeout=timeout_s)
 
 
 def task_wait(task: object, seen: set[int]) -> OutsideWait:
-    """What one task awaits; tasks that it awaits are followed.
-
-    Args:
-        task: any task that is not done.
-        seen: ids of the tasks that are told already; this one and those followed are added.
-    """
+    """What one task awaits; tasks that it awaits are followed. Adds the ids of all that are told to `seen`."""
     seen.add(id(task))
     chain = _chain(peek.attribute(task, "_coro"))
     try:
@@ -114,13 +99,10 @@ def task_wait(task: object, seen: set[int]) -> OutsideWait:
         inner = task_wait(awaited[0], seen)
         more = f" and {len(awaited) - 1} more" if len(awaited) > 1 else ""
         name = _name(awaited[0])
-        return _renamed(inner, f"the task {name!r}{more}, which awaits {inner.text}", on=name)
+        text = f"the task {name!r}{more}, which awaits {inner.text}"
+        return dataclasses.replace(inner, kind="asyncio", text=text, on=name)
     finally:
         chain.frames.clear()
-
-
-def _renamed(wait: OutsideWait, text: str, *, on: str) -> OutsideWait:
-    return OutsideWait(kind="asyncio", text=text, address=wait.address, pid=wait.pid, on=on, timeout_s=wait.timeout_s)
 
 
 def _wait(text: str, *, on: str = "", pid: int = 0, address: str = "", timeout: object = None) -> OutsideWait:
@@ -149,7 +131,6 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _name(task: object) -> str:
-    """Name of a task; "" for a future that is none."""
     kind = getattr(sys.modules.get("asyncio.tasks"), "Task", None)
     if kind is not None and issubclass(type(task), kind):
         return peek.text(kind.get_name(task))
@@ -157,13 +138,11 @@ def _name(task: object) -> str:
 
 
 def _place(chain: Chain) -> str:
-    """Where the innermost coroutine stands that is not asyncio's."""
     frame = next((each for each in chain.frames if "/asyncio/" not in each.f_code.co_filename), None)
     return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
 
 
 def _chain(awaited: Any) -> Chain:
-    """Walk from a task's coroutine to what is awaited innermost."""
     frames: list[FrameType] = []
     for _ in range(MAX_CHAIN):
         kind = type(awaited)
@@ -284,7 +263,6 @@ def _aiohttp(frame: FrameType, chain: Chain, client: str) -> OutsideWait | None:
 
 
 def _asyncio_call(frame: FrameType, file: str, name: str) -> OutsideWait | None:
-    """A wait in asyncio's own functions, by the file they lie in."""
     owner = peek.local(frame, "self")
     if file == "queues.py" and name in ("Queue.get", "Queue.put", "Queue.join"):
         held = peek.size(peek.attribute(owner, "_queue"))
@@ -311,7 +289,6 @@ def _asyncio_call(frame: FrameType, file: str, name: str) -> OutsideWait | None:
 
 
 def _stream(reader: object) -> OutsideWait:
-    """A read of a stream, whose transport knows the peer."""
     extra = peek.path(reader, "_transport._extra")
     peer = extra.get("peername") if type(extra) is dict else None
     address = host_and_port(peer[0], peer[1]) if type(peer) is tuple and len(peer) > 1 else ""
@@ -325,6 +302,6 @@ def _function_name(function: object) -> str:
 
 
 RULES: Final = (
-    Rule(file="/asyncio/base_events.py", functions=("BaseEventLoop._run_once",), read=_loop_runs, reach=2),
-    Rule(file="/asyncio/runners.py", functions=("Runner.run",), read=_runner, reach=0),
+    Rule("/asyncio/base_events.py", ("BaseEventLoop._run_once",), _loop_runs, reach=2),
+    Rule("/asyncio/runners.py", ("Runner.run",), _runner, reach=0),
 )

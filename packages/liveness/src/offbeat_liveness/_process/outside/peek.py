@@ -2,15 +2,19 @@
 
 An attribute may be a property, a name may come from `__getattr__`, a text from `__str__`: all of these are the
 program's code, and that may want the very lock that everybody waits for. What is read here is stored data only.
+The rules of the other modules, each for a function of a library in which a thread waits, are made of these.
 """
 
 import inspect
 import sys
 import types
 from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Final
 
+from offbeat_liveness._process.snapshot import OutsideWait
 from offbeat_liveness._process.stacks import python_threads
 
 MAX_TEXT: Final = 120
@@ -24,9 +28,7 @@ _PLAIN: Final = frozenset({bool, int, float, str, bytes, type(None)})
 def attribute(owner: object, name: str) -> Any:
     """What an object stores under a name: in its dict, in a slot, or in C; None where it stores nothing.
 
-    Args:
-        owner: any object. Properties, `__getattr__` and `__getattribute__` of its class are not called.
-        name: of the attribute.
+    Properties, `__getattr__` and `__getattribute__` of its class are not called.
     """
     spaces = [_NAMES.__get__(base) for base in _ORDER.__get__(type(owner))]
     found = next((space[name] for space in spaces if name in space), None)
@@ -42,7 +44,6 @@ def attribute(owner: object, name: str) -> Any:
 
 
 def path(owner: object, names: str) -> Any:
-    """`attribute` several times: "fp.raw._sock"; None as soon as one is missing."""
     for name in names.split("."):
         if owner is None:
             return None
@@ -75,12 +76,10 @@ def text(value: Any, max_chars: int = MAX_TEXT) -> str:
 
 
 def number(value: object) -> float | None:
-    """An int or float; None for anything else."""
     return value if type(value) in (int, float) else None  # type: ignore[return-value]
 
 
 def integer(value: object) -> int | None:
-    """An int; None for anything else."""
     return value if type(value) is int else None
 
 
@@ -99,7 +98,6 @@ def members(value: object) -> list[Any]:
 
 
 def type_name(value: object) -> str:
-    """Name of an object's class."""
     return type.__dict__["__name__"].__get__(type(value))  # type: ignore[no-any-return]
 
 
@@ -111,5 +109,52 @@ def class_name(value: object) -> str:
 
 
 def thread_names() -> dict[int, str]:
-    """Names of Python's threads by ident."""
     return {each.ident or 0: text(attribute(each, "_name")) for each in python_threads()}
+
+
+@dataclass
+class Look:
+    """One question about one thread.
+
+    Attributes:
+        frames: of the thread, innermost first.
+        follow: what another thread waits for, by its ident.
+        depth: of the frame that the rule has matched.
+    """
+
+    frames: list[FrameType]
+    native_id: int | None
+    follow: Callable[[int], OutsideWait | None]
+    depth: int = 0
+
+    def outward(self, limit: int) -> Iterator[FrameType]:
+        return iter(self.frames[self.depth : self.depth + limit])
+
+    def local(self, file: str, function: str, name: str) -> Any:
+        for frame in self.frames:
+            if frame.f_code.co_qualname == function and file in frame.f_code.co_filename:
+                return local(frame, name)
+        return None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Functions of one file of a library, by qualified name ("Queue.get"), in which a thread waits.
+
+    Args:
+        file: how the name of the file ends.
+        read: what is waited for, given the frame.
+        reach: how many frames may lie between the wait itself, or an inner match, and this one: what lies further out
+            has called the user's code, and is not what is waited in.
+    """
+
+    file: str
+    functions: tuple[str, ...]
+    read: Callable[[FrameType, Look], OutsideWait | None] = field(repr=False)
+    reach: int = 3
+
+
+def seconds(timeout: object) -> str:
+    """Text such as ", timeout 30 s"; "" where there is none."""
+    value = number(timeout)
+    return "" if value is None else f", timeout {value:g} s"

@@ -1,4 +1,4 @@
-"""The state of one process as it travels: plain data, the same in a message and in a dump."""
+"""The state of one process (`ProcessSnapshot`): plain data, the same in a message and in a dump."""
 
 import dataclasses
 import functools
@@ -20,8 +20,6 @@ OutsideKind = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class CallSite:
-    """One line of Python on a thread's stack."""
-
     file: str
     line: int
     function: str
@@ -65,7 +63,7 @@ class Collective:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupHead:
+class GroupSnapshot:
     """How far this process has come in one group.
 
     Args:
@@ -103,7 +101,6 @@ class GroupHead:
         return self.name, self.place if self.is_foreign else self.ranks
 
     def at(self, seq: int) -> Collective | None:
-        """The collective of that number, if it is still remembered."""
         return next((each for each in reversed(self.recent) if each.seq == seq), None)
 
 
@@ -119,7 +116,7 @@ class LeftGroup:
 
     world: str
     rank: int
-    group: GroupHead
+    group: GroupSnapshot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +180,7 @@ class OutsideWait:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThreadHead:
+class ThreadSnapshot:
     """Where one thread stands.
 
     Args:
@@ -202,7 +199,7 @@ class ThreadHead:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Head:
+class ProcessSnapshot:
     """What one process does now.
 
     Args:
@@ -228,7 +225,7 @@ class Head:
         left_groups: those that it has destroyed.
         listens: ports at which this process accepts connections.
         notes: what the monitor could not see, said once.
-        left: last heads of processes that said goodbye to this one.
+        left: last snapshots of processes that have told this one of their end.
         is_heard: False for one that has not answered this time. This is what it said before: it has come so far, but
             may have gone on since.
     """
@@ -248,20 +245,19 @@ class Head:
     busy: float = 0.0
     tree_busy: float = 0.0
     waits: tuple[Wait, ...] = ()
-    groups: tuple[GroupHead, ...] = ()
-    threads: tuple[ThreadHead, ...] = ()
+    groups: tuple[GroupSnapshot, ...] = ()
+    threads: tuple[ThreadSnapshot, ...] = ()
     free_threads: tuple[str, ...] = ()
     left_groups: tuple[LeftGroup, ...] = ()
     listens: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
-    left: tuple["Head", ...] = field(default=(), repr=False)
+    left: tuple["ProcessSnapshot", ...] = field(default=(), repr=False)
     is_heard: bool = True
 
-    def group(self, key: tuple[str, tuple[int, ...] | str]) -> GroupHead | None:
-        """Its view of a group, None if it has never made it, or made it no more."""
+    def group(self, key: tuple[str, tuple[int, ...] | str]) -> GroupSnapshot | None:
         return next((each for each in self.groups if each.key == key), None)
 
-    def left_group(self, world: str, key: tuple[str, tuple[int, ...] | str]) -> GroupHead | None:
+    def left_group(self, world: str, key: tuple[str, tuple[int, ...] | str]) -> GroupSnapshot | None:
         """A group of a world as it was when this process destroyed it."""
         return next((each.group for each in self.left_groups if (each.world, each.group.key) == (world, key)), None)
 
@@ -272,7 +268,7 @@ def to_data(value: Any) -> dict[str, Any]:
 
 
 def from_data(kind: type[T], data: dict[str, Any]) -> T:
-    """The other way round; keys that are not known here are left out, so that versions may differ a little."""
+    """A dataclass from its data; unknown keys are left out, so that versions may differ a little."""
     readers = _readers(cast("Hashable", kind))
     return kind(**{name: readers[name](value) for name, value in data.items() if name in readers})
 

@@ -1,20 +1,33 @@
-"""What the kernel says that a thread waits in, for calls of C that have no frame of Python.
+"""What the kernel says that a thread waits in, for calls of C that have no frame of Python, and on which descriptor.
+
+Nothing here touches a file system or a connection that may stand still: only /proc is read.
 
 Source: proc_pid_syscall(5): number of the call and its six arguments in hexadecimal, or "running".
 """
 
 import dis
 import os
+import re
+import socket
 import struct
 import threading
 import time
+from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Final
+from typing import Final, Literal
 
-from offbeat_liveness._process.head import OutsideKind, OutsideWait
-from offbeat_liveness._process.outside import files, peek
-from offbeat_liveness._process.outside.processes import command_of, state_of
+from offbeat_liveness._process.outside import peek
+from offbeat_liveness._process.proc import LISTENS, MAX_TABLE_BYTES, state_and_letter, tcp_sockets
+from offbeat_liveness._process.snapshot import OutsideKind, OutsideWait
 
+MAX_COMMAND: Final = 80
+SECRET: Final = re.compile(r"token(?!iz)|secret|passw|api.?key|authorization|bearer", re.IGNORECASE)
+FLAG: Final = re.compile(r"-[\w-]+")
+MASK: Final = "***"
+TOLD: Final = {"stopped": "is stopped", "gone": "is gone", "unknown": "its state is unknown"}
+MAX_CHILDREN: Final = 16
+MAX_DESCRIPTORS: Final = 64
+TERMINALS: Final = ("/dev/pts/", "/dev/tty", "/dev/console")
 # Source: Linux, arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h.
 X86: Final = {
     0: "read", 1: "write", 2: "open", 7: "poll", 17: "read", 18: "write", 19: "read", 20: "write", 23: "select",
@@ -50,14 +63,159 @@ MAX_CODE_BYTES: Final = 20_000
 METHODS: Final[dict[str, OutsideKind]] = {"acquire": "lock", "__enter__": "lock", "get": "queue"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Descriptor:
+    """What one number of an open file stands for.
+
+    Args:
+        kind: of what.
+        name: the path, or what the kernel calls it: "pipe:[123]", "socket:[123]".
+        file_system: such as "nfs4"; of paths.
+        peer: "host:port" of the other side of a socket.
+        own: "host:port" of this side.
+        listens: a socket that accepts connections.
+        holder: pid of the one child that has the same pipe, 0 if that is not one.
+    """
+
+    kind: Literal["path", "pipe", "socket", "terminal", "other"]
+    name: str
+    file_system: str = ""
+    peer: str = ""
+    own: str = ""
+    listens: bool = False
+    holder: int = 0
+
+    def __str__(self) -> str:
+        if self.kind == "socket":
+            if self.listens:
+                return f"connections to {self.own}"
+            return f"a socket to {self.peer}" if self.peer else "a socket of this host"
+        if self.kind == "pipe":
+            return f"a pipe that pid {self.holder} has too" if self.holder else "a pipe"
+        if self.kind == "terminal":
+            return f"the terminal {self.name}"
+        return f"{self.name} ({self.file_system})" if self.file_system else self.name
+
+
+def descriptor_of(number: int) -> Descriptor | None:
+    """What a descriptor of this process is; None where it is closed or the platform does not tell."""
+    try:
+        name = os.readlink(f"/proc/self/fd/{number}")
+    except OSError:
+        return None
+    if name.startswith("socket:["):
+        return _socket_descriptor(name)
+    if name.startswith("pipe:["):
+        return Descriptor(kind="pipe", name=name, holder=_holder(name))
+    if name.startswith(TERMINALS):
+        return Descriptor(kind="terminal", name=name)
+    if name.startswith("/"):
+        return Descriptor(kind="path", name=name, file_system=_file_system_of_descriptor(number))
+    return Descriptor(kind="other", name=name)
+
+
+def epoll_members(number: int) -> list[int]:
+    """The first descriptors that an epoll descriptor watches.
+
+    Source: proc_pid_fdinfo(5): one line "tfd: 7 events: ..." for each.
+    """
+    found = re.findall(r"^tfd:\s*(\d+)", _read_proc(f"/proc/self/fdinfo/{number}"), re.MULTILINE)
+    return [int(each) for each in found[:16]]
+
+
+def file_system(path: str) -> str:
+    """Type of the file system that a path lies on, by the names of the mounts; "" where that is not told."""
+    best, kind = -1, ""
+    for _, place, found in _mounts():
+        inside = path == place or path.startswith(place.rstrip("/") + "/")
+        if inside and len(place) >= best:  # a later mount on the same place hides the earlier one
+            best, kind = len(place), found
+    return kind
+
+
+def _file_system_of_descriptor(number: int) -> str:
+    """Source: proc_pid_fdinfo(5): mnt_id is the mount's number in /proc/self/mountinfo."""
+    match = re.search(r"^mnt_id:\s*(\d+)", _read_proc(f"/proc/self/fdinfo/{number}"), re.MULTILINE)
+    return next((kind for mount, _, kind in _mounts() if match and mount == match[1]), "")
+
+
+def _mounts() -> list[tuple[str, str, str]]:
+    """Number, place and type of each mount.
+
+    Source: proc_pid_mountinfo(5): "36 35 98:0 /root /place rw,noatime [optional fields] - type source options".
+    """
+    found = []
+    for line in _read_proc("/proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        fields = before.split(" ")
+        place = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
+        found.append((fields[0], place, after.split(" ")[0]))
+    return found
+
+
+def _socket_descriptor(name: str) -> Descriptor:
+    """Read from the kernel's table, since to ask the socket itself takes an object that may set its mode."""
+    inode = name[len("socket:[") : -1]
+    found = next((each for each in tcp_sockets() if each.inode == inode), None)
+    if found is None:
+        return Descriptor(kind="socket", name=name)
+    own, listens = _address(found.own), found.state == LISTENS
+    return Descriptor(kind="socket", name=name, own=own, peer="" if listens else _address(found.peer), listens=listens)
+
+
+def _address(field: str) -> str:
+    """For one, "0100007F:1F40" is 127.0.0.1:8000: words of 32 bits in the order of the machine."""
+    words, _, port = field.partition(":")
+    data = b"".join(bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))
+    family = socket.AF_INET if len(data) == 4 else socket.AF_INET6
+    return join_host_port(socket.inet_ntop(family, data), int(port, 16))
+
+
+def join_host_port(host: str, port: int) -> str:
+    """Host and port as one text; an IPv6 address in brackets, unless it only wraps an IPv4 one."""
+    host = host.removeprefix("::ffff:")
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _holder(name: str) -> int:
+    held = [pid for pid in _children()[:MAX_CHILDREN] if _holds(pid, name)]
+    return held[0] if len(held) == 1 else 0
+
+
+def _children() -> list[int]:
+    """Those that the main thread has made; one file for each thread would be many."""
+    return [int(each) for each in _read_proc(f"/proc/self/task/{os.getpid()}/children").split()]
+
+
+def _holds(pid: int, name: str) -> bool:
+    try:
+        numbers = os.listdir(f"/proc/{pid}/fd")[:MAX_DESCRIPTORS]
+    except OSError:
+        return False
+    return any(_link(f"/proc/{pid}/fd/{number}") == name for number in numbers)
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def _read_proc(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return file.read(MAX_TABLE_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def kernel_wait(frame: FrameType, native_id: int) -> OutsideWait | None:
     """What a thread waits for in the kernel; None where it runs, or where the platform does not tell.
 
-    Args:
-        frame: its innermost one, for what a lock is called.
-        native_id: the kernel's number of the thread.
+    Its innermost frame tells what a lock is called.
     """
-    words = _words(native_id)
+    words = _syscall_words(native_id)
     call = CALLS.get(words[0], "") if len(words) > 6 else ""
     if call in ON_PATHS:
         return _on_descriptor(call, words)
@@ -72,7 +230,7 @@ def kernel_wait(frame: FrameType, native_id: int) -> OutsideWait | None:
     return _on_lock(frame) if call == "futex" and words[2] & FUTEX_COMMAND in FUTEX_WAITS else None
 
 
-def _words(native_id: int) -> list[int]:
+def _syscall_words(native_id: int) -> list[int]:
     try:
         with open(f"/proc/self/task/{native_id}/syscall", "rb") as file:
             words = file.read(512).split()
@@ -85,14 +243,13 @@ def _on_descriptor(call: str, words: list[int]) -> OutsideWait | None:
     number = words[1] & 0xFFFFFFFF
     if call == "fcntl" and words[2] not in LOCK_CALLS:
         return None
-    found = files.describe(number)
+    found = descriptor_of(number)
     if found is None or found.kind == "other":
         return None
-    return told(found, number, ON_PATHS[call] if found.kind == "path" else ON_STREAMS.get(call, ""))
+    return wait_on_descriptor(found, number, ON_PATHS[call] if found.kind == "path" else ON_STREAMS.get(call, ""))
 
 
-def told(found: files.Descriptor, number: int, doing: str = "") -> OutsideWait:
-    """A wait for what a descriptor stands for."""
+def wait_on_descriptor(found: Descriptor, number: int, doing: str = "") -> OutsideWait:
     kind: OutsideKind
     if found.kind == "terminal" or (number == 0 and found.kind == "pipe"):
         return OutsideWait(kind="terminal", text=f"its standard input, {found}" if number == 0 else str(found))
@@ -110,7 +267,7 @@ def _on_path(pointer: int) -> OutsideWait | None:
     name = _memory(pointer, 4096).partition(b"\0")[0].decode(errors="replace")
     if not name:
         return None
-    kind = files.file_system(name)
+    kind = file_system(name)
     return OutsideWait(kind="file", text=f"{name}, to open or look at it{kind and f' ({kind})'}", on=name)
 
 
@@ -118,9 +275,9 @@ def _on_sockets(call: str, words: list[int]) -> OutsideWait | None:
     """The first of the descriptors that a call waits for, if it says more than that it is one."""
     numbers = _waited(call, words)
     for number in numbers:
-        found = files.describe(number)
+        found = descriptor_of(number)
         if found is not None and found.kind != "other":
-            return told(found, number, ON_STREAMS.get(call, ""))
+            return wait_on_descriptor(found, number, ON_STREAMS.get(call, ""))
     if call == "select" and not numbers and words[1] == 0:
         return OutsideWait(kind="sleep", text="the end of a sleep (select)")
     return None
@@ -131,7 +288,7 @@ def _waited(call: str, words: list[int]) -> list[int]:
     if call in ("connect", "accept"):
         return [words[1]]
     if call == "epoll":
-        return files.watched(words[1])
+        return epoll_members(words[1])
     if call == "poll":
         data = _memory(words[1], 8 * min(words[2], 16))
         return [number for number, _, _ in struct.iter_unpack("=ihh", data[: len(data) // 8 * 8]) if number >= 0]
@@ -204,7 +361,6 @@ def _callee(code: CodeType, at: int) -> tuple[str, str]:
 
 
 def _owner(frame: FrameType, name: str) -> str:
-    """Who holds an RLock, where that can be asked: a plain Lock does not know."""
     first, *rest = name.split(".")
     lock = frame.f_globals.get(first) if first in frame.f_globals else peek.own_local(frame, first)
     for each in rest:
@@ -219,6 +375,44 @@ def holder_of(lock: object) -> str:
     told_owner = RLOCK.__repr__(lock).partition("owner=")[2].partition(" ")[0]
     threads = peek.thread_names()
     return f", held by the thread {threads[int(told_owner)]!r}" if int(told_owner or 0) in threads else ""
+
+
+def state_of(pid: int) -> str:
+    """What has become of a process, as a text; of one that lives with the letter of its state."""
+    state, letter = state_and_letter(pid)
+    return f"runs: {letter}" if state == "runs" else TOLD[state]
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process, cut short and without secrets; "a process" where it is not told."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read(4 * MAX_COMMAND).decode(errors="replace").replace("\0", " ")
+    except OSError:
+        return "a process"
+    return cut_short(without_secrets(words)) or "a process"
+
+
+def without_secrets(command: str) -> str:
+    """A command line with a mask in place of what looks like a key, since logs are read by many.
+
+    A word that names a secret is masked, and the word after it; of `--token` the word after it alone, of `TOKEN=abc`
+    what follows the sign.
+    """
+    told, is_secret = [], False
+    for word in command.split():
+        name, sign, value = word.partition("=")
+        names_it = SECRET.search(word) is not None
+        if is_secret or (names_it and not sign and not FLAG.fullmatch(word)):
+            told.append(MASK)
+        else:
+            told.append(f"{name}={MASK}" if names_it and sign else word)
+        is_secret = names_it and (not sign or SECRET.search(value) is not None)
+    return " ".join(told)
+
+
+def cut_short(words: str) -> str:
+    return words if len(words) <= MAX_COMMAND else words[: MAX_COMMAND - 1] + "…"
 
 
 def _memory(pointer: int, size: int) -> bytes:

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Final
 
-from offbeat_liveness._process.kernel.proc import is_at_work, thread_cpu_s
-from offbeat_liveness._process.kernel.tree_usage import TreeUsage, UsageRates, rates, tree_usage
-from offbeat_liveness._process.recorder import flight_recorder
-from offbeat_liveness._process.recorder.still_recorder import StillRecorder
+from offbeat_liveness._process import flight_recorder
+from offbeat_liveness._process.flight_recorder import StillRecorder
+from offbeat_liveness._process.proc import TreeUsage, UsageRates, is_at_work, rates, thread_cpu_s, tree_usage
+from offbeat_liveness._process.process_groups import torch_call
 from offbeat_liveness._process.stacks import main_thread_ident, native_ids, thread_frames
-from offbeat_liveness._process.torch_calls import torch_call
 
 DEPTH: Final = 4
 LEAST_GAP_S: Final = 0.2
@@ -20,7 +19,7 @@ Position = tuple[tuple[int, int], ...]
 
 
 @dataclass
-class ThreadMotion:
+class ThreadProgress:
     """Where one thread has been since the last collective was issued or ended.
 
     A loop that polls stands still: it shows no line that was not seen before.
@@ -35,7 +34,7 @@ class ThreadMotion:
     seen: set[Position] = field(default_factory=set)
 
 
-class Motion:
+class ProgressTracker:
     """Looks at the process once a tick, for about 50 µs; remembers since when nothing new has happened.
 
     Args:
@@ -53,14 +52,13 @@ class Motion:
         self.status = ""
         self.status_since_s = self.watched_since_s = self._looked_s = time.monotonic()
         self._longest_gap_s = longest_gap_s
-        self._threads: dict[int, ThreadMotion] = {}
+        self._threads: dict[int, ThreadProgress] = {}
         self._native_ids: dict[int, int] = {}
         self._sampled = {main_thread_ident()}  # whose work is counted: with a thousand threads it cannot be all
         self._usage = TreeUsage()
         self._rates: UsageRates | None = None
 
     def look(self) -> None:
-        """Take one sample of the recorder's status and of all threads."""
         now_s = time.monotonic()
         if now_s - self._looked_s > self._longest_gap_s:
             self._begin_anew(now_s)
@@ -86,12 +84,11 @@ class Motion:
         return advanced
 
     def _begin_anew(self, now_s: float) -> None:
-        """After a suspension of the process or the machine: what lies before says nothing about now."""
+        """After a suspension of the process or the machine: earlier looks say nothing about now."""
         self.status_since_s = self.watched_since_s = now_s
         self._threads.clear()
 
     def has_pending(self) -> bool:
-        """Whether a collective was issued that is not over."""
         return bool(self.status) and flight_recorder.has_pending(self.status)
 
     def has_thread_in_torch(self, still_s: float) -> bool:
@@ -105,20 +102,15 @@ class Motion:
 
     def thread_still_s(self, ident: int) -> float:
         """Seconds since a thread was last seen on a new line; that of the main thread for threads without Python."""
-        motion = self._threads.get(ident) or self._threads.get(main_thread_ident())
-        return time.monotonic() - motion.since_s if motion else 0.0
+        progress = self._threads.get(ident) or self._threads.get(main_thread_ident())
+        return time.monotonic() - progress.since_s if progress else 0.0
 
     def known_s(self, ident: int) -> float:
-        """Seconds since a thread was first seen; 0 for one that has just begun."""
-        motion = self._threads.get(ident)
-        return time.monotonic() - motion.known_from_s if motion else 0.0
+        progress = self._threads.get(ident)
+        return time.monotonic() - progress.known_from_s if progress else 0.0
 
     def still_s(self, worker: int = 0) -> float:
-        """Seconds since the process last moved.
-
-        Args:
-            worker: ident of the thread that makes its collectives, where that is not the main thread.
-        """
+        """Seconds since the process last moved; `worker` is the ident of the thread that makes its collectives."""
         threads_s = (self.thread_still_s(ident) for ident in (main_thread_ident(), worker))
         return min(time.monotonic() - self.status_since_s, *threads_s)
 
@@ -145,13 +137,13 @@ class Motion:
         return max(self._rates.cores, float(self._rates.at_work or self._rates.moves_data))
 
     def _thread_busy(self, ident: int) -> float:
-        motion = self._threads.get(ident)
-        if motion is None:
+        progress = self._threads.get(ident)
+        if progress is None:
             return 0.0
-        if motion.cpu_s is None:  # counted from now on
-            motion.cpu_s, motion.counted_from_s = self._thread_cpu_s(ident), time.monotonic()
-        passed_s = time.monotonic() - motion.counted_from_s
-        return max(self._thread_cpu_s(ident) - motion.cpu_s, motion.at_work_s) / passed_s if passed_s > 0 else 0.0
+        if progress.cpu_s is None:  # counted from now on
+            progress.cpu_s, progress.counted_from_s = self._thread_cpu_s(ident), time.monotonic()
+        passed_s = time.monotonic() - progress.counted_from_s
+        return max(self._thread_cpu_s(ident) - progress.cpu_s, progress.at_work_s) / passed_s if passed_s > 0 else 0.0
 
     def _thread_cpu_s(self, ident: int) -> float:
         """CPU that a thread has used or waited for; of the whole process where the platform cannot tell."""
@@ -160,22 +152,22 @@ class Motion:
 
     def _look_at(self, ident: int, frame: FrameType, now_s: float, *, forget: bool) -> bool:
         """Note where a thread stands; whether that is another place than last time."""
-        motion = self._threads.get(ident)
+        progress = self._threads.get(ident)
         position = _position(frame)
-        if motion is None:
-            motion = self._threads[ident] = ThreadMotion(since_s=now_s, known_from_s=now_s)
-        elif position == motion.last:
+        if progress is None:
+            progress = self._threads[ident] = ThreadProgress(since_s=now_s, known_from_s=now_s)
+        elif position == progress.last:
             if forget:
-                motion.seen = {position}
+                progress.seen = {position}
             return False
         elif forget:
-            motion.seen.clear()
-        motion.last = position
-        if position not in motion.seen:
-            motion.seen.add(position)
-            motion.since_s = now_s
-            motion.at_work_s, motion.counted_from_s = 0.0, now_s
-            motion.cpu_s = self._thread_cpu_s(ident) if ident in self._sampled else None
+            progress.seen.clear()
+        progress.last = position
+        if position not in progress.seen:
+            progress.seen.add(position)
+            progress.since_s = now_s
+            progress.at_work_s, progress.counted_from_s = 0.0, now_s
+            progress.cpu_s = self._thread_cpu_s(ident) if ident in self._sampled else None
         return True
 
 

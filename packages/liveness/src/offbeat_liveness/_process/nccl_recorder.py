@@ -10,7 +10,7 @@ over a socket in a folder that only this user can enter, made at the first quest
 listening" on stderr, once). Who gets no answer for `ANSWER_S` goes on without, and does not ask again before the answer
 has come. While nccl's counters stand still the entries do too, so they are asked for every `FRESH_S` at most.
 
-A dump reads two tables without their lock (see `still_recorder`). Without the GIL, a thread that uses a group of nccl
+A dump reads two tables without their lock (see `flight_recorder`). Without the GIL, a thread that uses a group of nccl
 for the very first time within those microseconds could meet it there; whoever asks has seen nobody move for a while.
 
 Source: pytorch, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (finishedGPUExecutionInternal), FlightRecorderCuda.cpp
@@ -32,23 +32,20 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from offbeat_liveness._process.recorder.entries import RawEntry
-
+RawEntry = dict[str, Any]
+"""An entry of a recorder as torch pickles it."""
 HANDLER: Final = "dump_nccl_trace_pickle"
 ANSWER_S: Final = 0.3
 FRESH_S: Final = 5.0
 
 
 class NcclRecorder:
-    """Remembers what was asked, and whether the answer has come.
-
-    Args:
-        answer_s: how long one question may take.
+    """Asks nccl's recorder, and remembers whether the answer has come within `answer_s`.
 
     Attributes:
         folder: where the socket of torch's server lies, "" before the first question.
-        asked_at_s: monotonic time of a question without an answer; None while there is none. Whoever is silent soon
-            after it may be so because it was asked.
+        asked_at_s: monotonic time of a question without an answer; None while there is none. A process that
+            is silent soon after it may be so because it was asked.
     """
 
     def __init__(self, answer_s: float = ANSWER_S) -> None:
@@ -68,10 +65,7 @@ class NcclRecorder:
     def entries(self, status: str, dump: Callable[[], bytes], *, with_frames: bool) -> list[RawEntry] | None:
         """What nccl's recorder holds, oldest first; None while it does not answer.
 
-        Args:
-            status: of the recorder; while it stays the same, entries do.
-            dump: asks it directly, for a torch without a server.
-            with_frames: with the Python frames of each.
+        While `status` stays the same, entries do; `dump` asks the recorder directly, for a torch without a server.
         """
         if self._pid != os.getpid():
             self.clear()

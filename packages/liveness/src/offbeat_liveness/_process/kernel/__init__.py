@@ -1,1 +1,0 @@
-"""What the kernel tells of this process and of others (/proc): states, usage, ports."""

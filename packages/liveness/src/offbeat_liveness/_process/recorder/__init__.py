@@ -1,1 +1,0 @@
-"""What torch has recorded of the collectives of this process, and when it may be read."""
