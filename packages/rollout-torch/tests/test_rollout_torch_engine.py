@@ -1,8 +1,6 @@
 """The engine's own promises, beyond the contract's."""
 
 import asyncio
-import queue
-import threading
 import weakref
 from pathlib import Path
 
@@ -270,11 +268,11 @@ def test_a_cancelled_caller_frees_its_place(folder):
 def test_a_step_that_raises_says_that_the_engine_is_lost(folder, monkeypatch):
     """Such as torch's error for a device without memory: only a new process mends that."""
 
-    def step(stepper):
+    def step(runner):
         raise MemoryError("cannot allocate 1 GiB")
 
     async def check(engine):
-        monkeypatch.setattr(_worker.Stepper, "step", step)
+        monkeypatch.setattr(_worker.ModelRunner, "step", step)
         with pytest.raises(PeerFailedError, match="raised MemoryError: cannot allocate 1 GiB"):
             await engine.generate(request())
 
@@ -343,32 +341,3 @@ def test_prompts_of_another_vocabulary_and_double_ids_are_refused(folder):
         await task
 
     run(folder, check)
-
-
-def test_whoever_asks_while_the_engine_closes_is_answered(folder, monkeypatch):
-    """Even when the thread had every chance to end between the look at `is_closed` and the put."""
-    the_end = threading.Event()
-
-    class Hesitant(queue.SimpleQueue):
-        def put(self, job):
-            if threading.current_thread().name == "late":
-                the_end.set()
-                engine._worker.join(timeout_s=0.5)
-            super().put(job)
-
-    def ask():
-        answers.append(engine._worker.call(lambda: "done"))
-
-    def close_once_asked():
-        the_end.wait(30)
-        engine._worker.close()
-
-    monkeypatch.setattr(_worker.queue, "SimpleQueue", Hesitant)
-    engine, answers = asyncio.run(TorchRolloutEngine.create(config_of(folder))), []
-    engine._worker.call(close_once_asked)
-    late = threading.Thread(target=ask, name="late", daemon=True)
-    late.start()
-    late.join(30)
-    with pytest.raises(OffbeatError, match="closed"):
-        answers[0].result(timeout=10)
-    assert engine._worker.join(timeout_s=30)

@@ -10,6 +10,7 @@ from offbeat_types._backends import (
 )
 from offbeat_types._disk import sync_path, sync_tree
 from offbeat_types._engine_needs import EngineNeeds, engine_needs
+from offbeat_types._engine_thread import EngineThread, new_future, settle
 from offbeat_types._errors import (
     BackendError,
     ConfigError,
@@ -55,6 +56,7 @@ from offbeat_types._rollout import (
     VersionSegment,
     WeightProof,
     WeightStream,
+    wake_tags,
 )
 from offbeat_types._schedule import check_schedule, learning_rate_at
 from offbeat_types._scoring import ScoreRequest, ScoringEngine
@@ -103,6 +105,7 @@ __all__ = [
     "DeadlineError",
     "EngineHealth",
     "EngineNeeds",
+    "EngineThread",
     "Floats",
     "GenerateRequest",
     "GroupError",
@@ -170,15 +173,18 @@ __all__ = [
     "loss_extras",
     "merge_metrics",
     "merge_over_ranks",
+    "new_future",
     "read_eos_ids",
     "read_model_json",
     "read_options",
     "read_tensor_shapes",
     "restore_module",
     "setting",
+    "settle",
     "spread_values",
     "sync_path",
     "sync_tree",
     "tensor_file_header",
     "tensor_file_index",
+    "wake_tags",
 ]

@@ -3,6 +3,7 @@
 Shapes: P prompt tokens; H, W height and width of an image in pixels.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -60,6 +61,10 @@ class SamplingParams:
     def is_cut(self) -> bool:
         """Whether some tokens are left out."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    def first_seed(self) -> int:
+        """Seed of sample 0 (sample i has i more); a random one where none was given: engines' own start alike."""
+        return int.from_bytes(os.urandom(6), "little") if self.seed is None else self.seed
 
     def check(self) -> None:
         """Refuse what would sample something nobody meant.

@@ -3,9 +3,9 @@
 Shapes: T completion tokens.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,37 @@ class Completion:
                 f"a completion needs as many ids, logprobs and version-segment tokens: "
                 f"got {len(self.ids)}, {len(self.logprobs)} and {covered}"
             )
+
+    @classmethod
+    def join(
+        cls,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        runs: Iterable[tuple[int, int]],
+        stop_reason: StopReason | None,
+        text: str,
+    ) -> Self:
+        """Make one of lists.
+
+        Args:
+            ids: token ids.
+            logprobs: of each.
+            runs: (version, number of tokens), oldest first; neighbours of one version become one segment.
+            stop_reason: None: the sample has not ended, and is marked aborted.
+            text: decoded ids.
+        """
+        segments: list[VersionSegment] = []
+        for version, num_tokens in runs:
+            if segments and segments[-1].version == version:
+                num_tokens += segments.pop().num_tokens
+            segments.append(VersionSegment(version=version, num_tokens=num_tokens))
+        return cls(
+            ids=np.asarray(ids, np.int32),
+            logprobs=np.asarray(logprobs, np.float32),
+            segments=tuple(segments),
+            stop_reason=stop_reason or "aborted",
+            text=text,
+        )
 
     @property
     def oldest_version(self) -> int:
@@ -132,6 +163,24 @@ class RolloutCapabilities:
                 "options, that declare it, or send merged weights"
             )
 
+    def check_pause(self, mode: PauseMode) -> None:
+        """Refuse a pause that is not declared.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if mode not in self.pause_modes:
+            raise ConfigError(f"pause mode must be one of {', '.join(self.pause_modes)}, got {mode!r}")
+
+    def check_sleep(self, level: int) -> None:
+        """Refuse a level of sleep that is not declared.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if level not in self.sleep_levels:
+            raise ConfigError(f"sleep level must be one of {self.sleep_levels}, got {level!r}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoraAdapter:
@@ -189,6 +238,20 @@ class WeightProof:
     version: int
     num_tensors: int
     checksums: tuple[str, ...]
+
+
+WAKE_TAGS: Final = ("weights", "kv_cache")
+
+
+def wake_tags(tags: tuple[str, ...]) -> set[str]:
+    """What `RolloutEngine.wake` is to take again.
+
+    Raises:
+        ConfigError: a tag that there is not.
+    """
+    if unknown := set(tags) - set(WAKE_TAGS):
+        raise ConfigError(f"wake knows the tags {' and '.join(WAKE_TAGS)}, got {', '.join(sorted(unknown))}")
+    return set(tags or WAKE_TAGS)
 
 
 class WeightStream(Protocol):
