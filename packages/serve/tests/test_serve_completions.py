@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from offbeat_data import load_tokenizer
 from offbeat_serve import _endpoint
-from offbeat_serve._answering import Answerer, Sampled
+from offbeat_serve._answers import Answerer, Sampled
 from offbeat_serve._requests import CompletionRequest
 from offbeat_testing import FakeRolloutEngine
 from offbeat_types import Completion, GenerateRequest, OffbeatError, SamplingParams, VersionSegment
