@@ -1,14 +1,94 @@
-"""Calls to the engine's workers, answered by all of them or by an error. Nothing of vLLM here."""
+"""Calls to the engine's workers, answered by all of them or by an error, and memory shared with them."""
 
 import itertools
 import json
+import mmap
+import os
+import shutil
+import tempfile
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from offbeat_rollout_vllm._form import EngineForm
+from offbeat_rollout_vllm._forms import EngineForm
 from offbeat_types import DeadlineError, PeerFailedError, WeightSyncError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+ALIGNMENT: Final = 64
+PROC: Final = "/proc"
+
+
+class Arena:
+    """Bytes that both sides see. Made by `create` in this process, and by `attach` in a worker.
+
+    Args:
+        descriptor: an open file that holds the memory.
+        num_bytes: its size.
+    """
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        self.descriptor, self.num_bytes = descriptor, num_bytes
+        self._map = mmap.mmap(descriptor, num_bytes)
+
+    @classmethod
+    def create(cls, num_bytes: int) -> "Arena":
+        """Take memory, zeroed.
+
+        Raises:
+            WeightSyncError: there is not enough.
+        """
+        try:
+            descriptor = _anonymous_file()
+            os.truncate(descriptor, num_bytes)
+            return cls(descriptor, num_bytes)
+        except OSError as error:
+            raise WeightSyncError(f"no {num_bytes} bytes of shared memory for a weight update ({error})") from error
+
+    @property
+    def address(self) -> str:
+        """Where another process of this user opens it."""
+        return f"{PROC}/{os.getpid()}/fd/{self.descriptor}"
+
+    @classmethod
+    def attach(cls, address: str, num_bytes: int) -> "Arena":
+        """Open what another process has made."""
+        return cls(os.open(address, os.O_RDWR), num_bytes)
+
+    def tensor(self, offset: int, dtype: str, shape: tuple[int, ...]) -> "Tensor":
+        """A view of the memory at `offset`, of a dtype named as torch names it."""
+        import torch
+
+        number_format: torch.dtype = getattr(torch, dtype)
+        count = 1
+        for size in shape:
+            count *= size
+        if not count:
+            return torch.empty(shape, dtype=number_format)
+        return torch.frombuffer(self._map, dtype=number_format, count=count, offset=offset).view(shape)
+
+    def close(self) -> None:
+        """Give the memory back, when the last view of it has gone."""
+        os.close(self.descriptor)
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("offbeat-rollout-vllm")
+    descriptor, path = tempfile.mkstemp(prefix="offbeat-rollout-vllm-")
+    os.unlink(path)
+    return descriptor
+
+
+def aligned(num_bytes: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
 
 GRACE_S: Final = 10.0
 """How much longer than the workers' own deadline we wait: theirs says more."""
@@ -99,3 +179,39 @@ def _parse(text: object) -> dict[str, Any]:
         return reply if {"rank", "number"} <= reply.keys() else {"rank": None, "number": None}
     except (ValueError, AttributeError):
         return {"rank": None, "number": None}
+
+
+class WorkerTraces:
+    """Traces of one engine, one after the other.
+
+    Args:
+        folder: where they are handed over; "" where none will be asked for.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._name = Path(folder).absolute(), f".vllm-{uuid.uuid4().hex}"
+        self.arguments: dict[str, Any] = {"profiler_config": self._config()} if folder else {}
+        """For vLLM's EngineArgs."""
+
+    def _config(self) -> dict[str, Any]:
+        """Stacks of Python cost more than all else; AsyncLLM's own part of the work is our own process's."""
+        return {
+            "profiler": "torch",
+            "torch_profiler_dir": str(self._folder / self._name),
+            "torch_profiler_use_gzip": False,
+            "torch_profiler_with_stack": False,
+            "ignore_frontend": True,
+        }
+
+    def begin(self, workers: Workers) -> None:
+        """Trace from here on."""
+        workers.call("begin_trace")
+
+    def end(self, workers: Workers) -> list[Path]:
+        """Trace no further; a file for each rank. vLLM's folder, which also holds tables of what took longest, goes."""
+        written = [Path(path) for path in workers.call("end_trace")]
+        taken = [self._folder / f"{self._name}-{rank}.partial" for rank in range(len(written))]
+        for path, place in zip(written, taken, strict=True):
+            path.replace(place)
+        shutil.rmtree(self._folder / self._name)
+        return taken

@@ -277,7 +277,7 @@ class TestAdapters:
                 await engine.generate(request(adapter="poet"))
             await self.send(engine, POET, 3)
             assert (await engine.generate(request(adapter="poet")))[0].oldest_version == 3
-            engine._adapters.spoil_all("they were given back")  # as sleep(2) does, which a CPU has not
+            engine._adapters.mark_all_unusable("they were given back")  # as sleep(2) does, which a CPU has not
             with pytest.raises(WeightSyncError, match="they were given back; send it again"):
                 await engine.generate(request(adapter="poet"))
 

@@ -224,7 +224,7 @@ class TestFaults:
 
     def test_a_group_computes_its_prompt_once(self, monkeypatch):
         cached = {}
-        outputs = import_module("offbeat_rollout_vllm._in_process")
+        outputs = import_module("offbeat_rollout_vllm._forms")
         read = outputs.read_output
 
         def note(output, label):
@@ -460,7 +460,7 @@ def _spoil(module):
     if not hasattr(module, "cpu_linear"):
         module.weight.data.view(-1)[3] += 1
         return
-    held = import_module("offbeat_rollout_vllm._held")
+    held = import_module("offbeat_rollout_vllm._worker_weights")
     weight = held.unpack(module, torch.float32).clone()
     weight[1, 2] += 1
     layers = import_module("vllm.model_executor.layers.utils")

@@ -115,7 +115,7 @@ def test_both_levels_give_memory_back_and_leave_no_trace(folder, monkeypatch):
 
 def test_vllm_s_own_sleep_gives_nothing_back(folder, monkeypatch):
     """What this package's is there for: when this fails, vLLM's own will do."""
-    monkeypatch.setattr("offbeat_rollout_vllm._cpu_sleep.CpuSleep", lambda worker: None)
+    monkeypatch.setattr("offbeat_rollout_vllm._extension.CpuSleep", lambda worker: None)
     monkeypatch.setattr(WorkerSide, "fill_cache", fill_cache, raising=False)
 
     async def check():
