@@ -188,7 +188,11 @@ MODEL = ""
 
 
 class ServedVersions:
-    """The versions after each update; label 0 is the start."""
+    """Which policy version a label of vLLM's stands for.
+
+    vLLM labels tokens with one number for the whole engine, and here the model and each adapter have versions of their
+    own: so the label counts updates, and this remembers what was served after each; label 0 is the start.
+    """
 
     def __init__(self) -> None:
         self._after: list[dict[str, int]] = [{MODEL: 0}]

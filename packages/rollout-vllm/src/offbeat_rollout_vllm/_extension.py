@@ -128,7 +128,7 @@ class WorkerSide:
         for name, offset in tensors[self._worker.rank]:
             held = holder.read(name)
             self._arena.tensor(offset, str(held.dtype).removeprefix("torch."), tuple(held.shape)).copy_(held)
-        holder.forget()
+        self._held.forget()
 
     def add_adapter(self, number: int, name: str, path: str) -> None:
         """Take an adapter from a folder in PEFT's form, in place of the one of that number."""

