@@ -13,9 +13,8 @@ from trtllm_peers import HostHandles
 
 from offbeat_rollout_trtllm import ModelFolder, TrtllmRolloutEngine, find_release, is_fp8_weight
 from offbeat_rollout_trtllm._handles import tensors_checksum
-from offbeat_rollout_trtllm._http import HttpEngine
-from offbeat_rollout_trtllm._sampling import to_engine_params
-from offbeat_rollout_trtllm._server_link import ServerLink
+from offbeat_rollout_trtllm._requests import to_engine_params
+from offbeat_rollout_trtllm._server_link import HttpEngine, ServerLink
 from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
 from offbeat_types import (
     BackendError,
@@ -227,7 +226,7 @@ def test_each_flush_is_hashed_once_however_many_workers_open_it(folder, start_en
         hashed.append(len(tensors))
         return tensors_checksum(tensors)
 
-    monkeypatch.setattr("offbeat_rollout_trtllm._loading.tensors_checksum", noted)
+    monkeypatch.setattr("offbeat_rollout_trtllm._weights.tensors_checksum", noted)
     process = start_engine(folder, num_workers=2)
 
     async def check(engine):

@@ -16,7 +16,7 @@ SERVE = """
 import sys
 sys.modules |= dict.fromkeys(["offbeat_mesh", "offbeat_weightsync"])  # as if they were not installed
 import offbeat_rollout_trtllm.serve
-import offbeat_rollout_trtllm._worker_updates
+import offbeat_rollout_trtllm._handles
 """
 
 

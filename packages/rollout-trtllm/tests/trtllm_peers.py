@@ -15,7 +15,7 @@ import trtllm_standin
 from torch import Tensor
 
 from offbeat_rollout_trtllm._handles import Packed
-from offbeat_rollout_trtllm._http import HttpEngine
+from offbeat_rollout_trtllm._server_link import HttpEngine
 from offbeat_rollout_trtllm.serve import serve
 from offbeat_types import RolloutEngineConfig
 

@@ -1,11 +1,142 @@
-"""Requests in flight: who is sampling, who waits at the gate, who has been told to end."""
+"""Requests in flight and their samples: who samples, who waits, what is asked, and what each sample has become."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any, Final
 
-from offbeat_types import DeadlineError, OffbeatError
+from tokenizers import Tokenizer
+
+from offbeat_rollout_trtllm._local_link import Delta
+from offbeat_types import (
+    Completion,
+    ConfigError,
+    DeadlineError,
+    OffbeatError,
+    PeerFailedError,
+    SamplingParams,
+    StopReason,
+)
+
+SEED_MASK: Final = (1 << 64) - 1
+MAX_TOP_K: Final = 1024
+"""Source: TOP_K_MAX and clampTopK in cpp/tensorrt_llm/kernels/samplingTopKKernels.h (stored 264519637)."""
+
+
+def to_engine_params(params: SamplingParams, *, seed: int, eos_ids: Iterable[int], max_tokens: int) -> dict[str, Any]:
+    """Arguments of TensorRT-LLM's SamplingParams for one sample.
+
+    top_k and top_p are always given. The C++ runtime's defaults are topK = 0 and topP = 0.0, and it takes the two
+    together for greedy decoding, whatever the temperature; tensorrt_llm/sampling_params.py, which says that top_p
+    defaults to 1, passes None on. topK = 0 with topP = 1 is the whole distribution.
+    Source: getTopK and getTopP in cpp/include/tensorrt_llm/layers/defaultDecodingParams.h (21c8b6d4);
+    regularizeTopKTopP in cpp/tensorrt_llm/kernels/samplingTopKKernels.h (stored 264519637), called by
+    cpp/tensorrt_llm/layers/topKSamplingLayer.cpp (89fd9b74) and topPSamplingLayer.cpp (57fc4a8a);
+    SamplingParams._get_sampling_config (a98a9061).
+
+    A seed is always given: the engine's own would come from one generator, which starts alike in every process.
+    Source: generateRandomSeed in cpp/include/tensorrt_llm/layers/defaultDecodingParams.h, called by
+    cpp/include/tensorrt_llm/runtime/samplingConfig.h.
+
+    The end of sequence is given as a stop token, for then the token stays in the output; stop strings are found by the
+    adapter, because the engine compares tokens and would miss a string that lies across a token border.
+
+    Args:
+        params: what was asked for, checked.
+        seed: of this sample; what 64 bits hold of it is used.
+        eos_ids: tokens that end a sample.
+        max_tokens: room there is.
+    """
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
+    chosen: dict[str, Any] = {
+        "end_id": -1,
+        "pad_id": min(eos_ids, default=0),
+        "max_tokens": max_tokens,
+        "stop_token_ids": sorted(ends) or None,
+        "include_stop_str_in_output": True,
+        "seed": seed & SEED_MASK,
+        "logprobs": 1,
+        "detokenize": False,
+        "add_special_tokens": False,
+    }
+    if params.temperature == 0:
+        return chosen | {"top_k": 1, "top_p": 1.0, "temperature": 1.0}
+    chosen |= {"top_k": params.top_k, "top_p": params.top_p, "temperature": params.temperature}
+    return chosen | ({"min_p": params.min_p} if params.min_p else {})
+
+
+def check_cut(params: SamplingParams, *, allow_cut: bool) -> None:
+    """Refuse a cut that the engine would change, and one that its log-probabilities do not show, if not allowed.
+
+    Raises:
+        ConfigError: with the parameters.
+    """
+    if params.top_k > MAX_TOP_K:
+        raise ConfigError(f"top_k must be at most {MAX_TOP_K}, to which TensorRT-LLM clips it, got {params.top_k}")
+    is_cut = params.top_p < 1 or params.top_k > 1 or params.min_p > 0
+    if params.temperature and is_cut and not allow_cut:
+        raise ConfigError(
+            "top_p, top_k and min_p cut the distribution, and TensorRT-LLM 1.2 gives log-probabilities before the cut: "
+            "leave them out, or set the option allow_cut_sampling where the log-probabilities are not used"
+        )
+
+
+LOOK_BACK_TOKENS: Final = 8
+"""Decoded before a possible stop string, so that characters of several tokens are whole."""
+
+
+class Sample:
+    """Adds up the deltas of one sample.
+
+    Args:
+        params: what was asked for.
+        eos_ids: tokens that end a sample as `eos`.
+        tokenizer: for stop strings and text.
+    """
+
+    def __init__(self, params: SamplingParams, eos_ids: Sequence[int], tokenizer: Tokenizer) -> None:
+        self._stops, self._tokenizer = params.stop, tokenizer
+        self._eos_ids = frozenset(() if params.ignore_eos else eos_ids) - frozenset(params.stop_token_ids)
+        self._window = max((len(stop.encode()) for stop in params.stop), default=0) + LOOK_BACK_TOKENS
+        self.ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self.ended: StopReason | None = None
+
+    def add(self, delta: Delta) -> int:
+        """Take what came; returns how many of its tokens count. After a stop string `ended` is set, and none do."""
+        for number, (token, logprob) in enumerate(zip(delta.ids, delta.logprobs, strict=True)):
+            if self.ended:
+                return number
+            self.ids.append(token)
+            self._logprobs.append(logprob)
+            self._versions.append(delta.version)
+            if self._stops and self._holds_stop():
+                self.ended = "stop"
+        if self.ended is None and delta.ended:
+            self.ended = self._reason(delta)
+        return len(delta.ids)
+
+    def completion(self) -> Completion:
+        """What it has become; `aborted` if it has not ended."""
+        text = self._tokenizer.decode(self.ids, skip_special_tokens=True)
+        return Completion.join(self.ids, self._logprobs, [(version, 1) for version in self._versions], self.ended, text)
+
+    def _holds_stop(self) -> bool:
+        text = self._tokenizer.decode(self.ids[-self._window :], skip_special_tokens=True)
+        return any(stop in text for stop in self._stops)
+
+    def _reason(self, delta: Delta) -> StopReason:
+        match delta.ended:
+            case "stop":
+                last = self.ids[-1] if self.ids else delta.stop_reason
+                return "eos" if last in self._eos_ids else "stop"
+            case "length":
+                return "length"
+            case "cancelled" | "timeout":
+                return "aborted"
+        raise PeerFailedError("TensorRT-LLM", f"a sample ended for an unknown reason: {delta.ended!r}")
 
 
 class InFlight:

@@ -1,17 +1,19 @@
-"""HTTP to one engine server: JSON in and out, and lines as they come. Every wait has a deadline and a name.
+"""An engine in another process, behind `RolloutApp`: JSON in and out, and lines as they come.
 
-Requests are HTTP/1.0: the server ends the body by closing the connection, which is all the framing there is to read.
+Every wait has a deadline and a name. Requests are HTTP/1.0: the server ends the body by closing the connection, which
+is all the framing there is to read.
 """
 
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final
 
 from offbeat_liveness import waiting
-from offbeat_types import ConfigError, DeadlineError, PeerFailedError
+from offbeat_rollout_trtllm._local_link import Delta
+from offbeat_types import ConfigError, DeadlineError, PeerFailedError, WeightSyncError
 
 TOKEN_VARIABLE: Final = "OFFBEAT_TRTLLM_TOKEN"
 """Environment variable that holds the secret of server and clients; unset where the server listens on loopback."""
@@ -112,3 +114,143 @@ class HttpEngine:
         if not status[1].startswith(b"2"):
             text = (await reader.read()).decode(errors="replace")[:MAX_ERROR_CHARS]
             raise PeerFailedError(self.label, f"{name} was refused with {status[1].decode()}: {text}")
+
+
+class ServerLink:
+    """Generates and loads over HTTP; see `EngineLink`.
+
+    Args:
+        address: host:port.
+        deadline_s: for each answer, and between two tokens.
+    """
+
+    def __init__(self, address: str, *, deadline_s: float) -> None:
+        self._engine = HttpEngine(address, deadline_s=deadline_s)
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return self._engine.label
+
+    async def version_of_engine(self) -> str:
+        return str((await self._get("/version"))["version"])
+
+    async def served_version(self) -> int | None:
+        version: int | None = (await self._get("/offbeat/version"))["version"]
+        return version
+
+    async def device_ids(self) -> list[str]:
+        return list((await self._get("/offbeat/devices"))["device_ids"])
+
+    async def stream(
+        self, sample_id: str, prompt_ids: Sequence[int], params: Mapping[str, Any]
+    ) -> AsyncGenerator[Delta, None]:
+        """Generate one sample.
+
+        Raises:
+            WeightSyncError: the engine refuses: it holds no whole set of weights.
+            PeerFailedError: the server died, or its stream ended early.
+        """
+        body = {"sample_id": sample_id, "prompt_ids": list(prompt_ids), "params": dict(params)}
+        async with aclosing(self._engine.lines("/offbeat/generate", body)) as lines:
+            async for line in lines:
+                if "error" in line:
+                    raise WeightSyncError(f"{self.label}: {line['error']}")
+                delta = Delta(*line["delta"])
+                yield delta
+                if delta.ended:
+                    return
+        raise PeerFailedError(self.label, f"its answer ended before the sample {sample_id} did")
+
+    async def abort(self, sample_id: str) -> None:
+        await self._post("/offbeat/abort", {"sample_id": sample_id})
+
+    async def supports_partial_loading(self) -> bool:
+        return bool((await self._get("/offbeat/partial_loading"))["supported"])
+
+    async def begin_weights(self) -> None:
+        await self._post("/offbeat/begin_weights")
+
+    async def update_weights(self, handles: Mapping[str, str]) -> None:
+        await self._post("/update_weights", {"weights": dict(handles)})
+
+    async def weight_arrivals(self) -> dict[str, list[str]]:
+        return dict((await self._get("/offbeat/weight_arrivals"))["arrivals"])
+
+    async def finish_weights(self, version: int) -> None:
+        await self._post("/offbeat/finish_weights", {"version": version})
+
+    async def release(self, tags: Sequence[str]) -> None:
+        await self._post("/release_memory", {"tags": list(tags)})
+
+    async def resume(self, tags: Sequence[str]) -> None:
+        await self._post("/resume_memory", {"tags": list(tags)})
+
+    async def reset_prefix_cache(self) -> None:
+        await self._post("/offbeat/reset_prefix_cache")
+
+    async def close(self) -> None:
+        """Let go: whoever started the server ends it."""
+
+    async def _get(self, path: str) -> Any:
+        return await self._engine.call("GET", path)
+
+    async def _post(self, path: str, body: Any = None) -> None:
+        await self._engine.call("POST", path, body)
+
+
+class EngineControl:
+    """The control routes of one replica's server, for ranks of a trainer, which have no event loop.
+
+    Nothing is sent before the first call, so every rank may hold one while its leader alone calls it.
+
+    Args:
+        address: host:port.
+        deadline_s: for each answer.
+
+    Raises:
+        ConfigError: the address is none.
+    """
+
+    def __init__(self, address: str, *, deadline_s: float = 300.0) -> None:
+        self._link = ServerLink(address, deadline_s=deadline_s)
+        self.deadline_s = deadline_s
+
+    def __str__(self) -> str:
+        return self._link.label
+
+    def version(self) -> str:
+        """TensorRT-LLM's version."""
+        return asyncio.run(self._link.version_of_engine())
+
+    def supports_partial_loading(self) -> bool:
+        """Whether the engine can load some of the model's tensors at a time."""
+        return asyncio.run(self._link.supports_partial_loading())
+
+    def begin_weights(self) -> None:
+        """Stop serving: from here to `finish_weights` the engine holds a mixture."""
+        asyncio.run(self._link.begin_weights())
+
+    def update_weights(self, handles: Mapping[str, str]) -> None:
+        """Load tensors.
+
+        Args:
+            handles: for each device of the replica what `HandleFormat.pack` made.
+        """
+        asyncio.run(self._link.update_weights(handles))
+
+    def weight_arrivals(self) -> dict[str, list[str]]:
+        """For each device a checksum of each flush since `begin_weights`, as its worker opened it."""
+        return asyncio.run(self._link.weight_arrivals())
+
+    def finish_weights(self, version: int) -> None:
+        """Make the weights ready, forget cached keys and values, and serve `version`."""
+        asyncio.run(self._link.finish_weights(version))
+
+    def release_memory(self, tags: Sequence[str]) -> None:
+        """Give memory back."""
+        asyncio.run(self._link.release(tags))
+
+    def resume_memory(self, tags: Sequence[str]) -> None:
+        """Take memory again."""
+        asyncio.run(self._link.resume(tags))

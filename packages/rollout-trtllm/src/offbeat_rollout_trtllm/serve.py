@@ -1,20 +1,28 @@
-"""The server form: TensorRT-LLM's own HTTP application, with the routes that a rollout needs and it lacks.
+"""Serves one replica over HTTP, in TensorRT-LLM's environment: `python -m offbeat_rollout_trtllm.serve MODEL`.
 
-TensorRT-LLM 1.2 takes log-probabilities in /v1/completions and gives none back, cannot say whether a model loads in
-parts, and goes on serving while an update is half done. This ASGI application stands in front of it: routes under
-/offbeat are answered here, /update_weights is noted on its way, everything else passes through.
+It listens on loopback unless told otherwise, and elsewhere only with a token: TensorRT-LLM 1.2 asks nobody who they are
+before it loads weights, which come as a pickle.
+
+TensorRT-LLM's own HTTP application is served, with the routes that a rollout needs and it lacks. TensorRT-LLM 1.2 takes
+log-probabilities in /v1/completions and gives none back, cannot say whether a model loads in parts, and goes on serving
+while an update is half done.
 """
 
+import argparse
 import asyncio
 import hmac
+import ipaddress
 import json
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
-from offbeat_rollout_trtllm._http import TOKEN_VARIABLE
 from offbeat_rollout_trtllm._local_link import LocalLink
-from offbeat_types import OffbeatError
+from offbeat_rollout_trtllm._options import TrtllmOptions
+from offbeat_rollout_trtllm._server_link import TOKEN_VARIABLE
+from offbeat_rollout_trtllm._versions import import_engine
+from offbeat_types import ConfigError, OffbeatError, RolloutEngineConfig
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -35,14 +43,14 @@ class RolloutApp:
         self._link, self._inner = link, inner
         self._expected = f"Bearer {token}".encode() if token else b""
         self._answers: dict[tuple[str, str], Callable[[Any], Awaitable[Any]]] = {
-            ("GET", "/offbeat/version"): self._version,
-            ("GET", "/offbeat/devices"): self._devices,
-            ("GET", "/offbeat/partial_loading"): self._partial_loading,
-            ("GET", "/offbeat/weight_arrivals"): self._weight_arrivals,
-            ("POST", "/offbeat/abort"): self._abort,
-            ("POST", "/offbeat/begin_weights"): self._begin_weights,
-            ("POST", "/offbeat/finish_weights"): self._finish_weights,
-            ("POST", "/offbeat/reset_prefix_cache"): self._reset_prefix_cache,
+            ("GET", "/offbeat/version"): lambda _: _named("version", link.served_version()),
+            ("GET", "/offbeat/devices"): lambda _: _named("device_ids", link.device_ids()),
+            ("GET", "/offbeat/partial_loading"): lambda _: _named("supported", link.supports_partial_loading()),
+            ("GET", "/offbeat/weight_arrivals"): lambda _: _named("arrivals", link.weight_arrivals()),
+            ("POST", "/offbeat/abort"): lambda body: link.abort(body["sample_id"]),
+            ("POST", "/offbeat/begin_weights"): lambda _: link.begin_weights(),
+            ("POST", "/offbeat/finish_weights"): lambda body: link.finish_weights(int(body["version"])),
+            ("POST", "/offbeat/reset_prefix_cache"): lambda _: link.reset_prefix_cache(),
         }
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -105,29 +113,9 @@ class RolloutApp:
         except OffbeatError as error:
             yield {"error": str(error)}
 
-    async def _version(self, _: Any) -> Any:
-        return {"version": await self._link.served_version()}
 
-    async def _devices(self, _: Any) -> Any:
-        return {"device_ids": await self._link.device_ids()}
-
-    async def _partial_loading(self, _: Any) -> Any:
-        return {"supported": await self._link.supports_partial_loading()}
-
-    async def _abort(self, body: Any) -> Any:
-        await self._link.abort(body["sample_id"])
-
-    async def _begin_weights(self, _: Any) -> Any:
-        await self._link.begin_weights()
-
-    async def _weight_arrivals(self, _: Any) -> Any:
-        return {"arrivals": await self._link.weight_arrivals()}
-
-    async def _finish_weights(self, body: Any) -> Any:
-        await self._link.finish_weights(int(body["version"]))
-
-    async def _reset_prefix_cache(self, _: Any) -> Any:
-        await self._link.reset_prefix_cache()
+async def _named(name: str, value: Awaitable[Any]) -> Any:
+    return {name: await value}
 
 
 async def _body(receive: Receive) -> bytes:
@@ -145,3 +133,61 @@ async def _send_head(send: Send, status: int, content_type: bytes) -> None:
 
 def _part(text: str, *, more: bool) -> Message:
     return {"type": "http.response.body", "body": text.encode(), "more_body": more}
+
+
+async def serve(config: RolloutEngineConfig, *, host: str = "127.0.0.1", port: int = 8000) -> None:
+    """Start the engine and serve it until the process is told to end.
+
+    Args:
+        config: as for the engine in this process; `options.server` is left out.
+        host: address to listen on.
+        port: to listen on.
+
+    Raises:
+        ConfigError: another address than loopback, and no token.
+        BackendError: TensorRT-LLM is not installed, or of a version that is not supported.
+    """
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token and not _is_loopback(host):
+        raise ConfigError(
+            f"{host} can be reached from elsewhere, and whoever reaches it can load weights: set {TOKEN_VARIABLE} to a "
+            "secret, for the server and its clients, or listen on 127.0.0.1"
+        )
+    link = await LocalLink.start(config, TrtllmOptions.parse(config.options))
+    openai_server: Any = import_engine("tensorrt_llm.serve").OpenAIServer
+    # The first parameter is called llm in some releases and generator in others.
+    inner = openai_server(
+        link.llm, model=config.model_path, tool_parser=None, server_role=None, metadata_server_cfg=None
+    )
+    uvicorn: Any = import_engine("uvicorn")  # TensorRT-LLM's own server runs on it
+    settings = uvicorn.Config(
+        RolloutApp(link, inner.app, token=token), host=host, port=port, log_level="info", timeout_keep_alive=10
+    )
+    await uvicorn.Server(settings).serve()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def main() -> None:
+    """Read the command line and serve."""
+    parser = argparse.ArgumentParser(description="Serve one replica of a model with TensorRT-LLM for rollouts.")
+    parser.add_argument("model", help="Hugging Face model folder")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of the replica")
+    parser.add_argument("--options", type=json.loads, default={}, help="options of the engine, as JSON")
+    words = parser.parse_args()
+    config = RolloutEngineConfig(
+        model_path=words.model, dtype=words.dtype, tensor_parallel=words.tensor_parallel, options=words.options
+    )
+    asyncio.run(serve(config, host=words.host, port=words.port))
+
+
+if __name__ == "__main__":
+    main()
