@@ -9,7 +9,7 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 import torch
-from trtllm_peers import HostHandles
+from trtllm_peers import HostHandles, open_in
 
 from offbeat_rollout_trtllm import ModelFolder, TrtllmRolloutEngine, find_release, is_fp8_weight
 from offbeat_rollout_trtllm._handles import tensors_checksum
@@ -44,10 +44,6 @@ def request(request_id="r", num_samples=1, **params):
     return GenerateRequest(
         request_id=request_id, prompt_ids=PROMPT, num_samples=num_samples, params=SamplingParams(**params)
     )
-
-
-def open_in(folder, device_ids):
-    return [HostHandles(folder, int(device_id.rpartition("-")[2])) for device_id in device_ids]
 
 
 def with_engine(process, folder, tmp_path, check, **options):
@@ -415,8 +411,6 @@ def test_greedy_logprobs_are_those_at_temperature_one(folder, start_engine, tmp_
         ({"top_k": 2000}, ConfigError, "at most 1024"),
         ({"min_p": 0.1}, ConfigError, "before the cut"),
         ({"max_tokens": 0}, ConfigError, "at least 1"),
-        ({"temperature": -1.0}, ConfigError, "at least 0"),
-        ({"stop": ("",)}, ConfigError, "not empty"),
     ],
 )
 def test_parameters_that_would_sample_something_else_are_refused(folder, start_engine, tmp_path, params, error, text):

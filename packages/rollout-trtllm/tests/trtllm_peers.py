@@ -49,6 +49,11 @@ class HostHandles:
         return Packed(text, tuple(tensor for _, tensor in tensors))
 
 
+def open_in(folder: Path, device_ids: Sequence[str]) -> list[HostHandles]:
+    """Handles in files of a folder for each worker, in place of `open_cuda_handles`."""
+    return [HostHandles(folder, int(device_id.rpartition("-")[2])) for device_id in device_ids]
+
+
 class EngineProcess:
     """A server of the stand-in in a process of its own.
 

