@@ -122,7 +122,7 @@ def engine_arguments(config: RolloutEngineConfig, options: TrtllmOptions, releas
     return arguments | options.engine_args
 
 
-class LocalLink:
+class LocalLink(EngineLink):
     """Generates and loads through an AsyncLLM that has been started. Make it with `start`.
 
     Args:
@@ -168,15 +168,12 @@ class LocalLink:
         return link
 
     async def version_of_engine(self) -> str:
-        """TensorRT-LLM's version."""
         return self._engine_version
 
     async def served_version(self) -> int | None:
-        """Policy version it serves; None while it holds no whole set of weights."""
         return None if self.loading else self.version
 
     async def device_ids(self) -> list[str]:
-        """The device of each worker."""
         return [str(each) for each in await self._on_workers("weights_device")]
 
     async def stream(
@@ -208,7 +205,6 @@ class LocalLink:
                 result.abort()
 
     async def abort(self, sample_id: str) -> None:
-        """End a sample now."""
         if (result := self._running.get(sample_id)) is not None:
             result.abort()
 
@@ -217,38 +213,30 @@ class LocalLink:
         return all(await self._on_workers("supports_partial_loading"))
 
     async def begin_weights(self) -> None:
-        """Refuse to generate until `finish_weights`."""
         self.loading = True
         await self._on_workers("begin_weights")
 
     async def update_weights(self, handles: Mapping[str, str]) -> None:
-        """Load the tensors behind the handles of each device."""
         self.loading = True
         await self._on_workers("update_weights", dict(handles))
 
     async def weight_arrivals(self) -> dict[str, list[str]]:
-        """For each device a checksum of each flush since `begin_weights`, as its worker opened it."""
         return {device: list(checksums) for device, checksums in await self._on_workers("weight_arrivals")}
 
     async def finish_weights(self, version: int) -> None:
-        """Make the weights ready, which also forgets cached keys and values, and serve `version`."""
-        await self._on_workers("update_weights", None)
+        await self._on_workers("update_weights", None)  # which forgets cached keys and values too
         self.version, self.loading = version, False
 
     async def release(self, tags: Sequence[str]) -> None:
-        """Give memory back."""
         await self.llm.release(list(tags))
 
     async def resume(self, tags: Sequence[str]) -> None:
-        """Take memory again."""
         await self.llm.resume(list(tags))
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached keys and values."""
         await self._on_workers("reset_prefix_cache")
 
     async def close(self) -> None:
-        """Shut the engine down."""
         await asyncio.to_thread(self.llm.shutdown)
 
     async def _on_workers(self, method: str, *args: Any) -> list[Any]:

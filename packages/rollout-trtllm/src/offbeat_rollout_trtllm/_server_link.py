@@ -12,7 +12,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final
 
 from offbeat_liveness import waiting
-from offbeat_rollout_trtllm._local_link import Delta
+from offbeat_rollout_trtllm._local_link import Delta, EngineLink
 from offbeat_types import ConfigError, DeadlineError, PeerFailedError, WeightSyncError
 
 TOKEN_VARIABLE: Final = "OFFBEAT_TRTLLM_TOKEN"
@@ -116,8 +116,8 @@ class HttpEngine:
             raise PeerFailedError(self.label, f"{name} was refused with {status[1].decode()}: {text}")
 
 
-class ServerLink:
-    """Generates and loads over HTTP; see `EngineLink`.
+class ServerLink(EngineLink):
+    """Generates and loads over HTTP.
 
     Args:
         address: host:port.
