@@ -14,7 +14,7 @@ from role_faults import accounting_complaints, last_value, listening_addresses, 
 from run_faults import slowed
 
 from offbeat_actors._actor import RoleActor
-from offbeat_rollout_torch._stepper import Stepper
+from offbeat_rollout_torch._model_runner import ModelRunner
 from offbeat_run import RunFolder, read_timeline
 from offbeat_testing import RunningCommand, wait_until_gone
 
@@ -93,16 +93,16 @@ def test_an_engine_whose_step_raises_is_started_again(
     forked_main: Main, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one whose device has no memory left for a long batch; engines are forks of this process."""
-    run, once, step = tmp_path / "run", tmp_path / "once", Stepper.step
+    run, once, step = tmp_path / "run", tmp_path / "once", ModelRunner.step
 
-    def without_memory(stepper: Stepper) -> None:
-        if stepper.version >= 2:
+    def without_memory(runner: ModelRunner) -> None:
+        if runner.version >= 2:
             with contextlib.suppress(FileExistsError):
                 once.touch(exist_ok=False)
                 raise MemoryError("cannot allocate 1 GiB")
-        step(stepper)
+        step(runner)
 
-    monkeypatch.setattr(Stepper, "step", without_memory)
+    monkeypatch.setattr(ModelRunner, "step", without_memory)
     with RunningCommand(forked_main, "train", config, "--out", run, *COMMON, "--rollout.num_engines=2") as process:
         assert_ends_well(process, run)
         assert "raised MemoryError: cannot allocate 1 GiB" in " ".join(process.output.split())

@@ -4,12 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat_rollout_torch._attention import Chunk, DecodeAttention, PrefillAttention, prefill_group
-from offbeat_rollout_torch._cache import KVCache
-from offbeat_rollout_torch._decoder import decode_hidden, decode_logits
+from offbeat_rollout_torch._attention import Chunk, DecodeAttention, KVCache, PrefillAttention, prefill_group
+from offbeat_rollout_torch._decoder import DecoderWeights, WeightWriter, decode_hidden, decode_logits, load_weights
 from offbeat_rollout_torch._families import read_architecture, rotations
-from offbeat_rollout_torch._loading import load_weights
-from offbeat_rollout_torch._weights import DecoderWeights, WeightWriter
 from offbeat_testing import reference_model, tiny_model
 
 LLAMA3 = {

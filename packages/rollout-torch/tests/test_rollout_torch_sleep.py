@@ -8,7 +8,7 @@ import pytest
 
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
-from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams
+from offbeat_types import GenerateRequest, OffbeatError, RolloutEngineConfig, SamplingParams
 
 NUM_SAMPLES, PROMPT_TOKENS = 8, 480
 STATUS = Path("/proc/self/status")
@@ -62,6 +62,8 @@ def test_both_levels_give_memory_back_at_every_turn(folder):
             await engine.sleep(2)
             asleep = resident_bytes()
             assert awake - asleep > 0.8 * (cached + weight_bytes)
+            with pytest.raises(OffbeatError, match="wake"):
+                await engine.update_weights(FakeWeightStream([], version), version)
             await engine.wake(("weights",))
             weights = changed_weights(model, seed=version)
             await engine.update_weights(FakeWeightStream(weights, version), version)

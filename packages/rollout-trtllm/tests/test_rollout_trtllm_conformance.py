@@ -7,15 +7,11 @@ import sys
 import numpy as np
 import pytest
 import trtllm_standin
-from trtllm_peers import EngineProcess, HostHandles
+from trtllm_peers import EngineProcess, open_in
 
 from offbeat_rollout_trtllm import LocalLink, TrtllmRolloutEngine
 from offbeat_testing import RolloutConformance
 from offbeat_types import GenerateRequest, RolloutEngineConfig, load_backend
-
-
-def open_in(folder, device_ids):
-    return [HostHandles(folder, int(device_id.rpartition("-")[2])) for device_id in device_ids]
 
 
 class Trtllm(RolloutConformance):

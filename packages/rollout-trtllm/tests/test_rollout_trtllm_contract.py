@@ -13,7 +13,7 @@ from record_api import compare, find_symbol, names_of
 from offbeat_rollout_trtllm import SUPPORTED_VERSIONS, USES, Use
 from offbeat_rollout_trtllm._local_link import engine_arguments
 from offbeat_rollout_trtllm._options import TrtllmOptions
-from offbeat_rollout_trtllm._sampling import to_engine_params
+from offbeat_rollout_trtllm._requests import to_engine_params
 from offbeat_types import RolloutEngineConfig, SamplingParams
 
 FOLDER = Path(__file__).parent / "recorded"

@@ -15,7 +15,7 @@ import trtllm_standin
 from torch import Tensor
 
 from offbeat_rollout_trtllm._handles import Packed
-from offbeat_rollout_trtllm._http import HttpEngine
+from offbeat_rollout_trtllm._server_link import HttpEngine
 from offbeat_rollout_trtllm.serve import serve
 from offbeat_types import RolloutEngineConfig
 
@@ -47,6 +47,11 @@ class HostHandles:
                 start += len(content)
         text = base64.b64encode(json.dumps({"file": name, "tensors": described}).encode()).decode()
         return Packed(text, tuple(tensor for _, tensor in tensors))
+
+
+def open_in(folder: Path, device_ids: Sequence[str]) -> list[HostHandles]:
+    """Handles in files of a folder for each worker, in place of `open_cuda_handles`."""
+    return [HostHandles(folder, int(device_id.rpartition("-")[2])) for device_id in device_ids]
 
 
 class EngineProcess:

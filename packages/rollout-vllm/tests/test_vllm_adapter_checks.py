@@ -6,14 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from offbeat_rollout_vllm._adapters import AdapterReadback, check_adapter_shapes
-from offbeat_rollout_vllm._folders import ModelFolder
-from offbeat_rollout_vllm._images import _embedded
-from offbeat_rollout_vllm._peft_folder import PeftFolder
-from offbeat_rollout_vllm._sampling import check_request
-from offbeat_rollout_vllm._served import ServedVersions
+from offbeat_rollout_vllm._adapters import AdapterReadback, check_adapter_shapes, read_peft_adapter
+from offbeat_rollout_vllm._control import ServedVersions
+from offbeat_rollout_vllm._model_folder import ModelFolder
+from offbeat_rollout_vllm._vllm_objects import _embedded, check_request
 from offbeat_testing import tiny_model
-from offbeat_types import DataError, GenerateRequest, ModelError, WeightSyncError
+from offbeat_types import Completion, DataError, GenerateRequest, ModelError, WeightSyncError
 
 LAYERS = {"model.q_proj.weight": (6, 4), "model.norm.weight": (4,)}
 DOWN, UP = (f"base_model.model.model.q_proj.lora_{part}.weight" for part in "AB")
@@ -26,9 +24,14 @@ def test_a_label_stands_for_the_last_update_of_the_adapter_or_the_model():
         served.update(version, adapter)
         assert served.next_label == label + 1
     spans = [(label, 10) for label in range(6)]
-    assert served.segments(spans) == [(0, 10), (3, 40), (7, 10)]
-    assert served.segments(spans, "poet") == [(0, 10), (3, 10), (4, 20), (5, 10), (7, 10)]
-    assert served.segments(spans, "clerk") == [(0, 10), (3, 20), (4, 20), (7, 10)]
+
+    def segments(adapter=""):
+        found = Completion.join(range(60), [0.0] * 60, served.segments(spans, adapter), None, "").segments
+        return [(segment.version, segment.num_tokens) for segment in found]
+
+    assert segments() == [(0, 10), (3, 40), (7, 10)]
+    assert segments("poet") == [(0, 10), (3, 10), (4, 20), (5, 10), (7, 10)]
+    assert segments("clerk") == [(0, 10), (3, 20), (4, 20), (7, 10)]
     assert served.segments([], "poet") == []
 
 
@@ -99,8 +102,8 @@ def peft_folder(tmp_path):
 )
 def test_the_scale_is_that_of_the_recipe(peft_folder, config, scale):
     (peft_folder / "adapter_config.json").write_text(json.dumps(config))
-    stream = PeftFolder(peft_folder, "poet", 3)
-    assert (stream.adapter.name, stream.adapter.scale, stream.version) == ("poet", scale, 3)
+    adapter, stream = read_peft_adapter(peft_folder, "poet", 3)
+    assert (adapter.name, adapter.scale, stream.version) == ("poet", scale, 3)
     held = dict(stream)
     assert stream.prove(held.__getitem__).num_tensors == 2
     with pytest.raises(WeightSyncError, match=r"other numbers than the folder's in .*lora_A"):
@@ -120,16 +123,16 @@ def test_the_scale_is_that_of_the_recipe(peft_folder, config, scale):
 def test_what_is_no_plain_lora_is_refused(peft_folder, config, words):
     (peft_folder / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=words):
-        PeftFolder(peft_folder, "poet", 0)
+        read_peft_adapter(peft_folder, "poet", 0)
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"adapter_config\.json cannot be read"):
-        PeftFolder(tmp_path, "poet", 0)
+        read_peft_adapter(tmp_path, "poet", 0)
     (tmp_path / "adapter_config.json").write_text('{"r": 1, "lora_alpha": 1}')
     (tmp_path / "adapter_model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ModelError, match=r"adapter_model\.safetensors cannot be read"):
-        PeftFolder(tmp_path, "poet", 0)
+        read_peft_adapter(tmp_path, "poet", 0)
 
 
 def test_placeholders_without_an_image_are_refused():

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from offbeat_rollout_vllm import VllmRolloutEngine
-from offbeat_rollout_vllm._form import new_future, settle
-from offbeat_rollout_vllm._samples import Delta
+from offbeat_rollout_vllm._vllm_objects import Delta
 from offbeat_testing import FakeWeightStream, changed_weights, reference_model, tiny_model
 from offbeat_types import (
     DeadlineError,
@@ -20,6 +19,8 @@ from offbeat_types import (
     RolloutEngineConfig,
     SamplingParams,
     WeightSyncError,
+    new_future,
+    settle,
 )
 
 DEADLINE_S = 30.0

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from offbeat_rollout_vllm import VllmRolloutEngine
-from offbeat_rollout_vllm._environment import environment
+from offbeat_rollout_vllm._options import environment
 from offbeat_rollout_vllm._setup import Setup
 from offbeat_testing import tiny_model
 from offbeat_types import RolloutEngineConfig

@@ -8,9 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from offbeat_rollout_vllm._folders import ModelFolder  # noqa: E402 - needs torch
-from offbeat_rollout_vllm._fp8 import block_arguments, with_scales  # noqa: E402
-from offbeat_rollout_vllm._held import HeldWeights  # noqa: E402
+from offbeat_rollout_vllm._model_folder import (  # noqa: E402
+    ModelFolder,
+    block_arguments,
+    with_scales,
+)
+from offbeat_rollout_vllm._worker_weights import HeldWeights  # noqa: E402
 from offbeat_types import ConfigError, RolloutEngineConfig  # noqa: E402
 
 FOLDER = ModelFolder(

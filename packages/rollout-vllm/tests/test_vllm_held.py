@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from offbeat_rollout_vllm._held import HeldWeights  # noqa: E402 - needs torch
-from offbeat_rollout_vllm._readback import Part, Readback  # noqa: E402
+from offbeat_rollout_vllm._updates import Part, Readback  # noqa: E402
+from offbeat_rollout_vllm._worker_weights import HeldWeights  # noqa: E402 - needs torch
 
 HIDDEN, HEAD_SIZE = 8, 2
 

@@ -7,10 +7,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from offbeat_rollout_vllm._folders import ModelFolder  # noqa: E402 - needs torch
-from offbeat_rollout_vllm._held import HeldWeights  # noqa: E402
-from offbeat_rollout_vllm._readback import Part, Readback  # noqa: E402
-from offbeat_rollout_vllm._stacks import UnstackedStream  # noqa: E402
+from offbeat_rollout_vllm._model_folder import ModelFolder  # noqa: E402 - needs torch
+from offbeat_rollout_vllm._updates import (  # noqa: E402
+    Part,
+    Readback,
+    UnstackedStream,
+)
+from offbeat_rollout_vllm._worker_weights import HeldWeights  # noqa: E402
 from offbeat_testing import FakeWeightStream  # noqa: E402
 
 NUM_EXPERTS, WIDTH, HIDDEN = 4, 8, 6

@@ -15,7 +15,7 @@ from offbeat_rollout_vllm._options import (
     engine_arguments,
     sleep_levels,
 )
-from offbeat_rollout_vllm._versions import installed_engine, is_cpu_build, supported_version
+from offbeat_rollout_vllm._setup import installed_engine, is_cpu_build, supported_version
 from offbeat_types import BackendError, ConfigError, RolloutEngineConfig, load_backend
 
 README = Path(__file__).parents[1] / "README.md"
@@ -162,7 +162,7 @@ def test_the_build_for_cpus_is_known_by_name_or_version():
 
 
 def test_without_an_engine_the_install_line_is_named(monkeypatch):
-    monkeypatch.setattr("offbeat_rollout_vllm._versions.DISTRIBUTIONS", ("no-such-engine",))
+    monkeypatch.setattr("offbeat_rollout_vllm._setup.DISTRIBUTIONS", ("no-such-engine",))
     with pytest.raises(BackendError, match=r'pip install "offbeat-rollout-vllm\[engine\]"'):
         installed_engine()
     with pytest.raises(BackendError, match="not installed"):
@@ -170,7 +170,7 @@ def test_without_an_engine_the_install_line_is_named(monkeypatch):
 
 
 def test_two_builds_at_once_are_refused(monkeypatch):
-    monkeypatch.setattr("offbeat_rollout_vllm._versions.version", lambda name: "0.32.0")
+    monkeypatch.setattr("offbeat_rollout_vllm._setup.version", lambda name: "0.32.0")
     with pytest.raises(BackendError, match="uninstall one"):
         installed_engine()
 

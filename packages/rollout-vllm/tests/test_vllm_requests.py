@@ -4,11 +4,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from offbeat_rollout_vllm._flights import Flight, Flights
-from offbeat_rollout_vllm._samples import Delta, Sample
-from offbeat_rollout_vllm._sampling import check_request, vllm_params
-from offbeat_rollout_vllm._scoring import check_scores, prompt_logprobs, read_scores, score_flights
+from offbeat_rollout_vllm._requests import (
+    RequestState,
+    RequestTable,
+    Sample,
+    check_scores,
+    read_scores,
+    score_requests,
+)
+from offbeat_rollout_vllm._vllm_objects import Delta, check_request, prompt_logprobs, vllm_params
 from offbeat_types import (
+    Completion,
     ConfigError,
     DataError,
     GenerateRequest,
@@ -97,63 +103,63 @@ def test_stop_strings_see_special_tokens_and_stay_in_the_text():
 def test_why_a_sample_ended(ids, last, params, reason):
     one = sample(**params)
     one.push(Delta(ids=ids, logprobs=[-1.0] * len(ids), label=3, **last), EOS)
-    completion = one.completion(lambda found: "-".join(map(str, found)), list)
-    assert completion.stop_reason == reason
-    assert completion.ids.tolist() == ids
-    assert completion.text == "-".join(map(str, ids))
+    assert one.ids == ids
+    assert (one.stop_reason or "aborted") == reason
 
 
-def test_segments_follow_the_label_of_each_step():
+def test_labels_follow_each_step():
     one = sample()
     for version in (0, 0, 4, 4, 4, 6):
         one.push(Delta(ids=[1], logprobs=[-1.0], label=version), EOS)
-    assert one.completion(str, list).segments == (
+    assert Completion.join(one.ids, one.logprobs, one.labels, one.stop_reason, "").segments == (
         VersionSegment(version=0, num_tokens=2),
         VersionSegment(version=4, num_tokens=3),
         VersionSegment(version=6, num_tokens=1),
     )
 
 
-def test_segments_that_come_at_the_end_are_taken_as_they_are():
+def test_labels_that_come_at_the_end_are_taken_as_they_are():
     one = sample()
     one.push(Delta(ids=[1, 2], logprobs=[-1.0, -2.0]), EOS)
     one.push(Delta(ids=[3], logprobs=[-3.0], spans=((0, 1), (5, 2)), finish_reason="length"), EOS)
-    assert [(segment.version, segment.num_tokens) for segment in one.completion(str, list).segments] == [(0, 1), (5, 2)]
+    assert one.labels == [(0, 1), (5, 2)]
 
 
 def test_counters_follow_samples_and_requests_return_when_all_have_ended():
-    flights = Flights(EOS)
-    empty = flights.when_empty()
+    table = RequestTable(EOS)
+    empty = table.when_empty()
     assert empty.done()
-    flight = Flight(request(num_samples=2), 0)
-    flights.add(flight)
-    assert (flights.num_waiting, flights.num_running) == (2, 0)
-    flights.push("r/0", Delta(ids=[7], logprobs=[-1.0], label=0))
-    assert (flights.num_waiting, flights.num_running, flights.num_tokens) == (1, 1, 1)
-    flights.push("r/0", Delta(ids=[2], logprobs=[-1.0], label=0, finish_reason="stop"))
-    assert not flight.done.done()
-    drained = flights.when_empty()
-    flights.push("r/1", Delta(ids=(), logprobs=(), label=0, finish_reason="abort"))
-    assert flight.done.done()
+    state = RequestState(request(num_samples=2))
+    table.add(state)
+    assert (table.num_waiting, table.num_running) == (2, 0)
+    table.push("r/0", Delta(ids=[7], logprobs=[-1.0], label=0))
+    assert (table.num_waiting, table.num_running, table.num_tokens) == (1, 1, 1)
+    table.push("r/0", Delta(ids=[2], logprobs=[-1.0], label=0, finish_reason="stop"))
+    assert not state.done.done()
+    drained = table.when_empty()
+    table.push("r/1", Delta(ids=(), logprobs=(), label=0, finish_reason="abort"))
+    assert state.done.done()
     assert drained.done()
-    assert (flights.num_waiting, flights.num_running) == (0, 0)
-    assert "r" not in flights
-    flights.push("r/1", Delta(ids=[1], logprobs=[-1.0], label=0))
-    assert flights.num_tokens == 2
+    assert (table.num_waiting, table.num_running) == (0, 0)
+    assert "r" not in table
+    table.push("r/1", Delta(ids=[1], logprobs=[-1.0], label=0))
+    assert table.num_tokens == 2
 
 
 def test_a_failure_ends_one_request_or_all():
-    flights = Flights(EOS)
-    first, second, third = (Flight(request(name, num_samples=2), 0) for name in "abc")
-    for flight in (first, second, third):
-        flights.add(flight)
-    flights.push("b/0", Delta(ids=[1], logprobs=[-1.0], label=0))
-    flights.fail("b/1", ValueError("b"))
-    assert str(second.done.exception()) == "b"
+    table = RequestTable(EOS)
+    first, second, third = (RequestState(request(name, num_samples=2)) for name in "abc")
+    for state in (first, second, third):
+        table.add(state)
+    table.push("b/0", Delta(ids=[1], logprobs=[-1.0], label=0))
+    table.fail("b/1", ValueError("b"))
+    assert "ValueError: b" in str(second.done.exception())
+    assert not table.broken
     assert not first.done.done()
-    flights.fail("", ValueError("all"))
-    assert str(first.done.exception()) == str(third.done.exception()) == "all"
-    assert (flights.num_waiting, flights.num_running) == (0, 0)
+    table.fail("", ValueError("all"))
+    assert str(first.done.exception()) == str(third.done.exception()) == table.broken
+    assert "ValueError: all" in table.broken
+    assert (table.num_waiting, table.num_running) == (0, 0)
 
 
 def score(ids=(7, 8), temperature=1.0):
@@ -164,9 +170,9 @@ def score(ids=(7, 8), temperature=1.0):
 
 
 def test_a_continuation_is_scored_as_a_part_of_a_prompt():
-    (flight,) = flights = score_flights(score())
-    assert flight.prompt == [5, 6, 7, 8]
-    assert vllm_params(flight.request.params, 0, EOS, 9) | dict(flight.changes) == {
+    (state,) = states = score_requests(score())
+    assert state.prompt == [5, 6, 7, 8]
+    assert vllm_params(state.request.params, 0, EOS, 9) | dict(state.changes) == {
         **vllm_params(SamplingParams(max_tokens=1, ignore_eos=True), 0, EOS, 9),
         "prompt_logprobs": 0,
     }
@@ -174,8 +180,8 @@ def test_a_continuation_is_scored_as_a_part_of_a_prompt():
     scores = Delta(
         ids=[1], logprobs=[-1.0], finish_reason="length", prompt_logprobs=prompt_logprobs(tell, [5, 6, 7, 8])
     )
-    flight.samples[0].push(scores, EOS)
-    empty, found = read_scores(score(), flights)
+    state.samples[0].push(scores, EOS)
+    empty, found = read_scores(score(), states)
     assert (len(empty), found.tolist(), found.dtype) == (0, [-7.0, -8.0], np.float32)
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_rollout_vllm._arena import Arena
-from offbeat_rollout_vllm._environment import environment, remove_shared_memory, start_variables
-from offbeat_rollout_vllm._folders import ModelFolder
-from offbeat_rollout_vllm._readback import tiny_elements
-from offbeat_rollout_vllm._workers import Workers
+from offbeat_rollout_vllm._model_folder import ModelFolder
+from offbeat_rollout_vllm._options import environment, remove_shared_memory, start_variables
+from offbeat_rollout_vllm._updates import tiny_elements
+from offbeat_rollout_vllm._workers import Arena, Workers
 from offbeat_testing import tiny_model
 from offbeat_types import DeadlineError, ModelError, PeerFailedError, RolloutEngineConfig, WeightSyncError
 
@@ -132,7 +131,7 @@ def test_another_process_sees_the_arena_and_no_file_system_does():
     arena = Arena.create(4096)
     arena.tensor(64, "float32", (2, 3)).copy_(_ramp())
     code = (
-        "import sys; from offbeat_rollout_vllm._arena import Arena; arena = Arena.attach(sys.argv[1], 4096)\n"
+        "import sys; from offbeat_rollout_vllm._workers import Arena; arena = Arena.attach(sys.argv[1], 4096)\n"
         "tensor = arena.tensor(64, 'float32', (2, 3)); print(tensor.tolist()); tensor.mul_(2)"
     )
     done = subprocess.run([sys.executable, "-c", code, arena.address], capture_output=True, text=True, timeout=100)
@@ -184,7 +183,7 @@ def test_ranks_share_the_cores(monkeypatch):
 
 
 def test_only_the_shared_memory_of_the_engine_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr("offbeat_rollout_vllm._environment.SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("offbeat_rollout_vllm._options.SHARED_MEMORY", tmp_path)
     for name in ("vllm_dist_1-tp", "vllm_dist_2-tp"):
         (tmp_path / name).touch()
     remove_shared_memory("")

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from offbeat_serve import TOKEN_VARIABLE, RolloutServer, ServedModel, ServeSettings
-from offbeat_serve._access import read_token
+from offbeat_serve._settings import read_token
 from offbeat_testing import FakeRolloutEngine
 from offbeat_types import ConfigError
 

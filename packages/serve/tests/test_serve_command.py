@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from offbeat_serve import TOKEN_VARIABLE
-from offbeat_serve._cli import main
+from offbeat_serve.__main__ import main
 
 README = Path(__file__).parents[1] / "README.md"
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from offbeat_data import load_tokenizer
 from offbeat_serve import _endpoint
-from offbeat_serve._answering import Answerer, Sampled
+from offbeat_serve._answers import Answerer, Sampled
 from offbeat_serve._requests import CompletionRequest
 from offbeat_testing import FakeRolloutEngine
 from offbeat_types import Completion, GenerateRequest, OffbeatError, SamplingParams, VersionSegment
@@ -200,7 +200,7 @@ def model_answerer(model):
     ids=str,
 )
 async def test_what_cannot_be_is_refused_by_name(serving, wrong, param):
-    async with serving() as served:
+    async with serving(engine=FakeRolloutEngine(lambda *_: [1])) as served:
         with pytest.raises(openai.BadRequestError) as refused:
             await served.openai.completions.create(**{"model": "tiny", "prompt": "a", "max_tokens": 1, **wrong})
     assert refused.value.param.startswith(param)

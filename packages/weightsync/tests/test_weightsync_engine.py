@@ -89,7 +89,7 @@ class EngineThatLosesAByte:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._stream
-        self._engine._worker._stepper.weights.final_norm.view(torch.uint8)[0] ^= 1
+        self._engine._worker._runner.weights.final_norm.view(torch.uint8)[0] ^= 1
 
     def prove(self, read: Callable[[str], Any]) -> WeightProof:
         proof: WeightProof = self._stream.prove(read)

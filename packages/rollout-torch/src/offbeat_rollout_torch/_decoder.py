@@ -1,29 +1,372 @@
-"""The forward pass: plain functions over `DecoderWeights`, with as few operators per layer as the result allows."""
+"""A decoder of plain torch: its linear maps, its weights by Hugging Face name, and its forward pass.
 
+Query, key and value are one matrix. Rotary embedding turns pairs of numbers: Hugging Face pairs element i of a head
+with element i + head_dim / 2; here the two lie side by side, so that one complex product turns them. The dot product
+of query and key does not see the order, and names hide it: reading a name gives what was written to it.
+
+On x86 MKL's float32 product packs the weight anew on each call, which for the few rows of a decoding step costs more
+than the product. oneDNN takes a weight packed once: measured 2 to 3 times as fast for 8 to 64 rows (see README), and
+it fuses SwiGLU and the residual addition into the products. These are the operators torch.compile emits for the CPU.
+"""
+
+import platform
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from offbeat_rollout_torch._attention import Attention
 from offbeat_rollout_torch._families import Architecture
-from offbeat_rollout_torch._weights import DecoderWeights, LayerWeights
+from offbeat_rollout_torch._images import ImageInputs, build_tower
+from offbeat_types import ModelError, list_model_files
+from offbeat_weightsync import TensorSpec, dequantize_blocks, is_fp8_weight, quantize_blocks
+
+PACK_FROM_ELEMENTS: Final = 1 << 15
+"""Below this a plain product is as fast: the fixed cost of the packed operator is about 15 µs."""
+PACK_FOR_ROWS: Final = 32
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether packed products exist here."""
+    is_available: Any = torch.backends.mkldnn.is_available
+    on_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    if device.type != "cpu" or not on_x86 or not is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+class Linear:
+    """y = x W^T + b, with the weight held plain [out, in] or packed, never both for long.
+
+    Args:
+        out_size: rows of the weight.
+        in_size: columns of the weight.
+        bias: whether there is one.
+        like: a tensor of the dtype and device wanted.
+        pack: hold it packed while serving, if it is large enough.
+        shared: use this plain weight, which someone else reads too (tied embeddings), and keep it when packing.
+    """
+
+    def __init__(
+        self, out_size: int, in_size: int, *, bias: bool, like: Tensor, pack: bool, shared: Tensor | None = None
+    ) -> None:
+        self._size, self._like, self._shared = (out_size, in_size), like, shared is not None
+        self._pack = pack and out_size * in_size >= PACK_FROM_ELEMENTS
+        self._plain: Tensor | None = like.new_empty(self._size) if shared is None else shared
+        self._packed: Tensor | None = None
+        self.bias: Tensor | None = like.new_empty(out_size) if bias else None
+
+    def weight(self) -> Tensor:
+        """Return the plain weight to write to or read from; it is packed again by `freeze`."""
+        if self._plain is None:
+            self._plain = self._like.new_empty(self._size) if self._packed is None else self._packed.to_dense()
+        if not self._shared:
+            self._packed = None
+        return self._plain
+
+    def discard(self) -> None:
+        """Forget the packed weight: all of it will be written anew, and need not be unpacked."""
+        if not self._shared:
+            self._packed = None
+
+    def freeze(self) -> None:
+        """Pack, and drop the plain weight unless it is shared. Packing only moves values: it is exact."""
+        if self._pack and self._plain is not None:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self._plain, PACK_FOR_ROWS)
+            self._plain = self._plain if self._shared else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[M, in] to [M, out]."""
+        if self._packed is None:
+            assert self._plain is not None
+            return F.linear(x, self._plain, self.bias)
+        return _packed_product(x, self._packed, self.bias, "none")
+
+    def silu(self, x: Tensor) -> Tensor:
+        """Return y * sigmoid(y)."""
+        if self._packed is None:
+            return F.silu(self(x), inplace=True)
+        return _packed_product(x, self._packed, self.bias, "swish")
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        """Return y * other, element by element."""
+        if self._packed is None:
+            return self(x).mul_(other)
+        return _packed_product_with(x, other, self._packed, self.bias, "mul")
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """Return y + other."""
+        if self._packed is not None:
+            return _packed_product_with(x, other, self._packed, self.bias, "add")
+        if self.bias is not None:
+            return self(x).add_(other)
+        assert self._plain is not None
+        return torch.addmm(other, x, self._plain.t())
+
+
+def _packed_product(x: Tensor, weight: Tensor, bias: Tensor | None, then: str) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, then, [], "")
+    return y
+
+
+def _packed_product_with(x: Tensor, other: Tensor, weight: Tensor, bias: Tensor | None, then: str) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, weight, bias, then)
+    return y
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What the vision tower has to say to the tokens of one pass.
+class Parameter:
+    """One Hugging Face tensor inside fused storage.
 
     Args:
-        place_M: [M] int64, which tokens of the pass stand for images.
-        embeds_MH: what is in the place of their embeddings.
-        deeper: [M, hidden] each, added to what the first layers give (Qwen3-VL; none in Qwen2.5-VL).
+        storage: returns the plain storage it lies in.
+        rows: which rows of it.
+        shape: under Hugging Face.
+        rotary: head_dim when its rows are heads in pair order, else 0.
     """
 
-    place_M: Tensor
-    embeds_MH: Tensor
-    deeper: tuple[Tensor, ...] = ()
+    storage: Callable[[], Tensor]
+    rows: slice
+    shape: tuple[int, ...]
+    rotary: int = 0
+
+    def view(self) -> Tensor:
+        """View of the storage whose elements run in Hugging Face order: [heads, 2, head_dim / 2, ...] or `shape`."""
+        rows = self.storage()[self.rows]
+        if not self.rotary:
+            return rows
+        return rows.view(-1, self.rotary // 2, 2, *self.shape[1:]).transpose(1, 2)
+
+
+class LayerWeights:
+    """One decoder layer."""
+
+    def __init__(self, architecture: Architecture, like: Tensor, pack: bool) -> None:
+        a = architecture
+        q_rows, kv_rows = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+
+        def linear(out_size: int, in_size: int, bias: bool) -> Linear:
+            return Linear(out_size, in_size, bias=bias, like=like, pack=pack)
+
+        self.input_norm = like.new_empty(a.hidden_size)
+        self.qkv = linear(q_rows + 2 * kv_rows, a.hidden_size, a.qkv_bias)
+        self.q_norm = like.new_empty(a.head_dim)
+        self.k_norm = like.new_empty(a.head_dim)
+        self.qk_norm = like.new_empty(0)
+        self.out = linear(a.hidden_size, q_rows, a.out_bias)
+        self.mlp_norm = like.new_empty(a.hidden_size)
+        self.gate = linear(a.intermediate_size, a.hidden_size, a.mlp_bias)
+        self.up = linear(a.intermediate_size, a.hidden_size, a.mlp_bias)
+        self.down = linear(a.hidden_size, a.intermediate_size, a.mlp_bias)
+
+    @property
+    def matrices(self) -> tuple[Linear, ...]:
+        """All linear maps."""
+        return self.qkv, self.out, self.gate, self.up, self.down
+
+    def freeze(self, architecture: Architecture) -> None:
+        """Pack the matrices and lay the head norms out for one product over queries and keys."""
+        for matrix in self.matrices:
+            matrix.freeze()
+        heads = [self.q_norm] * architecture.num_heads + [self.k_norm] * architecture.num_kv_heads
+        self.qk_norm = torch.stack(heads)
+
+    def parameters(self, architecture: Architecture) -> dict[str, Parameter]:
+        """Hugging Face names, without the layer's prefix."""
+        a = architecture
+        q_rows, kv_rows = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+        found = {
+            "input_layernorm.weight": _vector(lambda: self.input_norm, a.hidden_size),
+            "post_attention_layernorm.weight": _vector(lambda: self.mlp_norm, a.hidden_size),
+            **_matrix("self_attn.q_proj", self.qkv, slice(0, q_rows), a.hidden_size, a.head_dim),
+            **_matrix("self_attn.k_proj", self.qkv, slice(q_rows, q_rows + kv_rows), a.hidden_size, a.head_dim),
+            **_matrix("self_attn.v_proj", self.qkv, slice(q_rows + kv_rows, q_rows + 2 * kv_rows), a.hidden_size),
+            **_matrix("self_attn.o_proj", self.out, slice(0, a.hidden_size), q_rows),
+            **_matrix("mlp.gate_proj", self.gate, slice(0, a.intermediate_size), a.hidden_size),
+            **_matrix("mlp.up_proj", self.up, slice(0, a.intermediate_size), a.hidden_size),
+            **_matrix("mlp.down_proj", self.down, slice(0, a.hidden_size), a.intermediate_size),
+        }
+        if a.qk_norm:
+            found["self_attn.q_norm.weight"] = _vector(lambda: self.q_norm, a.head_dim, a.head_dim)
+            found["self_attn.k_norm.weight"] = _vector(lambda: self.k_norm, a.head_dim, a.head_dim)
+        return found
+
+
+def _vector(storage: Callable[[], Tensor], size: int, rotary: int = 0) -> Parameter:
+    return Parameter(storage, slice(0, size), (size,), rotary)
+
+
+def _matrix(name: str, linear: Linear, rows: slice, in_size: int, rotary: int = 0) -> dict[str, Parameter]:
+    """Name the rows of a linear map, and of its bias if it has one."""
+    size = rows.stop - rows.start
+    found = {f"{name}.weight": Parameter(linear.weight, rows, (size, in_size), rotary)}
+    if (bias := linear.bias) is not None:
+        found[f"{name}.bias"] = Parameter(lambda: bias, rows, (size,), rotary)
+    return found
+
+
+class DecoderWeights:
+    """All weights of a model. Made empty; filled by name; `freeze` makes them ready to serve.
+
+    Args:
+        architecture: of the model.
+        dtype: number format held.
+        device: where they are held.
+        pack: hold large matrices packed where the device can.
+    """
+
+    def __init__(
+        self, architecture: Architecture, dtype: torch.dtype, device: torch.device, *, pack: bool = True
+    ) -> None:
+        a, like = architecture, torch.empty(0, dtype=dtype, device=device)
+        self.architecture, self.dtype, self.device, self.pack = a, dtype, device, pack and can_pack(device, dtype)
+        pack = self.pack
+        self.embedding = like.new_empty(a.vocab_size, a.hidden_size)
+        shared = self.embedding if a.tied else None
+        self.head: Linear | None = Linear(a.vocab_size, a.hidden_size, bias=False, like=like, pack=pack, shared=shared)
+        self.final_norm = like.new_empty(a.hidden_size)
+        self.layers = [LayerWeights(a, like, pack) for _ in range(a.num_layers)]
+        self.tower = build_tower(a.vision, dtype, device) if a.vision else None
+        self.parameters = self._parameters()
+        self.aliases = {"lm_head.weight": f"{a.prefix}embed_tokens.weight"} if a.tied else {}
+
+    def _parameters(self) -> dict[str, Parameter]:
+        a = self.architecture
+        table = (a.vocab_size, a.hidden_size)
+        found = {
+            f"{a.prefix}embed_tokens.weight": Parameter(lambda: self.embedding, slice(0, a.vocab_size), table),
+            f"{a.prefix}norm.weight": _vector(lambda: self.final_norm, a.hidden_size),
+        }
+        if not a.tied and self.head is not None:
+            found["lm_head.weight"] = Parameter(self.head.weight, slice(0, a.vocab_size), table)
+        for index, layer in enumerate(self.layers):
+            for name, parameter in layer.parameters(a).items():
+                found[f"{a.prefix}layers.{index}.{name}"] = parameter
+        if self.tower is not None:
+            for name, tensor in self.tower.named_parameters(prefix="model.visual"):
+                found[name] = Parameter(tensor.detach, slice(None), tuple(tensor.shape))
+        return found
+
+    def read(self, name: str) -> Tensor:
+        """Return the tensor held under a Hugging Face name, in its shape.
+
+        Raises:
+            KeyError: no such name.
+        """
+        parameter = self.parameters[self.aliases.get(name, name)]
+        return parameter.view().reshape(parameter.shape)
+
+    def release(self) -> None:
+        """Give all memory back. What is left tells only how to make such weights again."""
+        self.parameters, self.layers = {}, []
+        self.embedding, self.head, self.tower = self.final_norm, None, None
+
+    def discard(self) -> None:
+        """Forget what is packed: a whole update follows."""
+        if self.head is not None:
+            self.head.discard()
+        for layer in self.layers:
+            for matrix in layer.matrices:
+                matrix.discard()
+
+    def freeze(self) -> None:
+        """Make ready to serve: pack. Call after every write, and after reads."""
+        if self.head is not None:
+            self.head.freeze()
+        for layer in self.layers:
+            layer.freeze(self.architecture)
+
+
+class WeightWriter:
+    """Writes named tensors into place and checks that each name comes once, in its shape, and none is missing.
+
+    Args:
+        weights: written in place.
+        error: raised for whatever is wrong.
+        source: where the tensors come from, for the text of the error.
+    """
+
+    def __init__(self, weights: DecoderWeights, error: type[Exception], source: str) -> None:
+        self._weights, self._error, self._source = weights, error, source
+        self.written: set[str] = set()
+
+    def write(self, name: str, tensor: Any) -> None:
+        """Copy one tensor into place, converted to the dtype held."""
+        target = self._weights.aliases.get(name, name)
+        parameter = self._weights.parameters.get(target)
+        if parameter is None:
+            raise self._error(f"{self._source}: this model has no tensor {name!r}")
+        if name in self.written:
+            raise self._error(f"{self._source}: the tensor {name!r} came twice")
+        source = tensor if isinstance(tensor, Tensor) else torch.as_tensor(tensor)
+        if tuple(source.shape) != parameter.shape:
+            raise self._error(f"{self._source}: {name!r} must have shape {parameter.shape}, got {tuple(source.shape)}")
+        is_tied = target in self.written
+        if not self.written:
+            self._weights.discard()
+        self.written |= {name, target}  # what was there is gone, whatever happens now
+        view = parameter.view()
+        source = source.reshape(view.shape)
+        if is_tied and not torch.equal(view, source.to(view)):
+            raise self._error(f"{self._source}: {name!r} and {target!r} are one tied tensor, but their values differ")
+        view.copy_(source)
+
+    def finish(self) -> None:
+        """Check that nothing is missing."""
+        missing = [name for name in self._weights.parameters if name not in self.written]
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise self._error(f"{self._source}: missing {', '.join(map(repr, missing[:3]))}{more}")
+
+
+def load_weights(weights: DecoderWeights, folder: Path, *, as_fp8: bool = False) -> None:
+    """Fill `weights` from the safetensors files of `folder`.
+
+    Args:
+        weights: empty.
+        folder: in Hugging Face format.
+        as_fp8: round the matrices that FP8 updates will round, too.
+
+    Raises:
+        ModelError: a file is missing or corrupt; a tensor is missing, unknown, or of another shape.
+    """
+    writer = WeightWriter(weights, ModelError, str(folder))
+    for path in list_model_files(folder):
+        for name, tensor in _tensors(path):
+            if not name.endswith("rotary_emb.inv_freq"):  # old folders stored what the config says already
+                tensor = _rounded(name, tensor) if as_fp8 else tensor
+                writer.write(_named(name, weights.architecture.prefix), tensor)
+    writer.finish()
+    weights.freeze()
+
+
+def _rounded(name: str, tensor: Tensor) -> Tensor:
+    if not is_fp8_weight(TensorSpec(name, "float32", tuple(tensor.shape))):
+        return tensor
+    return dequantize_blocks(*quantize_blocks(tensor))
+
+
+def _named(name: str, prefix: str) -> str:
+    """The name of today, for vision-language folders written before transformers 4.52."""
+    if prefix == "model." or name.startswith((prefix, "model.visual.", "lm_head.")):
+        return name
+    return f"model.{name}" if name.startswith("visual.") else f"{prefix}{name.removeprefix('model.')}"
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                yield name, file.get_tensor(name)
+    except SafetensorError as error:
+        raise ModelError(f"{path} is not a whole safetensors file ({error}); download or write it again") from error
 
 
 def decode_hidden(
@@ -32,8 +375,8 @@ def decode_hidden(
     rotations_PC2: Tensor,
     attention: Attention,
     *,
-    turns_NC2: Tensor | None = None,
-    sight: Sight | None = None,
+    rotations_NC2: Tensor | None = None,
+    image_inputs: ImageInputs | None = None,
 ) -> Tensor:
     """Run the layers.
 
@@ -42,26 +385,27 @@ def decode_hidden(
         ids_N: [N] int64 tokens of the pass, packed.
         rotations_PC2: [positions, head_dim / 2, 2] float32, cosine and sine.
         attention: planned for these tokens.
-        turns_NC2: the rotation of each token, where its place in the cache does not say it.
-        sight: of the images among these tokens.
+        rotations_NC2: the rotation of each token, where its place in the cache does not say it.
+        image_inputs: of the images among these tokens.
 
     Returns:
         [N, hidden] before the last norm.
     """
     a = weights.architecture
     x = F.embedding(ids_N, weights.embedding)
-    if sight is not None:
-        x.index_copy_(0, sight.place_M, sight.embeds_MH.to(x.dtype))
-    turns = (rotations_PC2.index_select(0, attention.positions_N) if turns_NC2 is None else turns_NC2)[:, None]
+    if image_inputs is not None:
+        x.index_copy_(0, image_inputs.placeholders_M, image_inputs.embeds_MH.to(x.dtype))
+    if rotations_NC2 is None:
+        rotations_NC2 = rotations_PC2.index_select(0, attention.positions_N)
     for index, layer in enumerate(weights.layers):
         qkv = layer.qkv(F.rms_norm(x, (a.hidden_size,), layer.input_norm, a.norm_eps))
         qkv = qkv.view(len(x), -1, a.head_dim)
-        _turn(qkv[:, : a.num_heads + a.num_kv_heads], turns, layer, a)
+        _rotate(qkv[:, : a.num_heads + a.num_kv_heads], rotations_NC2[:, None], layer, a)
         x = layer.out.plus(attention(index, qkv), x)
         h = F.rms_norm(x, (a.hidden_size,), layer.mlp_norm, a.norm_eps)
         x = layer.down.plus(layer.up.times(h, layer.gate.silu(h)), x)
-        if sight is not None and index < len(sight.deeper):
-            x.index_add_(0, sight.place_M, sight.deeper[index].to(x.dtype))
+        if image_inputs is not None and index < len(image_inputs.deeper):
+            x.index_add_(0, image_inputs.placeholders_M, image_inputs.deeper[index].to(x.dtype))
     return x
 
 
@@ -72,7 +416,7 @@ def decode_logits(weights: DecoderWeights, hidden_BH: Tensor) -> Tensor:
     return weights.head(F.rms_norm(hidden_BH, (a.hidden_size,), weights.final_norm, a.norm_eps)).float()
 
 
-def _turn(qk_NhD: Tensor, turns_N1C2: Tensor, layer: LayerWeights, a: Architecture) -> None:
+def _rotate(qk_NhD: Tensor, rotations_N1C2: Tensor, layer: LayerWeights, a: Architecture) -> None:
     """Normalise heads where the family does, and rotate by position; in place.
 
     A CPU has one operator for it, on complex numbers; other devices lack that, or views that it could write through.
@@ -82,9 +426,9 @@ def _turn(qk_NhD: Tensor, turns_N1C2: Tensor, layer: LayerWeights, a: Architectu
     pairs = torch.unflatten(qk_NhD, -1, (-1, 2))
     turned = pairs.float()  # the same tensor where it is float32
     if turned.is_cpu:
-        torch.view_as_complex(turned).mul_(torch.view_as_complex(turns_N1C2))
+        torch.view_as_complex(turned).mul_(torch.view_as_complex(rotations_N1C2))
     else:
-        (x, y), (cos, sin) = turned.unbind(-1), turns_N1C2.unbind(-1)
+        (x, y), (cos, sin) = turned.unbind(-1), rotations_N1C2.unbind(-1)
         turned = torch.stack((x * cos - y * sin, x * sin + y * cos), -1)
     if turned is not pairs:
         pairs.copy_(turned)

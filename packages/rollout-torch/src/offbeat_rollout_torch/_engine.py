@@ -1,24 +1,21 @@
 """The engine as the rest of offbeat sees it: async methods over the worker thread."""
 
 import asyncio
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self, TypeVar
 
 import torch
 
 from offbeat_mesh import Device, open_device
-from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, KVCache
-from offbeat_rollout_torch._families import Architecture, read_architecture
-from offbeat_rollout_torch._loading import eos_ids_of, load_weights
-from offbeat_rollout_torch._samples import Ending, RequestInFlight
-from offbeat_rollout_torch._scheduler import Scheduler
-from offbeat_rollout_torch._stepper import Stepper
-from offbeat_rollout_torch._text import load_tokenizer
-from offbeat_rollout_torch._vision import Eyes, Pictures
-from offbeat_rollout_torch._weights import DecoderWeights
-from offbeat_rollout_torch._worker import Worker, new_future
+from offbeat_rollout_torch._attention import SMALLEST_CAPACITY, KVCache
+from offbeat_rollout_torch._decoder import DecoderWeights, load_weights
+from offbeat_rollout_torch._families import eos_ids_of, load_tokenizer, read_architecture
+from offbeat_rollout_torch._images import ImageProcessor, RequestImages
+from offbeat_rollout_torch._model_runner import ModelRunner
+from offbeat_rollout_torch._scheduler import RequestState, Scheduler, StopCriteria
+from offbeat_rollout_torch._worker import Worker
 from offbeat_types import (
     CacheBudget,
     CacheNeeds,
@@ -40,9 +37,11 @@ from offbeat_types import (
     WeightStream,
     read_options,
     setting,
+    wake_tags,
 )
 from offbeat_weightsync import DequantizedStream
 
+T = TypeVar("T")
 FP8: Final = "fp8"
 CLOSE_DEADLINE_S: Final = 60.0
 CACHE_SHARE_OF_MEMORY: Final = 0.25
@@ -106,14 +105,14 @@ class TorchRolloutEngine:
                 "1, or take a backend that splits its model, such as vllm"
             )
         self._architecture = read_architecture(folder)
-        self._eyes = Eyes(folder) if self._architecture.vision else None
+        self._image_processor = ImageProcessor(folder) if self._architecture.vision else None
         self.capabilities = RolloutCapabilities(
             pause_modes=("abort", "wait", "keep"),
             sleep_levels=(1, 2),
             shares_prompt_prefix=True,
-            multimodal=self._eyes is not None,
+            multimodal=self._image_processor is not None,
             scores=True,
-            scores_images=self._eyes is not None,
+            scores_images=self._image_processor is not None,
             whole_logprobs=self.whole_logprobs,
             fp8_weights=True,
         )
@@ -121,7 +120,7 @@ class TorchRolloutEngine:
         self._folder, self._config = folder, config
         self._device: Device = open_device(config.device)
         eos_ids = eos_ids_of(folder, self._tokenizer)
-        self._ending = Ending(
+        self._stop_criteria = StopCriteria(
             eos_ids=eos_ids, max_model_len=min(config.max_model_len, self._architecture.max_positions)
         )
         self._budget_tokens = self._kv_budget()
@@ -136,16 +135,16 @@ class TorchRolloutEngine:
             ConfigError: an option or device that cannot be.
         """
         engine = cls(config)
-        await asyncio.wrap_future(engine._worker.start())
+        await asyncio.wrap_future(engine._worker.thread.start())
         return engine
 
-    def _build(self) -> Stepper:
+    def _build(self) -> ModelRunner:
         dtype: torch.dtype = getattr(torch, self._config.dtype)
         weights = DecoderWeights(self._architecture, dtype, self._device.torch_device, pack=self._options.pack_weights)
         load_weights(weights, self._folder, as_fp8=self._config.weight_format == FP8)
-        cache = KVCache(self._architecture, self._budget_tokens, self._ending.max_model_len, weights.final_norm)
+        cache = KVCache(self._architecture, self._budget_tokens, self._stop_criteria.max_model_len, weights.final_norm)
         scheduler = Scheduler(cache, self._config.max_running, self._options.max_prefill_tokens)
-        return Stepper(scheduler, weights, self._ending)
+        return ModelRunner(scheduler, weights, self._stop_criteria)
 
     def _kv_budget(self) -> int:
         if self._options.kv_cache_tokens:
@@ -154,15 +153,10 @@ class TorchRolloutEngine:
                     f"kv_cache_tokens must be at least {SMALLEST_CAPACITY}, got {self._options.kv_cache_tokens}"
                 )
             return self._options.kv_cache_tokens
-        capacity = _capacity(self._ending.max_model_len)
-        wanted = self._config.max_running * capacity
-        allowed = int(CACHE_SHARE_OF_MEMORY * self._device.memory().total_bytes) // self._bytes_per_token()
-        return max(min(wanted, allowed), capacity)
-
-    def _bytes_per_token(self) -> int:
-        a: Architecture = self._architecture
-        itemsize: int = getattr(torch, self._config.dtype).itemsize
-        return 2 * a.num_layers * a.num_kv_heads * a.head_dim * itemsize
+        a, capacity = self._architecture, _capacity(self._stop_criteria.max_model_len)
+        token_bytes: int = 2 * a.num_layers * a.num_kv_heads * a.head_dim * getattr(torch, self._config.dtype).itemsize
+        allowed = int(CACHE_SHARE_OF_MEMORY * self._device.memory().total_bytes) // token_bytes
+        return max(min(self._config.max_running * capacity, allowed), capacity)
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """See `RolloutEngine`.
@@ -172,7 +166,7 @@ class TorchRolloutEngine:
             ConfigError: a sampling parameter that cannot be, an adapter; an image, and the model takes none.
             WeightSyncError: an update failed half way, and no whole one has come since.
         """
-        return await self._generate(request)
+        return await self._generate(request, None)
 
     async def stream(self, request: GenerateRequest, tell: TellToken) -> list[Completion]:
         """See `StreamingEngine`."""
@@ -183,43 +177,39 @@ class TorchRolloutEngine:
 
         return await self._generate(request, pass_on)
 
-    async def _generate(self, request: GenerateRequest, tell: TellToken | None = None) -> list[Completion]:
+    async def _generate(self, request: GenerateRequest, tell: TellToken | None) -> list[Completion]:
         self._check(request)
-        done: Future[list[Completion]] = new_future()
-
-        def deliver(outcome: list[Completion] | Exception) -> None:
-            if isinstance(outcome, Exception):
-                done.set_exception(outcome)
-            else:
-                done.set_result(outcome)
-
-        in_flight = RequestInFlight(request, self._tokenizer, deliver, await self._look(request), tell)
-        if not in_flight.samples:
+        state = RequestState(request, self._tokenizer, await self._prepare_images(request), tell)
+        if not state.samples:
             return []
         try:
-            await asyncio.wrap_future(self._worker.call(lambda: self._worker.submit(in_flight)))
-            return await asyncio.wrap_future(done)
+            await self._call(self._worker.submit, state)
+            return await asyncio.wrap_future(state.done)
         except asyncio.CancelledError:
-            self._worker.call(lambda: self._worker.abort(request.request_id))
+            self._worker.thread.call(lambda: self._worker.abort(request.request_id))
             raise
+
+    async def _call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run in the thread that owns the model."""
+        return await asyncio.wrap_future(self._worker.thread.call(lambda: function(*arguments)))
 
     async def score(self, request: ScoreRequest) -> list[Floats]:
         """See `ScoringEngine`: at any temperature, in the memory of the cache that samples leave, or give up for it."""
-        request.check(self._architecture.vocab_size, self._ending.max_model_len)
+        request.check(self._architecture.vocab_size, self._stop_criteria.max_model_len)
         request.check_images(self.capabilities, "rollout-torch")
         self._check_room(request.request_id, request.longest)
-        pictures = await self._look(request)
-        return await asyncio.wrap_future(self._worker.call(lambda: self._worker.score(request, pictures)))
+        images = await self._prepare_images(request)
+        return await self._call(self._worker.score, request, images)
 
-    async def _look(self, request: GenerateRequest | ScoreRequest) -> Pictures | None:
+    async def _prepare_images(self, request: GenerateRequest | ScoreRequest) -> RequestImages | None:
         """Prepare the images, in another thread than that of the event loop."""
-        if self._eyes is None:
+        if self._image_processor is None:
             return None
-        return await asyncio.to_thread(self._eyes.prepare, request, self._device.torch_device)
+        return await asyncio.to_thread(self._image_processor.prepare, request, self._device.torch_device)
 
     def _check(self, request: GenerateRequest) -> None:
         self.capabilities.check(request, "rollout-torch")
-        longest = self._ending.max_model_len
+        longest = self._stop_criteria.max_model_len
         request.check(self._architecture.vocab_size, longest)
         self._check_room(request.request_id, min(len(request.prompt_ids) + request.params.max_tokens, longest))
 
@@ -233,19 +223,16 @@ class TorchRolloutEngine:
 
     async def abort(self, request_id: str) -> None:
         """See `RolloutEngine`."""
-        await asyncio.wrap_future(self._worker.call(lambda: self._worker.abort(request_id)))
+        await self._call(self._worker.abort, request_id)
 
     async def pause(self, mode: PauseMode) -> None:
         """See `RolloutEngine`."""
-        if mode not in self.capabilities.pause_modes:
-            raise ConfigError(f"pause mode must be one of {', '.join(self.capabilities.pause_modes)}, got {mode!r}")
-        drained = new_future()
-        await asyncio.wrap_future(self._worker.call(lambda: self._worker.pause(mode, drained)))
-        await asyncio.wrap_future(drained)
+        self.capabilities.check_pause(mode)
+        await asyncio.wrap_future(await self._call(self._worker.pause, mode))
 
     async def resume(self) -> None:
         """See `RolloutEngine`."""
-        await asyncio.wrap_future(self._worker.call(self._worker.resume))
+        await self._call(self._worker.resume)
 
     async def update_weights(
         self, stream: WeightStream, version: int, *, adapter: LoraAdapter | None = None
@@ -259,25 +246,19 @@ class TorchRolloutEngine:
         self.capabilities.check_adapter(adapter, "rollout-torch")
         if self._config.weight_format == FP8:
             stream = DequantizedStream(stream)
-        proof: WeightProof = await asyncio.wrap_future(
-            self._worker.call(lambda: self._worker.update_weights(stream, version))
-        )
-        return proof
+        return await self._call(self._worker.update_weights, stream, version)
 
     async def drop_adapter(self, name: str) -> None:
         """See `RolloutEngine`. There is none."""
 
     async def sleep(self, level: int) -> None:
         """See `RolloutEngine`. After level 2, `wake` needs an `update_weights` before anything is sampled."""
-        if level not in self.capabilities.sleep_levels:
-            raise ConfigError(f"sleep level must be one of {self.capabilities.sleep_levels}, got {level!r}")
-        await asyncio.wrap_future(self._worker.call(lambda: self._worker.sleep(level)))
+        self.capabilities.check_sleep(level)
+        await self._call(self._worker.sleep, level)
 
     async def wake(self, tags: tuple[str, ...] = ()) -> None:
         """See `RolloutEngine`."""
-        if unknown := set(tags) - {"weights", "kv_cache"}:
-            raise ConfigError(f"wake knows the tags weights and kv_cache, got {', '.join(sorted(unknown))}")
-        await asyncio.wrap_future(self._worker.call(lambda: self._worker.wake(tags)))
+        await self._call(self._worker.wake, wake_tags(tags))
 
     async def health(self) -> EngineHealth:
         """See `RolloutEngine`."""
@@ -289,9 +270,9 @@ class TorchRolloutEngine:
         Raises:
             DeadlineError: the thread is stuck in one step or one stream.
         """
-        if not self._worker.is_closed:
-            await asyncio.wrap_future(self._worker.call(self._worker.close))
-        if not await asyncio.to_thread(self._worker.join, CLOSE_DEADLINE_S):
+        if not self._worker.thread.is_closed:
+            await self._call(self._worker.close)
+        if not await asyncio.to_thread(self._worker.thread.join, CLOSE_DEADLINE_S):
             raise DeadlineError("rollout.close", "the worker thread", CLOSE_DEADLINE_S)
 
 

@@ -1,4 +1,4 @@
-"""The architectures this engine decodes, as one table of differences, and how a Hugging Face config becomes one.
+"""What a model folder says: an architecture, of a table of families and how they differ; tokenizer, end of sequence.
 
 Source: the modelling files of Qwen3, Qwen2 and Llama in huggingface/transformers.
 """
@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from offbeat_types import ModelError, read_model_json
+from offbeat_types import ModelError, read_eos_ids, read_model_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,3 +181,29 @@ def _llama3_scaled(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
     keep = ((waves_in_context - low) / (high - low)).clamp(0, 1)
     scaled: Tensor = frequencies * (keep + (1 - keep) / rope["factor"])
     return scaled
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Load `tokenizer.json`.
+
+    Raises:
+        ModelError: missing or unreadable.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"{folder} has no tokenizer.json; save the tokenizer into the model folder")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception for a file it cannot parse
+        raise ModelError(f"{path} cannot be read ({error}); save the tokenizer again") from error
+
+
+def eos_ids_of(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """End-of-sequence ids: of the model's configuration, else of tokenizer_config.json; else none."""
+    if named := read_eos_ids(folder):
+        return named
+    path = folder / "tokenizer_config.json"
+    token = read_model_json(path).get("eos_token") if path.is_file() else None
+    text = token.get("content") if isinstance(token, dict) else token
+    found = tokenizer.token_to_id(text) if text else None
+    return frozenset() if found is None else frozenset([found])

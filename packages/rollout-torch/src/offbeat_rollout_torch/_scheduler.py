@@ -1,11 +1,134 @@
-"""Decides which samples run, and what the next forward pass computes. No tensors but those of the cache."""
+"""Requests in flight, the samples they are made of, and which of these the next forward pass computes."""
 
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
 
-from offbeat_rollout_torch._attention import Chunk, prefill_group
-from offbeat_rollout_torch._cache import KVCache
-from offbeat_rollout_torch._samples import RequestInFlight, Sample
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from offbeat_rollout_torch._attention import Chunk, KVCache, Row, prefill_group
+from offbeat_rollout_torch._images import RequestImages
+from offbeat_types import Completion, GenerateRequest, SamplingParams, StopReason, TellToken, new_future
+
+
+class StopStrings:
+    """Finds stop strings in a sample's text; special tokens count as text, so that "<|im_end|>" can stop a sample."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
+        self._tokenizer, self._stops = tokenizer, stops
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._keep = max(map(len, stops)) - 1
+        self._tail = ""
+
+    def push(self, token: int) -> bool:
+        """Add one token; say whether a stop string is complete. Bytes of an unfinished character are held back."""
+        piece = self._stream.step(self._tokenizer, token)
+        if not piece:
+            return False
+        text = self._tail + piece
+        self._tail = text[-self._keep :] if self._keep else ""
+        return any(stop in text for stop in self._stops)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopCriteria:
+    """What ends a sample, beyond its own parameters."""
+
+    eos_ids: frozenset[int]
+    max_model_len: int
+
+
+class Sample:
+    """One sample: the prompt, what has been drawn, and where its keys and values lie."""
+
+    def __init__(self, request: "RequestState", index: int, seed: int, stops: StopStrings | None) -> None:
+        self.request, self.index, self.seed = request, index, seed
+        self.params: SamplingParams = request.params
+        self.tokens: list[int] = request.prompt.copy()
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.stop_reason: StopReason | None = None
+        self.row: Row | None = None
+        self._stops = stops
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.logprobs)
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens whose keys and values are held."""
+        return self.row.cached if self.row else 0
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens still to go through the model before the next can be drawn."""
+        return len(self.tokens) - self.num_cached
+
+    def push(self, token: int, logprob: float, version: int, criteria: StopCriteria) -> None:
+        """Add a drawn token and decide whether it is the last."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        text_ends = self._stops is not None and self._stops.push(token)
+        if token in criteria.eos_ids and not self.params.ignore_eos:
+            self.stop_reason = "eos"
+        elif text_ends or token in self.params.stop_token_ids:
+            self.stop_reason = "stop"
+        elif self.num_drawn >= self.params.max_tokens or len(self.tokens) >= criteria.max_model_len:
+            self.stop_reason = "length"
+        if self.request.tell is not None:
+            self.request.tell(self.index, token, logprob)
+
+    def completion(self, tokenizer: Tokenizer) -> Completion:
+        """What the sample became."""
+        ids = self.tokens[len(self.request.prompt) :]
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        return Completion.join(ids, self.logprobs, [(version, 1) for version in self.versions], self.stop_reason, text)
+
+
+class RequestState:
+    """A request and its samples.
+
+    Args:
+        request: as asked.
+        tokenizer: for stop strings and text.
+        images: the request's images, prepared; None without any.
+        tell: called for each token in the engine's thread; None: nobody listens.
+
+    Attributes:
+        done: gets the completions, or the error that ended the request.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        tokenizer: Tokenizer,
+        images: RequestImages | None = None,
+        tell: TellToken | None = None,
+    ) -> None:
+        self.images, self.tell = images, tell
+        self.request_id, self.params = request.request_id, request.params
+        self.prompt: list[int] = np.asarray(request.prompt_ids).tolist()
+        self.done: Future[list[Completion]] = new_future()
+        self._tokenizer, first, stop = tokenizer, self.params.first_seed(), self.params.stop
+        self.samples = [
+            Sample(self, i, first + i, StopStrings(tokenizer, stop) if stop else None)
+            for i in range(request.num_samples)
+        ]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every sample has ended."""
+        return all(sample.stop_reason for sample in self.samples)
+
+    def finish(self) -> None:
+        """Hand the completions over; samples that have not ended are marked aborted."""
+        self.done.set_result([sample.completion(self._tokenizer) for sample in self.samples])
 
 
 class Scheduler:
@@ -23,17 +146,17 @@ class Scheduler:
 
     def __init__(self, cache: KVCache, max_running: int, max_prefill_tokens: int) -> None:
         self.cache, self._max_running, self.max_prefill_tokens = cache, max_running, max_prefill_tokens
-        self.requests: dict[str, RequestInFlight] = {}
+        self.requests: dict[str, RequestState] = {}
         self.running: list[Sample] = []
         self.waiting: deque[Sample] = deque()
         self._hold_admission = False
 
-    def add(self, request: RequestInFlight) -> None:
+    def add(self, request: RequestState) -> None:
         """Queue the samples of a request."""
         self.requests[request.request_id] = request
         self.waiting.extend(request.samples)
 
-    def remove(self, request: RequestInFlight) -> None:
+    def remove(self, request: RequestState) -> None:
         """Forget a request, whatever its samples are doing."""
         del self.requests[request.request_id]
         self._hold_admission = False
@@ -42,7 +165,7 @@ class Scheduler:
         self.running = [sample for sample in self.running if sample.request is not request]
         self.waiting = deque(sample for sample in self.waiting if sample.request is not request)
 
-    def retire(self) -> list[RequestInFlight]:
+    def retire(self) -> list[RequestState]:
         """Take ended samples out; return the requests that are complete."""
         ended = [sample for sample in self.running if sample.stop_reason]
         if not ended:

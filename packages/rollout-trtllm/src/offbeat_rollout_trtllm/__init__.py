@@ -7,37 +7,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from offbeat_rollout_trtllm._app import RolloutApp
-    from offbeat_rollout_trtllm._control import EngineControl
     from offbeat_rollout_trtllm._engine import TrtllmRolloutEngine
-    from offbeat_rollout_trtllm._flushes import plan_flushes
-    from offbeat_rollout_trtllm._fp8 import is_fp8_weight
     from offbeat_rollout_trtllm._handles import CudaHandles, HandleFormat
     from offbeat_rollout_trtllm._local_link import LocalLink
-    from offbeat_rollout_trtllm._model_folder import ModelFolder
-    from offbeat_rollout_trtllm._options import TrtllmOptions
-    from offbeat_rollout_trtllm._replica import ReplicaEngine, ReplicaWeights
-    from offbeat_rollout_trtllm._surface import USES, Use
-    from offbeat_rollout_trtllm._versions import SUPPORTED_VERSIONS, Release, find_release
+    from offbeat_rollout_trtllm._options import ModelFolder, TrtllmOptions
+    from offbeat_rollout_trtllm._server_link import EngineControl
+    from offbeat_rollout_trtllm._versions import SUPPORTED_VERSIONS, USES, Release, Use, find_release
+    from offbeat_rollout_trtllm._weights import ReplicaEngine, ReplicaWeights, is_fp8_weight, plan_flushes
+    from offbeat_rollout_trtllm.serve import RolloutApp
 
 _HOMES = {
     "SUPPORTED_VERSIONS": "_versions",
-    "USES": "_surface",
+    "USES": "_versions",
     "CudaHandles": "_handles",
-    "EngineControl": "_control",
+    "EngineControl": "_server_link",
     "HandleFormat": "_handles",
     "LocalLink": "_local_link",
-    "ModelFolder": "_model_folder",
+    "ModelFolder": "_options",
     "Release": "_versions",
-    "ReplicaEngine": "_replica",
-    "ReplicaWeights": "_replica",
-    "RolloutApp": "_app",
+    "ReplicaEngine": "_weights",
+    "ReplicaWeights": "_weights",
+    "RolloutApp": "serve",
     "TrtllmOptions": "_options",
     "TrtllmRolloutEngine": "_engine",
-    "Use": "_surface",
+    "Use": "_versions",
     "find_release": "_versions",
-    "is_fp8_weight": "_fp8",
-    "plan_flushes": "_flushes",
+    "is_fp8_weight": "_weights",
+    "plan_flushes": "_weights",
 }
 
 __all__ = [

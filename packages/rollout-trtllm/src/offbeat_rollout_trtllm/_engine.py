@@ -9,16 +9,12 @@ from typing import ClassVar, Final, Self
 import numpy as np
 
 from offbeat_rollout_trtllm._handles import open_cuda_handles
-from offbeat_rollout_trtllm._in_flight import InFlight
-from offbeat_rollout_trtllm._links import EngineLink
-from offbeat_rollout_trtllm._loading import OpenHandles, WeightLoader
-from offbeat_rollout_trtllm._local_link import LocalLink
-from offbeat_rollout_trtllm._model_folder import ModelFolder
-from offbeat_rollout_trtllm._options import TrtllmOptions, cache_budget
-from offbeat_rollout_trtllm._samples import Sample
-from offbeat_rollout_trtllm._sampling import check_cut, draw_seed, to_engine_params
+from offbeat_rollout_trtllm._local_link import EngineLink, LocalLink
+from offbeat_rollout_trtllm._options import ModelFolder, TrtllmOptions, cache_budget
+from offbeat_rollout_trtllm._requests import InFlight, Sample, check_cut, to_engine_params
 from offbeat_rollout_trtllm._server_link import ServerLink
 from offbeat_rollout_trtllm._versions import Release, check_same_torch, find_release, installed_version
+from offbeat_rollout_trtllm._weights import OpenHandles, WeightLoader
 from offbeat_types import (
     Completion,
     ConfigError,
@@ -35,11 +31,11 @@ from offbeat_types import (
     WeightProof,
     WeightStream,
     WeightSyncError,
+    wake_tags,
 )
 
 PAUSED: Final = "paused"
 LOADING: Final = "loading"
-WAKE_TAGS: Final = ("weights", "kv_cache")
 FIRST_PAUSE_S: Final = 0.05
 
 
@@ -129,7 +125,7 @@ class TrtllmRolloutEngine:
             PeerFailedError: the engine's server died.
         """
         self._check(request)
-        first_seed = draw_seed() if request.params.seed is None else request.params.seed
+        first_seed = request.params.first_seed()
         async with self._in_flight.request(request.request_id) as aborted:
             samples = [self._sample(request, index, first_seed, aborted) for index in range(request.num_samples)]
             results = await asyncio.gather(*samples, return_exceptions=True)
@@ -203,8 +199,7 @@ class TrtllmRolloutEngine:
         Raises:
             DeadlineError: what is in flight does not end.
         """
-        if mode not in self.capabilities.pause_modes:
-            raise ConfigError(f"pause mode must be one of {', '.join(self.capabilities.pause_modes)}, got {mode!r}")
+        self.capabilities.check_pause(mode)
         self._in_flight.shut(PAUSED)
         if mode == "abort":
             for request_id in self._in_flight.request_ids:
@@ -242,11 +237,10 @@ class TrtllmRolloutEngine:
 
     async def sleep(self, level: int) -> None:
         """See `RolloutEngine`. After level 2 the engine refuses to serve until it has weights again."""
-        if level not in self.capabilities.sleep_levels:
-            raise ConfigError(f"sleep level must be one of {self.capabilities.sleep_levels}, got {level!r}")
+        self.capabilities.check_sleep(level)
         if self._in_flight.num_running:
             raise OffbeatError(f"{self._in_flight.num_running} samples are in flight: pause before you sleep")
-        parts = {"kv_cache"} if level == 1 else set(WAKE_TAGS)
+        parts = {"kv_cache"} if level == 1 else wake_tags(())
         if level > 1:
             await self._link.begin_weights()  # what memory holds after it is taken again is not to be served
         await self._link.release(self._tags(parts - self._asleep))
@@ -254,9 +248,7 @@ class TrtllmRolloutEngine:
 
     async def wake(self, tags: tuple[str, ...] = ()) -> None:
         """See `RolloutEngine`. Released keys and values are gone, so the engine forgets that it had them."""
-        if unknown := set(tags) - set(WAKE_TAGS):
-            raise ConfigError(f"wake knows the tags {' and '.join(WAKE_TAGS)}, got {', '.join(sorted(unknown))}")
-        parts = self._asleep & set(tags or WAKE_TAGS)
+        parts = self._asleep & wake_tags(tags)
         if parts:
             await self._link.resume(self._tags(parts))
         if "kv_cache" in parts:

@@ -1,15 +1,93 @@
-"""An engine in this process: TensorRT-LLM's AsyncLLM, whose workers are Ray actors."""
+"""What an engine must answer, and an engine in this process: TensorRT-LLM's AsyncLLM, whose workers are Ray actors."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Protocol, Self
 
-from offbeat_rollout_trtllm._links import Delta
-from offbeat_rollout_trtllm._model_folder import FP8_QUANTIZATION
-from offbeat_rollout_trtllm._options import TrtllmOptions
-from offbeat_rollout_trtllm._surface import import_engine
-from offbeat_rollout_trtllm._versions import Release, find_release
+from offbeat_rollout_trtllm._options import FP8_QUANTIZATION, TrtllmOptions
+from offbeat_rollout_trtllm._versions import Release, find_release, import_engine
 from offbeat_types import BackendError, ConfigError, DeadlineError, RolloutEngineConfig, WeightSyncError
+
+
+class Delta(NamedTuple):
+    """What one sample has become since the last one.
+
+    Args:
+        ids: new tokens.
+        logprobs: of each.
+        version: policy version that chose them.
+        ended: empty while it goes on, else the engine's word: stop, length, cancelled or timeout.
+        stop_reason: token id that ended it, when one did.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    version: int
+    ended: str = ""
+    stop_reason: int | None = None
+
+
+class EngineLink(Protocol):
+    """An engine of one replica: `LocalLink` in this process, `ServerLink` in another."""
+
+    async def version_of_engine(self) -> str:
+        """TensorRT-LLM's version."""
+        ...
+
+    async def served_version(self) -> int | None:
+        """Policy version it serves; None while it holds no whole set of weights."""
+        ...
+
+    async def device_ids(self) -> list[str]:
+        """The device of each worker."""
+        ...
+
+    def stream(
+        self, sample_id: str, prompt_ids: Sequence[int], params: Mapping[str, Any]
+    ) -> AsyncGenerator[Delta, None]:
+        """Generate one sample; closing the stream ends it. `params` are arguments of TensorRT-LLM's SamplingParams."""
+        ...
+
+    async def abort(self, sample_id: str) -> None:
+        """End a sample now; its stream ends with `cancelled`. Unknown ids are ignored."""
+        ...
+
+    async def supports_partial_loading(self) -> bool:
+        """Whether it can load some of the model's tensors at a time."""
+        ...
+
+    async def begin_weights(self) -> None:
+        """Refuse to generate until `finish_weights`."""
+        ...
+
+    async def update_weights(self, handles: Mapping[str, str]) -> None:
+        """Load the tensors behind the handles of each device."""
+        ...
+
+    async def weight_arrivals(self) -> dict[str, list[str]]:
+        """For each device a checksum of each flush since `begin_weights`, as its worker opened it."""
+        ...
+
+    async def finish_weights(self, version: int) -> None:
+        """Make the weights ready, forget cached keys and values, and serve `version`."""
+        ...
+
+    async def release(self, tags: Sequence[str]) -> None:
+        """Give memory back."""
+        ...
+
+    async def resume(self, tags: Sequence[str]) -> None:
+        """Take memory again."""
+        ...
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached keys and values."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of the engine."""
+        ...
+
 
 WORKER: Final = "offbeat_rollout_trtllm.worker.WorkerExtension"
 
@@ -44,7 +122,7 @@ def engine_arguments(config: RolloutEngineConfig, options: TrtllmOptions, releas
     return arguments | options.engine_args
 
 
-class LocalLink:
+class LocalLink(EngineLink):
     """Generates and loads through an AsyncLLM that has been started. Make it with `start`.
 
     Args:
@@ -90,15 +168,12 @@ class LocalLink:
         return link
 
     async def version_of_engine(self) -> str:
-        """TensorRT-LLM's version."""
         return self._engine_version
 
     async def served_version(self) -> int | None:
-        """Policy version it serves; None while it holds no whole set of weights."""
         return None if self.loading else self.version
 
     async def device_ids(self) -> list[str]:
-        """The device of each worker."""
         return [str(each) for each in await self._on_workers("weights_device")]
 
     async def stream(
@@ -130,7 +205,6 @@ class LocalLink:
                 result.abort()
 
     async def abort(self, sample_id: str) -> None:
-        """End a sample now."""
         if (result := self._running.get(sample_id)) is not None:
             result.abort()
 
@@ -139,38 +213,30 @@ class LocalLink:
         return all(await self._on_workers("supports_partial_loading"))
 
     async def begin_weights(self) -> None:
-        """Refuse to generate until `finish_weights`."""
         self.loading = True
         await self._on_workers("begin_weights")
 
     async def update_weights(self, handles: Mapping[str, str]) -> None:
-        """Load the tensors behind the handles of each device."""
         self.loading = True
         await self._on_workers("update_weights", dict(handles))
 
     async def weight_arrivals(self) -> dict[str, list[str]]:
-        """For each device a checksum of each flush since `begin_weights`, as its worker opened it."""
         return {device: list(checksums) for device, checksums in await self._on_workers("weight_arrivals")}
 
     async def finish_weights(self, version: int) -> None:
-        """Make the weights ready, which also forgets cached keys and values, and serve `version`."""
-        await self._on_workers("update_weights", None)
+        await self._on_workers("update_weights", None)  # which forgets cached keys and values too
         self.version, self.loading = version, False
 
     async def release(self, tags: Sequence[str]) -> None:
-        """Give memory back."""
         await self.llm.release(list(tags))
 
     async def resume(self, tags: Sequence[str]) -> None:
-        """Take memory again."""
         await self.llm.resume(list(tags))
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached keys and values."""
         await self._on_workers("reset_prefix_cache")
 
     async def close(self) -> None:
-        """Shut the engine down."""
         await asyncio.to_thread(self.llm.shutdown)
 
     async def _on_workers(self, method: str, *args: Any) -> list[Any]:

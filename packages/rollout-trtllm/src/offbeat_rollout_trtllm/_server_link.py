@@ -1,15 +1,122 @@
-"""An engine in another process, behind `RolloutApp`."""
+"""An engine in another process, behind `RolloutApp`: JSON in and out, and lines as they come.
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
-from typing import Any
+Every wait has a deadline and a name. Requests are HTTP/1.0: the server ends the body by closing the connection, which
+is all the framing there is to read.
+"""
 
-from offbeat_rollout_trtllm._http import HttpEngine
-from offbeat_rollout_trtllm._links import Delta
-from offbeat_types import PeerFailedError, WeightSyncError
+import asyncio
+import json
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Final
+
+from offbeat_liveness import waiting
+from offbeat_rollout_trtllm._local_link import Delta, EngineLink
+from offbeat_types import ConfigError, DeadlineError, PeerFailedError, WeightSyncError
+
+TOKEN_VARIABLE: Final = "OFFBEAT_TRTLLM_TOKEN"
+"""Environment variable that holds the secret of server and clients; unset where the server listens on loopback."""
+
+MAX_LINE_BYTES: Final = 1 << 20
+MAX_ERROR_CHARS: Final = 400
 
 
-class ServerLink:
+class HttpEngine:
+    """One engine server.
+
+    Args:
+        address: host:port.
+        deadline_s: for each answer, or each line of one.
+
+    Raises:
+        ConfigError: the address is none.
+    """
+
+    def __init__(self, address: str, *, deadline_s: float) -> None:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise ConfigError(f"an engine server's address is host:port, got {address!r}")
+        self.address, self.deadline_s = address, deadline_s
+        self._host, self._port = host.strip("[]"), int(port)
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"the TensorRT-LLM server {self.address}"
+
+    async def call(self, method: str, path: str, body: Any = None) -> Any:
+        """Send a request, and return the JSON it is answered with; None for an empty answer.
+
+        Raises:
+            PeerFailedError: the server is not there, dies, or refuses, with what it says.
+            DeadlineError: it does not answer.
+        """
+        async with self._named(f"{method} {path}"):
+            reader, writer = await self._open(method, path, body)
+            try:
+                content = await reader.read()
+            finally:
+                writer.close()
+        return json.loads(content) if content.strip() else None
+
+    async def lines(self, path: str, body: Any) -> AsyncGenerator[Any, None]:
+        """Send a POST, and yield the JSON of each line of the answer as it comes."""
+        name = f"POST {path}"
+        async with self._named(name):
+            reader, writer = await self._open("POST", path, body)
+        try:
+            while True:
+                async with self._named(name):
+                    line = await reader.readline()
+                if not line:
+                    return
+                yield json.loads(line)
+        finally:
+            writer.close()
+
+    @asynccontextmanager
+    async def _named(self, name: str) -> AsyncIterator[None]:
+        """A wait on this server: declared, ended at its deadline, its failures typed."""
+        try:
+            with waiting(name, on=self.label, deadline_s=self.deadline_s):
+                async with asyncio.timeout(self.deadline_s):
+                    yield
+        except TimeoutError as error:
+            raise DeadlineError(
+                name, self.label, self.deadline_s, "see the server's log, or raise call_deadline_s"
+            ) from error
+        except (OSError, asyncio.IncompleteReadError, ValueError) as error:
+            raise PeerFailedError(self.label, f"{name}: {type(error).__name__}: {error}") from error
+
+    async def _open(self, method: str, path: str, body: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(self._host, self._port, limit=MAX_LINE_BYTES)
+        try:
+            content = b"" if body is None else json.dumps(body).encode()
+            head = f"{method} {path} HTTP/1.0\r\nHost: {self.address}\r\nContent-Length: {len(content)}\r\n"
+            if token := os.environ.get(TOKEN_VARIABLE):
+                head += f"Authorization: Bearer {token}\r\n"
+            writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + content)
+            await writer.drain()
+            await self._take_head(reader, f"{method} {path}")
+        except BaseException:
+            writer.close()
+            raise
+        return reader, writer
+
+    async def _take_head(self, reader: asyncio.StreamReader, name: str) -> None:
+        """Read up to the body of a good answer."""
+        status = (await reader.readline()).split(maxsplit=2)
+        if len(status) < 2:
+            raise ConnectionResetError("the connection ended before an answer came")
+        while (await reader.readline()).strip():
+            pass
+        if not status[1].startswith(b"2"):
+            text = (await reader.read()).decode(errors="replace")[:MAX_ERROR_CHARS]
+            raise PeerFailedError(self.label, f"{name} was refused with {status[1].decode()}: {text}")
+
+
+class ServerLink(EngineLink):
     """Generates and loads over HTTP.
 
     Args:
@@ -20,18 +127,20 @@ class ServerLink:
     def __init__(self, address: str, *, deadline_s: float) -> None:
         self._engine = HttpEngine(address, deadline_s=deadline_s)
 
+    @property
+    def label(self) -> str:
+        """For people."""
+        return self._engine.label
+
     async def version_of_engine(self) -> str:
-        """TensorRT-LLM's version."""
-        return str((await self._engine.call("GET", "/version"))["version"])
+        return str((await self._get("/version"))["version"])
 
     async def served_version(self) -> int | None:
-        """Policy version it serves; None while it holds no whole set of weights."""
-        version: int | None = (await self._engine.call("GET", "/offbeat/version"))["version"]
+        version: int | None = (await self._get("/offbeat/version"))["version"]
         return version
 
     async def device_ids(self) -> list[str]:
-        """The device of each worker."""
-        return list((await self._engine.call("GET", "/offbeat/devices"))["device_ids"])
+        return list((await self._get("/offbeat/devices"))["device_ids"])
 
     async def stream(
         self, sample_id: str, prompt_ids: Sequence[int], params: Mapping[str, Any]
@@ -46,49 +155,102 @@ class ServerLink:
         async with aclosing(self._engine.lines("/offbeat/generate", body)) as lines:
             async for line in lines:
                 if "error" in line:
-                    raise WeightSyncError(f"{self._engine.label}: {line['error']}")
+                    raise WeightSyncError(f"{self.label}: {line['error']}")
                 delta = Delta(*line["delta"])
                 yield delta
                 if delta.ended:
                     return
-        raise PeerFailedError(self._engine.label, f"its answer ended before the sample {sample_id} did")
+        raise PeerFailedError(self.label, f"its answer ended before the sample {sample_id} did")
 
     async def abort(self, sample_id: str) -> None:
-        """End a sample now."""
-        await self._engine.call("POST", "/offbeat/abort", {"sample_id": sample_id})
+        await self._post("/offbeat/abort", {"sample_id": sample_id})
 
     async def supports_partial_loading(self) -> bool:
-        """Whether it can load some of the model's tensors at a time."""
-        return bool((await self._engine.call("GET", "/offbeat/partial_loading"))["supported"])
+        return bool((await self._get("/offbeat/partial_loading"))["supported"])
 
     async def begin_weights(self) -> None:
-        """Refuse to generate until `finish_weights`."""
-        await self._engine.call("POST", "/offbeat/begin_weights")
+        await self._post("/offbeat/begin_weights")
 
     async def update_weights(self, handles: Mapping[str, str]) -> None:
-        """Load the tensors behind the handles of each device."""
-        await self._engine.call("POST", "/update_weights", {"weights": dict(handles)})
+        await self._post("/update_weights", {"weights": dict(handles)})
 
     async def weight_arrivals(self) -> dict[str, list[str]]:
-        """For each device a checksum of each flush since `begin_weights`, as its worker opened it."""
-        answer: Any = await self._engine.call("GET", "/offbeat/weight_arrivals")
-        return dict(answer["arrivals"])
+        return dict((await self._get("/offbeat/weight_arrivals"))["arrivals"])
 
     async def finish_weights(self, version: int) -> None:
-        """Make the weights ready, forget cached keys and values, and serve `version`."""
-        await self._engine.call("POST", "/offbeat/finish_weights", {"version": version})
+        await self._post("/offbeat/finish_weights", {"version": version})
 
     async def release(self, tags: Sequence[str]) -> None:
-        """Give memory back."""
-        await self._engine.call("POST", "/release_memory", {"tags": list(tags)})
+        await self._post("/release_memory", {"tags": list(tags)})
 
     async def resume(self, tags: Sequence[str]) -> None:
-        """Take memory again."""
-        await self._engine.call("POST", "/resume_memory", {"tags": list(tags)})
+        await self._post("/resume_memory", {"tags": list(tags)})
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached keys and values."""
-        await self._engine.call("POST", "/offbeat/reset_prefix_cache")
+        await self._post("/offbeat/reset_prefix_cache")
 
     async def close(self) -> None:
         """Let go: whoever started the server ends it."""
+
+    async def _get(self, path: str) -> Any:
+        return await self._engine.call("GET", path)
+
+    async def _post(self, path: str, body: Any = None) -> None:
+        await self._engine.call("POST", path, body)
+
+
+class EngineControl:
+    """The control routes of one replica's server, for ranks of a trainer, which have no event loop.
+
+    Nothing is sent before the first call, so every rank may hold one while its leader alone calls it.
+
+    Args:
+        address: host:port.
+        deadline_s: for each answer.
+
+    Raises:
+        ConfigError: the address is none.
+    """
+
+    def __init__(self, address: str, *, deadline_s: float = 300.0) -> None:
+        self._link = ServerLink(address, deadline_s=deadline_s)
+        self.deadline_s = deadline_s
+
+    def __str__(self) -> str:
+        return self._link.label
+
+    def version(self) -> str:
+        """TensorRT-LLM's version."""
+        return asyncio.run(self._link.version_of_engine())
+
+    def supports_partial_loading(self) -> bool:
+        """Whether the engine can load some of the model's tensors at a time."""
+        return asyncio.run(self._link.supports_partial_loading())
+
+    def begin_weights(self) -> None:
+        """Stop serving: from here to `finish_weights` the engine holds a mixture."""
+        asyncio.run(self._link.begin_weights())
+
+    def update_weights(self, handles: Mapping[str, str]) -> None:
+        """Load tensors.
+
+        Args:
+            handles: for each device of the replica what `HandleFormat.pack` made.
+        """
+        asyncio.run(self._link.update_weights(handles))
+
+    def weight_arrivals(self) -> dict[str, list[str]]:
+        """For each device a checksum of each flush since `begin_weights`, as its worker opened it."""
+        return asyncio.run(self._link.weight_arrivals())
+
+    def finish_weights(self, version: int) -> None:
+        """Make the weights ready, forget cached keys and values, and serve `version`."""
+        asyncio.run(self._link.finish_weights(version))
+
+    def release_memory(self, tags: Sequence[str]) -> None:
+        """Give memory back."""
+        asyncio.run(self._link.release(tags))
+
+    def resume_memory(self, tags: Sequence[str]) -> None:
+        """Take memory again."""
+        asyncio.run(self._link.resume(tags))

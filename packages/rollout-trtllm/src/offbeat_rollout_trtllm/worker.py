@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from offbeat_rollout_trtllm._surface import import_engine
-from offbeat_rollout_trtllm._worker_updates import ProvenUpdates
+from offbeat_rollout_trtllm._handles import ProvenUpdates
+from offbeat_rollout_trtllm._versions import import_engine
 
 _Base: Any = import_engine("tensorrt_llm.llmapi.rlhf_utils").WorkerExtension
 

@@ -9,21 +9,21 @@ Source: vllm 0.32.0, vllm/lora/request.py (LoRARequest, load_inplace), vllm/lora
 """
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from offbeat_rollout_vllm._arena import Arena
-from offbeat_rollout_vllm._environment import SHARED_MEMORY
-from offbeat_rollout_vllm._folders import ModelFolder
-from offbeat_rollout_vllm._options import AdapterLimits
-from offbeat_rollout_vllm._readback import Readback
-from offbeat_rollout_vllm._workers import Workers
-from offbeat_types import ConfigError, LoraAdapter, OffbeatError, WeightProof, WeightStream, WeightSyncError
+from offbeat_rollout_vllm._model_folder import FolderStream, ModelFolder
+from offbeat_rollout_vllm._options import SHARED_MEMORY, AdapterLimits
+from offbeat_rollout_vllm._updates import Readback
+from offbeat_rollout_vllm._workers import Arena, Workers
+from offbeat_types import ConfigError, LoraAdapter, ModelError, OffbeatError, WeightProof, WeightStream, WeightSyncError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 DOWN: Final = ".lora_A."
 UP: Final = ".lora_B."
@@ -124,11 +124,11 @@ class Adapters:
             )
         return sent
 
-    def spoil(self, name: str, reason: str) -> None:
+    def mark_unusable(self, name: str, reason: str) -> None:
         """Serve nothing with an adapter until it comes again."""
         self._broken[name] = reason
 
-    def spoil_all(self, reason: str) -> None:
+    def mark_all_unusable(self, reason: str) -> None:
         """Serve nothing with any adapter until it comes again."""
         self._broken |= dict.fromkeys(self._numbers, reason)
 
@@ -227,3 +227,57 @@ def _write(folder: Path, tensors: "Mapping[str, Tensor]") -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     named = {PEFT_PREFIX + name.removeprefix(PEFT_PREFIX): tensor.contiguous() for name, tensor in tensors.items()}
     save_file(named, str(folder / "adapter_model.safetensors"))
+
+
+WEIGHTS: Final = "adapter_model.safetensors"
+CONFIG: Final = "adapter_config.json"
+REFUSED: Final = ("use_dora", "lora_bias", "modules_to_save", "alpha_pattern", "rank_pattern", "layer_replication")
+"""What makes more of an adapter than one scale and two matrices a layer."""
+
+
+def read_peft_adapter(folder: Path, name: str, version: int) -> tuple[LoraAdapter, FolderStream]:
+    """Read a LoRA adapter that Hugging Face PEFT has saved.
+
+    Source: https://github.com/huggingface/peft, peft/tuners/lora/config.py (LoraConfig) and docs/source/
+    developer_guides/checkpoint.md (adapter_config.json, adapter_model.safetensors).
+
+    Args:
+        folder: with adapter_config.json and adapter_model.safetensors.
+        name: what requests will call it.
+        version: policy version.
+
+    Raises:
+        ModelError: a file is missing or corrupt, or it is no plain LoRA.
+    """
+    adapter = LoraAdapter(name=name, scale=_scale(_read_config(folder / CONFIG), folder))
+    tensors = _read_weights(folder / WEIGHTS)
+    return adapter, FolderStream(tensors.items, version)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return dict(found)
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); give the folder of an adapter saved by PEFT") from error
+
+
+def _read_weights(path: Path) -> "dict[str, Tensor]":
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return dict(load_file(str(path)))
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); adapters must be safetensors") from error
+
+
+def _scale(config: dict[str, Any], folder: Path) -> float:
+    if extra := [name for name in REFUSED if config.get(name)]:
+        raise ModelError(f"the adapter in {folder} has {', '.join(extra)}, and only plain LoRA can be served; merge it")
+    if config.get("bias", "none") != "none":
+        raise ModelError(f"the adapter in {folder} trains biases, and only plain LoRA can be served; merge it")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+        raise ModelError(f"the adapter in {folder} must name r and lora_alpha, got {rank!r} and {alpha!r}")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

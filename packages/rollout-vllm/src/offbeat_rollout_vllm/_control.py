@@ -5,16 +5,15 @@ waiting stops nothing that has begun: an update ends with its version served, or
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from offbeat_rollout_vllm._adapters import Adapters
-from offbeat_rollout_vllm._form import EngineForm
+from offbeat_rollout_vllm._forms import EngineForm
 from offbeat_rollout_vllm._requests import Requests
-from offbeat_rollout_vllm._served import MODEL, ServedVersions
-from offbeat_rollout_vllm._update import WeightLoader
+from offbeat_rollout_vllm._updates import WeightLoader
 from offbeat_rollout_vllm._workers import GRACE_S, Workers
 from offbeat_types import (
     DeadlineError,
@@ -28,13 +27,6 @@ from offbeat_types import (
 
 class EngineControl:
     """Changes one engine. Its methods but `run` and `close` are for `run`.
-
-    Args:
-        form: started.
-        workers: of the engine.
-        requests: of the engine.
-        loader: of the engine.
-        adapters: of the engine.
 
     Attributes:
         served: the versions after each update.
@@ -74,8 +66,8 @@ class EngineControl:
 
     def pause(self, mode: PauseMode) -> "Future[None]":
         """Sample no more; done when nothing is in flight, or with `keep` at once."""
-        flights = self._requests.flights
-        if mode == "wait" and self._requests.asleep and flights.num_running + flights.num_waiting:
+        table = self._requests.table
+        if mode == "wait" and self._requests.asleep and table.num_running + table.num_waiting:
             raise OffbeatError("the rollout engine sleeps on samples that pause('wait') would finish: wake it first")
         drained: Future[None] = self._owned(self._requests.pause, mode)
         if mode == "keep":
@@ -118,7 +110,7 @@ class EngineControl:
         except BaseException as error:
             if (self._adapters if adapter else self._loader).touched:
                 reason = f"the update to version {version} failed half way ({error})"
-                self._owned(self._requests.spoil, name, reason)
+                self._owned(self._requests.mark_unusable, name, reason)
             raise
         self.served.update(version, name)
         self.version = version
@@ -141,11 +133,11 @@ class EngineControl:
         self._requests.asleep = {"kv_cache", "weights"}
         if level == 2:
             self._requests.unusable = "they were given back by sleep(2)"
-            self._adapters.spoil_all(self._requests.unusable)
+            self._adapters.mark_all_unusable(self._requests.unusable)
 
-    def wake(self, tags: tuple[str, ...]) -> None:
+    def wake(self, tags: set[str]) -> None:
         """Take memory again, and sample again unless it is paused."""
-        if wanted := self._requests.asleep & set(tags or ("weights", "kv_cache")):
+        if wanted := self._requests.asleep & tags:
             if self._requests.unusable and wanted == self._requests.asleep:
                 # Fully awake, vLLM steps at once: with weights that are not there.
                 self._owned(self._requests.abort_all)
@@ -182,3 +174,36 @@ class EngineControl:
         except FutureTimeoutError as error:
             self._workers.lost = f"{name} was not answered in {deadline_s:g} s"
             raise DeadlineError(f"rollout-vllm.{name}", "vLLM", deadline_s) from error
+
+
+MODEL = ""
+"""The model without an adapter."""
+
+
+class ServedVersions:
+    """Which policy version a label of vLLM's stands for.
+
+    vLLM labels tokens with one number for the whole engine, and here the model and each adapter have versions of their
+    own: so the label counts updates, and this remembers what was served after each; label 0 is the start.
+    """
+
+    def __init__(self) -> None:
+        self._after: list[dict[str, int]] = [{MODEL: 0}]
+
+    @property
+    def next_label(self) -> int:
+        """Label of the next update."""
+        return len(self._after)
+
+    def update(self, version: int, adapter: str = MODEL) -> None:
+        """Note an update. One of the model changes what every adapter samples."""
+        before = self._after[-1]
+        self._after.append(dict.fromkeys(before, version) if adapter == MODEL else before | {adapter: version})
+
+    def segments(self, spans: Iterable[tuple[int, int]], adapter: str = MODEL) -> list[tuple[int, int]]:
+        """(version, number of tokens) from (label, number of tokens).
+
+        Tokens under a label from before the adapter's first update have that of the model.
+        """
+        served = ((self._after[label], count) for label, count in spans)
+        return [(versions.get(adapter, versions[MODEL]), count) for versions, count in served]

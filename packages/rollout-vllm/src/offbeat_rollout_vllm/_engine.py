@@ -3,25 +3,34 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from offbeat_rollout_vllm._adapters import Adapters
+from offbeat_rollout_vllm._adapters import Adapters, read_peft_adapter
 from offbeat_rollout_vllm._control import EngineControl
-from offbeat_rollout_vllm._environment import remove_shared_memory
-from offbeat_rollout_vllm._flights import Flight, draw_seed
-from offbeat_rollout_vllm._fp8 import BlockFolder, values_of
-from offbeat_rollout_vllm._peft_folder import PeftFolder
-from offbeat_rollout_vllm._requests import Requests
-from offbeat_rollout_vllm._sampling import check_request
-from offbeat_rollout_vllm._scoring import check_scores, read_scores, score_flights
-from offbeat_rollout_vllm._setup import Setup, cache_budget, notices_of
-from offbeat_rollout_vllm._torchvision import check_torchvision
-from offbeat_rollout_vllm._update import WeightLoader
-from offbeat_rollout_vllm._versions import installed_engine, supported_version
+from offbeat_rollout_vllm._model_folder import read_blocks
+from offbeat_rollout_vllm._options import remove_shared_memory
+from offbeat_rollout_vllm._requests import (
+    Requests,
+    RequestState,
+    RequestTable,
+    Sample,
+    check_scores,
+    read_scores,
+    score_requests,
+)
+from offbeat_rollout_vllm._setup import (
+    Setup,
+    cache_budget,
+    check_torchvision,
+    installed_engine,
+    notices_of,
+    supported_version,
+)
+from offbeat_rollout_vllm._updates import WeightLoader
+from offbeat_rollout_vllm._vllm_objects import check_request
 from offbeat_rollout_vllm._workers import Workers
 from offbeat_types import (
     Completion,
@@ -38,6 +47,7 @@ from offbeat_types import (
     WeightProof,
     WeightStream,
     WeightSyncError,
+    wake_tags,
 )
 
 CLOSE_DEADLINE_S: Final = 60.0
@@ -58,7 +68,7 @@ class VllmRolloutEngine:
             logger.warning(notice)
         self._config, self._options, self._folder, self._form = setup.config, setup.options, setup.folder, setup.form
         self._workers = Workers(self._form, setup.num_workers, self._options.worker_deadline_s)
-        self._requests = Requests(self._form, self._workers, self._folder.eos_ids, config.max_model_len)
+        self._table = RequestTable(self._folder.eos_ids)
         self._closed, self._started_s = False, time.monotonic()
 
     @classmethod
@@ -85,7 +95,7 @@ class VllmRolloutEngine:
         await engine._start()
         if engine._setup.is_fp8:
             try:
-                await engine.update_weights(BlockFolder(engine._folder), BlockFolder.version)
+                await engine.update_weights(read_blocks(engine._folder), 0)
             except BaseException:
                 await engine.close()
                 raise
@@ -95,7 +105,7 @@ class VllmRolloutEngine:
         deadline_s = self._options.start_deadline_s
         try:
             async with asyncio.timeout(deadline_s):
-                await asyncio.wrap_future(self._form.start(self._requests.flights.push, self._requests.fail))
+                await asyncio.wrap_future(self._form.start(self._table.push, self._table.fail))
             self.workers = await asyncio.to_thread(self._workers.call, "describe")
             self._check_device()
         except BaseException as error:
@@ -111,7 +121,8 @@ class VllmRolloutEngine:
         self._loader = WeightLoader(self._workers, self._folder, bucket_bytes, about["dtype"])
         limits, dtype = self._setup.limits, about["adapter_dtype"]
         self._adapters = Adapters(self._workers, self._folder, limits, dtype, self._loader.reserve)
-        self._requests.adapters = self._adapters
+        max_model_len = self._config.max_model_len
+        self._requests = Requests(self._form, self._workers, self._table, self._adapters, max_model_len)
         self._control = EngineControl(self._form, self._workers, self._requests, self._loader, self._adapters)
         self._started_s = time.monotonic()
 
@@ -135,36 +146,35 @@ class VllmRolloutEngine:
         check_request(request, self._folder.vocab_size, self._config.max_model_len, self._folder.image_token_id)
         if not request.num_samples:
             return []
-        seed = request.params.seed
         prompt = np.asarray(request.prompt_ids).tolist()
         if request.images:
             prompt = await asyncio.wrap_future(self._form.prepare(prompt, request.images))
-        flight = Flight(request, draw_seed() if seed is None else seed, prompt)
-        await self._fly(flight)
+        state = RequestState(request, prompt)
+        await self._run(state)
+        return [self._completion(sample, request.adapter) for sample in state.samples]
 
-        def versions(labels: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-            return self._control.served.segments(labels, request.adapter)
-
-        return [sample.completion(self._form.decode, versions) for sample in flight.samples]
+    def _completion(self, sample: Sample, adapter: str) -> Completion:
+        versions = self._control.served.segments(sample.labels, adapter)
+        return Completion.join(sample.ids, sample.logprobs, versions, sample.stop_reason, self._form.decode(sample.ids))
 
     async def score(self, request: ScoreRequest) -> list[Floats]:
         """See `ScoringEngine`: at temperature 1, of the distribution that nothing is cut from."""
         check_scores(request, self.capabilities, self._folder.vocab_size, self._config.max_model_len)
-        flights = score_flights(request)
-        flying = [asyncio.ensure_future(self._fly(flight)) for flight in flights]
+        states = score_requests(request)
+        running = [asyncio.ensure_future(self._run(state)) for state in states]
         try:
-            await asyncio.gather(*flying)
+            await asyncio.gather(*running)
         finally:
-            for each in flying:
+            for each in running:
                 each.cancel()
-        return read_scores(request, flights)
+        return read_scores(request, states)
 
-    async def _fly(self, flight: Flight) -> None:
+    async def _run(self, state: RequestState) -> None:
         try:
-            await self._owned(self._requests.submit, flight)
-            await asyncio.wrap_future(flight.done)
+            await self._owned(self._requests.submit, state)
+            await asyncio.wrap_future(state.done)
         except asyncio.CancelledError:
-            self._form.run(lambda: self._requests.abort(flight.request.request_id))
+            self._form.run(lambda: self._requests.abort(state.request.request_id))
             raise
 
     async def _owned(self, function: Any, *arguments: Any) -> Any:
@@ -184,8 +194,7 @@ class VllmRolloutEngine:
             ConfigError: there is no such mode.
             OffbeatError: `wait`, and the engine sleeps on samples that `keep` holds.
         """
-        if mode not in self.capabilities.pause_modes:
-            raise ConfigError(f"pause mode must be one of {', '.join(self.capabilities.pause_modes)}, got {mode!r}")
+        self.capabilities.check_pause(mode)
         await asyncio.wrap_future(await self._control.run(self._control.pause, mode))
 
     async def resume(self) -> None:
@@ -208,7 +217,9 @@ class VllmRolloutEngine:
         if stream.version != version:
             raise WeightSyncError(f"update_weights: asked for version {version}, the stream holds {stream.version}")
         if adapter is None and self._setup.is_fp8 and not self._setup.holds_blocks:
-            stream = values_of(stream)
+            from offbeat_weightsync import DequantizedStream
+
+            stream = DequantizedStream(stream)
         proof: WeightProof = await self._control.run(self._control.update, stream, version, adapter)
         return proof
 
@@ -224,8 +235,9 @@ class VllmRolloutEngine:
             ModelError: a file is missing or corrupt, or it is no plain LoRA.
             ConfigError, WeightSyncError: as in `update_weights`.
         """
-        stream = await asyncio.to_thread(PeftFolder, Path(folder).expanduser(), name, version)
-        return await self.update_weights(stream, version, adapter=stream.adapter)
+        path = Path(folder).expanduser()
+        adapter, stream = await asyncio.to_thread(read_peft_adapter, path, name, version)
+        return await self.update_weights(stream, version, adapter=adapter)
 
     async def drop_adapter(self, name: str) -> None:
         """See `RolloutEngine`."""
@@ -242,9 +254,7 @@ class VllmRolloutEngine:
 
     async def wake(self, tags: tuple[str, ...] = ()) -> None:
         """See `RolloutEngine`."""
-        if unknown := set(tags) - {"weights", "kv_cache"}:
-            raise ConfigError(f"wake knows the tags weights and kv_cache, got {', '.join(sorted(unknown))}")
-        await self._control.run(self._control.wake, tags)
+        await self._control.run(self._control.wake, wake_tags(tags))
 
     # Life
 
@@ -258,13 +268,13 @@ class VllmRolloutEngine:
 
     async def health(self) -> EngineHealth:
         """See `RolloutEngine`."""
-        requests, flights = self._requests, self._requests.flights
+        table = self._table
         return EngineHealth(
             version=self._control.version,
-            num_running=flights.num_running,
-            num_waiting=requests.num_waiting,
-            num_tokens=flights.num_tokens,
-            busy_s=flights.busy_s,
+            num_running=table.num_running,
+            num_waiting=self._requests.num_waiting,
+            num_tokens=table.num_tokens,
+            busy_s=table.busy_s,
             uptime_s=time.monotonic() - self._started_s,
         )
 
@@ -279,7 +289,7 @@ class VllmRolloutEngine:
             try:
                 async with asyncio.timeout(CLOSE_DEADLINE_S):
                     await self._owned(self._requests.end_all)
-                    await asyncio.wrap_future(await self._owned(self._requests.flights.when_empty))
+                    await asyncio.wrap_future(await self._owned(self._table.when_empty))
             except (OffbeatError, TimeoutError):
                 logger.debug("vLLM did not end its requests; closing it all the same")
         if not await asyncio.to_thread(self._form.close, CLOSE_DEADLINE_S):

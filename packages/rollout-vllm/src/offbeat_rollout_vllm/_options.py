@@ -1,13 +1,69 @@
-"""Options of this engine, given as `RolloutEngineConfig.options`: a few of our own, and any of vLLM's."""
+"""Options of this engine, given as `RolloutEngineConfig.options`, ours and vLLM's; and the environment of a start.
+
+A configuration written for an older vLLM goes on working: the old name is taken, the new one set, and a notice says so.
+"""
 
 import difflib
+import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Final, Self
 
-from offbeat_rollout_vllm._renamed import rename_options
 from offbeat_types import METADATA_KEY, ConfigError, RolloutEngineConfig, read_options, setting
+
+
+@dataclass(frozen=True)
+class Renaming:
+    """What became of one old name.
+
+    Args:
+        new: the new name; empty when the option is gone because there is nothing left to choose.
+        convert: old value -> new value; None for "leave it out".
+        since: first release of vLLM without the old name.
+    """
+
+    new: str
+    convert: Callable[[Any], Any]
+    since: str
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _nothing(_value: Any) -> None:
+    return None
+
+
+RENAMED: Final[Mapping[str, Renaming]] = {
+    "disable_mm_preprocessor_cache": Renaming("mm_processor_cache_gb", lambda off: 0 if off else None, "0.13"),
+}
+
+
+def rename_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Replace old names by new ones.
+
+    Returns:
+        The options under their new names, and one notice for each that was renamed.
+
+    Raises:
+        ConfigError: the old and the new name are both given.
+    """
+    renamed, notices = {name: value for name, value in options.items() if name not in RENAMED}, list[str]()
+    for old in [name for name in options if name in RENAMED]:
+        change = RENAMED[old]
+        if change.new in options:
+            raise ConfigError(f"options {old} and {change.new} say the same; keep {change.new}")
+        value = change.convert(options[old]) if change.new else None
+        if value is not None:
+            renamed[change.new] = value
+        became = f"{change.new} = {value!r}" if value is not None else "nothing: that is how it is now"
+        notices.append(f"vllm option {old} = {options[old]!r} is called {became} since vLLM {change.since}")
+    return renamed, notices
+
 
 GIB: Final = 1 << 30
 WORKER_EXTENSION: Final = "offbeat_rollout_vllm._extension.WorkerExtension"
@@ -168,3 +224,67 @@ def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> Non
             near = difflib.get_close_matches(name, [*own, *known], 1)
             hint = f"did you mean {near[0]}?" if near else f"its own are {', '.join(own)}"
             raise ConfigError(f"neither rollout-vllm nor the installed vLLM has an option {name!r}; {hint}")
+
+
+SHARED_MEMORY: Final = Path("/dev/shm")
+
+
+def remove_shared_memory(prefix: str) -> None:
+    """Remove what tensor-parallel workers on a CPU leave behind when they are killed.
+
+    Source: vllm 0.32.0, vllm/distributed/device_communicators/cpu_communicator.py (names begin with VLLM_DIST_IDENT).
+    """
+    if prefix and SHARED_MEMORY.is_dir():
+        for path in SHARED_MEMORY.glob(f"{prefix}*"):
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def environment(defaults: Mapping[str, str], required: Mapping[str, str]) -> Iterator[None]:
+    """Set variables, and put everything back afterwards, what vLLM has changed itself included.
+
+    Args:
+        defaults: what the user may have set differently.
+        required: what must be so.
+    """
+    before = dict(os.environ)
+    os.environ.update({name: value for name, value in defaults.items() if name not in before} | dict(required))
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
+def start_variables(config: RolloutEngineConfig, num_ranks: int) -> dict[str, str]:
+    """What the engine and its child processes start with.
+
+    Args:
+        config: device and threads.
+        num_ranks: tensor-parallel ranks times pipeline stages.
+    """
+    variables = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads: a fork could inherit a held lock
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if config.device in ("auto", "cpu"):
+        variables["TORCH_COMPILE_DISABLE"] = "1"  # one small function of the sampler: 26 s at the first token ever
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(_core_lists(config.num_threads, num_ranks))
+        variables["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"  # vLLM would leave a core idle for its scheduler
+    return variables
+
+
+def _core_lists(num_threads: int, num_ranks: int) -> list[str]:
+    """Cores of each rank: its share of those this process may use, at most `num_threads`. 0 threads: no limit."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    share = max(1, len(cores) // num_ranks)
+    lists = []
+    for rank in range(num_ranks):
+        first = rank * share % len(cores)
+        mine = cores[first : first + share]
+        lists.append(",".join(str(core) for core in mine[: num_threads or share]))
+    return lists

@@ -1,47 +1,239 @@
-"""Requests: given to vLLM, held while it is paused or asleep, and ended; in the thread that owns the engine."""
+"""Requests in flight, their samples, and scores: given to vLLM, held while it is paused or asleep, and ended.
 
+All of it lives in the thread that owns the engine, so nothing is locked; `EngineHealth` reads counters. vLLM tells the
+log-probabilities of a prompt, so a continuation to score is sent as part of one.
+
+Source: vllm 0.32.0, vllm/v1/worker/gpu_model_runner.py (_get_prompt_logprobs_dict): of the logits as they are, whatever
+the temperature and the logprobs_mode; with the first sampled token, so that there must be room for one;
+vllm/v1/request.py: cached keys and values are not read for such a request.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
 
 from offbeat_rollout_vllm._adapters import Adapters
-from offbeat_rollout_vllm._flights import Flight, Flights, duplicate
-from offbeat_rollout_vllm._form import EngineForm
-from offbeat_rollout_vllm._sampling import vllm_params
+from offbeat_rollout_vllm._forms import EngineForm
+from offbeat_rollout_vllm._vllm_objects import Delta, vllm_params
 from offbeat_rollout_vllm._workers import Workers
-from offbeat_types import OffbeatError, PauseMode, PeerFailedError, WeightSyncError
+from offbeat_types import (
+    ConfigError,
+    Floats,
+    GenerateRequest,
+    OffbeatError,
+    PauseMode,
+    PeerFailedError,
+    RolloutCapabilities,
+    SamplingParams,
+    ScoreRequest,
+    StopReason,
+    WeightSyncError,
+    new_future,
+)
+
+PROMPT_LOGPROBS: Final = {"prompt_logprobs": 0, "max_tokens": 1}
+"""Of the prompt's own tokens, and none beside."""
+
+
+class Sample:
+    """One sample: what has been drawn so far, and (label of vLLM's, number of tokens) of what drew it."""
+
+    def __init__(self, sample_id: str, request: GenerateRequest, index: int) -> None:
+        self.sample_id, self.request, self.index = sample_id, request, index
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.prompt_logprobs: Sequence[float] = ()
+        self.labels: list[tuple[int, int]] = []
+        self.stop_reason: StopReason | None = None
+
+    def push(self, delta: Delta, eos_ids: frozenset[int]) -> None:
+        """Add what a step drew."""
+        self.ids.extend(delta.ids)
+        self.logprobs.extend(delta.logprobs)
+        if delta.prompt_logprobs:
+            self.prompt_logprobs = delta.prompt_logprobs
+        if delta.label is not None and delta.ids:
+            self.labels.append((delta.label, len(delta.ids)))
+        if delta.spans:
+            self.labels = list(delta.spans)
+        if delta.finish_reason is not None:
+            self.stop_reason = self._why(delta, eos_ids)
+
+    def _why(self, delta: Delta, eos_ids: frozenset[int]) -> StopReason:
+        if delta.finish_reason == "abort":
+            return "aborted"
+        if delta.finish_reason == "length":
+            return "length"
+        ended_by_eos = bool(self.ids) and self.ids[-1] in eos_ids and not self.request.params.ignore_eos
+        return "eos" if ended_by_eos and not delta.stop_string else "stop"
+
+
+@dataclass
+class RequestState:
+    """A request, its samples, and who waits for them.
+
+    Args:
+        request: as asked.
+        prompt: ids, or the engine's own form of a prompt with images.
+        changes: of the parameters that vLLM is given.
+
+    Attributes:
+        first_seed: of sample 0.
+        done: set when every sample has ended, or with the error that ended the request.
+    """
+
+    request: GenerateRequest
+    prompt: Any = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    first_seed: int = field(init=False)
+    samples: list[Sample] = field(init=False)
+    done: "Future[None]" = field(init=False, default_factory=new_future)
+
+    def __post_init__(self) -> None:
+        name = self.request.request_id
+        self.first_seed = self.request.params.first_seed()
+        self.samples = [Sample(f"{name}/{index}", self.request, index) for index in range(self.request.num_samples)]
+
+    def unfinished(self) -> list[Sample]:
+        """Samples that have not ended."""
+        return [sample for sample in self.samples if sample.stop_reason is None]
+
+
+class RequestTable:
+    """Every request that vLLM has been given and that has not returned.
+
+    Args:
+        eos_ids: the model's end-of-sequence ids.
+
+    Attributes:
+        broken: why vLLM has failed as a whole; "" while it has not.
+    """
+
+    def __init__(self, eos_ids: frozenset[int]) -> None:
+        self.eos_ids, self.broken = eos_ids, ""
+        self._requests: dict[str, RequestState] = {}
+        self._by_sample: dict[str, tuple[RequestState, Sample]] = {}
+        self._when_empty: list[Future[None]] = []
+        self._busy_s = 0.0
+        self._busy_since_s: float | None = None
+        self.num_running = self.num_waiting = self.num_tokens = 0
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which something was in flight."""
+        since = self._busy_since_s
+        return self._busy_s + (time.monotonic() - since if since is not None else 0.0)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(list(self._requests.values()))
+
+    def get(self, request_id: str) -> RequestState | None:
+        """The request of that id, if it is in flight."""
+        return self._requests.get(request_id)
+
+    def add(self, state: RequestState) -> None:
+        """Take a request that the engine has been given."""
+        if self._busy_since_s is None:
+            self._busy_since_s = time.monotonic()
+        self._requests[state.request.request_id] = state
+        for sample in state.samples:
+            self._by_sample[sample.sample_id] = state, sample
+        self.num_waiting += len(state.samples)
+
+    def push(self, sample_id: str, delta: Delta) -> None:
+        """Add what a step drew. Unknown ids are of requests that have returned already."""
+        if sample_id not in self._by_sample:
+            return
+        state, sample = self._by_sample[sample_id]
+        if delta.ids and not sample.ids:
+            self.num_waiting -= 1
+            self.num_running += 1
+        self.num_tokens += len(delta.ids)
+        sample.push(delta, self.eos_ids)
+        if sample.stop_reason is not None:
+            self._leave(sample)
+        if not state.unfinished():
+            self._remove(state)
+            state.done.set_result(None)
+
+    def fail(self, sample_id: str, error: Exception) -> None:
+        """End the request of a sample because vLLM has failed, or with "" all, and take no more."""
+        failure = PeerFailedError("vLLM", f"{type(error).__name__}: {error}")
+        failed = [self._by_sample[sample_id][0]] if sample_id in self._by_sample else []
+        if not sample_id:
+            failed, self.broken = list(self), str(failure)
+        for state in failed:
+            for sample in state.unfinished():
+                self._leave(sample)
+            self._remove(state)
+            state.done.set_exception(failure)
+
+    def when_empty(self) -> "Future[None]":
+        """Done when nothing is in flight."""
+        future = new_future()
+        self._when_empty.append(future)
+        self._tell_empty()
+        return future
+
+    def _leave(self, sample: Sample) -> None:
+        del self._by_sample[sample.sample_id]
+        if sample.ids:
+            self.num_running -= 1
+        else:
+            self.num_waiting -= 1
+
+    def _remove(self, state: RequestState) -> None:
+        del self._requests[state.request.request_id]
+        if not self._requests and self._busy_since_s is not None:
+            self._busy_s, self._busy_since_s = self.busy_s, None
+        self._tell_empty()
+
+    def _tell_empty(self) -> None:
+        if not self._requests:
+            for future in self._when_empty:
+                future.set_result(None)
+            self._when_empty = []
 
 
 class Requests:
-    """Every request that has not returned.
+    """Gives requests to a started engine, or holds them.
 
     Args:
         form: of the engine.
         workers: of the engine.
-        eos_ids: the model's end-of-sequence ids.
+        table: what the engine has been given.
+        adapters: of the engine.
         max_model_len: tokens of a prompt with its completion.
 
     Attributes:
-        adapters: of the engine; set once it has started.
         mode: how it is paused; None when it is not.
         asleep: what it has given back, "weights" and "kv_cache".
         unusable: why its weights cannot be served; "" while they can.
     """
 
-    adapters: Adapters
-
-    def __init__(self, form: EngineForm, workers: Workers, eos_ids: frozenset[int], max_model_len: int) -> None:
-        self._form, self._workers, self._max_model_len = form, workers, max_model_len
-        self.flights = Flights(eos_ids)
-        self._held: list[Flight] = []
+    def __init__(
+        self, form: EngineForm, workers: Workers, table: RequestTable, adapters: Adapters, max_model_len: int
+    ) -> None:
+        self._form, self._workers, self.table = form, workers, table
+        self._adapters, self._max_model_len = adapters, max_model_len
+        self._held: list[RequestState] = []
         self.mode: PauseMode | None = None
         self.asleep: set[str] = set()
-        self.unusable = self._broken = ""
+        self.unusable = ""
 
     @property
     def num_waiting(self) -> int:
         """Samples of which nothing was drawn yet."""
-        return self.flights.num_waiting + sum(len(one.samples) for one in self._held)
+        return self.table.num_waiting + sum(len(one.samples) for one in self._held)
 
-    def submit(self, flight: Flight) -> None:
+    def submit(self, state: RequestState) -> None:
         """Give a request to the engine, or hold it.
 
         Raises:
@@ -50,86 +242,81 @@ class Requests:
             ConfigError: it names an adapter that is not there.
             WeightSyncError: there are no weights to serve.
         """
-        name, adapter = flight.request.request_id, flight.request.adapter
-        if name in self.flights or any(one.request.request_id == name for one in self._held):
-            raise duplicate(name)
+        name, adapter = state.request.request_id, state.request.adapter
+        if name in self.table or any(one.request.request_id == name for one in self._held):
+            raise OffbeatError(f"request_id {name!r} is in flight already; give each request its own")
         self.refuse_if_broken()
-        use = (adapter, self.adapters.number(adapter)) if adapter else None
+        use = (adapter, self._adapters.number(adapter)) if adapter else None
         if self.mode is not None or self.asleep:
-            self._held.append(flight)
+            self._held.append(state)
             return
         if self.unusable:
             raise WeightSyncError(f"the rollout engine has no usable weights: {self.unusable}; send a whole update")
-        room = self._max_model_len - len(flight.request.prompt_ids)
-        self.flights.add(flight)
-        for sample in flight.samples:
-            seed = flight.first_seed + sample.index
-            params = vllm_params(flight.request.params, seed, self.flights.eos_ids, room) | dict(flight.changes)
+        room = self._max_model_len - len(state.request.prompt_ids)
+        self.table.add(state)
+        for sample in state.samples:
+            seed = state.first_seed + sample.index
+            params = vllm_params(state.request.params, seed, self.table.eos_ids, room) | dict(state.changes)
             try:
-                self._form.add(sample.sample_id, flight.prompt, params, use)
+                self._form.add(sample.sample_id, state.prompt, params, use)
             except Exception as error:  # noqa: BLE001 - the boundary: whoever waits for the request learns of it
-                self.fail(sample.sample_id, error)
-                self._form.abort([one.sample_id for one in flight.samples[: sample.index]])
+                self.table.fail(sample.sample_id, error)
+                self._form.abort([one.sample_id for one in state.samples[: sample.index]])
                 return
 
     def abort(self, request_id: str) -> None:
         """End a request as it is. Unknown ids are ignored."""
-        flight = self.flights.get(request_id)
-        if flight is not None:
-            self._form.abort([sample.sample_id for sample in flight.unfinished()])
+        if (state := self.table.get(request_id)) is not None:
+            self._end(state)
         for held in [one for one in self._held if one.request.request_id == request_id]:
             self._held.remove(held)
             held.done.set_result(None)
 
     def abort_all(self, adapter: str | None = None) -> None:
         """End what is in flight: everything, or what uses an adapter. What is held stays."""
-        for flight in self.flights:
-            if adapter in (None, flight.request.adapter):
-                self._form.abort([sample.sample_id for sample in flight.unfinished()])
+        for state in self.table:
+            if adapter in (None, state.request.adapter):
+                self._end(state)
+
+    def _end(self, state: RequestState) -> None:
+        self._form.abort([sample.sample_id for sample in state.unfinished()])
 
     def end_all(self) -> None:
         """End everything."""
         self.abort_all()
-        for flight in self._held:
-            flight.done.set_result(None)
+        for state in self._held:
+            state.done.set_result(None)
         self._held = []
 
     def use(self, adapter: str) -> bool:
         """Whether one of them needs this adapter."""
-        return any(flight.request.adapter == adapter for flight in [*self.flights, *self._held])
+        return any(state.request.adapter == adapter for state in [*self.table, *self._held])
 
     def pause(self, mode: PauseMode) -> "Future[None]":
         """Hold what comes from now on; done when nothing is in flight."""
         self.mode = mode
         if mode == "abort":
             self.abort_all()
-        return self.flights.when_empty()
+        return self.table.when_empty()
 
     def resume(self) -> None:
         """Hold nothing any more."""
         self.mode = None
         held, self._held = self._held, []
-        for flight in held:
+        for state in held:
             try:
-                self.submit(flight)
+                self.submit(state)
             except OffbeatError as error:
-                flight.done.set_exception(error)
+                state.done.set_exception(error)
 
-    def spoil(self, adapter: str, reason: str) -> None:
+    def mark_unusable(self, adapter: str, reason: str) -> None:
         """Weights of two versions are mixed: serve nothing, or nothing with an adapter, until a whole update."""
         if adapter:
-            self.adapters.spoil(adapter, reason)
+            self._adapters.mark_unusable(adapter, reason)
             self.abort_all(adapter)
         else:
             self.unusable = reason
             self.abort_all()
-
-    def fail(self, sample_id: str, error: Exception) -> None:
-        """Take note that vLLM has failed: for one sample, or with "" as a whole."""
-        failure = PeerFailedError("vLLM", f"{type(error).__name__}: {error}")
-        if not sample_id:
-            self._broken = str(failure)
-        self.flights.fail(sample_id, failure)
 
     def refuse_if_broken(self) -> None:
         """Raise where vLLM has failed as a whole.
@@ -137,5 +324,47 @@ class Requests:
         Raises:
             PeerFailedError: it has.
         """
-        if reason := self._broken or self._workers.lost:
+        if reason := self.table.broken or self._workers.lost:
             raise PeerFailedError("vLLM", f"{reason}; close this engine and make a new one")
+
+
+def check_scores(request: ScoreRequest, capabilities: RolloutCapabilities, vocab_size: int, max_model_len: int) -> None:
+    """Refuse what cannot be scored.
+
+    Raises:
+        ConfigError: a temperature other than 1; an engine that has room for adapters.
+        DataError: see `ScoreRequest.check`.
+    """
+    if not capabilities.scores:
+        raise ConfigError(
+            "vLLM with enable_lora cannot score: its adapters reckon with one row of logits for each request, and its "
+            "worker ends when there are more; take an engine without enable_lora"
+        )
+    if request.temperature != 1.0:
+        raise ConfigError(
+            f"score request {request.request_id!r}: vLLM scores at temperature 1 only, got {request.temperature:g}; "
+            "sample at 1 (rollout.temperature), or take another backend for the teacher, such as torch"
+        )
+    request.check(vocab_size, max_model_len - 1)
+    request.check_images(capabilities, "rollout-vllm")
+
+
+def score_requests(request: ScoreRequest) -> list[RequestState]:
+    """A request for each continuation that has tokens."""
+    params = SamplingParams(max_tokens=1, ignore_eos=True, seed=0)
+    states = []
+    for number, ids in enumerate(request.continuations):
+        if len(ids):
+            whole = np.concatenate([request.prompt_ids, ids])
+            one = GenerateRequest(request_id=f"{request.request_id}/{number}", prompt_ids=whole, params=params)
+            states.append(RequestState(one, whole.tolist(), PROMPT_LOGPROBS))
+    return states
+
+
+def read_scores(request: ScoreRequest, states: Sequence[RequestState]) -> list[Floats]:
+    """One [T] float32 for each continuation; those without tokens had no request."""
+    found = iter(states)
+    return [
+        np.asarray(next(found).samples[0].prompt_logprobs[-len(ids) :] if len(ids) else (), np.float32)
+        for ids in request.continuations
+    ]

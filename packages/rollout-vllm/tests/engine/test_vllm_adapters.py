@@ -4,40 +4,22 @@ import asyncio
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from lora_adapters import draw_adapter, merged
+from engine_checks import DEADLINE_S, LONG, SHORT, config_of, draw_adapter, merged, request
 
 from offbeat_rollout_vllm._extension import WorkerSide
 from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
 from offbeat_types import (
     ConfigError,
-    GenerateRequest,
     LoraAdapter,
     ModelError,
     OffbeatError,
-    RolloutEngineConfig,
-    SamplingParams,
     WeightSyncError,
 )
 
-DEADLINE_S = 300.0
 pytestmark = pytest.mark.timeout(DEADLINE_S)  # a first start on a cold machine takes a minute
-SHORT = np.asarray([10, 44, 81, 7, 200, 31], np.int32)
-LONG = (np.arange(300, dtype=np.int32) * 7919) % 250 + 20  # more than two blocks of 128 tokens of vLLM's prefix cache
 POET = LoraAdapter(name="poet", scale=0.7)
 CLERK = LoraAdapter(name="clerk", scale=2.0)
-
-
-def request(request_id="r", prompt=SHORT, adapter="", *, num_samples=1, **params):
-    params = {"max_tokens": 16, "ignore_eos": True, "seed": 5, **params}
-    return GenerateRequest(
-        request_id=request_id,
-        prompt_ids=prompt,
-        num_samples=num_samples,
-        params=SamplingParams(**params),
-        adapter=adapter,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +35,7 @@ class TestAdapters:
         self._shared, self._folder, self._model = shared_engine, folder, reference_model(folder)
 
     def run(self, check):
-        config = RolloutEngineConfig(
-            model_path=str(self._folder),
-            device="cpu",
-            max_model_len=512,
-            max_running=16,
-            options={"enable_lora": True, "max_loras": 2, "max_lora_rank": 8},
-        )
+        config = config_of(self._folder, options={"enable_lora": True, "max_loras": 2, "max_lora_rank": 8})
 
         async def bounded():
             async with asyncio.timeout(DEADLINE_S), self._shared.lend(config) as engine:
@@ -277,7 +253,7 @@ class TestAdapters:
                 await engine.generate(request(adapter="poet"))
             await self.send(engine, POET, 3)
             assert (await engine.generate(request(adapter="poet")))[0].oldest_version == 3
-            engine._adapters.spoil_all("they were given back")  # as sleep(2) does, which a CPU has not
+            engine._adapters.mark_all_unusable("they were given back")  # as sleep(2) does, which a CPU has not
             with pytest.raises(WeightSyncError, match="they were given back; send it again"):
                 await engine.generate(request(adapter="poet"))
 

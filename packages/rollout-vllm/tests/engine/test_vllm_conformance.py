@@ -4,8 +4,8 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from engine_checks import draw_adapter, merged
 from image_checks import POET, Trainer, check_adapter, check_numbers_of_images, check_refusals
-from lora_adapters import draw_adapter, merged
 
 from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_testing import FakeWeightStream, RolloutConformance, tiny_vision_model

@@ -1,23 +1,15 @@
 """Mixtures of experts: updates compared with transformers on the new weights, and stacks that are not what was sent."""
 
-import asyncio
-
 import numpy as np
 import pytest
+from engine_checks import DEADLINE_S, config_of, request, run
 
-from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_testing import FakeWeightStream, changed_weights, reference_logprobs, reference_model, tiny_model
-from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams, WeightSyncError
+from offbeat_types import WeightSyncError
 from offbeat_weightsync import InProcessStream
 
-DEADLINE_S = 300.0
 pytestmark = pytest.mark.timeout(DEADLINE_S)  # a first start on a cold machine takes a minute
-REQUEST = GenerateRequest(
-    request_id="r",
-    prompt_ids=np.asarray([10, 44, 81, 7, 200, 31], np.int32),
-    num_samples=2,
-    params=SamplingParams(max_tokens=24, ignore_eos=True, seed=5),
-)
+REQUEST = request(num_samples=2, max_tokens=24)
 
 
 def by_expert(named):
@@ -72,7 +64,7 @@ async def check_expert_that_is_not_updated(engine, model):
 async def check_stacks_that_vllm_does_not_pack_again(engine, model):
     """What vLLM does by itself, without the step that `WorkerSide.begin` takes first."""
     with pytest.MonkeyPatch.context() as without:
-        without.setattr("offbeat_rollout_vllm._held_experts.forget_kernels", lambda model: None)
+        without.setattr("offbeat_rollout_vllm._extension.forget_kernels", lambda model: None)
         with pytest.raises(WeightSyncError, match="checksum"):
             await engine.update_weights(proving(changed_weights(model, seed=5), 5), 5)
     await engine.update_weights(proving(changed_weights(model, seed=6), 6), 6)
@@ -84,26 +76,13 @@ def proving(named, version):
     return InProcessStream(list(by_expert(named)), version)
 
 
-def run(folder, settings, *checks):
-    """Start one engine and run checks on it, one after the other."""
-
-    async def bounded():
-        config = RolloutEngineConfig(model_path=str(folder), device="cpu", max_model_len=512, max_running=8, **settings)
-        async with asyncio.timeout(DEADLINE_S):
-            engine = await VllmRolloutEngine.create(config)
-            try:
-                model = reference_model(folder)
-                for check in checks:
-                    await check(engine, model)
-            finally:
-                await engine.close()
-
-    asyncio.run(bounded())
+def check_engine(folder, *checks, **settings):
+    run(config_of(folder, max_running=8, **settings), *checks, given=(reference_model(folder),))
 
 
 def test_experts_are_updated_and_proved_and_one_that_is_not_is_seen(tmp_path):
     checks = check_updates, check_expert_that_is_not_updated, check_stacks_that_vllm_does_not_pack_again
-    run(tiny_model(tmp_path / "model", "qwen3_moe"), {}, *checks)
+    check_engine(tiny_model(tmp_path / "model", "qwen3_moe"), *checks)
 
 
 async def check_notice(engine, model):
@@ -114,5 +93,5 @@ async def check_notice(engine, model):
 def test_two_ranks_share_each_expert(tmp_path):
     """Slices of 16 rows, which vLLM pads to 32. Whole experts on each rank are for a GPU: vLLM's worker would die."""
     folder = tiny_model(tmp_path / "model", "qwen3_moe")
-    settings = {"tensor_parallel": 2, "options": {"enable_expert_parallel": True}}
-    run(folder, settings, check_notice, check_updates)
+    options = {"enable_expert_parallel": True}
+    check_engine(folder, check_notice, check_updates, tensor_parallel=2, options=options)

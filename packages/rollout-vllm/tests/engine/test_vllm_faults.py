@@ -11,6 +11,7 @@ from importlib import import_module
 import numpy as np
 import psutil
 import pytest
+from engine_checks import DEADLINE_S, LONG, SHORT, config_of, request, run
 
 from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_rollout_vllm._extension import WorkerSide
@@ -24,26 +25,14 @@ from offbeat_testing import (
 )
 from offbeat_types import (
     ConfigError,
-    GenerateRequest,
     PeerFailedError,
     Reply,
     RolloutEngineConfig,
-    SamplingParams,
     Trajectory,
     WeightSyncError,
 )
 
-DEADLINE_S = 300.0
 pytestmark = pytest.mark.timeout(DEADLINE_S)  # a first start on a cold machine takes a minute
-SHORT = np.asarray([10, 44, 81, 7, 200, 31], np.int32)
-LONG = (np.arange(300, dtype=np.int32) * 7919) % 250 + 20  # more than two blocks of 128 tokens of vLLM's prefix cache
-
-
-def request(request_id="r", prompt=SHORT, *, num_samples=1, **params):
-    params = {"max_tokens": 16, "ignore_eos": True, "seed": 5, **params}
-    return GenerateRequest(
-        request_id=request_id, prompt_ids=prompt, num_samples=num_samples, params=SamplingParams(**params)
-    )
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +48,8 @@ class TestFaults:
         self._shared, self._folder, self._model = shared_engine, folder, reference_model(folder)
 
     def run(self, check):
-        config = RolloutEngineConfig(model_path=str(self._folder), device="cpu", max_model_len=512, max_running=16)
-
         async def bounded():
-            async with asyncio.timeout(DEADLINE_S), self._shared.lend(config) as engine:
+            async with asyncio.timeout(DEADLINE_S), self._shared.lend(config_of(self._folder)) as engine:
                 await check(engine)
 
         asyncio.run(bounded())
@@ -224,7 +211,7 @@ class TestFaults:
 
     def test_a_group_computes_its_prompt_once(self, monkeypatch):
         cached = {}
-        outputs = import_module("offbeat_rollout_vllm._in_process")
+        outputs = import_module("offbeat_rollout_vllm._forms")
         read = outputs.read_output
 
         def note(output, label):
@@ -297,14 +284,14 @@ class TestFaults:
         async def check(engine):
             (free,) = await engine.generate(request())
             eos = int(free.ids[5])
-            flights = engine._requests.flights
-            before = flights.eos_ids
+            table = engine._table
+            before = table.eos_ids
             try:
-                flights.eos_ids = frozenset([eos])
+                table.eos_ids = frozenset([eos])
                 (ended,) = await engine.generate(request(ignore_eos=False))
                 (on,) = await engine.generate(request("on", ignore_eos=True))
             finally:
-                flights.eos_ids = before
+                table.eos_ids = before
             assert ended.stop_reason == "eos"
             assert ended.ids.tolist() == free.ids[: free.ids.tolist().index(eos) + 1].tolist()
             assert on.stop_reason == "length"
@@ -341,97 +328,68 @@ def test_bfloat16_with_biases_is_proved_bit_by_bit(tmp_path):
         def prove(self, read):
             return super().prove(lambda name: read(name).view(torch.int16))
 
-    async def check():
-        config = RolloutEngineConfig(
-            model_path=str(folder), device="cpu", dtype="bfloat16", max_model_len=512, max_running=4
-        )
-        engine = await VllmRolloutEngine.create(config)
-        try:
-            stream = Bits(weights, 1)
-            assert await engine.update_weights(stream, 1) == stream.expected()
-            (completion,) = await engine.generate(request())
-            assert logprob_errors(model, SHORT, completion).max() < 0.2
-        finally:
-            await engine.close()
+    async def check(engine):
+        stream = Bits(weights, 1)
+        assert await engine.update_weights(stream, 1) == stream.expected()
+        (completion,) = await engine.generate(request())
+        assert logprob_errors(model, SHORT, completion).max() < 0.2
 
-    asyncio.run(check())
+    run(config_of(folder, dtype="bfloat16", max_running=4), check)
 
 
 def test_a_call_to_a_core_that_was_killed_is_answered_with_its_name(folder):
     """vLLM leaves such a call unanswered; samples in flight and what comes later learn of it as well."""
 
-    async def check():
-        config = RolloutEngineConfig(model_path=str(folder), device="cpu", max_model_len=512, options={"form": "async"})
-        before = {child.pid for child in psutil.Process().children(recursive=True)}
-        engine = await VllmRolloutEngine.create(config)
-        try:
-            sampling = asyncio.create_task(engine.generate(request("killed", max_tokens=400)))
-            while not (await engine.health()).num_tokens:
-                await asyncio.sleep(0.01)
-            for child in psutil.Process().children(recursive=True):
-                if child.pid not in before and "resource_tracker" not in " ".join(child.cmdline()):
-                    child.kill()
-            async with asyncio.timeout(60):
-                for call in (engine.pause("keep"), sampling, engine.generate(request("later"))):
-                    with pytest.raises(PeerFailedError, match="vLLM failed"):
-                        await call
-        finally:
-            await engine.close()
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
 
-    asyncio.run(check())
+    async def check(engine):
+        sampling = asyncio.create_task(engine.generate(request("killed", max_tokens=400)))
+        while not (await engine.health()).num_tokens:
+            await asyncio.sleep(0.01)
+        for child in psutil.Process().children(recursive=True):
+            if child.pid not in before and "resource_tracker" not in " ".join(child.cmdline()):
+                child.kill()
+        async with asyncio.timeout(60):
+            for call in (engine.pause("keep"), sampling, engine.generate(request("later"))):
+                with pytest.raises(PeerFailedError, match="vLLM failed"):
+                    await call
+
+    run(config_of(folder, options={"form": "async"}), check)
 
 
 def test_a_seeded_prompt_that_takes_several_steps_kills_a_bare_vllm(folder, monkeypatch):
     monkeypatch.setattr("offbeat_rollout_vllm._extension.spare_generators", lambda runner: None)
 
-    async def check():
-        config = RolloutEngineConfig(
-            model_path=str(folder), device="cpu", max_model_len=512, options={"max_num_batched_tokens": 128}
-        )
-        engine = await VllmRolloutEngine.create(config)
-        try:
-            with pytest.raises(PeerFailedError, match="offset"):
-                await engine.generate(request("long", LONG))
-            with pytest.raises(PeerFailedError, match="make a new one"):
-                await engine.generate(request("after"))
-        finally:
-            await engine.close()
+    async def check(engine):
+        with pytest.raises(PeerFailedError, match="offset"):
+            await engine.generate(request("long", LONG))
+        with pytest.raises(PeerFailedError, match="make a new one"):
+            await engine.generate(request("after"))
 
-    asyncio.run(check())
+    run(config_of(folder, options={"max_num_batched_tokens": 128}), check)
 
 
 def test_prompts_that_take_several_steps_keep_their_seeds(folder):
     """More prompt tokens than one step takes: vLLM discards what is drawn before a prompt is whole."""
 
-    async def check():
-        config = RolloutEngineConfig(
-            model_path=str(folder),
-            device="cpu",
-            max_model_len=512,
-            max_running=8,
-            options={"max_num_batched_tokens": 48},
-        )
-        engine = await VllmRolloutEngine.create(config)
-        try:
-            model = reference_model(folder)
-            prompts = [LONG[: 46 + index] for index in range(12)] + [LONG]
-            requests = [request(f"r{index}", prompt, seed=index) for index, prompt in enumerate(prompts)]
-            found = await asyncio.gather(*map(engine.generate, requests))
-            for one, prompt, (completion,) in zip(requests, prompts, found, strict=True):
-                assert logprob_errors(model, prompt, completion).max() < 1e-3
-                (alone,) = await engine.generate(replace(one, request_id="alone"))
-                assert completion.ids.tolist() == alone.ids.tolist()
-            task = asyncio.create_task(engine.generate(request("held", num_samples=4, max_tokens=400)))
-            while (await engine.health()).num_running < 4:
-                await asyncio.sleep(0.001)
-            await engine.update_weights(FakeWeightStream(changed_weights(model), 1), 1)
-            for completion in await task:
-                assert completion.oldest_version == 0
-                assert completion.segments[-1].version == 1
-        finally:
-            await engine.close()
+    async def check(engine):
+        model = reference_model(folder)
+        prompts = [LONG[: 46 + index] for index in range(12)] + [LONG]
+        requests = [request(f"r{index}", prompt, seed=index) for index, prompt in enumerate(prompts)]
+        found = await asyncio.gather(*map(engine.generate, requests))
+        for one, prompt, (completion,) in zip(requests, prompts, found, strict=True):
+            assert logprob_errors(model, prompt, completion).max() < 1e-3
+            (alone,) = await engine.generate(replace(one, request_id="alone"))
+            assert completion.ids.tolist() == alone.ids.tolist()
+        task = asyncio.create_task(engine.generate(request("held", num_samples=4, max_tokens=400)))
+        while (await engine.health()).num_running < 4:
+            await asyncio.sleep(0.001)
+        await engine.update_weights(FakeWeightStream(changed_weights(model), 1), 1)
+        for completion in await task:
+            assert completion.oldest_version == 0
+            assert completion.segments[-1].version == 1
 
-    asyncio.run(check())
+    run(config_of(folder, max_running=8, options={"max_num_batched_tokens": 48}), check)
 
 
 def _distributions(model, prompt, ids, temperature):
@@ -460,7 +418,7 @@ def _spoil(module):
     if not hasattr(module, "cpu_linear"):
         module.weight.data.view(-1)[3] += 1
         return
-    held = import_module("offbeat_rollout_vllm._held")
+    held = import_module("offbeat_rollout_vllm._worker_weights")
     weight = held.unpack(module, torch.float32).clone()
     weight[1, 2] += 1
     layers = import_module("vllm.model_executor.layers.utils")

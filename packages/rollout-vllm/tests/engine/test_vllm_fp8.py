@@ -5,17 +5,15 @@ and runs here, with a kernel that multiplies by what the blocks stand for put in
 """
 
 import asyncio
-from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from engine_checks import DEADLINE_S, config_of, request, started
 
 import offbeat_rollout_vllm._setup
-from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_testing import changed_weights, logprob_errors, reference_model, tiny_model
-from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams, WeightSyncError
+from offbeat_types import WeightSyncError
 from offbeat_weightsync import (
     DequantizedStream,
     InProcessStream,
@@ -25,14 +23,8 @@ from offbeat_weightsync import (
     quantize_tensors,
 )
 
-DEADLINE_S = 300.0
 pytestmark = pytest.mark.timeout(DEADLINE_S)  # a first start on a cold machine takes a minute
-REQUEST = GenerateRequest(
-    request_id="r",
-    prompt_ids=np.arange(5, 25, dtype=np.int32),
-    num_samples=2,
-    params=SamplingParams(max_tokens=24, ignore_eos=True, seed=3),
-)
+REQUEST = request(prompt=np.arange(5, 25, dtype=np.int32), num_samples=2, max_tokens=24, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -43,20 +35,7 @@ def folder(tmp_path_factory):
 
 
 def settings(folder, **changes):
-    plain = RolloutEngineConfig(
-        model_path=str(folder), device="cpu", max_model_len=128, max_running=8, weight_format="fp8"
-    )
-    return replace(plain, **changes)
-
-
-@asynccontextmanager
-async def started(config):
-    async with asyncio.timeout(DEADLINE_S):
-        engine = await VllmRolloutEngine.create(config)
-        try:
-            yield engine
-        finally:
-            await engine.close()
+    return config_of(folder, **{"max_model_len": 128, "max_running": 8, "weight_format": "fp8", **changes})
 
 
 def distance(model, named, completions):

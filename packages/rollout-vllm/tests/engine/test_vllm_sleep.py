@@ -3,30 +3,23 @@
 import asyncio
 from pathlib import Path
 
-import numpy as np
 import pytest
+from engine_checks import DEADLINE_S, LONG, config_of, request, run
 
 from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_rollout_vllm._extension import WorkerSide
 from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
 from offbeat_types import (
     ConfigError,
-    GenerateRequest,
     OffbeatError,
-    RolloutEngineConfig,
-    SamplingParams,
     WeightSyncError,
 )
 
-DEADLINE_S = 300.0
 pytestmark = pytest.mark.timeout(DEADLINE_S)  # a first start on a cold machine takes a minute
 MIB = 1 << 20
 CACHE_BYTES = 160 * MIB
-REQUEST = GenerateRequest(
-    request_id="r",
-    prompt_ids=(np.arange(300, dtype=np.int32) * 7919) % 250 + 20,  # more than two blocks of vLLM's prefix cache
-    params=SamplingParams(max_tokens=24, ignore_eos=True, seed=5),
-)
+OPTIONS = {"kv_cache_memory_bytes": CACHE_BYTES}
+REQUEST = request(prompt=LONG, max_tokens=24)
 
 
 @pytest.fixture(scope="module")
@@ -36,23 +29,11 @@ def folder(tmp_path_factory):
     return tiny_model(path, "qwen3", hidden_size=1024, num_layers=5, spread=0.03, config={"head_dim": 128})
 
 
-def config_of(folder, **options):
-    return RolloutEngineConfig(model_path=str(folder), device="cpu", max_model_len=512, max_running=8, options=options)
-
-
 def resident_bytes(engine):
     """Of the workers."""
     pids = {worker["pid"] for worker in engine.workers}
     lines = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
-
-
-def run(check):
-    async def bounded():
-        async with asyncio.timeout(DEADLINE_S):
-            await check()
-
-    asyncio.run(bounded())
 
 
 def fill_cache(self):
@@ -65,26 +46,22 @@ def test_both_levels_give_memory_back_and_leave_no_trace(folder, monkeypatch):
     model = reference_model(folder)
     weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
 
-    async def check():
-        engine = await VllmRolloutEngine.create(config_of(folder, kv_cache_memory_bytes=CACHE_BYTES))
-        try:
-            assert engine.capabilities.sleep_levels == (1, 2)
-            (before,) = await engine.generate(REQUEST)
-            engine._workers.call("fill_cache")
-            awake = resident_bytes(engine)
-            await engine.pause("wait")
-            await engine.sleep(1)
-            assert awake - resident_bytes(engine) > 0.9 * CACHE_BYTES
-            with pytest.raises(OffbeatError, match="sleeps already"):
-                await engine.sleep(2)
-            await engine.wake()
-            await engine.resume()
-            (after,) = await engine.generate(REQUEST)
-            assert after.ids.tolist() == before.ids.tolist(), "its keys and values are computed anew"
-            assert logprob_errors(model, REQUEST.prompt_ids, after).max() < 1e-3
-            await check_level_2(engine)
-        finally:
-            await engine.close()
+    async def check(engine):
+        assert engine.capabilities.sleep_levels == (1, 2)
+        (before,) = await engine.generate(REQUEST)
+        engine._workers.call("fill_cache")
+        awake = resident_bytes(engine)
+        await engine.pause("wait")
+        await engine.sleep(1)
+        assert awake - resident_bytes(engine) > 0.9 * CACHE_BYTES
+        with pytest.raises(OffbeatError, match="sleeps already"):
+            await engine.sleep(2)
+        await engine.wake()
+        await engine.resume()
+        (after,) = await engine.generate(REQUEST)
+        assert after.ids.tolist() == before.ids.tolist(), "its keys and values are computed anew"
+        assert logprob_errors(model, REQUEST.prompt_ids, after).max() < 1e-3
+        await check_level_2(engine)
 
     async def check_level_2(engine):
         engine._workers.call("fill_cache")
@@ -110,25 +87,21 @@ def test_both_levels_give_memory_back_and_leave_no_trace(folder, monkeypatch):
         with pytest.raises(WeightSyncError, match="given back by sleep"):
             await engine.generate(REQUEST)
 
-    run(check)
+    run(config_of(folder, options=OPTIONS), check)
 
 
 def test_vllm_s_own_sleep_gives_nothing_back(folder, monkeypatch):
     """What this package's is there for: when this fails, vLLM's own will do."""
-    monkeypatch.setattr("offbeat_rollout_vllm._cpu_sleep.CpuSleep", lambda worker: None)
+    monkeypatch.setattr("offbeat_rollout_vllm._extension.CpuSleep", lambda worker: None)
     monkeypatch.setattr(WorkerSide, "fill_cache", fill_cache, raising=False)
 
-    async def check():
-        engine = await VllmRolloutEngine.create(config_of(folder, kv_cache_memory_bytes=CACHE_BYTES))
-        try:
-            engine._workers.call("fill_cache")
-            awake = resident_bytes(engine)
-            await engine.sleep(2)
-            assert awake - resident_bytes(engine) < 0.1 * CACHE_BYTES
-        finally:
-            await engine.close()
+    async def check(engine):
+        engine._workers.call("fill_cache")
+        awake = resident_bytes(engine)
+        await engine.sleep(2)
+        assert awake - resident_bytes(engine) < 0.1 * CACHE_BYTES
 
-    run(check)
+    run(config_of(folder, options=OPTIONS), check)
 
 
 async def _refusal(engine):
@@ -137,6 +110,6 @@ async def _refusal(engine):
 
 
 def test_it_is_refused_where_it_was_switched_off(folder):
-    engine = VllmRolloutEngine(config_of(folder, enable_sleep_mode=False))
+    engine = VllmRolloutEngine(config_of(folder, options={"enable_sleep_mode": False}))
     assert engine.capabilities.sleep_levels == ()
     asyncio.run(_refusal(engine))

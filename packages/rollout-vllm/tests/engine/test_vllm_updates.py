@@ -5,67 +5,42 @@ import os
 import signal
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from lora_adapters import draw_adapter, merged
+from engine_checks import DEADLINE_S, SHORT, config_of, draw_adapter, merged, request, run
 
-from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
-from offbeat_types import GenerateRequest, LoraAdapter, PeerFailedError, RolloutEngineConfig, SamplingParams
+from offbeat_types import LoraAdapter, PeerFailedError
 
-DEADLINE_S = 300.0
 pytestmark = pytest.mark.timeout(DEADLINE_S)  # a first start on a cold machine takes a minute
 SMALL_BUCKET_BYTES = 20_000  # several buckets, each half of the arena used again, and one tensor larger than a half
 POET = LoraAdapter(name="poet", scale=0.7)
-PROMPT = np.asarray([10, 44, 81, 7, 200, 31], np.int32)
 
 
-def request(request_id, **params):
-    params = {"max_tokens": 24, "ignore_eos": True, "seed": 5, **params}
-    return GenerateRequest(request_id=request_id, prompt_ids=PROMPT, num_samples=2, params=SamplingParams(**params))
-
-
-async def start(folder, tensor_parallel=1, **options):
-    config = RolloutEngineConfig(
-        model_path=str(folder),
-        device="cpu",
-        tensor_parallel=tensor_parallel,
-        max_model_len=512,
-        max_running=8,
-        options=options,
-    )
-    engine = await VllmRolloutEngine.create(config)
-    engine._loader._bucket_bytes = SMALL_BUCKET_BYTES
-    return engine
+def ask(request_id, **params):
+    return request(request_id, num_samples=2, **{"max_tokens": 24, **params})
 
 
 async def check_five_updates(engine, model):
     for version in range(1, 6):
         stream = FakeWeightStream(changed_weights(model, seed=version), version)
         assert await engine.update_weights(stream, version) == stream.expected()
-        for completion in await engine.generate(request(f"v{version}")):
+        for completion in await engine.generate(ask(f"v{version}")):
             assert [segment.version for segment in completion.segments] == [version]
-            assert logprob_errors(model, PROMPT, completion).max() < 1e-3
+            assert logprob_errors(model, SHORT, completion).max() < 1e-3
 
 
-def run(folder, options, *checks):
-    """Start one engine and run checks on it, one after the other."""
+async def shrink_buckets(engine, model):
+    engine._loader._bucket_bytes = SMALL_BUCKET_BYTES
 
-    async def bounded():
-        async with asyncio.timeout(DEADLINE_S):
-            engine = await start(folder, **options)
-            try:
-                for check in checks:
-                    await check(engine, reference_model(folder))
-            finally:
-                await engine.close()
 
-    asyncio.run(bounded())
+def check_engine(folder, *checks, **settings):
+    given = (reference_model(folder),)
+    run(config_of(folder, max_running=8, **settings), shrink_buckets, *checks, given=given)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_logprobs_after_five_updates_are_those_of_transformers(tmp_path, tied):
-    run(tiny_model(tmp_path / "model", "qwen3", tied=tied), {}, check_five_updates)
+    check_engine(tiny_model(tmp_path / "model", "qwen3", tied=tied), check_five_updates)
 
 
 async def check_three_adapters(engine, model):
@@ -76,9 +51,9 @@ async def check_three_adapters(engine, model):
         stream = FakeWeightStream(list(adapter.items()), version)
         assert await engine.update_weights(stream, version, adapter=POET) == stream.expected()
         with merged(model, adapter, POET.scale):
-            for completion in await engine.generate(replace(request(f"a{version}"), adapter="poet")):
+            for completion in await engine.generate(replace(ask(f"a{version}"), adapter="poet")):
                 assert [segment.version for segment in completion.segments] == [version]
-                assert logprob_errors(model, PROMPT, completion).max() < 1e-3
+                assert logprob_errors(model, SHORT, completion).max() < 1e-3
 
 
 async def check_stale_replies(engine, model):
@@ -90,28 +65,28 @@ async def check_stale_replies(engine, model):
         with pytest.raises(PeerFailedError):
             await engine.update_weights(FakeWeightStream(weights, 9), 9)
         with pytest.raises(PeerFailedError, match="make a new one"):
-            await engine.generate(request(f"after{attempt}"))
+            await engine.generate(ask(f"after{attempt}"))
     assert (await engine.health()).version == 5
 
 
 def test_two_ranks_with_a_tied_head_and_an_engine_whose_workers_raised_is_thrown_away(tmp_path):
     folder = tiny_model(tmp_path / "model", "qwen3", tied=True)
-    run(folder, {"tensor_parallel": 2}, check_five_updates, check_stale_replies)
+    check_engine(folder, check_five_updates, check_stale_replies, tensor_parallel=2)
 
 
 async def check_killed_worker(engine, model):
     """A worker that dies ends what is in flight with an error that says so, and closing does not wait for it."""
-    task = asyncio.create_task(engine.generate(request("long", max_tokens=480)))
+    task = asyncio.create_task(engine.generate(ask("long", max_tokens=480)))
     while (await engine.health()).num_running == 0:
         await asyncio.sleep(0.01)
     os.kill(engine.workers[1]["pid"], signal.SIGKILL)
     with pytest.raises(PeerFailedError):
         await task
     with pytest.raises(PeerFailedError):
-        await engine.generate(request("after"))
+        await engine.generate(ask("after"))
 
 
 def test_two_ranks_with_an_untied_head_and_an_engine_whose_worker_died_says_so(tmp_path):
     folder = tiny_model(tmp_path / "model", "qwen3", tied=False)
-    options = {"tensor_parallel": 2, "enable_lora": True, "max_lora_rank": 8}
-    run(folder, options, check_five_updates, check_three_adapters, check_killed_worker)
+    checks = check_five_updates, check_three_adapters, check_killed_worker
+    check_engine(folder, *checks, tensor_parallel=2, options={"enable_lora": True, "max_lora_rank": 8})

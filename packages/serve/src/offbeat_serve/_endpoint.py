@@ -1,9 +1,11 @@
-"""The ASGI application: who may ask, what is asked, the answer, and the error where there is none."""
+"""The ASGI application: who may ask, what is asked, the samples, and the answer or the error where there is none."""
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
@@ -17,22 +19,160 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from offbeat_data import Tokenizer
-from offbeat_serve._access import Access
-from offbeat_serve._answering import Answerer, Sampled
-from offbeat_serve._answers import HealthAnswer, ModelCard, ModelList
-from offbeat_serve._body import read_json
-from offbeat_serve._generation import ClientGoneError, Generation, heard
+from offbeat_serve._answers import Answerer, HealthAnswer, ModelCard, ModelList, Sampled
 from offbeat_serve._openapi import describe
-from offbeat_serve._prompts import Prompter
-from offbeat_serve._refusals import RefusedError, error_answer, refusal_of
 from offbeat_serve._requests import (
     COMPLETION_TOKENS,
     SamplingRequest,
     bounded_types,
+    chat_prompt,
+    completion_prompts,
+    read_json,
 )
-from offbeat_serve._settings import ServedModel, ServeSettings
+from offbeat_serve._settings import RefusedError, ServedModel, ServeSettings, check_access, error_answer, refusal_of
 from offbeat_serve._stream import KEEP_ALIVE, AnswerStream, MakeAnswer, error_event
-from offbeat_types import GenerateRequest, Ids, RolloutEngine
+from offbeat_types import (
+    Completion,
+    DeadlineError,
+    EngineHealth,
+    GenerateRequest,
+    Ids,
+    OffbeatError,
+    RolloutEngine,
+    StreamingEngine,
+)
+
+_RETRY_AFTER_S = 1
+_log = logging.getLogger(__name__)
+
+
+class ClientGoneError(OffbeatError):
+    """Whoever asked has left, so nobody hears the answer."""
+
+
+class Generation:
+    """Samples for clients, as much at once as is allowed, and never longer than is allowed.
+
+    Args:
+        engine: shared with whoever else uses it; request ids must differ from theirs.
+        settings: limits and deadlines.
+    """
+
+    def __init__(self, engine: RolloutEngine, settings: ServeSettings) -> None:
+        self._engine, self._settings = engine, settings
+        self._num_in_flight = 0
+        self._request_ids: set[str] = set()
+        self._closing = False
+
+    async def health(self) -> EngineHealth:
+        """How the engine is.
+
+        Raises:
+            DeadlineError: it does not say.
+        """
+        deadline_s = self._settings.health_deadline_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await self._engine.health()
+        except TimeoutError:
+            raise DeadlineError("health", "the rollout engine", deadline_s) from None
+
+    @contextlib.contextmanager
+    def admitted(self, num_samples: int) -> Iterator[None]:
+        """Count samples in flight.
+
+        Raises:
+            RefusedError: there are too many, or the server is closing.
+        """
+        limit = self._settings.max_in_flight
+        if self._closing:
+            raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is closing", code="closing")
+        if self._num_in_flight + num_samples > limit:
+            message = (
+                f"{self._num_in_flight} samples are in flight, and {limit} may be (max_in_flight): "
+                f"there is no room for {num_samples} more now, try again"
+            )
+            headers = {"Retry-After": str(_RETRY_AFTER_S)}
+            raise RefusedError(HTTPStatus.TOO_MANY_REQUESTS, message, code="too_many_samples", headers=headers)
+        self._num_in_flight += num_samples
+        try:
+            yield
+        finally:
+            self._num_in_flight -= num_samples
+
+    async def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        gone: Callable[[], Awaitable[None]],
+        tell: Callable[[int, int, int, float], None] | None = None,
+    ) -> list[list[Completion]]:
+        """Complete every prompt. Whatever ends the wait, the engine is told to end what it still does for it.
+
+        Args:
+            requests: one per prompt.
+            gone: returns when the client has left.
+            tell: called for each token with the number of its prompt and what `TellToken` is, where the engine streams.
+
+        Raises:
+            ClientGoneError: the client has left.
+            DeadlineError: the engine takes too long.
+            OffbeatError: of the engine.
+        """
+        if tell is not None and isinstance(self._engine, StreamingEngine):
+            streams = [self._engine.stream(request, partial(tell, at)) for at, request in enumerate(requests)]
+            work = [asyncio.ensure_future(stream) for stream in streams]
+        else:
+            work = [asyncio.ensure_future(self._engine.generate(request)) for request in requests]
+        done, leaving = asyncio.gather(*work), asyncio.ensure_future(gone())
+        done.add_done_callback(heard)
+        request_ids = [request.request_id for request in requests]
+        self._request_ids.update(request_ids)
+        try:
+            return await self._first_of(done, leaving)
+        finally:
+            self._request_ids.difference_update(request_ids)
+            leaving.cancel()
+            await self._end(request_ids, [task for task in work if not task.done()])
+
+    async def _first_of(
+        self, done: "asyncio.Future[list[list[Completion]]]", leaving: "asyncio.Future[None]"
+    ) -> list[list[Completion]]:
+        deadline_s = self._settings.generate_deadline_s
+        ends: set[asyncio.Future[Any]] = {done, leaving}
+        await asyncio.wait(ends, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        if done.done():
+            return done.result()
+        if leaving.done():
+            raise ClientGoneError("the client has left")
+        advice = "ask for fewer tokens, or raise generate_deadline_s"
+        raise DeadlineError("generate", "the rollout engine to finish the samples", deadline_s, advice)
+
+    async def _end(self, request_ids: Sequence[str], pending: Sequence["asyncio.Future[list[Completion]]"]) -> None:
+        """See that nothing of a request is left in the engine. One that is stuck is not waited for longer."""
+        if pending:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.abort_deadline_s):
+                    await asyncio.gather(self._abort(request_ids), *pending, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Let nothing more in, and have the engine return what it has: its clients are answered with that."""
+        self._closing = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.abort_deadline_s):
+                await self._abort(list(self._request_ids))
+
+    async def _abort(self, request_ids: Sequence[str]) -> None:
+        aborts = (self._engine.abort(request_id) for request_id in request_ids)
+        for outcome in await asyncio.gather(*aborts, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                _log.warning("the engine did not end a request: %s", outcome)
+
+
+def heard(outcome: "asyncio.Future[Any]") -> None:
+    """Take note of how it ended, so that asyncio does not complain where nobody waits for it any more."""
+    if not outcome.cancelled():
+        outcome.exception()
+
 
 T = TypeVar("T", bound=SamplingRequest)
 Handler = Callable[[Request], Awaitable[Response]]
@@ -52,20 +192,20 @@ class Endpoint:
         tokenizer: of the model.
         model: what is served.
         settings: limits and deadlines.
-        access: who may ask.
+        token: see `check_access`.
     """
 
     def __init__(
-        self, engine: RolloutEngine, tokenizer: Tokenizer, model: ServedModel, settings: ServeSettings, access: Access
+        self, engine: RolloutEngine, tokenizer: Tokenizer, model: ServedModel, settings: ServeSettings, token: str
     ) -> None:
-        self._model, self._settings, self._access = model, settings, access
+        self._model, self._settings, self._token = model, settings, token
         self._tokenizer = tokenizer
-        self._prompter, self._answerer = Prompter(tokenizer, settings.max_prompts), Answerer(tokenizer, model.name)
+        self._answerer = Answerer(tokenizer, model.name)
         self.generation = Generation(engine, settings)
         types = bounded_types(model, settings)
         self._completion_decoder = msgspec.json.Decoder(types.completion)
         self._chat_decoder = msgspec.json.Decoder(types.chat)
-        self._description = describe(model, settings, types, needs_token=access.needs_token)
+        self._description = describe(model, settings, types, needs_token=bool(token))
         self._created = int(time.time())
         self.app = self._build_app()
 
@@ -91,7 +231,7 @@ class Endpoint:
 
         async def answer(request: Request) -> Response:
             try:
-                self._access.check(request.headers)
+                check_access(request.headers, self._token)
                 return await handler(request)
             except (ClientDisconnect, ClientGoneError):
                 return Response(status_code=HTTPStatus.BAD_REQUEST)  # nobody reads it
@@ -104,7 +244,7 @@ class Endpoint:
         """Starlette's own 404 and 405, which only those may see that may ask."""
         assert isinstance(error, HTTPException)
         try:
-            self._access.check(request.headers)
+            check_access(request.headers, self._token)
         except RefusedError as refusal:
             return _refuse(refusal)
         message = f"{request.method} {request.url.path}: {error.detail}; /openapi.json says what there is"
@@ -115,15 +255,8 @@ class Endpoint:
 
     async def _health(self, _: Request) -> Response:
         health = await self.generation.health()
-        answer = HealthAnswer(
-            policy_version=health.version,
-            num_running=health.num_running,
-            num_waiting=health.num_waiting,
-            num_tokens=health.num_tokens,
-            busy_s=health.busy_s,
-            uptime_s=health.uptime_s,
-        )
-        return _json(answer, health.version)
+        counters = asdict(health)
+        return _json(HealthAnswer(policy_version=counters.pop("version"), **counters), health.version)
 
     async def _models(self, _: Request) -> Response:
         version = (await self.generation.health()).version
@@ -140,7 +273,7 @@ class Endpoint:
 
     async def _complete(self, request: Request) -> Response:
         body = await self._read(request, self._completion_decoder)
-        prompts = await asyncio.to_thread(self._prompter.of_completion, body)
+        prompts = await asyncio.to_thread(completion_prompts, body, self._tokenizer, self._settings.max_prompts)
         request_id = f"cmpl-{uuid4().hex}"
         requests = self._requests(request_id, body, prompts, body.max_tokens, COMPLETION_TOKENS)
         return await self._answer(request, body, requests, partial(self._answerer.completion, body, request_id))
@@ -148,7 +281,7 @@ class Endpoint:
     async def _chat(self, request: Request) -> Response:
         body = await self._read(request, self._chat_decoder)
         body.check()
-        prompt = await asyncio.to_thread(self._prompter.of_chat, body)
+        prompt = await asyncio.to_thread(chat_prompt, body, self._tokenizer)
         request_id = f"chatcmpl-{uuid4().hex}"
         max_tokens = body.max_completion_tokens or body.max_tokens
         requests = self._requests(request_id, body, [prompt], max_tokens, self._model.max_model_len)

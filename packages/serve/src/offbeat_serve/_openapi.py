@@ -9,9 +9,8 @@ from typing import Any, Final
 import msgspec
 
 from offbeat_serve._answers import ChatAnswer, CompletionAnswer, HealthAnswer, ModelList
-from offbeat_serve._refusals import ErrorAnswer
 from offbeat_serve._requests import LOWEST_TEMPERATURE, ONE_VALUE, RequestTypes
-from offbeat_serve._settings import ServedModel, ServeSettings
+from offbeat_serve._settings import ErrorAnswer, ServedModel, ServeSettings
 
 _JSON: Final = "application/json"
 _ERRORS: Final = {

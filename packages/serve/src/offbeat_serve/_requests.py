@@ -2,22 +2,31 @@
 
 The types are OpenAI's, with `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`, `add_special_tokens`,
 `chat_template_kwargs` and `return_token_ids` as vLLM has them. Fields of OpenAI's that no rollout engine could honour
-are known only with the value that changes nothing.
+are known only with the value that changes nothing. What the model sampled in an earlier turn goes into the prompt as
+the tokens that it sampled.
 
 Source: https://platform.openai.com/docs/api-reference/completions/create and .../chat/create;
 vllm 0.32, vllm/entrypoints/openai/{completion,chat_completion}/protocol.py
+
+Legend: P prompt tokens.
 """
 
+import asyncio
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Annotated, Any, Final, Literal, cast
+from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
 import msgspec
+import numpy as np
 from msgspec import Meta
+from starlette.requests import Request
 
-from offbeat_serve._refusals import RefusedError
-from offbeat_serve._settings import ServedModel, ServeSettings
-from offbeat_types import SamplingParams
+from offbeat_data import DataConfig, Message, Tokenizer, TurnTemplate
+from offbeat_serve._settings import RefusedError, ServedModel, ServeSettings
+from offbeat_types import Ids, SamplingParams
 
 LOWEST_TEMPERATURE: Final = 0.01
 """But for 0, which is greedy: logits divided by less leave the range of float32."""
@@ -265,3 +274,175 @@ def bounded_types(model: ServedModel, settings: ServeSettings) -> RequestTypes:
 
 def _subtype(base: Any, changed: list[Any]) -> Any:
     return msgspec.defstruct(base.__name__, changed, bases=(base,), kw_only=True)
+
+
+T = TypeVar("T")
+_AT_FIELD: Final = re.compile(r" - at `\$\.?(.*)`$")
+_UNKNOWN_FIELD: Final = re.compile(r"unknown field `(\w+)`")
+
+
+async def read_json(request: Request, decoder: "msgspec.json.Decoder[T]", settings: ServeSettings) -> T:
+    """The body, decoded and checked.
+
+    Raises:
+        RefusedError: too long, too slow, of another media type, no JSON, or not of the decoder's type.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        # A page of another site may send a browser here with any other type, without asking first.
+        message = f"the body must come with Content-Type: application/json, got {media_type[:80]!r}"
+        raise RefusedError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message)
+    return _decode(await _read(request, settings), decoder)
+
+
+async def _read(request: Request, settings: ServeSettings) -> bytes:
+    limit, body = settings.max_body_bytes, bytearray()
+    announced = request.headers.get("content-length", "")
+    too_long = RefusedError(
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body may have {limit} bytes at most (max_body_bytes)"
+    )
+    if announced.isascii() and announced.isdigit() and int(announced) > limit:
+        raise too_long
+    try:
+        async with asyncio.timeout(settings.body_deadline_s):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise too_long
+    except TimeoutError:
+        message = f"the body did not come within {settings.body_deadline_s:g} s (body_deadline_s)"
+        raise RefusedError(HTTPStatus.REQUEST_TIMEOUT, message) from None
+    return bytes(body)
+
+
+def _decode(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
+    try:
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError as error:
+            if "got `float`" not in str(error):
+                raise
+            value: T = msgspec.convert(_with_integers(msgspec.json.decode(body)), decoder.type)
+            return value
+    except msgspec.ValidationError as error:
+        raise _refusal(error) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RefusedError(HTTPStatus.BAD_REQUEST, f"the body is no JSON: {error}") from error
+
+
+def _with_integers(value: Any) -> Any:
+    """The same with 1.0 as 1: in JSON, and to JSON Schema, they are one number, and to msgspec they are not."""
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case list():
+            return [_with_integers(item) for item in value]
+        case dict():
+            return {key: _with_integers(item) for key, item in value.items()}
+    return value
+
+
+def _refusal(error: msgspec.ValidationError) -> RefusedError:
+    """What msgspec says, and which field it is about."""
+    found, unknown = _AT_FIELD.search(str(error)), _UNKNOWN_FIELD.search(str(error))
+    param = ".".join(filter(None, (found and found[1], unknown and unknown[1])))
+    advice = "; this server does not serve it" if unknown else ""
+    return RefusedError(HTTPStatus.BAD_REQUEST, f"{error}{advice}", param=param or None)
+
+
+_PASSED_ON: Final = ("name", "tool_call_id", "reasoning_content")
+
+
+def completion_prompts(request: CompletionRequest, tokenizer: Tokenizer, max_prompts: int) -> list[Ids]:
+    """Each prompt, [P] int32: ids as they are, texts encoded.
+
+    Raises:
+        RefusedError: prompts of several kinds, or too many.
+    """
+    prompts = []
+    for prompt in request.prompts(max_prompts):
+        if isinstance(prompt, str):
+            prompts += tokenizer.encode([prompt], add_special_tokens=request.add_special_tokens is not False)
+        else:
+            prompts.append(np.array(prompt, np.int32))
+    return prompts
+
+
+def chat_prompt(request: ChatRequest, tokenizer: Tokenizer) -> Ids:
+    """The conversation up to where the model speaks, [P] int32.
+
+    Messages are rendered by the chat template up to the first turn that brings its `token_ids`. From there on the
+    prompt grows by tokens: those of the turn as they were sampled, then those of the messages that answer it.
+
+    Raises:
+        RefusedError: a later turn of the assistant brings no `token_ids`.
+        ModelError: the model folder has no chat template, or one that rewrites earlier turns.
+        DataError: the template refuses the messages.
+    """
+    options: dict[str, Any] = dict(request.chat_template_kwargs or {})
+    if request.calls_tools:
+        options["tools"] = [_plain(tool) for tool in request.tools or ()]
+    messages = request.messages
+    start = next((at for at, message in enumerate(messages) if message.was_sampled), len(messages))
+    opening = [_template_message(message) for message in messages[:start]]
+    rendered = tokenizer.require_template().render(opening, add_generation_prompt=True, options=options)
+    parts = tokenizer.encode([rendered.text], add_special_tokens=False)
+    if start < len(messages):
+        # Its other settings, a path among them, are about reading data sets.
+        turns = TurnTemplate(tokenizer, DataConfig(path="", chat_template="on", template_options=options))
+        for said, replies in _turns(messages, start):
+            parts += [said, turns.reply_ids(said, replies)] if replies else [said]
+    return np.concatenate(parts)
+
+
+def _turns(messages: Sequence[ChatMessage], start: int) -> list[tuple[Ids, list[Message]]]:
+    """Each sampled turn from `start` on, with the messages that answer it."""
+    turns: list[tuple[Ids, list[Message]]] = []
+    for at, message in enumerate(messages[start:], start):
+        if message.was_sampled:
+            turns.append((np.array(message.token_ids, np.int32), []))
+        elif message.role == "assistant":
+            needed = (
+                f"messages[{at}] is the assistant's and has no token_ids, but an earlier turn has: "
+                "send every turn back as it was answered, or none"
+            )
+            raise RefusedError(HTTPStatus.BAD_REQUEST, needed, param=f"messages[{at}].token_ids")
+        else:
+            turns[-1][1].append(_template_message(message))
+    return turns
+
+
+def _template_message(message: ChatMessage) -> Message:
+    """A message as chat templates know it: the content a text, arguments of calls as objects."""
+    plain: dict[str, Any] = {"role": message.role, "content": _text(message)}
+    plain |= {name: value for name in _PASSED_ON if (value := getattr(message, name)) is not None}
+    if message.tool_calls:
+        plain["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+    return plain
+
+
+def _text(message: ChatMessage) -> str:
+    content = message.content or ""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _template_call(call: ToolCall) -> Mapping[str, Any]:
+    plain: dict[str, Any] = _plain(call)
+    try:
+        arguments = json.loads(call.function.arguments)
+    except (ValueError, RecursionError):
+        return plain  # the model's own words, which need not be JSON
+    if isinstance(arguments, dict):
+        plain["function"]["arguments"] = arguments
+    return plain
+
+
+def _plain(value: msgspec.Struct) -> Any:
+    """As JSON would have it, without what was left out."""
+    return _without_none(msgspec.to_builtins(value))
+
+
+def _without_none(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_none(item) for key, item in value.items() if item is not None}

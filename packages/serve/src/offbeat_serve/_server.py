@@ -12,9 +12,8 @@ from typing import Final, Self
 import uvicorn
 
 from offbeat_data import Tokenizer
-from offbeat_serve._access import Access, read_token
 from offbeat_serve._endpoint import Endpoint
-from offbeat_serve._settings import ServedModel, ServeSettings
+from offbeat_serve._settings import ServedModel, ServeSettings, read_token
 from offbeat_types import ConfigError, DeadlineError, RolloutEngine
 
 START_DEADLINE_S: Final = 30.0
@@ -38,8 +37,7 @@ class RolloutServer:
         self, engine: RolloutEngine, tokenizer: Tokenizer, model: ServedModel, settings: ServeSettings | None = None
     ) -> None:
         self._settings = settings or ServeSettings()
-        access = Access(read_token(self._settings))
-        self._endpoint = Endpoint(engine, tokenizer, model, self._settings, access)
+        self._endpoint = Endpoint(engine, tokenizer, model, self._settings, read_token(self._settings))
         self._uvicorn: _Uvicorn
         self._serving: asyncio.Task[None] | None = None
         self.url = ""

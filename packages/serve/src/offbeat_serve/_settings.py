@@ -1,11 +1,36 @@
-"""What a user may set of the server, and what it serves."""
+"""What a user may set of the server, what it serves, whom it lets in, and how it refuses.
 
+Errors are as OpenAI words them: `{"error": {"message", "type", "param", "code"}}` and a status.
+Without a token only requests that name this machine are answered, because another site may have its own name lead here
+(DNS rebinding) and have a browser ask in its place.
+
+Source: https://platform.openai.com/docs/guides/error-codes/api-errors
+"""
+
+import hmac
+import ipaddress
 import json
+import logging
+import os
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
-from offbeat_types import ConfigError, ModelError, RolloutEngineConfig, setting
+import msgspec
+from starlette.datastructures import Headers
+
+from offbeat_types import (
+    ConfigError,
+    DeadlineError,
+    ModelError,
+    OffbeatError,
+    PeerFailedError,
+    RolloutEngineConfig,
+    UserError,
+    WeightSyncError,
+    setting,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,3 +110,141 @@ def _read_config(path: Path) -> dict[str, object]:
     if not isinstance(content, dict):
         raise ModelError(f"{path} needs a JSON object and holds a {type(content).__name__}")
     return content
+
+
+_log = logging.getLogger(__name__)
+_TYPES: Final = {HTTPStatus.UNAUTHORIZED: "authentication_error", HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error"}
+
+
+class RefusedError(OffbeatError):
+    """A request that is not answered, and why.
+
+    Args:
+        status: HTTP's.
+        message: one sentence: what was required, what was got, what to do.
+        param: field of the request that is wrong, such as "messages[0].role".
+        code: for programs, such as "model_not_found".
+        headers: sent along.
+    """
+
+    def __init__(
+        self,
+        status: HTTPStatus,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
+
+
+class ErrorDetail(msgspec.Struct, kw_only=True):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(msgspec.Struct, kw_only=True):
+    """The body of every answer that is an error."""
+
+    error: ErrorDetail
+
+
+def error_answer(refusal: RefusedError) -> ErrorAnswer:
+    """The body that goes with a refusal."""
+    server_error = refusal.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    kind = _TYPES.get(refusal.status, "server_error" if server_error else "invalid_request_error")
+    return ErrorAnswer(error=ErrorDetail(message=refusal.message, type=kind, param=refusal.param, code=refusal.code))
+
+
+def refusal_of(error: Exception) -> RefusedError:
+    """The refusal that tells a client of an error. What nobody expected goes to the log, and not to the client."""
+    match error:
+        case RefusedError():
+            return error
+        case UserError():
+            return RefusedError(HTTPStatus.BAD_REQUEST, str(error))
+        case DeadlineError():
+            return RefusedError(HTTPStatus.GATEWAY_TIMEOUT, str(error), code="deadline")
+        case WeightSyncError() | PeerFailedError():
+            return RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="engine_unusable")
+        case OffbeatError():
+            return RefusedError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
+    _log.error("a request failed in a way nobody expected", exc_info=error)
+    return RefusedError(
+        HTTPStatus.INTERNAL_SERVER_ERROR, f"unexpected {type(error).__name__}; the server's log says more"
+    )
+
+
+TOKEN_VARIABLE: Final = "OFFBEAT_SERVE_TOKEN"
+"""Environment variable that holds the secret of server and clients."""
+MIN_TOKEN_CHARS: Final = 16
+
+
+def read_token(settings: ServeSettings) -> str:
+    """The token that every request must bring; empty where none is asked for.
+
+    Raises:
+        ConfigError: the address can be reached from elsewhere and there is no token; the file cannot be read; the token
+            is too short, or holds what no header can.
+    """
+    token = (
+        _from_file(Path(settings.token_file).expanduser()) if settings.token_file else os.environ.get(TOKEN_VARIABLE)
+    )
+    if not token:
+        if not settings.token_file and is_loopback(settings.host):
+            return ""
+        raise ConfigError(
+            f"{settings.host} with {settings.token_file or f'no {TOKEN_VARIABLE}'}: a server that can be reached from "
+            f"elsewhere needs a token; put one of {MIN_TOKEN_CHARS} characters or more into {TOKEN_VARIABLE} or into a "
+            "file, or listen on 127.0.0.1"
+        )
+    if len(token) < MIN_TOKEN_CHARS or not (token.isascii() and token.isprintable()) or " " in token:
+        raise ConfigError(
+            f"the token needs {MIN_TOKEN_CHARS} printable ASCII characters or more, without blanks: got {len(token)} "
+            "characters that do not fit"
+        )
+    return token
+
+
+def _from_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"token file {path} cannot be read: {error}") from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address or name."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def check_access(headers: Headers, token: str) -> None:
+    """Let a request through.
+
+    Args:
+        headers: of the request.
+        token: that it must bring (`Authorization: Bearer ...`); empty: only this machine's names are known.
+
+    Raises:
+        RefusedError: its token is missing or wrong; or there is no token, and it does not name this machine.
+    """
+    if token:
+        given = headers.get("authorization", "").encode("latin-1", "replace")
+        if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            message = "this server needs its token, as in Authorization: Bearer TOKEN; the one given is not it"
+            challenge = {"WWW-Authenticate": "Bearer"}
+            raise RefusedError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key", headers=challenge)
+        return
+    host = headers.get("host", "")
+    if not is_loopback(host.partition("]")[0] if host.startswith("[") else host.partition(":")[0]):
+        message = "without a token this server answers to 127.0.0.1, ::1 and localhost only, and Host says otherwise"
+        raise RefusedError(HTTPStatus.FORBIDDEN, message, code="wrong_host")

@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 
 from offbeat_data import Tokenizer
-from offbeat_serve._answering import Sampled
-from offbeat_serve._answers import ChatAnswer, CompletionAnswer
-from offbeat_serve._refusals import RefusedError, error_answer
+from offbeat_serve._answers import ChatAnswer, CompletionAnswer, Sampled
 from offbeat_serve._requests import SamplingRequest
-from offbeat_types import Completion, Ids, VersionSegment
+from offbeat_serve._settings import RefusedError, error_answer
+from offbeat_types import Completion, Ids
 
 MakeAnswer = Callable[[Sequence[Sampled], int], ChatAnswer | CompletionAnswer]
 """Builds the answer of what was sampled and the policy version served now."""
@@ -96,13 +94,8 @@ class AnswerStream:
     def _delta(self, index: int, choice: _Choice, end: int) -> bytes:
         """A chunk up to a character of the text, with all tokens there are."""
         start, prompt = choice.told_tokens, self._prompts[index // self._request.num_samples]
-        partial = Completion(
-            ids=np.asarray(choice.ids[start:], np.int32),
-            logprobs=np.asarray(choice.logprobs[start:], np.float32),
-            segments=(VersionSegment(version=self._version, num_tokens=len(choice.ids) - start),),
-            stop_reason="aborted",
-            text=choice.text[choice.told_chars : end],
-        )
+        ids, text = choice.ids[start:], choice.text[choice.told_chars : end]
+        partial = Completion.join(ids, choice.logprobs[start:], [(self._version, len(ids))], None, text)
         head, [chunk] = _parts(self._make([Sampled(prompt, [partial])], self._version))
         chunk |= {"index": index, "finish_reason": None}
         del chunk["ended_by"], chunk["version_segments"]

@@ -9,6 +9,7 @@ from offbeat_types._backends import (
     load_backend,
     restore_module,
 )
+from offbeat_types._engine_thread import EngineThread, new_future, settle
 from offbeat_types._errors import (
     BackendError,
     ConfigError,
@@ -69,6 +70,7 @@ from offbeat_types._rollout import (
     TracingEngine,
     WeightProof,
     WeightStream,
+    wake_tags,
 )
 from offbeat_types._settings import METADATA_KEY, REQUIRED, Setting, read_options, setting
 from offbeat_types._training import (
@@ -121,6 +123,7 @@ __all__ = [
     "DeadlineError",
     "EngineHealth",
     "EngineNeeds",
+    "EngineThread",
     "Floats",
     "GenerateRequest",
     "GroupError",
@@ -188,15 +191,18 @@ __all__ = [
     "loss_extras",
     "merge_metrics",
     "merge_over_ranks",
+    "new_future",
     "read_eos_ids",
     "read_model_json",
     "read_options",
     "read_tensor_shapes",
     "restore_module",
     "setting",
+    "settle",
     "spread_values",
     "sync_path",
     "sync_tree",
     "tensor_file_header",
     "tensor_file_index",
+    "wake_tags",
 ]

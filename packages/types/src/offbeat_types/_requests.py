@@ -3,6 +3,7 @@
 Shapes: P prompt tokens; T tokens of a continuation; H, W height and width of an image in pixels.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -87,6 +88,10 @@ class SamplingParams:
     def is_cut(self) -> bool:
         """Whether some tokens are left out."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    def first_seed(self) -> int:
+        """Seed of sample 0 (sample i has i more); a random one where none was given: engines' own start alike."""
+        return int.from_bytes(os.urandom(6), "little") if self.seed is None else self.seed
 
     def check(self) -> None:
         """Refuse what would sample something nobody meant.
@@ -217,6 +222,24 @@ class RolloutCapabilities:
                 "does not give: leave the cuts out, or use an engine that declares whole_logprobs"
             )
         check_images(request.images, name)
+
+    def check_pause(self, mode: PauseMode) -> None:
+        """Refuse a pause that is not declared.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if mode not in self.pause_modes:
+            raise ConfigError(f"pause mode must be one of {', '.join(self.pause_modes)}, got {mode!r}")
+
+    def check_sleep(self, level: int) -> None:
+        """Refuse a level of sleep that is not declared.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if level not in self.sleep_levels:
+            raise ConfigError(f"sleep level must be one of {self.sleep_levels}, got {level!r}")
 
     def check_adapter(self, adapter: "LoraAdapter | None", engine: str) -> None:
         """Refuse an update that brings an adapter, where there can be none.

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
+from offbeat_types._errors import ConfigError
 from offbeat_types._requests import Floats, GenerateRequest, LoraAdapter, PauseMode, RolloutCapabilities, ScoreRequest
 from offbeat_types._settings import REQUIRED, setting
 from offbeat_types._trajectory import Completion
@@ -44,6 +45,20 @@ class WeightProof:
     version: int
     num_tensors: int
     checksums: tuple[str, ...]
+
+
+WAKE_TAGS: Final = ("weights", "kv_cache")
+
+
+def wake_tags(tags: tuple[str, ...]) -> set[str]:
+    """What `RolloutEngine.wake` is to take again.
+
+    Raises:
+        ConfigError: a tag that there is not.
+    """
+    if unknown := set(tags) - set(WAKE_TAGS):
+        raise ConfigError(f"wake knows the tags {' and '.join(WAKE_TAGS)}, got {', '.join(sorted(unknown))}")
+    return set(tags or WAKE_TAGS)
 
 
 class WeightStream(Protocol):

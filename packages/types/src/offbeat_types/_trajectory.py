@@ -3,8 +3,9 @@
 Legend: P prompt tokens, T tokens of a completion or after the prompt, N of them sampled.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,37 @@ class Completion:
                 f"a completion needs as many ids, logprobs and version-segment tokens: "
                 f"got {len(self.ids)}, {len(self.logprobs)} and {covered}"
             )
+
+    @classmethod
+    def join(
+        cls,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        runs: Iterable[tuple[int, int]],
+        stop_reason: StopReason | None,
+        text: str,
+    ) -> Self:
+        """Make one of lists.
+
+        Args:
+            ids: token ids.
+            logprobs: of each.
+            runs: (version, number of tokens), oldest first; neighbours of one version become one segment.
+            stop_reason: None: the sample has not ended, and is marked aborted.
+            text: decoded ids.
+        """
+        segments: list[VersionSegment] = []
+        for version, num_tokens in runs:
+            if segments and segments[-1].version == version:
+                num_tokens += segments.pop().num_tokens
+            segments.append(VersionSegment(version=version, num_tokens=num_tokens))
+        return cls(
+            ids=np.asarray(ids, np.int32),
+            logprobs=np.asarray(logprobs, np.float32),
+            segments=tuple(segments),
+            stop_reason=stop_reason or "aborted",
+            text=text,
+        )
 
     @property
     def oldest_version(self) -> int:

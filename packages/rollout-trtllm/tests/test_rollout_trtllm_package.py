@@ -1,7 +1,12 @@
-"""Importing the package, and asking for its table of versions, imports neither torch nor an engine."""
+"""What the package promises before an engine is asked: light imports, its public names, and the README's examples."""
 
+import asyncio
+import re
 import subprocess
 import sys
+from pathlib import Path
+
+from offbeat_testing import tiny_model
 
 LOOK = """
 import sys
@@ -16,7 +21,7 @@ SERVE = """
 import sys
 sys.modules |= dict.fromkeys(["offbeat_mesh", "offbeat_weightsync"])  # as if they were not installed
 import offbeat_rollout_trtllm.serve
-import offbeat_rollout_trtllm._worker_updates
+import offbeat_rollout_trtllm._handles
 """
 
 
@@ -40,3 +45,24 @@ def test_every_public_name_is_there():
 def _constants_first(name):
     """The order that ruff keeps: constants, classes, functions."""
     return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
+
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def test_the_first_example_prints_what_was_sampled(start_engine, tmp_path, capsys):
+    folder = tiny_model(tmp_path / "model")
+    source = EXAMPLES[0].replace("504, 3575, 282", "10, 44, 81").replace("num_samples=8", "num_samples=2")
+    source = source.replace("127.0.0.1:8000", start_engine(folder).address)
+    names = {}
+    exec(compile(source, "README.md", "exec"), names)
+    asyncio.run(names["main"](str(folder)))
+    printed = capsys.readouterr().out.splitlines()
+    assert sum("VersionSegment(version=0" in line for line in printed) == 2
+
+
+def test_the_second_example_names_what_there_is():
+    names = {}
+    exec(compile(EXAMPLES[1], "README.md", "exec"), names)
+    assert callable(names["publish"])

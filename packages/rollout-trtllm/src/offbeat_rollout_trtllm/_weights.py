@@ -1,21 +1,169 @@
-"""Weights of one replica: all its ranks hand over handles, its leader talks to the engine, and all of them agree.
+"""Weights: a whole stream into one engine, or those of a replica whose ranks share the engine's GPUs.
 
-A rank of the trainer and a worker of the engine share each GPU. The weights go over in flushes; in each, the handles of
-all ranks of the replica meet at its leader, who gives them to the engine. What only the leader can know (whether the
-engine loads a model in parts, whether it took a flush) is decided for the whole replica: by its first rank, in the
-replica's own group, never by global rank 0. So every rank makes the same calls, and an error of one is raised on all.
+Of a replica all ranks hand over handles, its leader talks to the engine, and all of them agree. A rank of the trainer
+and a worker of the engine share each GPU. The weights go over in flushes; in each, the handles of all ranks of the
+replica meet at its leader, who gives them to the engine. What only the leader can know (whether the engine loads a
+model in parts, whether it took a flush) is decided for the whole replica: by its first rank, in the replica's own
+group, never by global rank 0. So every rank makes the same calls, and an error of one is raised on all.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol
 
+import torch
 from torch import Tensor
 
 from offbeat_mesh import Mesh
-from offbeat_rollout_trtllm._flushes import plan_flushes
 from offbeat_rollout_trtllm._handles import HandleFormat, Packed, tensors_checksum
-from offbeat_types import OffbeatError, WeightProof, WeightSyncError
-from offbeat_weightsync import BucketPlan, describe_tensors
+from offbeat_rollout_trtllm._local_link import EngineLink
+from offbeat_rollout_trtllm._options import ModelFolder
+from offbeat_types import OffbeatError, WeightProof, WeightStream, WeightSyncError
+from offbeat_weightsync import BucketPlan, TensorSpec, describe_tensors, quantize_tensors
+from offbeat_weightsync import is_fp8_weight as is_fp8_matrix
+
+
+def plan_flushes(plan: BucketPlan, *, in_parts: bool) -> tuple[tuple[int, ...], ...]:
+    """Group the plan's tensors.
+
+    A handle is of a whole tensor, so a tensor goes with the bucket in which it begins; one larger than a bucket makes
+    a flush larger than a bucket.
+
+    Args:
+        plan: names, shapes, dtypes and bucket size.
+        in_parts: whether the engine can load some of the tensors at a time.
+
+    Returns:
+        For each flush the indices of its tensors in `plan.specs`; every tensor once, in order.
+    """
+    if not in_parts:
+        return (tuple(range(len(plan.specs))),)
+    begun = (tuple(piece.tensor for piece in bucket.pieces if not piece.tensor_offset) for bucket in plan.buckets)
+    return tuple(flush for flush in begun if flush)
+
+
+ROUTERS: Final = (".mlp.gate.weight", ".mlp.shared_expert_gate.weight", ".block_sparse_moe.gate.weight")
+"""They choose the experts; TensorRT-LLM keeps them in the model's own format, as DeepSeek-V3 does."""
+
+
+def is_fp8_weight(spec: TensorSpec) -> bool:
+    """Whether a tensor goes over as FP8 blocks: matrices of the layers, but no table, head or router."""
+    return is_fp8_matrix(spec) and not spec.name.endswith(ROUTERS)
+
+
+OpenHandles = Callable[[Sequence[str]], Sequence[HandleFormat]]
+"""Handles for the workers on these devices, from this process."""
+
+
+class WeightLoader:
+    """Loads weight streams into an engine whose GPUs this process sees.
+
+    TensorRT-LLM ignores names it does not know and keeps what did not come, without a word: so names, shapes and count
+    are checked here, against the model folder.
+
+    Args:
+        link: the engine.
+        folder: the model.
+        open_handles: how to name tensors to the workers.
+        bucket_bytes: handed over at once.
+        fp8_blocks: quantise on the way.
+    """
+
+    def __init__(
+        self, link: EngineLink, folder: ModelFolder, open_handles: OpenHandles, *, bucket_bytes: int, fp8_blocks: bool
+    ) -> None:
+        self._link, self._folder, self._open_handles = link, folder, open_handles
+        self._bucket_bytes, self._fp8_blocks = bucket_bytes, fp8_blocks
+        self._in_parts: bool | None = None
+
+    async def load(self, stream: WeightStream, version: int) -> WeightProof:
+        """Load every tensor, and prove that the workers opened what the stream gave.
+
+        The stream's proof is of copies in host memory, kept until then: the engine fuses and splits what it loads, so
+        it cannot be read back by name.
+
+        Raises:
+            WeightSyncError: a name, a shape or the count differs, or a worker opened other bytes. The engine then
+                refuses to serve until a whole update arrives.
+        """
+        if self._in_parts is None:
+            self._in_parts = not self._folder.has_vision or await self._link.supports_partial_loading()
+        formats = self._open_handles(await self._link.device_ids())
+        await self._link.begin_weights()
+        held: dict[str, Tensor] = {}
+        checksums: list[str] = []
+        flushes = self._flushes(self._checked(stream, held))
+        while (packed := await asyncio.to_thread(_pack_next, flushes, formats, checksums)) is not None:
+            await self._link.update_weights({device: each.text for device, each in packed.items()})
+        self._check_complete(held)
+        proof = await asyncio.to_thread(stream.prove, _reader(held))
+        _compare(await self._link.weight_arrivals(), [each.device_id for each in formats], checksums)
+        await self._link.finish_weights(version)
+        return proof
+
+    def _checked(self, stream: WeightStream, held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The stream's tensors, copied, each known to the model and in its shape, none twice."""
+        shapes = self._folder.shapes()
+        alias = {"lm_head.weight": "model.embed_tokens.weight"} if self._folder.tied else {}
+        for name, tensor in stream:
+            shape = shapes.get(name, shapes.get(alias.get(name, "")))
+            if shape is None:
+                raise WeightSyncError(f"{name}: this model has no such tensor")
+            if name in held:
+                raise WeightSyncError(f"{name}: the tensor came twice")
+            source = tensor if isinstance(tensor, Tensor) else torch.as_tensor(tensor)
+            if tuple(source.shape) != shape:
+                raise WeightSyncError(f"{name}: must have shape {shape}, got {tuple(source.shape)}")
+            held[name] = source.detach().to("cpu", copy=True)
+            yield name, held[name]
+
+    def _check_complete(self, held: Mapping[str, Tensor]) -> None:
+        wanted = self._folder.shapes().keys() - ({"lm_head.weight"} if self._folder.tied else set())
+        if missing := sorted(wanted - held.keys()):
+            raise WeightSyncError(f"{missing[0]} and {len(missing) - 1} more tensors of the model did not come")
+
+    def _flushes(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+        """Tensors that go together: up to a bucket, or all of them where the engine cannot load in parts."""
+        flush: list[tuple[str, Tensor]] = []
+        num_bytes = 0
+        for name, tensor in quantize_tensors(tensors, is_fp8_weight) if self._fp8_blocks else tensors:
+            size = tensor.numel() * tensor.element_size()
+            if flush and self._in_parts and num_bytes + size > self._bucket_bytes:
+                yield flush
+                flush, num_bytes = [], 0
+            flush.append((name, tensor))
+            num_bytes += size
+        if flush:
+            yield flush
+
+
+def _pack_next(
+    flushes: Iterator[list[tuple[str, Tensor]]], formats: Sequence[HandleFormat], checksums: list[str]
+) -> dict[str, Packed] | None:
+    """The next flush, for each device, its checksum noted once; None after the last. Reads the stream, so may wait."""
+    flush = next(flushes, None)
+    if flush is None:
+        return None
+    checksums.append(tensors_checksum(flush))
+    return {each.device_id: each.pack(flush) for each in formats}
+
+
+def _reader(held: Mapping[str, Tensor]) -> Callable[[str], Any]:
+    def read(name: str) -> Tensor:
+        if name not in held:
+            raise WeightSyncError(f"{name}: did not come")
+        return held[name]
+
+    return read
+
+
+def _compare(arrived: Mapping[str, list[str]], device_ids: Sequence[str], checksums: list[str]) -> None:
+    for device_id in device_ids:
+        if arrived.get(device_id) != checksums:
+            raise WeightSyncError(
+                f"the worker on {device_id} opened other bytes than were sent: {len(arrived.get(device_id, []))} "
+                f"flushes reported, {len(checksums)} sent; the engine must not serve them"
+            )
 
 
 class ReplicaEngine(Protocol):

@@ -1,0 +1,255 @@
+"""What one pass through the model computes: a step of generation, or scores of given tokens.
+
+Shapes: N tokens of a pass.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offbeat_rollout_torch._attention import (
+    Attention,
+    Chunk,
+    DecodeAttention,
+    KVCache,
+    PrefillAttention,
+    Row,
+    prefill_group,
+)
+from offbeat_rollout_torch._decoder import DecoderWeights, decode_hidden, decode_logits
+from offbeat_rollout_torch._families import rotations
+from offbeat_rollout_torch._images import RequestImages, TokenRange, gather_image_inputs, token_rotations
+from offbeat_rollout_torch._sampling import draw, uniforms
+from offbeat_rollout_torch._scheduler import Sample, Scheduler, StopCriteria
+from offbeat_types import Floats, ModelError, ScoreRequest
+
+HEAD_TOKENS: Final = 256
+"""Scores' logits are made for so many tokens at a time: all of a long pass would take more memory than the model."""
+
+
+class ModelRunner:
+    """Runs the scheduler's choice through the model.
+
+    Args:
+        scheduler: whose samples run.
+        weights: frozen.
+        stop_criteria: when samples end.
+    """
+
+    def __init__(self, scheduler: Scheduler, weights: DecoderWeights, stop_criteria: StopCriteria) -> None:
+        self.scheduler, self.weights, self._stop_criteria = scheduler, weights, stop_criteria
+        self.version = 0
+        self.num_tokens, self.busy_s = 0, 0.0
+        self._device = weights.final_norm.device
+        self._rotations = rotations(weights.architecture, stop_criteria.max_model_len).to(self._device)
+        self._axes = torch.tensor(weights.architecture.axes, dtype=torch.int64, device=self._device)
+
+    def step(self) -> None:
+        """Prefill or decode once. Afterwards ask the scheduler to `retire`."""
+        start_s = time.monotonic()
+        scheduler = self.scheduler
+        scheduler.make_room()
+        scheduler.admit()
+        for leader, followers in scheduler.late_followers():
+            self._share(leader, followers)
+        if chunks := scheduler.prefill_chunks():
+            self._prefill(*zip(*chunks, strict=True))
+        else:
+            self._decode()
+        self.busy_s += time.monotonic() - start_s
+
+    def score(self, request: ScoreRequest, images: RequestImages | None = None) -> list[Floats]:
+        """Score tokens that others have sampled, in a cache that goes when it is done.
+
+        It has the room that the samples leave; where that is too little they give up theirs, and are computed again.
+
+        Args:
+            request: checked.
+            images: its images, prepared.
+
+        Raises:
+            ModelError: the weights give logits that are not finite.
+        """
+        start_s = time.monotonic()
+        weights, samples = self.weights, self.scheduler.cache
+        longest = samples.band_for(request.longest).capacity
+        if samples.allocated_tokens + 2 * longest > samples.budget_tokens:  # the prompt, and one continuation
+            samples.drop()
+        room = samples.budget_tokens - samples.allocated_tokens
+        cache = KVCache(weights.architecture, room, self._stop_criteria.max_model_len, weights.final_norm)
+        scores = _Scorer(self, cache, images, request.temperature).score(request)
+        self.busy_s += time.monotonic() - start_s
+        return scores
+
+    def forward(self, ids: list[int], attention: Attention, ranges: Sequence[TokenRange]) -> Tensor:
+        """[N, hidden] of the tokens of a pass, which lie where `ranges` says."""
+        return decode_hidden(
+            self.weights,
+            torch.tensor(ids, device=self._device),
+            self._rotations,
+            attention,
+            rotations_NC2=token_rotations(ranges, self._rotations, self._axes),
+            image_inputs=gather_image_inputs(ranges, self.weights.tower, self._device),
+        )
+
+    def _decode(self) -> None:
+        scheduler = self.scheduler
+        samples = scheduler.decode_order()
+        scheduler.cache.allocate()
+        attention = DecodeAttention(scheduler.cache.bands, self.weights.architecture, self.weights.final_norm)
+        ids = [sample.tokens[-1] for sample in samples]
+        hidden = self.forward(ids, attention, [_token_range(sample, 1) for sample in samples])
+        for sample in samples:
+            assert sample.row is not None
+            sample.row.cached += 1
+        self._draw(samples, hidden)
+
+    def _prefill(self, samples: Sequence[Sample], chunks: Sequence[Chunk]) -> None:
+        self.scheduler.cache.allocate()
+        attention = PrefillAttention(chunks, self.weights.architecture, self.weights.final_norm)
+        pairs = list(zip(samples, chunks, strict=True))
+        ids: list[int] = []
+        for sample, chunk in pairs:
+            ids += sample.tokens[chunk.row.cached : chunk.row.cached + chunk.num_tokens]
+        hidden = self.forward(ids, attention, [_token_range(sample, chunk.num_tokens) for sample, chunk in pairs])
+        ready: list[Sample] = []
+        ends: list[int] = []
+        end = -1
+        for sample, chunk in pairs:
+            end += chunk.num_tokens
+            chunk.row.cached += chunk.num_tokens
+            followers = self.scheduler.followers(sample)
+            fresh = [one for one in followers if not one.num_drawn] if not sample.num_drawn else []
+            if followers:
+                self._share(sample, followers, fresh)
+            if not sample.num_pending:
+                ready += [sample, *fresh]
+                ends += [end] * (1 + len(fresh))
+        if ready:
+            self._draw(ready, hidden.index_select(0, torch.tensor(ends, device=self._device)))
+
+    def _share(self, leader: Sample, followers: Sequence[Sample], ready: Sequence[Sample] = ()) -> None:
+        """Copy the prompt's keys and values. A follower that cannot draw with the leader computes its last token."""
+        assert leader.row is not None
+        prompt = len(leader.request.prompt)
+        wholes = [one for one in followers if one.num_drawn or one in ready]
+        others = [one for one in followers if not (one.num_drawn or one in ready)]
+        for members, num_tokens in ((wholes, prompt), (others, prompt - 1)):
+            if members:
+                rows = [one.row for one in members if one.row is not None]
+                self.scheduler.cache.share(leader.row, rows, num_tokens)
+
+    def _draw(self, samples: Sequence[Sample], hidden: Tensor) -> None:
+        logits = decode_logits(self.weights, hidden)
+        numbers = uniforms([one.seed for one in samples], [one.num_drawn for one in samples])
+        drawn = draw(logits, [one.params for one in samples], numbers)
+        if not all(-1e30 < logprob <= 0 for logprob in drawn.logprobs):
+            raise ModelError(
+                f"the weights of version {self.version} give logits that are not finite; "
+                "training has diverged or the model folder is damaged"
+            )
+        for sample, token, logprob in zip(samples, drawn.ids, drawn.logprobs, strict=True):
+            sample.push(token, logprob, self.version, self._stop_criteria)
+        self.num_tokens += len(samples)
+
+
+def _token_range(sample: Sample, num_tokens: int) -> TokenRange:
+    """The next tokens of a sample to compute."""
+    return TokenRange(sample.request.images, sample.num_cached, num_tokens)
+
+
+@dataclass
+class _ScoredTokens:
+    """Tokens that go through the model one after the other in one row, and what each of them should predict."""
+
+    row: Row
+    ids: list[int]
+    targets: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class _Scorer:
+    """Scores one request by prefills whose every token is asked for; the prompt is computed once for all continuations.
+
+    Args:
+        runner: runs the passes.
+        cache: empty; its budget bounds how many continuations are scored together.
+        images: of the prompt.
+        temperature: of the scores.
+    """
+
+    def __init__(self, runner: ModelRunner, cache: KVCache, images: RequestImages | None, temperature: float) -> None:
+        self._runner, self._cache, self._images, self._temperature = runner, cache, images, temperature
+
+    def score(self, request: ScoreRequest) -> list[Floats]:
+        prompt = np.asarray(request.prompt_ids).tolist()
+        continuations = [np.asarray(ids).tolist() for ids in request.continuations]
+        # The prompt's last token predicts the first of each continuation, so it goes with each of them.
+        leader = _ScoredTokens(self._cache.add(len(prompt)), prompt[:-1])
+        self._run([leader])
+        scored: list[_ScoredTokens] = []
+        while len(scored) < len(continuations):
+            wave = self._start_wave(leader.row, prompt, continuations[len(scored) :])
+            self._run(wave)
+            for one in wave:
+                self._cache.remove(one.row)
+            scored += wave
+        if not all(-1e30 < logprob <= 0 for one in scored for logprob in one.logprobs):
+            raise ModelError("the weights give logits that are not finite; the model folder is damaged")
+        return [np.asarray(one.logprobs, np.float32) for one in scored]
+
+    def _start_wave(self, leader: Row, prompt: list[int], continuations: Sequence[list[int]]) -> list[_ScoredTokens]:
+        """As many continuations as the cache has room for, at least one; each holds what all of them share."""
+        wave: list[_ScoredTokens] = []
+        for ids in continuations:
+            length = len(prompt) + len(ids)
+            if wave and not self._cache.fits(length):
+                break
+            fed = [prompt[-1], *ids[:-1]] if ids else []
+            wave.append(_ScoredTokens(self._cache.add(length), fed, list(ids)))
+        if len(prompt) > 1:
+            self._cache.share(leader, [one.row for one in wave], len(prompt) - 1)
+        return wave
+
+    def _run(self, wave: Sequence[_ScoredTokens]) -> None:
+        """Take tokens through the model to their ends."""
+        while pending := [one for one in wave if one.ids]:
+            budget, chosen = self._runner.scheduler.max_prefill_tokens, list[tuple[_ScoredTokens, Chunk]]()
+            for one in pending:
+                if budget:
+                    chosen.append((one, Chunk(one.row, min(len(one.ids), budget))))
+                    budget -= chosen[-1][1].num_tokens
+            self._pass(sorted(chosen, key=lambda pair: (prefill_group(pair[1]), pair[1].row.index)))
+
+    def _pass(self, chosen: Sequence[tuple[_ScoredTokens, Chunk]]) -> None:
+        self._cache.allocate()
+        weights = self._runner.weights
+        attention = PrefillAttention([chunk for _, chunk in chosen], weights.architecture, weights.final_norm)
+        ids = [token for one, chunk in chosen for token in one.ids[: chunk.num_tokens]]
+        ranges = [TokenRange(self._images, chunk.row.cached, chunk.num_tokens) for _, chunk in chosen]
+        hidden = self._runner.forward(ids, attention, ranges)
+        targets: list[int] = []
+        for one, chunk in chosen:
+            targets += one.targets[len(one.logprobs) : len(one.logprobs) + chunk.num_tokens]
+        logprobs = self._logprobs(hidden, targets)
+        for one, chunk in chosen:
+            chunk.row.cached += chunk.num_tokens
+            one.ids = one.ids[chunk.num_tokens :]
+            if one.targets:
+                one.logprobs += logprobs[: chunk.num_tokens]
+                logprobs = logprobs[chunk.num_tokens :]
+
+    def _logprobs(self, hidden: Tensor, targets: list[int]) -> list[float]:
+        found: list[float] = []
+        for start in range(0, len(targets), HEAD_TOKENS):
+            wanted = torch.tensor(targets[start : start + HEAD_TOKENS], device=hidden.device)
+            logits = decode_logits(self._runner.weights, hidden[start : start + HEAD_TOKENS]).div_(self._temperature)
+            chosen = logits.gather(-1, wanted[:, None])[:, 0]
+            # Rounding may lift the difference of two nearly equal numbers above 0.
+            found += (chosen - logits.logsumexp(-1)).clamp_(max=0).tolist()
+        return found

@@ -1,0 +1,349 @@
+"""A weight update: from a stream, through the arena, into the workers; and the proof of what they hold then.
+
+The arena has two halves: while the workers load one, the other is filled. Runs in a thread of its own, because a stream
+waits for its trainer. transformers loads the experts of a layer into two tensors, `experts.gate_up_proj` [experts, gate
+and up rows, in] and `experts.down_proj` [experts, out, in], and saves each matrix by itself again.
+
+Source: transformers 5.19.0, transformers/conversion_mapping.py ("qwen2_moe", which "qwen3_moe" and others share).
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from offbeat_rollout_vllm._model_folder import ModelFolder
+from offbeat_rollout_vllm._workers import Arena, Workers, aligned
+from offbeat_types import OffbeatError, WeightProof, WeightStream, WeightSyncError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+PARTS: Final = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
+
+
+class UnstackedStream:
+    """A `WeightStream` whose stacks of experts are handed out matrix by matrix; the proof is of the stacks.
+
+    Args:
+        stream: under the folder's names, or those of transformers in memory.
+        folder: of the model. A stack that it has itself stays one.
+    """
+
+    def __init__(self, stream: WeightStream, folder: ModelFolder) -> None:
+        self._stream, self._folder, self.version = stream, folder, stream.version
+        self._num_experts: dict[str, int] = {}
+
+    def __iter__(self) -> "Iterator[tuple[str, Any]]":
+        """Yield (name, tensor)."""
+        import torch
+
+        for name, value in self._stream:
+            if len(value.shape) != 3 or not _parts(name) or self._folder.shape_of(name) is not None:
+                yield name, value
+                continue
+            self._num_experts[name] = len(value)
+            for expert, matrix in enumerate(torch.as_tensor(value)):
+                names = _names(name, expert)
+                yield from zip(names, matrix.chunk(len(names)), strict=True)
+
+    def prove(self, read: "Callable[[str], Tensor]") -> WeightProof:
+        """See `WeightStream.prove`; `read` knows matrices alone."""
+        import torch
+
+        def read_whole(name: str) -> "Tensor":
+            if name not in self._num_experts:
+                return read(name)
+            experts = range(self._num_experts[name])
+            return torch.stack([torch.cat([read(part) for part in _names(name, expert)]) for expert in experts])
+
+        return self._stream.prove(read_whole)
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    """The matrices of an expert that a stack of this name holds; none: it is no stack."""
+    return next((parts for suffix, parts in PARTS.items() if name.endswith(suffix)), ())
+
+
+def _names(name: str, expert: int) -> list[str]:
+    """What the folder calls an expert's matrices in a stack."""
+    return [f"{name.rpartition('.')[0]}.{expert}.{part}.weight" for part in _parts(name)]
+
+
+SCALES: Final = ".weight_scale_inv"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a rank's part lies within the whole tensor: (start, size) of each of its runs along `dim`."""
+
+    shape: tuple[int, ...]
+    dim: int
+    pieces: tuple[tuple[int, int], ...]
+
+
+class Readback:
+    """A function from a tensor's name to what the engine holds, put together from all ranks.
+
+    Tensors are fetched in the order in which they came, as many at a time as the arena holds.
+
+    Args:
+        workers: of the engine.
+        dtype: number format of the engine, as torch names it.
+        reserve: gives an arena of at least a number of bytes.
+        adapter: vLLM's number of the adapter whose tensors they are; 0: the model's own.
+    """
+
+    def __init__(self, workers: Workers, dtype: str, reserve: Callable[[int], Arena], adapter: int = 0) -> None:
+        self._workers, self._dtype, self._reserve, self._adapter = workers, dtype, reserve, adapter
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, str] = {}
+        self._tiny: dict[str, tuple[Tensor, Tensor]] = {}
+        self._parts: dict[str, list[Part]] = {}
+        self._fetched: dict[str, Tensor] = {}
+
+    def expect(self, name: str, tensor: "Tensor") -> None:
+        """Note that `tensor` was sent, and which of its elements no product shows."""
+        self._shapes[name] = tuple(tensor.shape)
+        self._dtypes[name] = self._held_dtype(name, tensor)
+        where = tiny_elements(tensor)
+        if where is not None and str(tensor.dtype) == f"torch.{self._dtype}":
+            self._tiny[name] = where, tensor.flatten()[where].clone()
+
+    def __call__(self, name: str) -> "Tensor":
+        """What the engine holds, whole, in the trainer's shape.
+
+        Raises:
+            WeightSyncError: a worker cannot read it back, or ranks that hold the same part differ.
+        """
+        if name not in self._fetched:
+            if name not in self._shapes:
+                raise KeyError(name)
+            self._fetch(self._batch(name))
+        return self._fetched.pop(name)
+
+    def _batch(self, first: str) -> list[str]:
+        """The name asked for, and those that came after it, as long as they fit."""
+        if not self._parts:
+            names = list(self._shapes)
+            answers = self._workers.call("locate", names=names, adapter=self._adapter)
+            self._parts = {
+                name: [
+                    Part(tuple(shape), dim, tuple((start, size) for start, size in pieces))
+                    for shape, dim, pieces in (one[index] for one in answers)
+                ]
+                for index, name in enumerate(names)
+            }
+        room = self._reserve(self._num_bytes(first)).num_bytes
+        batch: list[str] = []
+        names = list(self._shapes)
+        for name in names[names.index(first) :]:
+            room -= self._num_bytes(name)
+            if room < 0:
+                break
+            batch.append(name)
+        return batch
+
+    def _num_bytes(self, name: str) -> int:
+        """What all parts of a tensor take in the arena."""
+        return sum(aligned(self._size(name, part)) for part in self._parts[name])
+
+    def _size(self, name: str, part: Part) -> int:
+        import torch
+
+        number_format: torch.dtype = getattr(torch, self._dtypes[name])
+        return math.prod(part.shape) * number_format.itemsize
+
+    def _held_dtype(self, name: str, tensor: "Tensor") -> str:
+        """FP8 blocks and their scales are held as they came, all else in the engine's format."""
+        came = str(tensor.dtype).removeprefix("torch.")
+        return came if came == "float8_e4m3fn" or name.endswith(SCALES) else self._dtype
+
+    def _fetch(self, names: list[str]) -> None:
+        offsets: list[list[tuple[str, int]]] = [[] for _ in range(self._workers.num_workers)]
+        used = 0
+        for name in names:
+            for rank, part in enumerate(self._parts[name]):
+                offsets[rank].append((name, used))
+                used += aligned(self._size(name, part))
+        self._workers.call("read", tensors=offsets, adapter=self._adapter)
+        arena = self._reserve(0)
+        self._fetched = {}
+        for index, name in enumerate(names):
+            parts = [
+                (part, arena.tensor(offsets[rank][index][1], self._dtypes[name], part.shape))
+                for rank, part in enumerate(self._parts[name])
+            ]
+            self._fetched[name] = self._restore(name, self._join(name, parts))
+
+    def _join(self, name: str, parts: "list[tuple[Part, Tensor]]") -> "Tensor":
+        """The whole, from the parts of all ranks; those that several hold must be the same."""
+        import torch
+
+        whole = torch.empty(self._shapes[name], dtype=parts[0][1].dtype)
+        seen = set[tuple[int, int]]()
+        covered = 0
+        for part, held in parts:
+            if not part.shape:
+                whole.copy_(held)
+                return whole
+            offset = 0
+            for start, size in part.pieces:
+                piece, offset = held.narrow(part.dim, offset, size), offset + size
+                target = whole.narrow(part.dim, start, size)
+                if (part.dim, start) not in seen:
+                    seen.add((part.dim, start))
+                    covered += piece.numel()
+                    target.copy_(piece)
+                elif not torch.equal(target.contiguous().view(torch.uint8), piece.contiguous().view(torch.uint8)):
+                    raise WeightSyncError(f"{name}: ranks that hold the same part of it hold different numbers")
+        if covered != whole.numel():
+            raise WeightSyncError(f"{name}: the ranks hold {covered} of its {whole.numel()} numbers")
+        return whole
+
+    def _restore(self, name: str, held: "Tensor") -> "Tensor":
+        """Numbers that no product shows, where they read as zero, as they were sent."""
+        import torch
+
+        if name in self._tiny:
+            where, sent = self._tiny[name]
+            flat = held.view(-1)
+            small = flat[where].abs() < torch.finfo(held.dtype).tiny
+            flat[where] = torch.where(small, sent, flat[where])
+        return held
+
+
+def tiny_elements(tensor: Any) -> "Tensor | None":
+    """Flat indices of elements that are a negative zero or below the smallest normal number; None: there are none."""
+    import torch
+
+    exponents = {
+        torch.float32: (torch.int32, 0x7F800000),
+        torch.bfloat16: (torch.int16, 0x7F80),
+        torch.float16: (torch.int16, 0x7C00),
+    }
+    if tensor.dtype not in exponents or not tensor.numel():
+        return None
+    bits_dtype, exponent = exponents[tensor.dtype]
+    bits = tensor.contiguous().view(-1).view(bits_dtype)
+    where = ((bits & exponent == 0) & (bits != 0)).nonzero().flatten()
+    return where.cpu() if where.numel() else None
+
+
+Entry = tuple[str, str, list[int], int]
+
+
+class WeightLoader:
+    """Loads whole updates into one engine.
+
+    Args:
+        workers: of the engine.
+        folder: says which tensors an update must bring.
+        bucket_bytes: half of the arena, which grows for a tensor that is larger.
+        dtype: number format of the engine.
+    """
+
+    def __init__(self, workers: Workers, folder: ModelFolder, bucket_bytes: int, dtype: str) -> None:
+        self._workers, self._folder, self._bucket_bytes, self._dtype = workers, folder, bucket_bytes, dtype
+        self._arena: Arena | None = None
+        self.touched = False
+
+    def load(self, stream: WeightStream, version: int) -> WeightProof:
+        """Load every tensor and prove what is held. `touched` says whether anything was written before a failure.
+
+        Raises:
+            WeightSyncError: a name, shape, count or checksum differs, or the stream failed.
+            DeadlineError, PeerFailedError: the workers cannot be relied on any more.
+        """
+        self.touched = False
+        source = f"weight stream of version {version}"
+        stream = UnstackedStream(stream, self._folder)
+        try:
+            readback = Readback(self._workers, self._dtype, self.reserve)
+            self._load(stream, source, readback)
+            self._workers.call("check_heads")
+            return stream.prove(readback)
+        except OffbeatError:
+            raise
+        except Exception as error:
+            raise WeightSyncError(f"{source}: {error}") from error
+
+    def _load(self, stream: WeightStream, source: str, readback: Readback) -> None:
+        wait: Callable[[], object] | None = None
+        begun = False
+        try:
+            for entries in self._buckets(self._checked(stream, source, readback)):
+                if not begun:
+                    self._workers.call("begin")
+                    begun = self.touched = True
+                if wait is not None:
+                    wait()
+                wait = self._workers.start("load", tensors=entries)
+            if wait is not None:
+                wait()
+            self._workers.call("finish")
+        except BaseException:
+            if begun and not self._workers.lost:
+                self._workers.call("abandon")
+            raise
+
+    def _checked(self, stream: WeightStream, source: str, readback: Readback) -> Iterator[tuple[str, Any]]:
+        """The stream's tensors; raises for a shape, or a name that is unknown, came twice, or is missing at the end."""
+        import torch
+
+        seen = set[str]()
+        for name, value in stream:
+            tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+            shape, stored = self._folder.shape_of(name), self._folder.stored_name(name)
+            if shape is None:
+                raise WeightSyncError(f"{source}: this model has no tensor {name!r}")
+            if stored in seen:
+                raise WeightSyncError(f"{source}: the tensor {name!r} came twice")
+            if tuple(tensor.shape) != shape:
+                raise WeightSyncError(f"{source}: {name!r} must have shape {shape}, got {tuple(tensor.shape)}")
+            seen.add(stored)
+            readback.expect(name, tensor)
+            yield name, tensor
+        if missing := [name for name in self._folder.shapes if name not in seen]:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise WeightSyncError(f"{source}: missing {', '.join(map(repr, missing[:3]))}{more}")
+
+    def _buckets(self, tensors: Iterator[tuple[str, Any]]) -> Iterator[list[Entry]]:
+        """Fill one half of the arena after the other. A half may be filled again two buckets later: see `_load`."""
+        entries: list[Entry] = []
+        half = used = 0
+        for name, tensor in tensors:
+            num_bytes = aligned(tensor.numel() * tensor.element_size())
+            if entries and used + num_bytes > self._half_bytes():
+                yield entries
+                entries, half, used = [], 1 - half, 0
+            if num_bytes > self._half_bytes():
+                # The workers may still read the half that was filled before: a call to open the new arena comes after.
+                self.reserve(2 * num_bytes)
+            offset = half * self._half_bytes() + used
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self.reserve(0).tensor(offset, dtype, tuple(tensor.shape)).copy_(tensor)
+            entries.append((name, dtype, list(tensor.shape), offset))
+            used += num_bytes
+        if entries:
+            yield entries
+
+    def _half_bytes(self) -> int:
+        return self.reserve(0).num_bytes // 2
+
+    def reserve(self, num_bytes: int) -> Arena:
+        """An arena of at least this size, and of two buckets, that the workers have opened."""
+        wanted = max(num_bytes, 2 * self._bucket_bytes)
+        if self._arena is None or self._arena.num_bytes < wanted:
+            larger = Arena.create(aligned(wanted))
+            self._workers.call("attach", address=larger.address, num_bytes=larger.num_bytes)
+            self.close()
+            self._arena = larger
+        return self._arena
+
+    def close(self) -> None:
+        """Give the arena back."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None

@@ -1,0 +1,83 @@
+"""What tests on the real engine share: requests, an engine for one test, and LoRA adapters drawn at random."""
+
+import asyncio
+from contextlib import asynccontextmanager, contextmanager
+
+import numpy as np
+
+from offbeat_rollout_vllm import VllmRolloutEngine
+from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams
+
+DEADLINE_S = 300.0
+SHORT = np.asarray([10, 44, 81, 7, 200, 31], np.int32)
+LONG = (np.arange(300, dtype=np.int32) * 7919) % 250 + 20  # more than two blocks of 128 tokens of vLLM's prefix cache
+PREFIX = "base_model.model."
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def request(request_id="r", prompt=SHORT, adapter="", *, num_samples=1, **params):
+    params = SamplingParams(**{"max_tokens": 16, "ignore_eos": True, "seed": 5, **params})
+    return GenerateRequest(
+        request_id=request_id, prompt_ids=prompt, num_samples=num_samples, params=params, adapter=adapter
+    )
+
+
+def config_of(folder, **settings):
+    settings = {"device": "cpu", "max_model_len": 512, "max_running": 16, **settings}
+    return RolloutEngineConfig(model_path=str(folder), **settings)
+
+
+@asynccontextmanager
+async def started(config):
+    async with asyncio.timeout(DEADLINE_S):
+        engine = await VllmRolloutEngine.create(config)
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+
+def run(config, *checks, given=()):
+    """Start one engine and run checks on it, one after the other, with what they are given."""
+
+    async def main():
+        async with started(config) as engine:
+            for check in checks:
+                await check(engine, *given)
+
+    asyncio.run(main())
+
+
+def draw_adapter(model, *, rank=4, seed=0, spread=0.25, layers=ALL):
+    """PEFT name -> matrix, float32, for every layer of `model` that ends in one of `layers`."""
+    import torch
+
+    draw = torch.Generator().manual_seed(seed)
+    adapter = {}
+    for name, weight in model.named_parameters():
+        layer = name.removesuffix(".weight")
+        if layer.endswith(layers):
+            for part, shape in (("A", (rank, weight.shape[1])), ("B", (weight.shape[0], rank))):
+                adapter[f"{PREFIX}{layer}.lora_{part}.weight"] = spread * torch.randn(shape, generator=draw)
+    return adapter
+
+
+@contextmanager
+def merged(model, adapter, scale):
+    """The model with the adapter in its weights; as it was, afterwards."""
+    import torch
+
+    weights = dict(model.named_parameters())
+    before = {}
+    with torch.no_grad():
+        for name, down in adapter.items():
+            if ".lora_A." in name:
+                target = name.removeprefix(PREFIX).replace(".lora_A", "")
+                before[target] = weights[target].clone()
+                weights[target] += scale * (adapter[name.replace("lora_A", "lora_B")] @ down)
+    try:
+        yield model
+    finally:
+        with torch.no_grad():
+            for target, weight in before.items():
+                weights[target].copy_(weight)
