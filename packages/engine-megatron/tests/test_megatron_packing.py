@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_engine_megatron._logprobs import gather_values, token_logprobs
-from offbeat_engine_megatron._packing import cut, lay_out, lay_out_all, zigzag
+from offbeat_engine_megatron._packing import cut, lay_out, lay_out_all, plan_shares, zigzag
 from offbeat_engine_megatron._parallel import Parallel
-from offbeat_engine_megatron._shares import plan_shares
 from offbeat_mesh import Mesh
 from offbeat_types import TrainSequence
 
@@ -75,7 +74,7 @@ def test_interleaved_stages_get_packs_of_one_length():
 @pytest.mark.parametrize("num_tokens", [1, 16, 40], ids=["one token", "one chunk", "three chunks"])
 def test_log_probabilities_and_entropies_are_those_of_a_plain_softmax(num_tokens, entropy_gradient, monkeypatch):
     """In float64, gradients included."""
-    monkeypatch.setattr("offbeat_engine_megatron._logprobs.CHUNK_BYTES", 1)
+    monkeypatch.setattr("offbeat_training._logprobs.CHUNK_BYTES", 1)
     torch.manual_seed(num_tokens)
     hidden = torch.randn(num_tokens, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
@@ -96,7 +95,7 @@ def test_log_probabilities_and_entropies_are_those_of_a_plain_softmax(num_tokens
 @pytest.mark.parametrize("chunk_bytes", [1, 2**26], ids=["chunks", "one chunk"])
 def test_ranks_that_share_the_vocabulary_find_what_one_would(mesh, chunk_bytes, monkeypatch):
     """In float64: values on every rank, the hidden states' gradient in parts, the head's by rows."""
-    monkeypatch.setattr("offbeat_engine_megatron._logprobs.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("offbeat_training._logprobs.CHUNK_BYTES", chunk_bytes)
     torch.manual_seed(0)
     hidden = torch.randn(40, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(12, 6, dtype=torch.float64, requires_grad=True)

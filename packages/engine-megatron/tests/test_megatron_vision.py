@@ -65,7 +65,7 @@ def test_each_placeholder_lies_on_one_rank(cp):
         )
         for each, count in zip(ids, images, strict=True)
     ]
-    pack = lay_out(sequences, [2, 1, 0], Parallel(cp=cp), sight=Marked())
+    pack = lay_out(sequences, [2, 1, 0], Parallel(cp=cp), images=Marked())
     assert (pack.ids_T[pack.place_M] == 7).all()
     assert (len(pack.place_M), len(pack.images)) == (5, 2)
     assert (np.diff(pack.positions_3T, axis=0) == 100)[:, pack.place_M].all()

@@ -38,7 +38,7 @@ class View:
     place_m: Tensor
 
 
-def give_sight(
+def add_tower(
     parts: Sequence[Any], hf_config: Any, device: torch.device, tp: Group, *, deepstack: int, trained: bool
 ) -> None:
     """Put the tower into the first part of the model, and the axes of positions into all.

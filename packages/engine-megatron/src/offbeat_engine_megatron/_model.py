@@ -26,7 +26,7 @@ from offbeat_engine_megatron._logprobs import gather_values, token_logprobs
 from offbeat_engine_megatron._looking import View
 from offbeat_engine_megatron._mtp import Ahead, TokensAhead, block_spec
 from offbeat_engine_megatron._options import MegatronEngineOptions
-from offbeat_engine_megatron._packing import LocalPack
+from offbeat_engine_megatron._packing import LocalMicroBatch
 from offbeat_engine_megatron._parallel import Parallel
 from offbeat_engine_megatron._rotary import angles_of
 from offbeat_engine_megatron._shape import ModelShape
@@ -37,7 +37,7 @@ Look = Callable[[View, Tensor], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class PassInputs:
     """What a pass over one pack computes with, on this rank's device.
 
     Args:
@@ -45,8 +45,8 @@ class Asked:
         packed: where sequences begin and end.
         predictor_n: index among all tokens of this context parallel rank of those whose successor is asked for.
         target_n: the ids asked for.
-        place_N: see `LocalPack`.
-        width: see `LocalPack`.
+        place_N: see `LocalMicroBatch`.
+        width: see `LocalMicroBatch`.
         ahead: of each layer of multi-token prediction, where they train.
         positions_3T: of all tokens of the pack, where positions have three axes.
         view: of the images, where the tower takes part.
@@ -63,11 +63,11 @@ class Asked:
     view: View | None = None
 
 
-def ask(local: LocalPack, device: torch.device) -> Asked:
+def ask(local: LocalMicroBatch, device: torch.device) -> PassInputs:
     """Bring one rank's part of a pack onto its device."""
     tensors = [torch.from_numpy(each).to(device) for each in (local.predictor_n, local.target_n, local.place_N)]
     order = None if local.gathered_T is None else torch.from_numpy(local.gathered_T).to(device)
-    return Asked(
+    return PassInputs(
         ids_1L=torch.from_numpy(local.ids_L).to(device)[None],
         packed=PackedParams(local.lengths, order, device),
         predictor_n=tensors[0],
@@ -101,7 +101,9 @@ class LogprobHead(ColumnParallelLinear):  # type: ignore[misc]
 
     settings: HeadSettings
 
-    def forward(self, hidden_L1E: Tensor, weight: Tensor | None = None, asked: Asked | None = None, **rest: Any) -> Any:
+    def forward(
+        self, hidden_L1E: Tensor, weight: Tensor | None = None, asked: PassInputs | None = None, **rest: Any
+    ) -> Any:
         """[2, N] log-probabilities and entropies of the tokens asked for; without `asked` the plain layer's answer."""
         if asked is None:
             return super().forward(hidden_L1E, weight=weight, **rest)
@@ -142,7 +144,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             self.output_layer.__class__ = LogprobHead
             self.output_layer.settings = settings
 
-    def forward(self, asked: Asked) -> Tensor:
+    def forward(self, asked: PassInputs) -> Tensor:
         """Hidden states [L, 1, E], or on the last part of the model [2, N] log-probabilities and entropies."""
         packed = asked.packed
         first: Any = self.embedding(input_ids=asked.ids_1L, position_ids=None) if self.pre_process else None
@@ -163,7 +165,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         answer: Tensor = self.output_layer(hidden, weight=weight, asked=asked)
         return answer
 
-    def _angles(self, asked: Asked) -> Tensor:
+    def _angles(self, asked: PassInputs) -> Tensor:
         """[T, 1, 1, D] of all tokens; or of the longest sequence's, which megatron-core takes for each of them."""
         if asked.positions_3T is None:
             longest: Tensor = self.rotary_pos_emb.get_emb(asked.packed.max_seqlen_q)

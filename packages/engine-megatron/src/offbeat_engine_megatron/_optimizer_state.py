@@ -12,7 +12,6 @@ from torch import Tensor
 
 from offbeat_engine_megatron._optimizer import ClippedOptimizer
 
-MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 _MAIN: Final = "main"
 
 

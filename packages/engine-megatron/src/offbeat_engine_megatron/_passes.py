@@ -12,12 +12,12 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from offbeat_engine_megatron._images import Images
 from offbeat_engine_megatron._looking import View
-from offbeat_engine_megatron._model import Asked, ask
+from offbeat_engine_megatron._model import PassInputs, ask
 from offbeat_engine_megatron._mtp import TokensAhead
-from offbeat_engine_megatron._packing import LocalPack, Pack, cut
+from offbeat_engine_megatron._packing import LocalMicroBatch, MicroBatch, cut
 from offbeat_mesh import Mesh
+from offbeat_training import ImageProcessor, LossCalls
 
 Found = Callable[[int, Tensor], Tensor]
 """Given a micro-batch's number and its answer [2, N], the loss to differentiate."""
@@ -42,7 +42,7 @@ class Passes:
         mesh: Mesh,
         device: torch.device,
         ahead: TokensAhead | None = None,
-        images: Images | None = None,
+        images: ImageProcessor | None = None,
         *,
         sees_always: bool = False,
     ) -> None:
@@ -56,12 +56,17 @@ class Passes:
         """All parameters of the parts."""
         return [parameter.detach() for part in self._parts for parameter in part.parameters()]
 
-    def train(self, packs: Sequence[Pack], found: Found) -> None:
-        """Forward and backward over all packs; gradients are added up. `found` is called on the last stage."""
-        self._schedule(packs, found, forward_only=False)
+    def train(self, packs: Sequence[MicroBatch], losses: LossCalls) -> None:
+        """Forward and backward over all packs; gradients are added up. Losses are called for on the last stage."""
+
+        def differentiate(number: int, values_2N: Tensor) -> Tensor:
+            value, nothing = losses.of(packs[number], *values_2N), values_2N.sum() * 0.0
+            return nothing if value is None else value + nothing  # every rank of the schedule goes backward
+
+        self._schedule(packs, differentiate, forward_only=False)
 
     @torch.no_grad()
-    def answer(self, packs: Sequence[Pack]) -> list[Tensor]:
+    def answer(self, packs: Sequence[MicroBatch]) -> list[Tensor]:
         """[N] log-probabilities of each pack, without gradient; on the last stage, elsewhere nothing."""
         answers: dict[int, Tensor] = {}
 
@@ -72,8 +77,8 @@ class Passes:
         self._schedule(packs, keep, forward_only=True)
         return [answers[number] for number in sorted(answers)]
 
-    def _schedule(self, packs: Sequence[Pack], found: Found, *, forward_only: bool) -> None:
-        asked = [self._ask(pack) for pack in packs]
+    def _schedule(self, packs: Sequence[MicroBatch], found: Found, *, forward_only: bool) -> None:
+        asked = [self._inputs(pack) for pack in packs]
         if self._ahead is not None and not forward_only:
             asked = [replace(each, ahead=self._ahead.look(pack)) for each, pack in zip(asked, packs, strict=True)]
 
@@ -92,7 +97,7 @@ class Passes:
             collect_non_loss_data=forward_only,
         )
 
-    def _ask(self, pack: Pack) -> Asked:
+    def _inputs(self, pack: MicroBatch) -> PassInputs:
         local = cut(pack, self._cp.rank, self._cp.size)
         asked = ask(local, self._device)
         if pack.positions_3T is None:
@@ -100,7 +105,7 @@ class Passes:
         positions_3T = torch.from_numpy(pack.positions_3T).to(self._device)
         return replace(asked, positions_3T=positions_3T, view=self._view(pack, local))
 
-    def _view(self, pack: Pack, local: LocalPack) -> View | None:
+    def _view(self, pack: MicroBatch, local: LocalMicroBatch) -> View | None:
         if self._images is None or not (pack.images or self._sees_always):
             return None
         tensors = [*self._images.pixels(pack.images), torch.from_numpy(local.seen_m), torch.from_numpy(local.place_m)]

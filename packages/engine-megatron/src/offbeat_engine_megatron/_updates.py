@@ -9,12 +9,11 @@ from itertools import chain
 import numpy as np
 import torch
 
-from offbeat_engine_megatron._images import Images
-from offbeat_engine_megatron._packing import Pack, lay_out_all
+from offbeat_engine_megatron._packing import MicroBatch, Share, lay_out_all, plan_shares
 from offbeat_engine_megatron._parallel import Parallel
 from offbeat_engine_megatron._passes import Passes
 from offbeat_engine_megatron._ranks import Ranks
-from offbeat_engine_megatron._shares import Share, plan_shares
+from offbeat_training import ImageProcessor, count_tokens
 from offbeat_types import DataError, Floats, TrainSequence, check_token_ids, spread_values
 
 
@@ -38,14 +37,14 @@ class Updates:
         budget: int,
         vocabulary: int,
         device: torch.device,
-        images: Images | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
         self._ranks, self._parallel, self._budget = ranks, parallel, budget
         self._vocabulary, self._device, self._images = vocabulary, device, images
         # What the number of micro-batches must be a multiple of.
         self._round = parallel.pp if parallel.vpp > 1 else 1
 
-    def packs(self, what: str, sequences: Sequence[TrainSequence]) -> list[Pack]:
+    def packs(self, what: str, sequences: Sequence[TrainSequence]) -> list[MicroBatch]:
         """Lay out the micro-batches of this rank, one at least: the ranks meet in each.
 
         Args:
@@ -70,7 +69,7 @@ class Updates:
         packs = lay_out_all(sequences, shares[self._ranks.share], self._parallel, self._images)
         answers = [each.float().cpu().numpy() for each in passes.answer(packs)] if packs else []
         members = [list(chain.from_iterable(share)) for share in shares]
-        counts = [sum(int(sequences[member].loss_mask.sum()) for member in share) for share in members]
+        counts = count_tokens(sequences, members)
         own = np.concatenate(answers) if answers else np.zeros(0, np.float32)
         found = self._ranks.gather_shares(own, counts, self._device) if any(counts) else []
         return spread_values(sequences, members if found else [], found)

@@ -11,8 +11,8 @@ from offbeat_engine_megatron._export import Gathering
 from offbeat_engine_megatron._parallel import Parallel
 from offbeat_engine_megatron._shape import ModelShape
 from offbeat_engine_megatron._slots import Place, Slot, list_slots, view_of
-from offbeat_engine_megatron._tensor_files import TensorFolder
 from offbeat_mesh import Mesh
+from offbeat_training import Box, TensorFolder, slices
 
 BUCKET_BYTES: Final = 32 * 2**20
 """Tensors are put together in rows of half a bucket, unless one alone is larger: see `Gathering`."""
@@ -120,7 +120,7 @@ class HeldWeights:
         values = {key: self._zeros(parameter) for key, parameter in self._parameters.items()}
         for slot, (name, tensor) in zip(self.slots, tensors, strict=True):
             assert slot.name == name, f"{name} came where {slot.name} was expected"
-            part = tensor[tuple(slice(*bounds) for bounds in self._box(slot))]
+            part = tensor[slices(self._box(slot))]
             for place in (slot.place, *slot.copies):
                 if self._holds(slot, place):
                     view = view_of(slot, values[place.part, place.path], self._shape, self._tp.size)
@@ -179,13 +179,13 @@ class HeldWeights:
     def _holds(self, slot: Slot, place: Place) -> bool:
         return place.stage == self._stage and slot.owner in (None, self._expert_rank)
 
-    def _box(self, slot: Slot) -> list[tuple[int, int]]:
+    def _box(self, slot: Slot) -> Box:
         """The part of a tensor that belongs on this rank."""
         box = [(0, size) for size in slot.shape]
         if slot.tp_dim is not None:
             length = slot.shape[slot.tp_dim] // self._tp.size
             box[slot.tp_dim] = self._tp.rank * length, (self._tp.rank + 1) * length
-        return box
+        return tuple(box)
 
 
 def _ask_once(values: Values) -> Values:

@@ -20,11 +20,9 @@ from safetensors.torch import save_file
 from torch._C._distributed_c10d import FileStore
 
 from offbeat_engine_megatron import MegatronTrainEngine
-from offbeat_engine_megatron._background import BackgroundWrite
-from offbeat_engine_megatron._folders import publish, recover, stage
-from offbeat_engine_megatron._tensor_files import FileWriter, TensorFolder
 from offbeat_mesh import Mesh, join_world
 from offbeat_testing import reference_logprobs, reference_model, tiny_model
+from offbeat_training import BackgroundWrite, FileWriter, TensorFolder, publish, recover, stage
 from offbeat_types import DeadlineError, ModelError, RunFolderError, TrainEngineConfig
 
 DEADLINE_S = 120
@@ -43,7 +41,7 @@ def make_engine(folder, mesh=None, **options):
 
 def make_files_small(monkeypatch):
     """So that every rank has some to write."""
-    monkeypatch.setattr("offbeat_engine_megatron._tensor_files.MIN_FILE_BYTES", 2**14)
+    monkeypatch.setattr("offbeat_training._tensor_files.MIN_FILE_BYTES", 2**14)
     monkeypatch.setattr("offbeat_engine_megatron._weights.BUCKET_BYTES", 2**14)
 
 
@@ -276,7 +274,7 @@ def test_weights_that_a_folder_held_do_not_come_back(folder, tmp_path, monkeypat
     make_files_small(monkeypatch)
     engine, place = make_engine(folder), tmp_path / "out"
     for number, max_bytes in enumerate((2**15, 2**16, 2**30)):
-        monkeypatch.setattr("offbeat_engine_megatron._tensor_files.MAX_FILE_BYTES", max_bytes)
+        monkeypatch.setattr("offbeat_training._tensor_files.MAX_FILE_BYTES", max_bytes)
         train_steps(engine, number, number + 1)
         place.mkdir(exist_ok=True)
         (place / "theirs.txt").touch()

@@ -7,15 +7,14 @@ import torch
 from torch import Tensor
 
 from offbeat_engine_torch._load_checks import check_family
-from offbeat_engine_torch._lora import add_lora, initial_adapters
 from offbeat_engine_torch._model import CausalModel, load_model, outline_model
 from offbeat_engine_torch._options import TorchEngineOptions
-from offbeat_engine_torch._pieces import Piece, find_pieces, slices
+from offbeat_engine_torch._pieces import Piece, find_pieces
 from offbeat_engine_torch._policy import FORMATS, Policy
 from offbeat_engine_torch._ranks import Ranks
 from offbeat_engine_torch._sharding import free_gathered, shard_model
-from offbeat_engine_torch._tensor_files import TensorReader
 from offbeat_mesh import Device, Mesh
+from offbeat_training import TensorFolder, adapter_shapes, add_lora, initial_adapters, slices
 from offbeat_types import ModelError, TrainEngineConfig
 
 
@@ -47,7 +46,7 @@ def _load_whole(
     check_family(model, Path(config.model_path).expanduser())
     _choose_trained(model, config, options)
     pieces = find_pieces(model)
-    _copy(dict(initial_adapters(model.whole, config.seed)), pieces)
+    _copy(dict(initial_adapters(adapter_shapes(model.whole), config.seed)), pieces)
     return model, pieces
 
 
@@ -63,7 +62,7 @@ def _load_parts(
     pieces = find_pieces(model, dp=(dp.rank, dp.size), tp=(tp.rank, tp.size))
     folder = Path(config.model_path).expanduser()
     with torch.no_grad():
-        _copy(dict(initial_adapters(model.whole, config.seed)), pieces)
+        _copy(dict(initial_adapters(adapter_shapes(model.whole), config.seed)), pieces)
         read_weights(folder, [piece for piece in pieces if not _is_adapter(piece)], config, ranks)
         check_family(model, folder, autocast)
     free_gathered(model)
@@ -81,7 +80,7 @@ def read_weights(folder: Path, pieces: Iterable[Piece], config: TrainEngineConfi
         ModelError: the folder is broken, or its weights are those of another model.
     """
     wanted = {piece.name: piece for piece in pieces}
-    with TensorReader(folder) as reader:
+    with TensorFolder(folder) as reader:
         is_plain = set(wanted) <= reader.names and all(reader.shape(name) == wanted[name].shape for name in wanted)
         if all(ranks.exchange(is_plain)):
             for name, piece in wanted.items():

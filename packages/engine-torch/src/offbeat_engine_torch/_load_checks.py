@@ -11,10 +11,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from offbeat_engine_torch._logprobs import logprobs_of_logits
-from offbeat_engine_torch._model import Asked, CausalModel, one_line
-from offbeat_engine_torch._packing import Segment
+from offbeat_engine_torch._model import CausalModel, HeadQuery, one_line
 from offbeat_engine_torch._rows import AttentionPlan
+from offbeat_training import Segment, logprobs_of_logits
 from offbeat_types import ModelError, OffbeatError
 
 NUM_TOKENS: Final = 12
@@ -85,8 +84,8 @@ def _check_logprobs(model: CausalModel, folder: Path, autocast: torch.dtype | No
     ids_T = ((7 * index_T) % 61 + 3).to(device) % model.head.out_features
     positions_T = index_T.to(device)
     plan = AttentionPlan((Segment(start=0, length=NUM_TOKENS),), device)
-    asked = Asked(predictor_N=positions_T[:-1], target_N=ids_T[1:])
-    found_N: Tensor = model(ids_T, positions_T, plan, asked=asked, autocast=autocast)[0]
+    query = HeadQuery(predictor_N=positions_T[:-1], target_N=ids_T[1:])
+    found_N: Tensor = model(ids_T, positions_T, plan, query=query, autocast=autocast)[0]
     with model.own_attention():
         logits_TV: Tensor = model(ids_T, autocast=autocast)
     wanted_N = logprobs_of_logits(logits_TV[:-1], ids_T[1:], model.part)

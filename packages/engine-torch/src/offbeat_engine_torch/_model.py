@@ -16,10 +16,9 @@ from transformers.utils import logging as hf_logging
 
 from offbeat_engine_torch._attention import ATTENTION_NAME, register_attention
 from offbeat_engine_torch._experts import EXPERTS_NAME, register_experts
-from offbeat_engine_torch._logprobs import VocabularyPart, token_logprobs
 from offbeat_engine_torch._rows import AttentionPlan
 from offbeat_engine_torch._tensor_parallel import here
-from offbeat_engine_torch._vision import ImagePatches
+from offbeat_training import VocabularyPart, token_logprobs
 from offbeat_types import ModelError
 
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -28,7 +27,7 @@ _ATTENTION = {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class HeadQuery:
     """Which loss tokens of a pack the vocabulary head is asked for, and how it computes them.
 
     Args:
@@ -44,6 +43,21 @@ class Asked:
     temperature: float = 1.0
     coarse: bool = False
     entropy_gradient: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagePatches:
+    """What the vision tower is given of one micro-batch.
+
+    Args:
+        pixels_PC: of all images, as the model's image processor cuts them.
+        grid_I3: patches of each image in time, height and width.
+        place_M: packed index of each placeholder token; none where the patches stand for no image.
+    """
+
+    pixels_PC: Tensor
+    grid_I3: Tensor
+    place_M: Tensor
 
 
 class CausalModel(nn.Module):
@@ -105,7 +119,7 @@ class CausalModel(nn.Module):
         positions_T: Tensor | None = None,
         plan: AttentionPlan | None = None,
         kernel: str = "rows",
-        asked: Asked | None = None,
+        query: HeadQuery | None = None,
         autocast: torch.dtype | None = None,
         patches: ImagePatches | None = None,
     ) -> Any:
@@ -119,7 +133,7 @@ class CausalModel(nn.Module):
                 model's own logits.
             plan: who attends to whom.
             kernel: of the packed attention.
-            asked: what the head computes.
+            query: what the head computes.
             autocast: format of the backbone's matrix products; None for that of the weights.
             patches: of the pack's images; None where no rank has one in this micro-batch.
         """
@@ -135,17 +149,17 @@ class CausalModel(nn.Module):
             else:
                 out = self.decoder(**self._embed(ids_T, patches), **rest)
         hidden_TE: Tensor = out.last_hidden_state[0]
-        if asked is None:
+        if query is None:
             return hidden_TE
         weight_VE, bias_V = here(self.head.weight), here(self.head.bias)
         return token_logprobs(
-            hidden_TE.index_select(0, asked.predictor_N),
+            hidden_TE.index_select(0, query.predictor_N),
             weight_VE,
             bias_V,
-            asked.target_N,
-            scale=self.logit_scale / asked.temperature,
-            matmul_dtype=torch.bfloat16 if asked.coarse else weight_VE.dtype,
-            entropy_gradient=asked.entropy_gradient,
+            query.target_N,
+            scale=self.logit_scale / query.temperature,
+            matmul_dtype=torch.bfloat16 if query.coarse else weight_VE.dtype,
+            entropy_gradient=query.entropy_gradient,
             part=self.part,
         )
 

@@ -1,24 +1,24 @@
 """A model and how it is asked: turns packs into log-probabilities and entropies."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offbeat_engine_torch._lora import without_lora
-from offbeat_engine_torch._model import Asked, CausalModel
+from offbeat_engine_torch._model import CausalModel, HeadQuery, ImagePatches
 from offbeat_engine_torch._options import TorchEngineOptions
-from offbeat_engine_torch._packing import Family, Pack, lay_out
 from offbeat_engine_torch._pieces import Piece
 from offbeat_engine_torch._rows import AttentionPlan
 from offbeat_engine_torch._sharding import free_gathered
-from offbeat_engine_torch._vision import Blind, Vision, see
 from offbeat_mesh import Device
+from offbeat_training import Family, ImageProcessor, MicroBatch, NoImages, lay_out, without_lora
 from offbeat_types import TrainEngineConfig, TrainSequence
+
+_INSTALL: Final = 'pip install "offbeat-engine-torch[vision]"'
 
 FORMATS = {"float32": None, "bfloat16": torch.bfloat16}
 
@@ -43,7 +43,12 @@ class Policy:
         options: TorchEngineOptions,
     ) -> None:
         self.model, self.pieces = model, pieces
-        self.sight: Vision | Blind = see(model.backbone, config.model_path)
+        backbone: Any = model.backbone
+        self.images = (
+            NoImages()
+            if model.tower is None
+            else ImageProcessor(backbone.config, config.model_path, backbone.get_rope_index, _INSTALL)
+        )
         self.kernel: str = getattr(device, "packed_attention", "rows")
         self._device, self._options = device.torch_device, options
         self._autocast = FORMATS[config.dtype]
@@ -53,14 +58,14 @@ class Policy:
         """Rows of the vocabulary head: token ids are below it."""
         return self.model.head.out_features
 
-    def ask(self, pack: Pack, *, through_tower: bool = False) -> tuple[Tensor, Tensor]:
+    def ask(self, pack: MicroBatch, *, through_tower: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probabilities [N] and entropies [N] of a pack's loss tokens.
 
         Args:
             pack: one micro-batch.
             through_tower: run the vision tower though the pack has no image, because another rank's has one.
         """
-        asked = Asked(
+        query = HeadQuery(
             predictor_N=self.tensor(pack.predictor_N),
             target_N=self.tensor(pack.target_N),
             temperature=self._options.temperature,
@@ -69,25 +74,28 @@ class Policy:
         )
         ids, positions = self.tensor(pack.ids_T), self.tensor(pack.positions_T)
         plan = AttentionPlan(pack.segments, self._device)
-        patches = self.sight.patches(pack.images, pack.place_M, self._device) if pack.images or through_tower else None
-        answer: tuple[Tensor, Tensor] = self.model(ids, positions, plan, self.kernel, asked, self._autocast, patches)
+        patches = self._patches(pack) if pack.images or through_tower else None
+        answer: tuple[Tensor, Tensor] = self.model(ids, positions, plan, self.kernel, query, self._autocast, patches)
         return answer
+
+    def _patches(self, pack: MicroBatch) -> ImagePatches:
+        assert isinstance(self.images, ImageProcessor), "a model without a vision tower was asked to look"
+        pixels, grid = self.images.pixels(pack.images)
+        return ImagePatches(
+            pixels_PC=pixels.to(self._device), grid_I3=grid.to(self._device), place_M=self.tensor(pack.place_M)
+        )
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Ask the base model."""
         return without_lora(self.model)
 
-    def as_it_is(self) -> AbstractContextManager[None]:
-        """Ask the model with all it has."""
-        return nullcontext()
-
     def settle(self) -> None:
         """Drop what asking without a backward pass has left."""
         free_gathered(self.model)
 
-    def lay_out(self, sequences: Sequence[TrainSequence], families: Sequence[Family]) -> Pack:
+    def lay_out(self, sequences: Sequence[TrainSequence], families: Sequence[Family]) -> MicroBatch:
         """Lay out one micro-batch for this model."""
-        return lay_out(sequences, families, self.sight)
+        return lay_out(sequences, families, self.images)
 
     def tensor(self, array: npt.NDArray[Any]) -> Tensor:
         """Put an array onto the device."""

@@ -11,16 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat_engine_torch._pieces import Box, Piece, cut_box, num_elements, slices
+from offbeat_engine_torch._pieces import Piece, cut_box
 from offbeat_mesh import Group, Mesh
+from offbeat_training import Box, TrainerRanks, num_elements, slices
 from offbeat_types import (
     ConfigError,
     Floats,
     Metrics,
     TrainSequence,
-    digest_sequences,
     merge_metrics,
-    merge_over_ranks,
 )
 
 Value = TypeVar("Value")
@@ -125,7 +124,7 @@ class Alone:
         """No one to wait for."""
 
 
-class Team:
+class Team(TrainerRanks):
     """Several ranks on a mesh of the axes dp and tp.
 
     Args:
@@ -140,32 +139,9 @@ class Team:
         others = {axis: mesh.axes[axis] for axis in ("cp", "pp", "ep") if mesh.axes[axis] > 1}
         if others:
             raise ConfigError(f"the torch engine cuts its work along dp and tp: got {others}; set them to 1")
-        self._all: Group = mesh.group("dp", "tp")
-        self._dp: Group = mesh.group("dp")
         self._tp: Group = mesh.group("tp")
+        super().__init__(mesh.group("dp", "tp"), mesh.group("dp"), speaks=self._tp.rank == 0)
         self._device, self._layout = device, mesh.layout
-        self.share, self.num_shares = self._dp.rank, self._dp.size
-        self.place, self.size = self._all.rank, self._all.size
-        self.leader = self.place == 0
-
-    def together(self, what: str) -> AbstractContextManager[Any]:
-        """An error of one is raised on all; the end waits for all."""
-        return self._all.together(what)
-
-    def check_same(self, what: str, sequences: Sequence[TrainSequence]) -> None:
-        """Compare a digest of the arguments."""
-        self._all.check_equal(
-            f"{what} of {len(sequences)} sequences {digest_sequences(sequences)}", what=f"arguments of {what}"
-        )
-
-    def exchange(self, value: Value) -> list[Value]:
-        """Gather plain data."""
-        values: list[Value] = self._all.all_gather_data(value)
-        return values
-
-    def merge(self, results: Sequence[Metrics], failure: Exception | None) -> Metrics:
-        """Gather from all, and merge one rank of every share, in the order of shares."""
-        return merge_over_ranks(results, failure, share=self.share, speaks=self._tp.rank == 0, exchange=self.exchange)
 
     def gather(self, piece: Piece) -> Tensor:
         """Gather a few rows of every part at a time, so that the transport's own buffers stay small."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat_engine_torch._packing import Indices, Segment
+from offbeat_training import Indices, Segment
 
 Made = TypeVar("Made")
 

@@ -13,11 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from offbeat_engine_torch._logprobs import VocabularyPart
-from offbeat_engine_torch._lora import LoraLinear
 from offbeat_engine_torch._model import CausalModel
 from offbeat_engine_torch._tensor_parallel import TensorParallel, cut_embedding, cut_linear
 from offbeat_mesh import Mesh
+from offbeat_training import LoraLinear, VocabularyPart
 from offbeat_types import ConfigError, ModelError
 
 COLUMNS, ROWS, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
@@ -163,7 +162,7 @@ def _cut_vocabulary(model: CausalModel, tp: TensorParallel) -> None:
     cut_embedding(embedding, tp)
     cut_linear(head, tp, columns=True)
     model.whole.tie_weights()
-    model.part = VocabularyPart(first=tp.rank * (head.out_features // tp.size), tp=tp)
+    model.part = VocabularyPart(first=tp.rank * (head.out_features // tp.size), add=tp.add, largest=tp.largest)
 
 
 @torch.no_grad()

@@ -5,11 +5,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from offbeat_engine_torch._lora import lora_layers
 from offbeat_engine_torch._model import CausalModel
 from offbeat_engine_torch._pieces import Piece
 from offbeat_engine_torch._ranks import Ranks
-from offbeat_engine_torch._tensor_files import dtype_name
+from offbeat_training import lora_layers
 from offbeat_types import TensorSpec
 
 ADAPTERS = (".lora_A", ".lora_B")
@@ -36,7 +35,7 @@ def iterate_weights(model: CausalModel, pieces: Sequence[Piece], ranks: Ranks) -
 def weight_specs(pieces: Sequence[Piece]) -> list[TensorSpec]:
     """Names, shapes and formats of what `iterate_weights` gives."""
     return [
-        TensorSpec(piece.name, dtype_name(piece.local), piece.shape)
+        TensorSpec(piece.name, str(piece.local.dtype).removeprefix("torch."), piece.shape)
         for piece in pieces
         if not piece.name.endswith(ADAPTERS)
     ]

@@ -8,16 +8,15 @@ Shapes: T packed tokens, N loss tokens, M placeholder tokens, t a token's index 
 """
 
 import hashlib
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from offbeat_training._images import ImageInputs, Indices, NoImages
 from offbeat_types import Image, TrainSequence
-
-Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +43,12 @@ class Family:
     num_tokens: int
 
 
+Share = list[list[Family]]
+"""Micro-batches of one data parallel rank; an empty one for a rank that only meets the others in it."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Pack:
+class MicroBatch:
     """One micro-batch, laid out.
 
     Args:
@@ -71,30 +74,6 @@ class Pack:
     members: tuple[int, ...]
     images: tuple[Image, ...] = ()
     place_M: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
-
-
-class Sight(Protocol):
-    """What laying out needs to know of a model that may take images."""
-
-    def positions(self, sequence: TrainSequence) -> Indices:
-        """Position of each token, [T] or, with three axes, [3, T]."""
-        ...
-
-    def spans(self, sequence: TrainSequence) -> list[tuple[int, int]]:
-        """(start, stop) of the placeholder tokens of each image."""
-        ...
-
-
-class TextOnly:
-    """Of a model that takes no images."""
-
-    def positions(self, sequence: TrainSequence) -> Indices:
-        """[T]: one after the other."""
-        return np.arange(len(sequence.ids))
-
-    def spans(self, sequence: TrainSequence) -> list[tuple[int, int]]:
-        """None."""
-        return []
 
 
 def plan_packs(sequences: Sequence[TrainSequence], *, budget: int, share_prompts: bool) -> list[list[Family]]:
@@ -180,24 +159,111 @@ def _family(members: list[int], prefix: int, num_tokens: int) -> Family:
     return Family(members=tuple(members), prefix=prefix if len(members) > 1 else 0, num_tokens=num_tokens)
 
 
-def lay_out(sequences: Sequence[TrainSequence], families: Sequence[Family], sight: Sight | None = None) -> Pack:
-    """Lay out one micro-batch chosen by `plan_packs`.
+def plan_shares(
+    sequences: Sequence[TrainSequence], *, budget: int, share_prompts: bool, num_shares: int
+) -> list[Share]:
+    """Choose micro-batches for every share, as many for each: the ranks meet in each of them.
+
+    One share is planned as `plan_packs` does. For more, a prompt's sequences are cut apart where that is what it
+    takes to give every share work, and families go to the least filled micro-batch, longest first.
+    Source: the longest-processing-time rule (Graham 1969).
+
+    Args:
+        sequences: those without a loss token are left out.
+        budget: packed tokens of a micro-batch at most; a sequence longer than that goes alone.
+        share_prompts: lay out a prompt once for all sequences of a micro-batch that begin with it.
+        num_shares: data-parallel ranks.
+
+    Returns:
+        For each share its micro-batches, in the order in which the shares meet.
+    """
+    if num_shares == 1:
+        return [plan_packs(sequences, budget=budget, share_prompts=share_prompts)]
+    num_tokens = sum(family.num_tokens for family in find_families(sequences, budget, share_prompts))
+    if not num_tokens:
+        return [[] for _ in range(num_shares)]
+    rounds = -(-num_tokens // (budget * num_shares))
+    while True:
+        fair = -(-num_tokens // (rounds * num_shares))
+        families = find_families(sequences, budget, share_prompts, fair=fair)
+        families.sort(key=lambda family: (-family.num_tokens, family.members))
+        bins = fill_evenly([family.num_tokens for family in families], rounds * num_shares, budget)
+        if bins is not None:
+            return _deal([[families[index] for index in each] for each in bins], num_shares)
+        rounds += 1
+
+
+def rounds_with_images(sequences: Sequence[TrainSequence], shares: list[Share]) -> list[bool]:
+    """For each round of micro-batches, whether any share has an image in it: all meet in the vision tower then."""
+    return [
+        any(sequences[member].images for batch in batches for family in batch for member in family.members)
+        for batches in zip(*shares, strict=True)
+    ]
+
+
+def members_in_order(shares: list[Share]) -> list[list[int]]:
+    """For each share, the sequences it computes, in the order in which it computes them."""
+    return [[member for batch in share for family in batch for member in family.members] for share in shares]
+
+
+def count_tokens(sequences: Sequence[TrainSequence], members: list[list[int]]) -> list[int]:
+    """Loss tokens of each share."""
+    return [sum(int(sequences[member].loss_mask.sum()) for member in share) for share in members]
+
+
+def fill_evenly(sizes: Sequence[int], num_bins: int, budget: int) -> list[list[int]] | None:
+    """Put one item after the other into the emptiest bin.
+
+    Args:
+        sizes: of the items, largest first.
+        num_bins: how many bins there are.
+        budget: size of a bin at most; an item larger than that goes alone.
+
+    Returns:
+        Index of each bin's items; None when one does not fit.
+    """
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    emptiest = [(0, place) for place in range(num_bins)]
+    for index, size in enumerate(sizes):
+        load, place = heapq.heappop(emptiest)
+        if load and load + size > budget:
+            return None
+        bins[place].append(index)
+        heapq.heappush(emptiest, (load + size, place))
+    return bins
+
+
+def _deal(bins: list[list[Family]], num_shares: int) -> list[Share]:
+    """Deal bins, fullest first, so that those of one round are alike; every second round goes backwards."""
+    bins = sorted(bins, key=lambda batch: -sum(family.num_tokens for family in batch))
+    shares: list[Share] = [[] for _ in range(num_shares)]
+    for first in range(0, len(bins), num_shares):
+        order = range(num_shares) if first // num_shares % 2 == 0 else reversed(range(num_shares))
+        for share, batch in zip(order, bins[first : first + num_shares], strict=True):
+            shares[share].append(batch)
+    return shares
+
+
+def lay_out(
+    sequences: Sequence[TrainSequence], families: Sequence[Family], images: ImageInputs | None = None
+) -> MicroBatch:
+    """Lay out one micro-batch chosen by `plan_shares`.
 
     Args:
         sequences: of the whole update.
         families: of the micro-batch.
-        sight: of the model; None for one that takes no images.
+        images: what is known of the model's; None for one that takes none.
     """
-    layout = _Layout(sight or TextOnly())
+    layout = _Layout(images or NoImages())
     for family in families:
         layout.add(sequences, family)
     return layout.pack()
 
 
-def idle_pack() -> Pack:
+def idle_micro_batch() -> MicroBatch:
     """One token of one sequence: for a rank that has nothing to compute, but must meet the others in every layer."""
     zero = np.zeros(1, np.int64)
-    return Pack(
+    return MicroBatch(
         ids_T=zero,
         positions_T=zero,
         segments=(Segment(start=0, length=1),),
@@ -212,8 +278,8 @@ def idle_pack() -> Pack:
 class _Layout:
     """Collects the pieces of one pack."""
 
-    def __init__(self, sight: Sight) -> None:
-        self.sight = sight
+    def __init__(self, images: ImageInputs) -> None:
+        self.known = images
         self.ids: list[npt.NDArray[np.int32]] = []
         self.positions: list[Indices] = []
         self.segments: list[Segment] = []
@@ -246,21 +312,21 @@ class _Layout:
         if stop > start:
             self.segments.append(Segment(start=self.size, length=stop - start, parent=parent))
             self.ids.append(sequence.ids[start:stop])
-            self.positions.append(self.sight.positions(sequence)[..., start:stop])
+            self.positions.append(self.known.positions(sequence)[..., start:stop])
             self._place_images(sequence, start, stop)
             self.size += stop - start
         return len(self.segments) - 1
 
     def _place_images(self, sequence: TrainSequence, start: int, stop: int) -> None:
-        for image, (first, end) in zip(sequence.images, self.sight.spans(sequence), strict=True):
+        for image, (first, end) in zip(sequence.images, self.known.spans(sequence), strict=True):
             if start <= first < stop:  # and so end <= stop: a segment ends before a loss token, not within an image
                 self.images.append(image)
                 self.place.append(np.arange(first, end) - start + self.size)
 
-    def pack(self) -> Pack:
+    def pack(self) -> MicroBatch:
         """Join the pieces."""
         lengths = [len(token) for token in self.token]
-        return Pack(
+        return MicroBatch(
             ids_T=np.concatenate(self.ids).astype(np.int64),
             positions_T=np.concatenate(self.positions, axis=-1),
             segments=tuple(self.segments),

@@ -13,7 +13,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from offbeat_types import ModelError, TensorSpec, find_tensors, tensor_file_header
+from offbeat_types import (
+    MODEL_INDEX_FILE,
+    ModelError,
+    TensorSpec,
+    find_tensors,
+    tensor_file_header,
+    tensor_file_index,
+)
 
 MAX_FILE_BYTES: Final = 4 * 10**9
 """A file of a model is not larger, unless one unit of it is."""
@@ -23,8 +30,30 @@ MIN_FILE_BYTES: Final = 64 * 2**20
 
 _OLD_TOWER: Final = "visual."
 
-Box = Sequence[tuple[int, int]]
+Box = tuple[tuple[int, int], ...]
 """(start, stop) along each dimension of a tensor; empty for all of it."""
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def num_elements(box: Box) -> int:
+    """Elements in a box."""
+    return math.prod(stop - start for start, stop in box)
+
+
+def overlap(one: Box, other: Box) -> Box:
+    """What two boxes of one tensor share; empty along some dimension when that is nothing."""
+    cut = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)]
+    return tuple((start, max(start, stop)) for start, stop in cut)
+
+
+def slices(box: Box, within: Box | None = None) -> tuple[slice, ...]:
+    """Index `box` in the whole tensor, or in a tensor that holds `within`."""
+    offsets = [start for start, _ in within] if within else [0] * len(box)
+    return tuple(slice(start - offset, stop - offset) for (start, stop), offset in zip(box, offsets, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +97,11 @@ def plan_files(stem: str, units: Sequence[Sequence[TensorSpec]], num_ranks: int)
     ]
 
 
+def spec_of(name: str, tensor: Tensor) -> TensorSpec:
+    """What a file says of a tensor before it comes."""
+    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
 class FileWriter:
     """Writes one file as its tensors come, and forces it onto the disk. A context manager.
 
@@ -84,7 +118,7 @@ class FileWriter:
     def add(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor, which must be the one that was planned."""
         spec = next(self._coming)
-        assert TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) == spec, (name, spec)
+        assert spec_of(name, tensor) == spec, (name, spec)
         if tensor.numel():
             self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
@@ -109,21 +143,37 @@ def write_files(folder: Path, files: Sequence[PlannedFile], tensors: Iterable[tu
                 writer.add(*next(coming))
 
 
+def write_model_index(folder: Path, files: Sequence[PlannedFile]) -> None:
+    """Write the index of a model in several files, which says where each tensor lies; one file needs none."""
+    if len(files) > 1:
+        (folder / MODEL_INDEX_FILE).write_text(tensor_file_index({file.name: file.specs for file in files}))
+
+
 class TensorFolder:
     """The safetensors of a folder, read by boxes. A context manager.
 
     Args:
         folder: with one file, or several with or without an index, which decides where it says something.
-        parts: for tensors that lie in pieces, under each name the pieces: (box, file's name, name in the file).
+        parts: for tensors that lie in pieces, under each name the pieces: (box, file's name, name in the file). Then
+            the files that hold none are not looked at.
+        files: which have to be whole, whatever `parts` say.
 
     Raises:
         ModelError: a file is missing or cut short, or two hold the same tensor.
     """
 
-    def __init__(self, folder: Path, parts: Mapping[str, Sequence[tuple[Box, str, str]]] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        parts: Mapping[str, Sequence[tuple[Box, str, str]]] | None = None,
+        files: Iterable[str] = (),
+    ) -> None:
         self._folder, self._stack = folder, ExitStack()
         self._files: dict[str, Any] = {}
+        named = None if parts is None else {file for held in parts.values() for _, file, _ in held}.union(files)
         for path in sorted(folder.glob("*.safetensors")):
+            if named is not None and path.name not in named:
+                continue
             try:
                 self._files[path.name] = self._stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
@@ -134,7 +184,7 @@ class TensorFolder:
         except ModelError:
             self._stack.close()
             raise
-        missing = sorted({file for pieces in self._parts.values() for _, file, _ in pieces} - set(self._files))
+        missing = sorted((named or set()) - self._files.keys())
         if missing:
             self._stack.close()
             raise ModelError(f"{folder} is not whole: {missing[0]} is missing; take another")
@@ -149,6 +199,11 @@ class TensorFolder:
     def names(self) -> set[str]:
         """Of all tensors."""
         return set(self._parts)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that lies in one piece."""
+        [(_, file, stored)] = self._parts[name]
+        return tuple(self._files[file].get_slice(stored).get_shape())
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise ModelError unless a tensor is there, of this shape, in all its pieces."""
@@ -169,16 +224,16 @@ class TensorFolder:
     def read(self, name: str, box: Box) -> Tensor:
         """Read one box of a tensor; pieces that do not meet it are not touched."""
         pieces = self._parts[name]
-        if not pieces[0][0]:
+        if not pieces[0][0] and (num_elements(box) or not box):
             _, file, stored = pieces[0]
-            whole: Tensor = self._files[file].get_slice(stored)[_slices(box)] if box else self._get(file, stored)
+            whole: Tensor = self._files[file].get_slice(stored)[slices(box)] if box else self._get(file, stored)
             return whole
         found = torch.zeros([stop - start for start, stop in box])
-        for held, file, stored in pieces:
-            shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, held, strict=True)]
-            if all(start < stop for start, stop in shared):
-                source = self._files[file].get_slice(stored)[_slices(shared, held)] if box else self._get(file, stored)
-                found[_slices(shared, box)] = source
+        for held, file, stored in pieces if num_elements(box) else ():
+            shared = overlap(box, held)
+            if num_elements(shared):
+                source = self._files[file].get_slice(stored)[slices(shared, held)] if box else self._get(file, stored)
+                found[slices(shared, box)] = source
         return found
 
     def _get(self, file: str, stored: str) -> Tensor:
@@ -203,9 +258,3 @@ def _new_name(name: str) -> str:
         return f"model.{name}"
     old = name.startswith("model.") and not name.startswith(("model.language_model.", "model.visual."))
     return f"model.language_model.{name.removeprefix('model.')}" if old else name
-
-
-def _slices(box: Box, within: Box | None = None) -> tuple[slice, ...]:
-    """Indices of a box, in a tensor that begins where `within` does."""
-    offsets = [start for start, _ in within] if within else [0] * len(box)
-    return tuple(slice(start - offset, stop - offset) for (start, stop), offset in zip(box, offsets, strict=True))

@@ -2,12 +2,22 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat_engine_torch._packing import lay_out, plan_packs
-from offbeat_engine_torch._pieces import cut_box, num_elements, overlap, slices
-from offbeat_engine_torch._shares import members_in_order, plan_shares
+from offbeat_training import lay_out, members_in_order, plan_packs, plan_shares
 from offbeat_types import TrainSequence
 
 PROMPTS = [[5], [5, 6], [7, 8, 9], [5, 6, 7, 8, 9, 10]]
+
+
+def groups_of(num_prompts, samples, *, prompt, completion):
+    """Sequences in shuffled groups of one prompt; the first stands alone."""
+    rng = np.random.default_rng(0)
+    made = []
+    for number in range(num_prompts):
+        head = rng.integers(3, 300, rng.integers(*prompt))
+        for _ in range(samples if number else 1):
+            ids = np.concatenate([head, rng.integers(3, 300, rng.integers(*completion))]).astype(np.int32)
+            made.append(TrainSequence(ids=ids, loss_mask=np.arange(len(ids)) >= len(head)))
+    return [made[i] for i in rng.permutation(len(made))]
 
 
 @st.composite
@@ -58,8 +68,8 @@ def test_the_plan_is_a_function_of_its_input(sequences, budget):
     assert plans[0] == plans[1]
 
 
-def test_sharing_lays_a_prompt_out_once(make_groups):
-    sequences = make_groups(num_prompts=4, samples=8, prompt=(20, 21), completion=(5, 6))
+def test_sharing_lays_a_prompt_out_once():
+    sequences = groups_of(num_prompts=4, samples=8, prompt=(20, 21), completion=(5, 6))
     sizes = [
         sum(
             len(lay_out(sequences, families).ids_T) for families in plan_packs(sequences, budget=10**6, share_prompts=s)
@@ -69,8 +79,8 @@ def test_sharing_lays_a_prompt_out_once(make_groups):
     assert sizes[0] - sizes[1] == 3 * 7 * 20  # three groups of eight keep one prompt of 20 in place of eight
 
 
-def test_a_sequence_above_the_budget_goes_alone(make_groups):
-    sequences = make_groups(num_prompts=3, samples=2, prompt=(30, 31), completion=(5, 6))
+def test_a_sequence_above_the_budget_goes_alone():
+    sequences = groups_of(num_prompts=3, samples=2, prompt=(30, 31), completion=(5, 6))
     assert [len(f) for f in plan_packs(sequences, budget=16, share_prompts=True)] == [1] * 5
 
 
@@ -87,8 +97,8 @@ def test_shares_meet_in_every_micro_batch_and_leave_nothing_out(sequences, budge
     assert members == [i for i, s in enumerate(sequences) if s.loss_mask.any()]
 
 
-def test_shares_are_alike(make_groups):
-    sequences = make_groups(num_prompts=5, samples=8, prompt=(20, 40), completion=(5, 30))
+def test_shares_are_alike():
+    sequences = groups_of(num_prompts=5, samples=8, prompt=(20, 40), completion=(5, 30))
     for num_shares in (2, 4):
         shares = plan_shares(sequences, budget=200, share_prompts=True, num_shares=num_shares)
         for batches in zip(*shares, strict=True):
@@ -96,26 +106,7 @@ def test_shares_are_alike(make_groups):
             assert max(loads) <= 1.4 * min(loads)
 
 
-def test_one_prompt_gives_work_to_all(make_groups):
-    sequences = make_groups(num_prompts=2, samples=8, prompt=(20, 21), completion=(6, 7))[1:]
+def test_one_prompt_gives_work_to_all():
+    sequences = groups_of(num_prompts=2, samples=8, prompt=(20, 21), completion=(6, 7))[1:]
     shares = plan_shares(sequences, budget=4096, share_prompts=True, num_shares=4)
     assert all(any(batches) for batches in shares)
-
-
-@given(
-    shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),
-    dp=st.integers(1, 5),
-    tp=st.sampled_from([(1, None), (2, None), (2, 0), (2, 1)]),
-)
-def test_boxes_of_all_places_cover_a_tensor_once(shape, dp, tp):
-    tp_size, tp_dim = tp
-    if tp_dim is not None:
-        tp_dim = min(tp_dim, len(shape) - 1)
-        shape[tp_dim] *= tp_size
-    seen = np.zeros(shape, int)
-    places = [(i, j) for i in range(dp) for j in range(tp_size if tp_dim is not None else 1)]
-    boxes = [cut_box(tuple(shape), tp_dim, dp=(i, dp), tp=(j, tp_size)) for i, j in places]
-    for box in boxes:
-        seen[slices(box)] += 1
-    assert np.all(seen == 1)
-    assert sum(num_elements(overlap(boxes[0], box)) for box in boxes[1:]) == 0
