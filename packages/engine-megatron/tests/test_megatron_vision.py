@@ -5,11 +5,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from offbeat_engine_megatron._layout import Parallel, plan_engine
 from offbeat_engine_megatron._packing import cut, lay_out
-from offbeat_engine_megatron._parallel import Parallel
-from offbeat_engine_megatron._plan import plan_engine
-from offbeat_engine_megatron._rotary import angles_of, rotary_axes
-from offbeat_engine_megatron._shape import read_model
+from offbeat_engine_megatron._shape import angles_of, read_model, rotary_axes
 from offbeat_engine_megatron._slots import list_slots
 from offbeat_testing import tiny_vision_model
 from offbeat_types import ConfigError, ModelError, TrainEngineConfig, TrainSequence

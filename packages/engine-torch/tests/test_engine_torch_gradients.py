@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from offbeat_engine_torch import TorchTrainEngine
-from offbeat_engine_torch._rows import AttentionPlan
+from offbeat_engine_torch._attention import AttentionPlan
 from offbeat_testing import tiny_model
 from offbeat_training import lay_out, plan_packs
 from offbeat_types import TrainEngineConfig

@@ -5,19 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from offbeat_engine_megatron._checkpoint import Checkpoints
-from offbeat_engine_megatron._images import image_processor
-from offbeat_engine_megatron._looking import add_tower
+from offbeat_engine_megatron._groups import Ranks
+from offbeat_engine_megatron._layers import add_tower, image_processor
+from offbeat_engine_megatron._layout import Plan
 from offbeat_engine_megatron._lora import Adapters
 from offbeat_engine_megatron._model import HeadSettings, build_parts, transformer_config
 from offbeat_engine_megatron._mtp import TokensAhead, new_tensors
-from offbeat_engine_megatron._optimizer import ClippedOptimizer, wrap_parts
-from offbeat_engine_megatron._optimizer_state import OptimizerState
-from offbeat_engine_megatron._passes import Passes
-from offbeat_engine_megatron._plan import Plan
-from offbeat_engine_megatron._ranks import Ranks
-from offbeat_engine_megatron._rotary import rotary_frequencies
+from offbeat_engine_megatron._optimizer import ClippedOptimizer, OptimizerState, wrap_parts
+from offbeat_engine_megatron._passes import Passes, Updates
+from offbeat_engine_megatron._shape import rotary_frequencies
 from offbeat_engine_megatron._slots import TOWER, list_ahead_slots
-from offbeat_engine_megatron._updates import Updates
 from offbeat_engine_megatron._weights import HeldWeights
 from offbeat_mesh import Device, Mesh
 from offbeat_training import ImageProcessor, TensorFolder

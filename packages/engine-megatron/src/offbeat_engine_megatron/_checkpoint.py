@@ -16,11 +16,10 @@ from typing import Any, Final, TypeVar
 
 from torch import Tensor
 
+from offbeat_engine_megatron._groups import Ranks
+from offbeat_engine_megatron._layout import Plan
 from offbeat_engine_megatron._lora import Adapters
-from offbeat_engine_megatron._optimizer import ClippedOptimizer
-from offbeat_engine_megatron._optimizer_state import OptimizerState
-from offbeat_engine_megatron._plan import Plan
-from offbeat_engine_megatron._ranks import Ranks
+from offbeat_engine_megatron._optimizer import ClippedOptimizer, OptimizerState
 from offbeat_engine_megatron._shape import read_model
 from offbeat_engine_megatron._weights import HeldWeights
 from offbeat_mesh import Device, Mesh

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from offbeat_engine_megatron._cpu_shim import HOST, shim_for
-from offbeat_engine_megatron._megatron import load_megatron, require_megatron
-from offbeat_engine_megatron._plan import Plan, plan_engine, plan_layout
+from offbeat_engine_megatron._layout import Plan, plan_engine, plan_layout
+from offbeat_engine_megatron._megatron import HOST, load_megatron, require_megatron, shim_for
 from offbeat_mesh import Asleep, Device, Mesh, open_device
 from offbeat_training import LossCalls, Steps, with_loss_tokens
 from offbeat_types import (

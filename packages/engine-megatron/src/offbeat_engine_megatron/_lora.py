@@ -23,10 +23,9 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 
-from offbeat_engine_megatron._adapter_slots import list_adapter_slots
-from offbeat_engine_megatron._parallel import Parallel
+from offbeat_engine_megatron._layout import Parallel
 from offbeat_engine_megatron._shape import ModelShape
-from offbeat_engine_megatron._slots import Place, Slot
+from offbeat_engine_megatron._slots import Place, Slot, list_adapter_slots
 from offbeat_engine_megatron._weights import HeldWeights, Put, Values
 from offbeat_mesh import Mesh
 from offbeat_training import initial_adapters, peft_name, write_adapter_config

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import (
@@ -20,16 +19,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from offbeat_engine_megatron._attention import PackedAttention, PackedParams, SequenceNorm
-from offbeat_engine_megatron._embedding import leave_out_padding
-from offbeat_engine_megatron._logprobs import gather_values, token_logprobs
-from offbeat_engine_megatron._looking import View
+from offbeat_engine_megatron._layers import PackedAttention, PackedParams, SequenceNorm, View, leave_out_padding
+from offbeat_engine_megatron._layout import MegatronEngineOptions, Parallel
 from offbeat_engine_megatron._mtp import Ahead, TokensAhead, block_spec
-from offbeat_engine_megatron._options import MegatronEngineOptions
-from offbeat_engine_megatron._packing import LocalMicroBatch
-from offbeat_engine_megatron._parallel import Parallel
-from offbeat_engine_megatron._rotary import angles_of
-from offbeat_engine_megatron._shape import ModelShape
+from offbeat_engine_megatron._packing import LocalMicroBatch, gather_values, token_logprobs
+from offbeat_engine_megatron._shape import ModelShape, angles_of
 from offbeat_mesh import Group, Mesh
 
 Look = Callable[[View, Tensor], tuple[Tensor, Tensor | None]]
@@ -324,17 +318,3 @@ def _layer(shape: ModelShape, num_experts: int | None) -> ModuleSpec:
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = SequenceNorm
     return spec
-
-
-def initialise_groups(parallel: Parallel, deadline_s: float) -> None:
-    """Make megatron-core's groups over the joined world; all ranks call it."""
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tp,
-        pipeline_model_parallel_size=parallel.pp,
-        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-        context_parallel_size=parallel.cp,
-        expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=1,
-        distributed_timeout_minutes=deadline_s / 60,
-        create_gloo_process_groups=False,
-    )

@@ -31,9 +31,8 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from offbeat_engine_megatron._attention import SequenceNorm
-from offbeat_engine_megatron._logprobs import token_logprobs
-from offbeat_engine_megatron._packing import MicroBatch, zigzag
+from offbeat_engine_megatron._layers import SequenceNorm
+from offbeat_engine_megatron._packing import MicroBatch, token_logprobs, zigzag
 from offbeat_engine_megatron._slots import Slot
 from offbeat_mesh import Mesh
 from offbeat_types import Metric, Metrics, TrainSequence

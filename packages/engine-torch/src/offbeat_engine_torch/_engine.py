@@ -12,15 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat_engine_torch._checkpoint import export_weights, load_state, save_state
-from offbeat_engine_torch._layout import arrange, plan_layout
-from offbeat_engine_torch._load import make_policy
-from offbeat_engine_torch._options import TorchEngineOptions
+from offbeat_engine_torch._checkpoint import export_weights, iterate_weights, load_state, save_state
+from offbeat_engine_torch._layout import TorchEngineOptions, arrange, plan_layout
 from offbeat_engine_torch._pieces import collect_gradients, memory_of, trained_parameters
-from offbeat_engine_torch._policy import Policy
+from offbeat_engine_torch._policy import Policy, make_policy
 from offbeat_engine_torch._ranks import Alone, Ranks, Team
 from offbeat_engine_torch._sharding import partial_gradients
-from offbeat_engine_torch._weights import iterate_weights
 from offbeat_mesh import Asleep, Device, Mesh, open_device
 from offbeat_training import (
     ClippedAdamW,
