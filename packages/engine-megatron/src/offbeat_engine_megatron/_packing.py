@@ -289,8 +289,8 @@ def gather_values(values_n: Tensor, place_N: Tensor, width: int, cp: Group) -> T
 
     Args:
         values_n: [..., n] of this rank, n at most `width`.
-        place_N: see `LocalPack`.
-        width: see `LocalPack`.
+        place_N: see `LocalMicroBatch`.
+        width: see `LocalMicroBatch`.
         cp: the ranks that share the pack.
 
     Returns:

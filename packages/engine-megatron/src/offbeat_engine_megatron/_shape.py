@@ -141,7 +141,7 @@ def shape_of(config: Any) -> ModelShape:
         qk_norm=family.startswith("qwen3"),
         mtp_layers=getattr(config, "num_nextn_predict_layers", 0) or 0,
         **(_experts(config) if family.endswith("_moe") else {}),
-        **(_sight(whole) if family in VISION_FAMILIES else {}),
+        **(_vision_sizes(whole) if family in VISION_FAMILIES else {}),
     )
 
 
@@ -150,7 +150,7 @@ def _padding_id(config: Any) -> int | None:
     return None if found is None else found % int(config.vocab_size)  # torch counts a negative one from the end
 
 
-def _sight(config: Any) -> dict[str, Any]:
+def _vision_sizes(config: Any) -> dict[str, Any]:
     deepstack = getattr(config.vision_config, "deepstack_visual_indexes", None) or ()
     return {"tower": outline_tower(config), "deepstack": len(deepstack)}
 
