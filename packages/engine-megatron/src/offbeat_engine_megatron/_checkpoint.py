@@ -190,14 +190,14 @@ class Checkpoints:
         Raises:
             ModelError: the folder is not a whole checkpoint of this model.
         """
-        adapters = self._adapters
+        adapters, ours = self._adapters, self._plan.shape
+        state = TrainerState(folder)
+        check_adapter_folder(folder, wanted=adapters is not None)
+        _, theirs = read_model(str(folder))
+        if theirs != ours:
+            raise ModelError(f"{folder} is a checkpoint of another model: {theirs}; this engine trains {ours}")
         with ExitStack() as opened:
-            state = opened.enter_context(TrainerState(folder))
-            check_adapter_folder(folder, wanted=adapters is not None)
-            _, theirs = read_model(str(folder))
-            if theirs != self._plan.shape:
-                ours = self._plan.shape
-                raise ModelError(f"{folder} is a checkpoint of another model: {theirs}; this engine trains {ours}")
+            opened.enter_context(state)
             shapes = {slot.name: slot.shape for held in self._trained for slot in held.slots}
             files = TensorFolder(folder) if adapters is None else open_adapters(folder / ADAPTER_FOLDER, shapes)
             weights = opened.enter_context(files)

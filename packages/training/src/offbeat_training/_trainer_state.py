@@ -62,7 +62,7 @@ def write_state(folder: Path, steps_taken: int, steps_refused: int, parts: Parts
 
 
 class TrainerState:
-    """What a checkpoint holds beside the weights, open to be read. A context manager.
+    """What a checkpoint holds beside the weights. A context manager, in which the moments can be read.
 
     Args:
         folder: of the checkpoint.
@@ -73,17 +73,19 @@ class TrainerState:
         moments: Adam's, as "exp_avg.NAME".
 
     Raises:
-        ModelError: the folder is not a whole checkpoint.
+        ModelError: the folder is not a checkpoint; on entering, it is not whole.
     """
 
     def __init__(self, folder: Path) -> None:
         state = _read_state(folder)
         self.steps_taken: int = state["steps_taken"]
         self.steps_refused: int = state["steps_refused"]
-        self._folder = folder / TRAINER_FOLDER
-        parts: Parts = state["parts"] if state["format"] == FORMAT else self._format_1_parts()
-        self._files = sorted(parts)
-        prefix = "" if state["format"] == FORMAT else "adam."
+        self._folder, self._state = folder / TRAINER_FOLDER, state
+
+    def __enter__(self) -> Self:
+        is_first = self._state["format"] != FORMAT
+        parts: Parts = self._format_1_parts() if is_first else self._state["parts"]
+        self._files, prefix = sorted(parts), "adam." if is_first else ""
         self._steps: dict[str, float] = {}
         found: dict[str, list[tuple[Box, str, str]]] = {}
         for file, held in parts.items():
@@ -94,6 +96,7 @@ class TrainerState:
                     found.setdefault(f"{moment}.{name}", []).append((box, file, f"{prefix}{moment}.{name}"))
         self.moments = TensorFolder(self._folder, found, self._files)
         self._names = list(found)
+        return self
 
     def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Raise ModelError unless the moments are of parameters of these names and shapes."""
@@ -129,9 +132,6 @@ class TrainerState:
                 for name, key in steps.items()
             }
         return {_FORMAT_1_FILE: found}
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
