@@ -37,13 +37,13 @@ IN_MAIN_MEMORY = "computed or read in main memory, whatever the device, and move
 HANDLES = "handles on a GPU's memory are opened by CUDA alone"
 DEVICES_ALLOWED: dict[str, str] = {
     "packages/mesh/src/offbeat_mesh/_cuda.py": "this is the seam",
-    "packages/engine-megatron/src/offbeat_engine_megatron/_attention.py": MEGATRON_SAYS_SO,
-    "packages/engine-megatron/src/offbeat_engine_megatron/_cpu_shim.py": MEGATRON_SAYS_SO,
-    "packages/engine-megatron/src/offbeat_engine_megatron/_logprobs.py": "products of a wider result are CUDA's alone",
-    "packages/engine-torch/src/offbeat_engine_torch/_load.py": IN_MAIN_MEMORY,
+    "packages/engine-megatron/src/offbeat_engine_megatron/_layers.py": MEGATRON_SAYS_SO,
+    "packages/engine-megatron/src/offbeat_engine_megatron/_megatron.py": MEGATRON_SAYS_SO,
+    "packages/engine-torch/src/offbeat_engine_torch/_policy.py": IN_MAIN_MEMORY,
     "packages/rollout-torch/src/offbeat_rollout_torch/_decoder.py": "oneDNN's packed products are a CPU's",
     "packages/rollout-trtllm/src/offbeat_rollout_trtllm/_handles.py": HANDLES,
     "packages/rollout-vllm/src/offbeat_rollout_vllm/_extension.py": "vLLM's build for CPUs cannot sleep by itself",
+    "packages/training/src/offbeat_training/_logprobs.py": "products of a wider result are CUDA's alone",
     "packages/weightsync/src/offbeat_weightsync/_shared_memory.py": HANDLES,
 }
 

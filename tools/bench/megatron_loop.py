@@ -21,12 +21,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from offbeat_engine_megatron._cpu_shim import shim_for
 from offbeat_engine_megatron._groups import join_groups
+from offbeat_engine_megatron._layout import MegatronEngineOptions, Parallel
+from offbeat_engine_megatron._megatron import shim_for
 from offbeat_engine_megatron._model import transformer_config
 from offbeat_engine_megatron._optimizer import ClippedOptimizer, wrap_parts
-from offbeat_engine_megatron._options import MegatronEngineOptions
-from offbeat_engine_megatron._parallel import Parallel
 from offbeat_engine_megatron._shape import read_model
 from offbeat_mesh import Mesh
 from offbeat_types import TrainEngineConfig, TrainSequence

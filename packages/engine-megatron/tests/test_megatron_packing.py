@@ -6,11 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat_engine_megatron._logprobs import gather_values, token_logprobs
-from offbeat_engine_megatron._packing import cut, lay_out, lay_out_all, zigzag
-from offbeat_engine_megatron._parallel import Parallel
-from offbeat_engine_megatron._shares import plan_shares
-from offbeat_mesh import Mesh
+from offbeat_engine_megatron._layout import Parallel
+from offbeat_engine_megatron._packing import (
+    cut,
+    gather_values,
+    lay_out,
+    lay_out_all,
+    plan_shares,
+    token_logprobs,
+    zigzag,
+)
 from offbeat_types import TrainSequence
 
 
@@ -71,32 +76,12 @@ def test_interleaved_stages_get_packs_of_one_length():
     assert len({len(pack.ids_T) for pack in packs}) == 1
 
 
-@pytest.mark.parametrize("entropy_gradient", [True, False])
-@pytest.mark.parametrize("num_tokens", [1, 16, 40], ids=["one token", "one chunk", "three chunks"])
-def test_log_probabilities_and_entropies_are_those_of_a_plain_softmax(num_tokens, entropy_gradient, monkeypatch):
-    """In float64, gradients included."""
-    monkeypatch.setattr("offbeat_engine_megatron._logprobs.CHUNK_BYTES", 1)
-    torch.manual_seed(num_tokens)
-    hidden = torch.randn(num_tokens, 6, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
-    target, factor = torch.randint(11, (num_tokens,)), torch.randn(2, num_tokens, dtype=torch.float64)
-    logp = torch.log_softmax(0.5 * hidden @ weight.T, -1)
-    wanted = logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(1)
-    loss = (wanted[0] * factor[0]).sum() + ((wanted[1] * factor[1]).sum() if entropy_gradient else 0.0)
-    gradients = torch.autograd.grad(loss, (hidden, weight))
-    group = Mesh().group("tp")
-    found = token_logprobs(hidden, weight, target, group, scale=0.5, entropy_gradient=entropy_gradient)
-    torch.testing.assert_close(torch.stack(found), torch.stack(wanted))
-    ((found[0] * factor[0]).sum() + (found[1] * factor[1]).sum()).backward()
-    torch.testing.assert_close((hidden.grad, weight.grad), gradients)
-
-
 @pytest.mark.mesh(tp=2)
 @pytest.mark.mesh(tp=4)
 @pytest.mark.parametrize("chunk_bytes", [1, 2**26], ids=["chunks", "one chunk"])
 def test_ranks_that_share_the_vocabulary_find_what_one_would(mesh, chunk_bytes, monkeypatch):
     """In float64: values on every rank, the hidden states' gradient in parts, the head's by rows."""
-    monkeypatch.setattr("offbeat_engine_megatron._logprobs.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("offbeat_training._logprobs.CHUNK_BYTES", chunk_bytes)
     torch.manual_seed(0)
     hidden = torch.randn(40, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(12, 6, dtype=torch.float64, requires_grad=True)

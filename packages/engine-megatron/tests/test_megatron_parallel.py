@@ -6,11 +6,9 @@ from importlib.util import find_spec
 import pytest
 
 from offbeat_engine_megatron import MegatronEngineOptions, MegatronTrainEngine
-from offbeat_engine_megatron._adapter_slots import list_adapter_slots
-from offbeat_engine_megatron._parallel import Parallel, choose_parallel
-from offbeat_engine_megatron._plan import plan_engine
+from offbeat_engine_megatron._layout import Parallel, choose_parallel, plan_engine
 from offbeat_engine_megatron._shape import ModelShape
-from offbeat_engine_megatron._slots import list_slots
+from offbeat_engine_megatron._slots import list_adapter_slots, list_slots
 from offbeat_testing import tiny_model
 from offbeat_types import BackendError, ConfigError, ModelError, TrainEngineConfig, installed_backends
 

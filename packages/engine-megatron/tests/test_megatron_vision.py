@@ -5,11 +5,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from offbeat_engine_megatron._layout import Parallel, plan_engine
 from offbeat_engine_megatron._packing import cut, lay_out
-from offbeat_engine_megatron._parallel import Parallel
-from offbeat_engine_megatron._plan import plan_engine
-from offbeat_engine_megatron._rotary import angles_of, rotary_axes
-from offbeat_engine_megatron._shape import read_model
+from offbeat_engine_megatron._shape import angles_of, read_model, rotary_axes
 from offbeat_engine_megatron._slots import list_slots
 from offbeat_testing import tiny_vision_model
 from offbeat_types import ConfigError, ModelError, TrainEngineConfig, TrainSequence
@@ -65,7 +63,7 @@ def test_each_placeholder_lies_on_one_rank(cp):
         )
         for each, count in zip(ids, images, strict=True)
     ]
-    pack = lay_out(sequences, [2, 1, 0], Parallel(cp=cp), sight=Marked())
+    pack = lay_out(sequences, [2, 1, 0], Parallel(cp=cp), images=Marked())
     assert (pack.ids_T[pack.place_M] == 7).all()
     assert (len(pack.place_M), len(pack.images)) == (5, 2)
     assert (np.diff(pack.positions_3T, axis=0) == 100)[:, pack.place_M].all()

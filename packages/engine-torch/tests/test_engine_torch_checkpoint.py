@@ -160,7 +160,7 @@ def test_a_checkpoint_of_a_later_format_is_refused(model_folder, tmp_path):
 
 
 def test_large_models_are_written_in_several_files(model_folder, tmp_path, make_groups, weighted_loss, monkeypatch):
-    monkeypatch.setattr("offbeat_engine_torch._tensor_files.MAX_FILE_BYTES", 30_000)
+    monkeypatch.setattr("offbeat_training._tensor_files.MAX_FILE_BYTES", 30_000)
     engine = TorchTrainEngine.create(config(model_folder))
     train(engine, make_groups, weighted_loss, range(1))
     engine.save(tmp_path)
@@ -173,7 +173,7 @@ def test_large_models_are_written_in_several_files(model_folder, tmp_path, make_
         assert torch.equal(read, tensor)
     train(engine, make_groups, weighted_loss, range(1, 2))
     for max_bytes in (60_000, 2**30, 30_000):  # into the same folder, under other names each time
-        monkeypatch.setattr("offbeat_engine_torch._tensor_files.MAX_FILE_BYTES", max_bytes)
+        monkeypatch.setattr("offbeat_training._tensor_files.MAX_FILE_BYTES", max_bytes)
         engine.save(tmp_path)
         other.load(tmp_path)
         assert all(torch.equal(a, b) for (_, a), (_, b) in zip(engine.weights(), other.weights(), strict=True))

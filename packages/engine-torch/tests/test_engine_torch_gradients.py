@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from offbeat_engine_torch import TorchTrainEngine
-from offbeat_engine_torch._packing import lay_out, plan_packs
-from offbeat_engine_torch._rows import AttentionPlan
+from offbeat_engine_torch._attention import AttentionPlan
 from offbeat_testing import tiny_model
+from offbeat_training import lay_out, plan_packs
 from offbeat_types import TrainEngineConfig
 
 
@@ -92,7 +92,7 @@ def test_calls_and_micro_batches_add_up(model_folder, make_groups, weighted_loss
 @pytest.mark.parametrize("one_chunk", [True, False])
 def test_entropy_and_temperature(model_folder, make_groups, temperature, one_chunk, monkeypatch):
     if not one_chunk:
-        monkeypatch.setattr("offbeat_engine_torch._logprobs.CHUNK_BYTES", 0)
+        monkeypatch.setattr("offbeat_training._logprobs.CHUNK_BYTES", 0)
     engine = double_engine(model_folder, options={"entropy_gradient": True, "temperature": temperature})
 
     def loss(tokens):

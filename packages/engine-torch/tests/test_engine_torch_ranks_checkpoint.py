@@ -155,6 +155,6 @@ def test_a_rank_that_cannot_write_is_an_error_on_all(model_folder, mesh, tmp_pat
         def full(*_):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(_checkpoint, "write_tensors", full)
+        monkeypatch.setattr(_checkpoint, "write_moments", full)
     with pytest.raises((OSError, OffbeatError), match="No space left"):
         engine.save(tmp_path / "saved")

@@ -8,8 +8,8 @@ import torch
 from pictured_sequences import SIZES, Pictures, Yardstick, draw_image
 
 from offbeat_engine_torch import TorchTrainEngine
-from offbeat_engine_torch._packing import plan_packs
 from offbeat_testing import tiny_vision_model
+from offbeat_training import plan_packs
 from offbeat_types import ConfigError, DataError, ModelError, TrainEngineConfig
 
 FAMILIES = [("qwen3_vl", True), ("qwen3_vl", False), ("qwen2_5_vl", True), ("qwen2_5_vl", False)]

@@ -1,44 +1,54 @@
-"""Writes and reads checkpoints, and folders that plain transformers loads: `_checkpoint_format` says how they lie.
+"""Writes and reads checkpoints, and folders that plain transformers loads.
+
+`offbeat_training.TrainerState` says how they lie.
 
 Every rank gathers bucket by bucket and writes the files that are its own.
 """
 
 import dataclasses
-import json
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, Final, TypeVar
 
-import torch
 from torch import Tensor
 
-from offbeat_engine_megatron._background import BackgroundWrite
-from offbeat_engine_megatron._checkpoint_format import (
-    ADAPTER_FILE,
-    ADAPTER_FOLDER,
-    ADAPTER_SETTINGS,
-    DEVICE_RNG,
-    FOLDER,
-    GENERATION_CONFIG,
-    HOST_RNG,
-    MTP_LAYERS,
-    STATE_FILE,
-    describe_state,
-)
-from offbeat_engine_megatron._checkpoint_reader import SavedCheckpoint
-from offbeat_engine_megatron._folders import publish, recover, stage
-from offbeat_engine_megatron._lora import Adapters, peft_name
-from offbeat_engine_megatron._optimizer import ClippedOptimizer
-from offbeat_engine_megatron._optimizer_state import MOMENTS, OptimizerState
-from offbeat_engine_megatron._ranks import Ranks
-from offbeat_engine_megatron._tensor_files import PlannedFile, plan_files, write_files
+from offbeat_engine_megatron._groups import Ranks
+from offbeat_engine_megatron._layout import Plan
+from offbeat_engine_megatron._lora import Adapters
+from offbeat_engine_megatron._optimizer import ClippedOptimizer, OptimizerState
+from offbeat_engine_megatron._shape import read_model
 from offbeat_engine_megatron._weights import HeldWeights
 from offbeat_mesh import Device, Mesh
+from offbeat_training import (
+    ADAPTER_FILE,
+    ADAPTER_FOLDER,
+    MOMENTS,
+    STATE_FILE,
+    TRAINER_FOLDER,
+    BackgroundWrite,
+    PlannedFile,
+    TensorFolder,
+    TrainerState,
+    check_adapter_folder,
+    describe_part,
+    open_adapters,
+    peft_name,
+    plan_files,
+    publish,
+    random_state,
+    recover,
+    spec_of,
+    stage,
+    whole_box,
+    write_files,
+    write_model_index,
+    write_state,
+)
 from offbeat_types import (
-    MODEL_INDEX_FILE,
     ModelError,
     RunFolderError,
     TensorSpec,
@@ -46,11 +56,11 @@ from offbeat_types import (
     copy_tokenizer,
     drop_model_files,
     sync_tree,
-    tensor_file_index,
 )
 
-if TYPE_CHECKING:
-    from offbeat_engine_megatron._plan import Plan
+GENERATION_CONFIG: Final = "generation_config.json"
+MTP_LAYERS: Final = "num_nextn_predict_layers"
+"""In config.json, as DeepSeek-V3 and others say it."""
 
 T = TypeVar("T")
 
@@ -80,7 +90,7 @@ class Checkpoints:
         trained: HeldWeights,
         optimizer: ClippedOptimizer,
         device: Device,
-        plan: "Plan",
+        plan: Plan,
         adapters: Adapters | None = None,
         ahead: HeldWeights | None = None,
     ) -> None:
@@ -123,13 +133,13 @@ class Checkpoints:
         made = self._on_each("save", lambda: str(stage(folder)) if self._ranks.leader else "")
         staged = Path(self._ranks.exchange(made)[0])
         files = self._files(with_state=True)
-        state = describe_state(files, self._optimizer.steps_taken, steps_refused)
+        steps_taken = self._optimizer.steps_taken
         self._on_each("save", lambda: self._make_folders(staged) if self._ranks.leader else None)
 
         def complete() -> None:
             self._finish_export(staged, files)
-            (staged / FOLDER / STATE_FILE).write_text(json.dumps(state) + "\n")
-            replaces = (folder / FOLDER / STATE_FILE).is_file()
+            write_state(staged, steps_taken, steps_refused, _parts(files, steps_taken))
+            replaces = (folder / STATE_FILE).is_file()
             if not replaces:
                 drop_model_files(folder)
             publish(staged, folder, replaces=replaces)
@@ -162,19 +172,39 @@ class Checkpoints:
         """
         self.finish()
         self._on_each("load", lambda: recover(folder) if self._ranks.leader else None, ModelError)
-        saved = self._on_each(
-            "load", lambda: SavedCheckpoint(folder, self._plan, self._trained, self._adapters), ModelError
-        )
-        with saved, self._ranks.together("load"):
+        opened, weights, state = self._on_each("load", lambda: self._open(folder), ModelError)
+        with opened, self._ranks.together("load"):
             optimizer = OptimizerState(self._optimizer)
             for each in self._trained:
-                each.read_values(saved.weights, "", optimizer.put_weights)
+                each.read_values(weights, "", optimizer.put_weights)
                 for name in MOMENTS:
-                    each.read_values(saved.moments, f"{name}.", partial(optimizer.put_moment, name))
-            self._optimizer.steps_taken = saved.steps_taken
-            optimizer.count_steps(saved.steps_taken)
-            saved.restore_random_state(self._device, self._rank, self._ranks.size)
-        return saved.steps_refused
+                    each.read_values(state.moments, f"{name}.", partial(optimizer.put_moment, name))
+            self._optimizer.steps_taken = state.steps_taken
+            optimizer.count_steps(state.steps_taken)
+            state.restore_random_state(self._device, self._rank, self._ranks.size)
+        return state.steps_refused
+
+    def _open(self, folder: Path) -> tuple[ExitStack, TensorFolder, TrainerState]:
+        """What is trained, under the names of its slots, and what lies beside it: headers and shapes are checked.
+
+        Raises:
+            ModelError: the folder is not a whole checkpoint of this model.
+        """
+        adapters, ours = self._adapters, self._plan.shape
+        state = TrainerState(folder)
+        check_adapter_folder(folder, wanted=adapters is not None)
+        _, theirs = read_model(str(folder))
+        if theirs != ours:
+            raise ModelError(f"{folder} is a checkpoint of another model: {theirs}; this engine trains {ours}")
+        with ExitStack() as opened:
+            opened.enter_context(state)
+            shapes = {slot.name: slot.shape for held in self._trained for slot in held.slots}
+            files = TensorFolder(folder) if adapters is None else open_adapters(folder / ADAPTER_FOLDER, shapes)
+            weights = opened.enter_context(files)
+            state.check(shapes)
+            for held in self._trained:
+                held.check(weights)
+            return opened.pop_all(), weights, state
 
     def _files(self, *, with_state: bool) -> list[PlannedFile]:
         """All files with tensors in the order of `_stream`, the same on all ranks; the state's with their folder."""
@@ -188,9 +218,9 @@ class Checkpoints:
             stored = tuple(dataclasses.replace(e, name=peft_name(e.name)) for bucket in buckets for e in bucket)
             files.append(PlannedFile(name=f"{ADAPTER_FOLDER}/{ADAPTER_FILE}", writer=0, specs=stored))
         pairs = [[_of(moment, spec) for moment in MOMENTS for spec in bucket] for bucket in buckets]
-        random = tuple(TensorSpec(name, "uint8", tuple(state.shape)) for name, state in self._random_state())
+        random = tuple(spec_of(name, state) for name, state in random_state(self._device).items())
         return files + [
-            dataclasses.replace(file, name=f"{FOLDER}/{file.name}", specs=random + file.specs)
+            dataclasses.replace(file, name=f"{TRAINER_FOLDER}/{file.name}", specs=random + file.specs)
             for file in plan_files("optimizer", pairs, self._ranks.size)
         ]
 
@@ -212,7 +242,7 @@ class Checkpoints:
     def _own(self, files: Sequence[PlannedFile], stream: Stream) -> Stream:
         """What this rank writes."""
         for file in files:
-            random = dict(self._random_state())
+            random = random_state(self._device)
             for spec in file.specs:
                 pair = (spec.name, random[spec.name]) if spec.name in random else next(stream)
                 if file.writer == self._rank:
@@ -242,8 +272,7 @@ class Checkpoints:
             setattr(config, MTP_LAYERS, mtp_layers)
         config.save_pretrained(folder)
         weights = [file for file in files if file.name.startswith("model")]
-        if len(weights) > 1:
-            (folder / MODEL_INDEX_FILE).write_text(tensor_file_index({file.name: file.specs for file in weights}))
+        write_model_index(folder, weights)
         source = Path(self._plan.config.model_path).expanduser()
         copy_tokenizer(source, folder)
         if (source / GENERATION_CONFIG).is_file():
@@ -251,14 +280,10 @@ class Checkpoints:
         sync_tree(folder)
 
     def _make_folders(self, staged: Path) -> None:
-        (staged / FOLDER).mkdir(exist_ok=True)
+        (staged / TRAINER_FOLDER).mkdir(exist_ok=True)
         if self._adapters is not None:
             (staged / ADAPTER_FOLDER).mkdir(exist_ok=True)
-            settings = self._adapters.settings(self._plan.config.model_path)
-            (staged / ADAPTER_FOLDER / ADAPTER_SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
-
-    def _random_state(self) -> list[tuple[str, Tensor]]:
-        return [(HOST_RNG, torch.get_rng_state()), (DEVICE_RNG, self._device.rng_state())]
+            self._adapters.write_config(staged / ADAPTER_FOLDER, self._plan.config.model_path)
 
     def _on_each(self, what: str, work: Callable[[], T], kind: type[UserError] = RunFolderError) -> T:
         """Do it on every rank; where one fails all raise the same kind of error, and the groups go on.
@@ -289,3 +314,17 @@ def _specs(held: HeldWeights) -> list[list[TensorSpec]]:
 
 def _of(moment: str, spec: TensorSpec) -> TensorSpec:
     return dataclasses.replace(spec, name=f"{moment}.{spec.name}")
+
+
+def _parts(files: Sequence[PlannedFile], steps_taken: int) -> dict[str, Any]:
+    """Which moments lie in which file of the optimizer's."""
+    before = f"{MOMENTS[0]}."
+    return {
+        file.name.removeprefix(f"{TRAINER_FOLDER}/"): {
+            spec.name.removeprefix(before): describe_part(float(steps_taken), whole_box(spec.shape))
+            for spec in file.specs
+            if spec.name.startswith(before)
+        }
+        for file in files
+        if file.name.startswith(f"{TRAINER_FOLDER}/")
+    }

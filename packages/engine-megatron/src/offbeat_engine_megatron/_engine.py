@@ -12,33 +12,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from offbeat_engine_megatron._cpu_shim import HOST, shim_for
-from offbeat_engine_megatron._losses import Losses
-from offbeat_engine_megatron._megatron import load_megatron, require_megatron
-from offbeat_engine_megatron._plan import Plan, plan_engine, plan_layout
+from offbeat_engine_megatron._layout import Plan, plan_engine, plan_layout
+from offbeat_engine_megatron._megatron import HOST, load_megatron, require_megatron, shim_for
 from offbeat_mesh import Device, MemoryOffloader, Mesh, open_device
+from offbeat_training import LossCalls, Steps, with_loss_tokens
 from offbeat_types import (
     Floats,
     LossFunction,
     Metrics,
     OffbeatError,
-    ShapeError,
     TrainEngineConfig,
     TrainLayout,
     TrainSequence,
 )
 
 if TYPE_CHECKING:
-    from offbeat_engine_megatron._checkpoint import Checkpoints
-    from offbeat_engine_megatron._images import Images
-    from offbeat_engine_megatron._lora import Adapters
-    from offbeat_engine_megatron._mtp import TokensAhead
-    from offbeat_engine_megatron._optimizer import ClippedOptimizer
     from offbeat_engine_megatron._passes import Passes
-    from offbeat_engine_megatron._ranks import Ranks
-    from offbeat_engine_megatron._steps import Steps
-    from offbeat_engine_megatron._updates import Updates
-    from offbeat_engine_megatron._weights import HeldWeights
 
 
 _KEPT = {"config", "parallel", "temperature", "_plan", "_device", "_shim", "_open"}
@@ -58,18 +47,6 @@ class MegatronTrainEngine:
         temperature: the sampler's; log-probabilities and entropies are those of softmax(logits / temperature).
     """
 
-    _passes: "Passes"
-    _optimizer: "ClippedOptimizer"
-    _held: "HeldWeights"
-    _trained: "HeldWeights"
-    _images: "Images | None"
-    _adapters: "Adapters | None"
-    _ahead: "TokensAhead | None"
-    _ranks: "Ranks"
-    _steps: "Steps"
-    _updates: "Updates"
-    _checkpoints: "Checkpoints"
-
     def __init__(self, plan: Plan, device: Device, given: Mesh | None) -> None:
         from offbeat_engine_megatron._build import build
         from offbeat_engine_megatron._groups import join_groups, leave_groups
@@ -77,16 +54,21 @@ class MegatronTrainEngine:
         self.config, self.parallel, self.temperature = plan.config, plan.parallel, plan.options.temperature
         self._plan, self._device = plan, device
         self._shim = shim_for(device.torch_device)
-        self._open = True
+        self._open, self._bad_loss = True, False
         self._reference: Passes | None = None
         self._offloader = MemoryOffloader(device)
         with self._shim:
             self.mesh = join_groups(plan.parallel, given, plan.config.device, plan.config.seed)
             try:
-                build(self, plan)
+                built = build(plan, self.mesh, device)
             except BaseException:
                 leave_groups()
                 raise
+        self._ranks, self._images, self._held, self._adapters = built.ranks, built.images, built.held, built.adapters
+        self._ahead, self._optimizer, self._passes = built.ahead, built.optimizer, built.passes
+        self._trained, self._updates, self._checkpoints = built.trained, built.updates, built.checkpoints
+        names, first_not_finite = [slot.name for slot in self._trained.slots], self._trained.first_not_finite
+        self._steps = Steps(self._optimizer, self._ranks.exchange, names, first_not_finite)
 
     @classmethod
     def plan(cls, config: TrainEngineConfig, num_ranks: int = 1) -> TrainLayout:
@@ -149,20 +131,18 @@ class MegatronTrainEngine:
             The loss function's metrics merged, and `loss` (their sum), `num_microbatches`, `packed_tokens` (computed),
             `sequence_tokens` (what they stand for); with `mtp_layers` the mean loss of each: `mtp_loss_1`, nats.
         """
-        with_loss = [sequence for sequence in sequences if sequence.loss_mask.any()]
-        if len({frozenset(sequence.extras) for sequence in with_loss}) > 1:
-            raise ShapeError("all sequences of an update need the same extras; give each the arrays the loss reads")
+        with_loss = with_loss_tokens(sequences)
         self._offloader.require("forward_backward", MemoryOffloader.WEIGHTS, MemoryOffloader.OPTIMIZER)
         with self._shim:
             packs = self._updates.packs("forward_backward", with_loss)
-            losses = Losses(with_loss, packs, loss)
+            losses = LossCalls(with_loss, loss)
             self._optimizer.begin_pass()
             if self._ahead is not None:
                 self._ahead.begin(with_loss)
-            self._passes.train(packs, losses.of)
+            self._passes.train(packs, losses)
             if self._ahead is not None:
                 losses.results.append(self._ahead.metrics())
-            self._steps.bad_loss |= losses.not_finite
+            self._bad_loss |= losses.not_finite
             try:
                 return self._ranks.merge(losses.results, losses.failure)
             except Exception:
@@ -180,7 +160,10 @@ class MegatronTrainEngine:
         """
         self._offloader.require("step", MemoryOffloader.WEIGHTS, MemoryOffloader.OPTIMIZER)
         with self._shim:
-            return self._steps.take()
+            norm = self._optimizer.grad_norm()
+            metrics = self._steps.take(norm, bad_loss=any(self._ranks.exchange(self._bad_loss)))
+            self._clear_gradients()
+            return metrics
 
     def logprobs(self, sequences: Sequence[TrainSequence], *, reference: bool = False) -> list[Floats]:
         """Log-probability of each loss token, without gradient.
@@ -368,8 +351,9 @@ class MegatronTrainEngine:
         if self._reference is None:
             from offbeat_engine_megatron._build import build_reference
 
-            self._reference = build_reference(self, self._plan)
+            self._reference = build_reference(self._plan, self.mesh, self._ranks, self._images)
         yield self._reference
 
     def _clear_gradients(self) -> None:
-        self._steps.clear()
+        self._optimizer.clear()
+        self._bad_loss = False

@@ -1,16 +1,19 @@
 """megatron-core's groups in this process: one layout at a time, shared by the engines that ask for the same one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import HashStore
 
-from offbeat_engine_megatron._model import initialise_groups
-from offbeat_engine_megatron._parallel import Parallel
+from offbeat_engine_megatron._layout import Parallel
 from offbeat_mesh import Mesh, World, current_world, join_world
-from offbeat_types import ConfigError
+from offbeat_training import TrainerRanks
+from offbeat_types import ConfigError, Floats
 
 
 @dataclass(kw_only=True)
@@ -87,3 +90,37 @@ def _make(parallel: Parallel, given: Mesh | None, device: str) -> _Held:
         mesh=Mesh.from_megatron(parallel_state, deadline_s=deadline_s, check=check),
         world=own,
     )
+
+
+def initialise_groups(parallel: Parallel, deadline_s: float) -> None:
+    """Make megatron-core's groups over the joined world; all ranks call it."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=deadline_s / 60,
+        create_gloo_process_groups=False,
+    )
+
+
+class Ranks(TrainerRanks):
+    """The ranks of a trainer. The first of tp and cp on the last stage reports what its share has found."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._pp = mesh.group("pp")
+        speaks = bool(mesh.where(pp="last", tp=0, cp=0))
+        super().__init__(mesh.group("dp", "cp", "tp", "pp"), mesh.group("dp"), speaks=speaks)
+
+    def gather_shares(self, values: Floats, counts: Sequence[int], device: torch.device) -> list[Floats]:
+        """Values of every share, found on its last stage; `counts` says how many each has."""
+        padded = torch.zeros(max(counts), dtype=torch.float32)
+        if self._pp.rank == self._pp.size - 1:
+            padded[: len(values)] = torch.from_numpy(values)
+        padded = padded.to(device)
+        if self._pp.size > 1:
+            self._pp.broadcast(padded, source=self._pp.size - 1)
+        found = self._dp.all_gather(padded).cpu().numpy()
+        return [np.asarray(row[:count]) for row, count in zip(found, counts, strict=True)]

@@ -8,11 +8,11 @@ Source: LoRA (arXiv:2106.09685); the names are those of Hugging Face PEFT.
 Shapes: L tokens of this rank, E features going in, O coming out, R rank of the update.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import (
@@ -23,14 +23,12 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 
-from offbeat_engine_megatron._adapter_slots import list_adapter_slots
-from offbeat_engine_megatron._parallel import Parallel
+from offbeat_engine_megatron._layout import Parallel
 from offbeat_engine_megatron._shape import ModelShape
-from offbeat_engine_megatron._slots import Place, Slot
+from offbeat_engine_megatron._slots import Place, Slot, list_adapter_slots
 from offbeat_engine_megatron._weights import HeldWeights, Put, Values
 from offbeat_mesh import Mesh
-
-PEFT_PREFIX: Final = "base_model.model."
+from offbeat_training import initial_adapters, peft_name, write_adapter_config
 
 
 @dataclass
@@ -182,16 +180,7 @@ class Adapters:
 
     def initialise(self, seed: int, put: Put) -> None:
         """Draw A and let B be 0, so that training starts at the base model: the values that one process would draw."""
-        generator = torch.Generator().manual_seed(seed)
-
-        def draw() -> Iterator[tuple[str, Tensor]]:
-            for slot in self.held.slots:
-                values = torch.zeros(slot.shape)
-                if slot.name.endswith(".lora_A"):
-                    nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
-                yield slot.name, values
-
-        self.held.fill(draw(), put)
+        self.held.fill(initial_adapters(((slot.name, slot.shape) for slot in self.held.slots), seed), put)
 
     def merged(self, parameter: Tensor) -> Tensor:
         """A parameter of the model with its update; as it is where it has none."""
@@ -212,29 +201,10 @@ class Adapters:
         for name, tensor in self.held.gather(values):
             yield peft_name(name), tensor
 
-    def settings(self, base_model: str) -> dict[str, Any]:
-        """PEFT's adapter_config.json.
-
-        Args:
-            base_model: where the frozen weights came from.
-        """
+    def write_config(self, folder: Path, base_model: str) -> None:
+        """Write PEFT's adapter_config.json into the adapters' folder."""
         layers = {slot.name.rpartition(".")[0] for slot in self.held.slots}
-        return {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base_model,
-            "r": self.rank,
-            "lora_alpha": self.alpha,
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "inference_mode": True,
-            "target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
-        }
-
-
-def peft_name(name: str) -> str:
-    """PEFT's name of an adapter."""
-    return f"{PEFT_PREFIX}{name}.weight"
+        write_adapter_config(folder, layers, rank=self.rank, alpha=self.alpha, base_model=base_model)
 
 
 def _begin_gradient(embedding: nn.Module, inputs: Any, output: Tensor) -> None:

@@ -1,12 +1,26 @@
-"""The one place that imports megatron-core, and says how to install it where it is missing."""
+"""Imports megatron-core, and lets it run on the CPU over gloo, where it writes "cuda" for "the device".
+
+The shim is applied around the engine's own calls and undone when they return; importing this module changes nothing.
+On an accelerator of any kind it is never applied. What it does, each because megatron-core 0.16 would fail without it:
+- devices named "cuda" in torch calls become the CPU, pinned memory becomes plain memory, `Tensor.cuda` stays put;
+- `Tensor.type()` says "torch.cuda.FloatTensor" to callers in megatron, which compare it with that;
+- `torch.cuda` streams, events and `synchronize` do nothing, its random state is the CPU generator's;
+- gloo has no average and wants split sizes as lists: `all_reduce` adds and divides, `all_to_all_single` converts;
+- the router's product does without TransformerEngine, whose absence one test of megatron-core's does not see.
+"""
 
 import sys
 import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from offbeat_types import INSTALL_LINES, BackendError
 
@@ -72,3 +86,190 @@ def _import(*, compiled: bool) -> None:
 def _as_it_is(model: Any = None, **options: Any) -> Any:
     """torch.compile, doing nothing: as a function or as a decorator with options."""
     return model if model is not None else lambda wrapped: wrapped
+
+
+ACCELERATOR = "cuda"
+"""What megatron-core calls every device."""
+
+HOST = torch.device("cpu").type
+
+_ABSENT = object()
+"""Stands for an attribute that was not there."""
+
+
+def shim_for(device: torch.device) -> AbstractContextManager[Any]:
+    """What to put around calls into megatron-core on this device: nothing on accelerators.
+
+    Of these "cuda" is what megatron-core expects; for others it has been patched by their own package.
+    """
+    return CpuShim() if device.type == HOST else nullcontext()
+
+
+class CpuShim:
+    """Applies the replacements on entering, outermost first, and restores everything on leaving.
+
+    It may be entered again while it is applied, by the same thread.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._mode = _OnCpu()
+        self._restore: list[tuple[Any, str, Any]] = []
+
+    def apply(self) -> Self:
+        """Replace; each call needs an `undo`."""
+        self._depth += 1
+        if self._depth == 1:
+            for owner, attributes in _replacements():
+                for name, value in attributes.items():
+                    self._restore.append((owner, name, getattr(owner, name, _ABSENT)))
+                    setattr(owner, name, value)
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def undo(self) -> None:
+        """Restore what the outermost `apply` replaced."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            while self._restore:
+                owner, name, value = self._restore.pop()
+                delattr(owner, name) if value is _ABSENT else setattr(owner, name, value)
+
+    def __enter__(self) -> Self:
+        return self.apply()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+
+class _OnCpu(TorchFunctionMode):
+    """Rewrites the arguments of torch's own functions."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs and _caller_is_megatron():
+            return func(*args).replace("torch.", f"torch.{ACCELERATOR}.")
+        if kwargs:
+            kwargs = {name: _on_cpu(name, value) for name, value in kwargs.items()}
+        if func is torch.Tensor.to:
+            args = tuple(_on_cpu("device", value) for value in args)
+        return func(*args, **(kwargs or {}))
+
+
+def _on_cpu(name: str, value: Any) -> Any:
+    """The argument of a torch function, for the CPU."""
+    if name == "device" and isinstance(value, str | torch.device) and torch.device(value).type == ACCELERATOR:
+        return torch.device("cpu")
+    return False if name == "pin_memory" else value
+
+
+def _caller_is_megatron() -> bool:
+    """Whether the nearest caller outside torch and this module is megatron-core."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+        frame = frame.f_back
+    return bool(frame.f_globals.get("__name__", "").startswith("megatron."))
+
+
+class _Idle:
+    """A stream or event on which nothing is ever queued."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait(self, *args: Any) -> None:
+        """Nothing to wait for."""
+
+    record = synchronize = wait_stream = wait_event = wait
+
+    def record_event(self, *args: Any) -> "_Idle":
+        """One more of the same."""
+        return _Idle()
+
+    def __enter__(self) -> "_Idle":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def _replacements() -> list[tuple[Any, dict[str, Any]]]:
+    """Owner, and what takes the place of its attributes."""
+    from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe import moe_utils
+
+    cuda = {
+        "current_device": lambda: torch.device("cpu"),
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "Stream": _Idle,
+        "Event": _Idle,
+        "stream": _Idle,
+        "current_stream": _Idle,
+        "default_stream": _Idle,
+    }
+    return [
+        (torch.cuda, cuda),
+        (torch.cuda.random, {"get_rng_state": cuda["get_rng_state"]}),
+        (
+            megatron_random,
+            {
+                "_get_cuda_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+                "_set_cuda_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+            },
+        ),
+        (moe_utils, {"te_general_gemm": None}),
+        (
+            dist,
+            {
+                "all_reduce": _averaging(dist.all_reduce),
+                "all_to_all_single": _with_list_splits(dist.all_to_all_single),
+            },
+        ),
+    ]
+
+
+def _averaging(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """An all_reduce that also averages over gloo."""
+
+    def reduce(
+        tensor: torch.Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        if op != dist.ReduceOp.AVG:
+            return all_reduce(tensor, op=op, group=group, async_op=async_op)
+        assert not async_op, "an average over gloo is not asynchronous"
+        all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
+        tensor.div_(dist.get_world_size(group))
+        return None
+
+    return reduce
+
+
+def _with_list_splits(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
+    """An all_to_all_single that takes its split sizes as tensors too."""
+
+    def exchange(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        **rest: Any,
+    ) -> Any:
+        sizes = [
+            each.tolist() if isinstance(each, torch.Tensor) else each
+            for each in (output_split_sizes, input_split_sizes)
+        ]
+        return all_to_all(output, input, *sizes, **rest)
+
+    return exchange

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import (
@@ -20,16 +19,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from offbeat_engine_megatron._attention import PackedAttention, PackedParams, SequenceNorm
-from offbeat_engine_megatron._embedding import leave_out_padding
-from offbeat_engine_megatron._logprobs import gather_values, token_logprobs
-from offbeat_engine_megatron._looking import View
+from offbeat_engine_megatron._layers import PackedAttention, PackedParams, SequenceNorm, View, leave_out_padding
+from offbeat_engine_megatron._layout import MegatronEngineOptions, Parallel
 from offbeat_engine_megatron._mtp import Ahead, TokensAhead, block_spec
-from offbeat_engine_megatron._options import MegatronEngineOptions
-from offbeat_engine_megatron._packing import LocalPack
-from offbeat_engine_megatron._parallel import Parallel
-from offbeat_engine_megatron._rotary import angles_of
-from offbeat_engine_megatron._shape import ModelShape
+from offbeat_engine_megatron._packing import LocalMicroBatch, gather_values, token_logprobs
+from offbeat_engine_megatron._shape import ModelShape, angles_of
 from offbeat_mesh import Group, Mesh
 
 Look = Callable[[View, Tensor], tuple[Tensor, Tensor | None]]
@@ -37,7 +31,7 @@ Look = Callable[[View, Tensor], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class PassInputs:
     """What a pass over one pack computes with, on this rank's device.
 
     Args:
@@ -45,8 +39,8 @@ class Asked:
         packed: where sequences begin and end.
         predictor_n: index among all tokens of this context parallel rank of those whose successor is asked for.
         target_n: the ids asked for.
-        place_N: see `LocalPack`.
-        width: see `LocalPack`.
+        place_N: see `LocalMicroBatch`.
+        width: see `LocalMicroBatch`.
         ahead: of each layer of multi-token prediction, where they train.
         positions_3T: of all tokens of the pack, where positions have three axes.
         view: of the images, where the tower takes part.
@@ -63,11 +57,11 @@ class Asked:
     view: View | None = None
 
 
-def ask(local: LocalPack, device: torch.device) -> Asked:
+def ask(local: LocalMicroBatch, device: torch.device) -> PassInputs:
     """Bring one rank's part of a pack onto its device."""
     tensors = [torch.from_numpy(each).to(device) for each in (local.predictor_n, local.target_n, local.place_N)]
     order = None if local.gathered_T is None else torch.from_numpy(local.gathered_T).to(device)
-    return Asked(
+    return PassInputs(
         ids_1L=torch.from_numpy(local.ids_L).to(device)[None],
         packed=PackedParams(local.lengths, order, device),
         predictor_n=tensors[0],
@@ -101,7 +95,9 @@ class LogprobHead(ColumnParallelLinear):  # type: ignore[misc]
 
     settings: HeadSettings
 
-    def forward(self, hidden_L1E: Tensor, weight: Tensor | None = None, asked: Asked | None = None, **rest: Any) -> Any:
+    def forward(
+        self, hidden_L1E: Tensor, weight: Tensor | None = None, asked: PassInputs | None = None, **rest: Any
+    ) -> Any:
         """[2, N] log-probabilities and entropies of the tokens asked for; without `asked` the plain layer's answer."""
         if asked is None:
             return super().forward(hidden_L1E, weight=weight, **rest)
@@ -142,7 +138,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             self.output_layer.__class__ = LogprobHead
             self.output_layer.settings = settings
 
-    def forward(self, asked: Asked) -> Tensor:
+    def forward(self, asked: PassInputs) -> Tensor:
         """Hidden states [L, 1, E], or on the last part of the model [2, N] log-probabilities and entropies."""
         packed = asked.packed
         first: Any = self.embedding(input_ids=asked.ids_1L, position_ids=None) if self.pre_process else None
@@ -163,7 +159,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         answer: Tensor = self.output_layer(hidden, weight=weight, asked=asked)
         return answer
 
-    def _angles(self, asked: Asked) -> Tensor:
+    def _angles(self, asked: PassInputs) -> Tensor:
         """[T, 1, 1, D] of all tokens; or of the longest sequence's, which megatron-core takes for each of them."""
         if asked.positions_3T is None:
             longest: Tensor = self.rotary_pos_emb.get_emb(asked.packed.max_seqlen_q)
@@ -322,17 +318,3 @@ def _layer(shape: ModelShape, num_experts: int | None) -> ModuleSpec:
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = SequenceNorm
     return spec
-
-
-def initialise_groups(parallel: Parallel, deadline_s: float) -> None:
-    """Make megatron-core's groups over the joined world; all ranks call it."""
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tp,
-        pipeline_model_parallel_size=parallel.pp,
-        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-        context_parallel_size=parallel.cp,
-        expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=1,
-        distributed_timeout_minutes=deadline_s / 60,
-        create_gloo_process_groups=False,
-    )

@@ -31,9 +31,8 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from offbeat_engine_megatron._attention import SequenceNorm
-from offbeat_engine_megatron._logprobs import token_logprobs
-from offbeat_engine_megatron._packing import Pack, zigzag
+from offbeat_engine_megatron._layers import SequenceNorm
+from offbeat_engine_megatron._packing import MicroBatch, token_logprobs, zigzag
 from offbeat_engine_megatron._slots import Slot
 from offbeat_mesh import Mesh
 from offbeat_types import Metric, Metrics, TrainSequence
@@ -114,7 +113,7 @@ class TokensAhead:
         self._totals = [sum(int((each > depth).sum()) for each in places) for depth in self._depths]
         self._sums = torch.zeros(len(self._depths), device=self._device)
 
-    def look(self, pack: Pack) -> tuple[Ahead, ...]:
+    def look(self, pack: MicroBatch) -> tuple[Ahead, ...]:
         """What the layers compute with on this rank, of one micro-batch."""
         places = zigzag(pack.lengths, self._cp.rank, self._cp.size)
         here_T = np.full(len(pack.ids_T), -1)

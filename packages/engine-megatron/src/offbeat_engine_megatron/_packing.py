@@ -9,19 +9,25 @@ Shapes: T packed tokens, L of them on one rank, N loss tokens, t a token's index
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from offbeat_engine_megatron._parallel import Parallel
+import offbeat_training as training
+from offbeat_engine_megatron._layout import Parallel
+from offbeat_mesh import Group
+from offbeat_training import ImageInputs, fill_evenly
 from offbeat_types import Image, TrainSequence
 
 Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pack:
+class MicroBatch:
     """One micro-batch, laid out for all context parallel ranks.
 
     Args:
@@ -48,7 +54,7 @@ class Pack:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalPack:
+class LocalMicroBatch:
     """What one context parallel rank computes of a pack.
 
     Args:
@@ -80,16 +86,37 @@ def used_tokens(sequence: TrainSequence) -> int:
     return int(places[-1]) if len(places) else 0
 
 
-class Sight(Protocol):
-    """What laying out needs to know of a model that takes images."""
+Share = list[list[int]]
+"""Micro-batches of one data parallel rank: the sequences of each; an empty one for a rank without a part."""
 
-    def positions(self, sequence: TrainSequence) -> Indices:
-        """[3, t]: position of each token in time, height and width."""
-        ...
 
-    def spans(self, sequence: TrainSequence) -> list[tuple[int, int]]:
-        """(start, stop) of the placeholder tokens of each image."""
-        ...
+def plan_shares(
+    sequences: Sequence[TrainSequence], *, budget: int, num_shares: int, round_up_to: int = 1
+) -> list[Share]:
+    """Choose micro-batches for every share, as many for each.
+
+    The longest sequence left goes to the least filled micro-batch.
+    Source: the longest-processing-time rule (Graham 1969).
+
+    Args:
+        sequences: those without a loss token are left out.
+        budget: tokens of a micro-batch at most; a longer sequence goes alone.
+        num_shares: data parallel ranks.
+        round_up_to: the number of micro-batches becomes a multiple of it, as interleaved pipelines need.
+    """
+    sizes = {index: used_tokens(sequence) for index, sequence in enumerate(sequences)}
+    order = sorted((index for index in sizes if sizes[index]), key=lambda index: (-sizes[index], index))
+    if not order:
+        return [[] for _ in range(num_shares)]
+    rounds = max(1, -(-sum(sizes.values()) // (budget * num_shares)))
+    while (found := fill_evenly([sizes[index] for index in order], rounds * num_shares, budget)) is None:
+        rounds += 1
+    bins = [[order[place] for place in each] for each in found]
+    bins.sort(key=lambda members: (-sum(sizes[member] for member in members), members))
+    shares: list[Share] = [bins[first::num_shares] for first in range(num_shares)]
+    for share in shares:
+        share += [[]] * (-len(share) % round_up_to)
+    return shares
 
 
 def lay_out(
@@ -98,16 +125,16 @@ def lay_out(
     parallel: Parallel,
     *,
     length: int = 0,
-    sight: Sight | None = None,
-) -> Pack:
-    """Lay out one micro-batch; one without members is padding, for a rank that keeps the others company.
+    images: ImageInputs | None = None,
+) -> MicroBatch:
+    """Lay out one micro-batch; one without members is padding, for a rank that only meets the others in it.
 
     Args:
         sequences: of the whole update.
         members: those of this micro-batch, each with a loss token.
         parallel: says what lengths are padded to.
         length: tokens of the pack at least.
-        sight: of the model; None for one that takes no images.
+        images: what is known of the model's; None for one that takes none.
     """
     ids: list[npt.NDArray[np.int32]] = []
     lengths: list[int] = []
@@ -128,26 +155,26 @@ def lay_out(
     if rest := _padded(max(start, length, 1), parallel.pack_multiple) - start:
         ids.append(np.zeros(rest, np.int32))
         lengths.append(rest)
-    return Pack(
+    return MicroBatch(
         ids_T=np.concatenate(ids).astype(np.int64),
         lengths=tuple(lengths),
         predictor_N=_joined(predictor),
         target_N=_joined([each.astype(np.int64) for each in target]),
         sequence_N=_joined(numbers),
         members=tuple(members),
-        **({} if sight is None else _lay_out_images([sequences[each] for each in members], lengths, sight)),
+        **({} if images is None else _lay_out_images([sequences[each] for each in members], lengths, images)),
     )
 
 
-def _lay_out_images(sequences: Sequence[TrainSequence], lengths: Sequence[int], sight: Sight) -> dict[str, Any]:
+def _lay_out_images(sequences: Sequence[TrainSequence], lengths: Sequence[int], known: ImageInputs) -> dict[str, Any]:
     """Positions, images and their places in a pack whose lengths are those of `sequences`, and perhaps of padding."""
     positions_3T = np.zeros((3, sum(lengths)), np.int64)
     images: list[Image] = []
     places: list[Indices] = []
     for sequence, start in zip(sequences, np.cumsum([0, *lengths]).tolist(), strict=False):
         used = used_tokens(sequence)
-        positions_3T[:, start : start + used] = sight.positions(sequence)[:, :used]
-        for image, (first, end) in zip(sequence.images, sight.spans(sequence), strict=True):
+        positions_3T[:, start : start + used] = known.positions(sequence)[:, :used]
+        for image, (first, end) in zip(sequence.images, known.spans(sequence), strict=True):
             if first < used:  # and so end <= used: what is used ends before a loss token, not within an image
                 images.append(image)
                 places.append(np.arange(start + first, start + end))
@@ -158,17 +185,17 @@ def lay_out_all(
     sequences: Sequence[TrainSequence],
     share: Sequence[Sequence[int]],
     parallel: Parallel,
-    sight: Sight | None = None,
-) -> list[Pack]:
+    images: ImageInputs | None = None,
+) -> list[MicroBatch]:
     """Lay out the micro-batches of a share; for interleaved stages all of one length."""
-    packs = [lay_out(sequences, members, parallel, sight=sight) for members in share]
+    packs = [lay_out(sequences, members, parallel, images=images) for members in share]
     if parallel.vpp > 1:
         longest = max((len(pack.ids_T) for pack in packs), default=0)
-        packs = [lay_out(sequences, members, parallel, length=longest, sight=sight) for members in share]
+        packs = [lay_out(sequences, members, parallel, length=longest, images=images) for members in share]
     return packs
 
 
-def cut(pack: Pack, rank: int, num_ranks: int) -> LocalPack:
+def cut(pack: MicroBatch, rank: int, num_ranks: int) -> LocalMicroBatch:
     """The part of one context parallel rank.
 
     Args:
@@ -187,7 +214,7 @@ def cut(pack: Pack, rank: int, num_ranks: int) -> LocalPack:
         mine = np.flatnonzero(owner_N == each)
         place_N[mine] = each * width + np.arange(len(mine))
     here, seen_m = owner_N == rank, np.flatnonzero(owner_T[pack.place_M] == rank)
-    return LocalPack(
+    return LocalMicroBatch(
         ids_L=pack.ids_T[places[rank]],
         lengths=pack.lengths,
         predictor_n=index_T[pack.predictor_N[here]],
@@ -219,3 +246,74 @@ def _padded(length: int, multiple: int) -> int:
 
 def _joined(parts: list[Indices]) -> Indices:
     return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+
+
+def token_logprobs(
+    hidden_NE: Tensor,
+    weight_VE: Tensor,
+    target_N: Tensor,
+    tp: Group,
+    *,
+    scale: float = 1.0,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """As `offbeat_training.token_logprobs`, with products added up in float32.
+
+    Args:
+        hidden_NE: the same on all ranks of `tp`; its gradient is this rank's part, to be added up over them.
+        weight_VE: rows rank · V to (rank + 1) · V of the head.
+        target_N: int64, ids of the whole vocabulary.
+        tp: the ranks that share the head.
+        scale: factor on the logits: 1 / temperature.
+        entropy_gradient: let gradient flow through the entropy too.
+    """
+    part = training.VocabularyPart(
+        first=tp.rank * len(weight_VE),
+        add=tp.all_reduce,
+        largest=partial(tp.all_reduce, op="max"),
+        adds_gradient=False,  # megatron-core's own regions do, see `LogprobHead`
+    )
+    return training.token_logprobs(
+        *(hidden_NE, weight_VE, None, target_N),
+        scale=scale,
+        matmul_dtype=None,
+        entropy_gradient=entropy_gradient,
+        part=part,
+    )
+
+
+def gather_values(values_n: Tensor, place_N: Tensor, width: int, cp: Group) -> Tensor:
+    """What context parallel ranks found for the tokens they hold, in the order of the pack.
+
+    Every rank goes on to compute the whole loss, so the gradient of its own values is that of the result, not a sum.
+
+    Args:
+        values_n: [..., n] of this rank, n at most `width`.
+        place_N: see `LocalMicroBatch`.
+        width: see `LocalMicroBatch`.
+        cp: the ranks that share the pack.
+
+    Returns:
+        [..., N], alike on all ranks.
+    """
+    gathered: Tensor = _Gathered.apply(values_n, place_N, width, cp)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, place: Tensor, width: int, cp: Group) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.own = cp.rank * width, values.shape[-1], cp.size * width
+        rows = values.new_zeros(*values.shape[:-1], width)
+        rows[..., : values.shape[-1]] = values
+        everywhere = cp.all_gather(rows)  # [cp, ..., width]
+        return everywhere.movedim(0, -2).flatten(-2).index_select(-1, place)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (place,) = ctx.saved_tensors
+        start, count, size = ctx.own
+        everywhere = grads[0].new_zeros(*grads[0].shape[:-1], size)
+        everywhere.index_copy_(-1, place, grads[0])
+        return everywhere[..., start : start + count], None, None, None

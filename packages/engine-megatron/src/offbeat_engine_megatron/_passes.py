@@ -1,23 +1,28 @@
-"""Passes over packs through megatron-core's pipeline schedules.
+"""What the engine is asked, divided over its ranks, and passes over packs through megatron-core's pipeline schedules.
 
-Shapes: N loss tokens of a micro-batch.
+Shapes: T tokens of a sequence, N loss tokens of a micro-batch.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from offbeat_engine_megatron._images import Images
-from offbeat_engine_megatron._looking import View
-from offbeat_engine_megatron._model import Asked, ask
+from offbeat_engine_megatron._groups import Ranks
+from offbeat_engine_megatron._layers import View
+from offbeat_engine_megatron._layout import Parallel
+from offbeat_engine_megatron._model import PassInputs, ask
 from offbeat_engine_megatron._mtp import TokensAhead
-from offbeat_engine_megatron._packing import LocalPack, Pack, cut
+from offbeat_engine_megatron._packing import LocalMicroBatch, MicroBatch, Share, cut, lay_out_all, plan_shares
 from offbeat_mesh import Mesh
+from offbeat_training import ImageProcessor, LossCalls, count_tokens
+from offbeat_types import DataError, Floats, TrainSequence, check_token_ids, spread_values
 
 Found = Callable[[int, Tensor], Tensor]
 """Given a micro-batch's number and its answer [2, N], the loss to differentiate."""
@@ -42,7 +47,7 @@ class Passes:
         mesh: Mesh,
         device: torch.device,
         ahead: TokensAhead | None = None,
-        images: Images | None = None,
+        images: ImageProcessor | None = None,
         *,
         sees_always: bool = False,
     ) -> None:
@@ -56,12 +61,17 @@ class Passes:
         """All parameters of the parts."""
         return [parameter.detach() for part in self._parts for parameter in part.parameters()]
 
-    def train(self, packs: Sequence[Pack], found: Found) -> None:
-        """Forward and backward over all packs; gradients are added up. `found` is called on the last stage."""
-        self._schedule(packs, found, forward_only=False)
+    def train(self, packs: Sequence[MicroBatch], losses: LossCalls) -> None:
+        """Forward and backward over all packs; gradients are added up. Losses are called for on the last stage."""
+
+        def differentiate(number: int, values_2N: Tensor) -> Tensor:
+            value, nothing = losses.of(packs[number], *values_2N), values_2N.sum() * 0.0
+            return nothing if value is None else value + nothing  # every rank of the schedule goes backward
+
+        self._schedule(packs, differentiate, forward_only=False)
 
     @torch.no_grad()
-    def answer(self, packs: Sequence[Pack]) -> list[Tensor]:
+    def answer(self, packs: Sequence[MicroBatch]) -> list[Tensor]:
         """[N] log-probabilities of each pack, without gradient; on the last stage, elsewhere nothing."""
         answers: dict[int, Tensor] = {}
 
@@ -72,8 +82,8 @@ class Passes:
         self._schedule(packs, keep, forward_only=True)
         return [answers[number] for number in sorted(answers)]
 
-    def _schedule(self, packs: Sequence[Pack], found: Found, *, forward_only: bool) -> None:
-        asked = [self._ask(pack) for pack in packs]
+    def _schedule(self, packs: Sequence[MicroBatch], found: Found, *, forward_only: bool) -> None:
+        asked = [self._inputs(pack) for pack in packs]
         if self._ahead is not None and not forward_only:
             asked = [replace(each, ahead=self._ahead.look(pack)) for each, pack in zip(asked, packs, strict=True)]
 
@@ -92,7 +102,7 @@ class Passes:
             collect_non_loss_data=forward_only,
         )
 
-    def _ask(self, pack: Pack) -> Asked:
+    def _inputs(self, pack: MicroBatch) -> PassInputs:
         local = cut(pack, self._cp.rank, self._cp.size)
         asked = ask(local, self._device)
         if pack.positions_3T is None:
@@ -100,7 +110,7 @@ class Passes:
         positions_3T = torch.from_numpy(pack.positions_3T).to(self._device)
         return replace(asked, positions_3T=positions_3T, view=self._view(pack, local))
 
-    def _view(self, pack: Pack, local: LocalPack) -> View | None:
+    def _view(self, pack: MicroBatch, local: LocalMicroBatch) -> View | None:
         if self._images is None or not (pack.images or self._sees_always):
             return None
         tensors = [*self._images.pixels(pack.images), torch.from_numpy(local.seen_m), torch.from_numpy(local.place_m)]
@@ -112,3 +122,74 @@ def _report(found: Found, number: int, values_2N: Tensor, non_loss_data: bool = 
     """What megatron-core asks for: nothing, or (loss, tokens to divide by, numbers to log)."""
     value = found(number, values_2N)
     return None if non_loss_data else (value, torch.zeros([], dtype=torch.int), {})
+
+
+class Updates:
+    """The share of this rank in each update, and of all in each answer.
+
+    Args:
+        ranks: of the trainer.
+        parallel: sizes of the axes.
+        budget: tokens of a micro-batch.
+        vocabulary: token ids are below it.
+        device: of this rank.
+        images: of a model with a vision tower; None of a model for text.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        parallel: Parallel,
+        *,
+        budget: int,
+        vocabulary: int,
+        device: torch.device,
+        images: ImageProcessor | None = None,
+    ) -> None:
+        self._ranks, self._parallel, self._budget = ranks, parallel, budget
+        self._vocabulary, self._device, self._images = vocabulary, device, images
+        # What the number of micro-batches must be a multiple of.
+        self._round = parallel.pp if parallel.vpp > 1 else 1
+
+    def packs(self, what: str, sequences: Sequence[TrainSequence]) -> list[MicroBatch]:
+        """Lay out the micro-batches of this rank, one at least: the ranks meet in each.
+
+        Args:
+            what: the call, for errors.
+            sequences: of the whole update, the same on all ranks.
+
+        Raises:
+            ModelError: an id is not in the vocabulary.
+            DataError: there are images and the model takes none, or their placeholders are others.
+            MismatchError: another rank was given other sequences; on all.
+        """
+        self._ranks.check_same(what, sequences)  # called from here, so that a verdict shows whose call this was
+        self._check(sequences)  # of what all have: all raise, or none
+        share = self._shares(sequences)[self._ranks.share] or [[]] * self._round
+        return lay_out_all(sequences, share, self._parallel, self._images)
+
+    def logprobs(self, what: str, sequences: Sequence[TrainSequence], passes: Passes) -> list[Floats]:
+        """[T] float32 nats of every sequence, 0 where loss_mask is False, on every rank; arguments as for `packs`."""
+        self._ranks.check_same(what, sequences)
+        self._check(sequences)
+        shares = self._shares(sequences)
+        packs = lay_out_all(sequences, shares[self._ranks.share], self._parallel, self._images)
+        answers = [each.float().cpu().numpy() for each in passes.answer(packs)] if packs else []
+        members = [list(chain.from_iterable(share)) for share in shares]
+        counts = count_tokens(sequences, members)
+        own = np.concatenate(answers) if answers else np.zeros(0, np.float32)
+        found = self._ranks.gather_shares(own, counts, self._device) if any(counts) else []
+        return spread_values(sequences, members if found else [], found)
+
+    def _shares(self, sequences: Sequence[TrainSequence]) -> list[Share]:
+        """Micro-batches of every share."""
+        return plan_shares(sequences, budget=self._budget, num_shares=self._ranks.num_shares, round_up_to=self._round)
+
+    def _check(self, sequences: Sequence[TrainSequence]) -> None:
+        if self._images is not None:
+            self._images.check(sequences)
+        elif any(sequence.images for sequence in sequences):
+            raise DataError(
+                "sequences hold images, and the model takes none: train a vision-language model, or leave them out"
+            )
+        check_token_ids(sequences, self._vocabulary)

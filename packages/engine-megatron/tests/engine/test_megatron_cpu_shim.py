@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offbeat_engine_megatron._cpu_shim import ACCELERATOR, CpuShim, _replacements, shim_for
+from offbeat_engine_megatron._megatron import ACCELERATOR, CpuShim, _replacements, shim_for
 
 
 def everything():
@@ -40,7 +40,7 @@ def test_an_error_restores_too():
 
 
 def test_importing_the_engine_changes_nothing():
-    assert "offbeat_engine_megatron._cpu_shim" in sys.modules
+    assert "offbeat_engine_megatron._megatron" in sys.modules
     assert torch.cuda.current_device.__module__.startswith("torch.cuda")
     assert torch.compile.__module__ == "torch"
 

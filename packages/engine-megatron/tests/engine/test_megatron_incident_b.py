@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from offbeat_engine_megatron import MegatronTrainEngine
-from offbeat_engine_megatron._cpu_shim import CpuShim
+from offbeat_engine_megatron._megatron import CpuShim
 from offbeat_liveness import current_monitor
 from offbeat_mesh import Mesh
 from offbeat_testing import tiny_model

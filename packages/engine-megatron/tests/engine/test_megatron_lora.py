@@ -11,8 +11,8 @@ from megatron_yardstick import LORA_RANK, make_sequences, train_steps
 from safetensors.torch import load_file
 
 from offbeat_engine_megatron import MegatronTrainEngine
-from offbeat_engine_megatron._export import Gathering
 from offbeat_engine_megatron._lora import Adapter
+from offbeat_engine_megatron._weights import Gathering
 from offbeat_testing import reference_logprobs, reference_model
 from offbeat_types import ModelError, PeerFailedError
 

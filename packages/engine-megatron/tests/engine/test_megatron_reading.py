@@ -7,9 +7,9 @@ from safetensors import safe_open
 from torch.profiler import ProfilerActivity, profile
 
 from offbeat_engine_megatron import MegatronTrainEngine
-from offbeat_engine_megatron._cpu_shim import CpuShim
-from offbeat_engine_megatron._tensor_files import TensorFolder
+from offbeat_engine_megatron._megatron import CpuShim
 from offbeat_testing import tiny_model
+from offbeat_training import TensorFolder
 
 FAMILIES = {
     "qwen3": {},

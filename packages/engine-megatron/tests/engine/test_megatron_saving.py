@@ -16,15 +16,12 @@ import pytest
 import torch
 from megatron_layouts import Layout, engine_config, make_model
 from megatron_yardstick import make_sequences, train_steps
-from safetensors.torch import save_file
 from torch._C._distributed_c10d import FileStore
 
 from offbeat_engine_megatron import MegatronTrainEngine
-from offbeat_engine_megatron._background import BackgroundWrite
-from offbeat_engine_megatron._folders import publish, recover, stage
-from offbeat_engine_megatron._tensor_files import FileWriter, TensorFolder
 from offbeat_mesh import Mesh, join_world
 from offbeat_testing import reference_logprobs, reference_model, tiny_model
+from offbeat_training import BackgroundWrite, FileWriter, TensorFolder
 from offbeat_types import DeadlineError, ModelError, RunFolderError, TrainEngineConfig
 
 DEADLINE_S = 120
@@ -43,7 +40,7 @@ def make_engine(folder, mesh=None, **options):
 
 def make_files_small(monkeypatch):
     """So that every rank has some to write."""
-    monkeypatch.setattr("offbeat_engine_megatron._tensor_files.MIN_FILE_BYTES", 2**14)
+    monkeypatch.setattr("offbeat_training._tensor_files.MIN_FILE_BYTES", 2**14)
     monkeypatch.setattr("offbeat_engine_megatron._weights.BUCKET_BYTES", 2**14)
 
 
@@ -276,7 +273,7 @@ def test_weights_that_a_folder_held_do_not_come_back(folder, tmp_path, monkeypat
     make_files_small(monkeypatch)
     engine, place = make_engine(folder), tmp_path / "out"
     for number, max_bytes in enumerate((2**15, 2**16, 2**30)):
-        monkeypatch.setattr("offbeat_engine_megatron._tensor_files.MAX_FILE_BYTES", max_bytes)
+        monkeypatch.setattr("offbeat_training._tensor_files.MAX_FILE_BYTES", max_bytes)
         train_steps(engine, number, number + 1)
         place.mkdir(exist_ok=True)
         (place / "theirs.txt").touch()
@@ -292,36 +289,3 @@ def test_weights_that_a_folder_held_do_not_come_back(folder, tmp_path, monkeypat
     assert not list(place.glob("model*-of-*"))
     assert not (place / "model.safetensors.index.json").exists()
     engine.close()
-
-
-def test_of_two_models_in_a_folder_the_index_decides(tmp_path):
-    for number in (1, 2, 4):
-        save_file({"a": torch.full((2,), float(number))}, tmp_path / f"model-00001-of-{number:05}.safetensors")
-    with pytest.raises(ModelError, match=r"holds a twice, in model-00001-of-00001.* and in .*two models"):
-        TensorFolder(tmp_path)
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
-    with TensorFolder(tmp_path) as found:
-        assert found.read("a", ()).tolist() == [2.0, 2.0]
-    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00003.safetensors"}}))
-    with pytest.raises(ModelError, match=r"model-00001-of-00003\.safetensors is missing"):
-        TensorFolder(tmp_path)
-    index.write_text("{}")
-    with pytest.raises(ModelError, match="cannot be read"):
-        TensorFolder(tmp_path)
-
-
-def test_folders_are_put_back_and_replaced(tmp_path):
-    place = tmp_path / "step-1"
-    staged = stage(place)
-    (staged / "new").touch()
-    place.mkdir()
-    (place / "theirs").touch()
-    publish(staged, place, replaces=False)
-    assert {each.name for each in place.iterdir()} == {"new", "theirs"}
-    staged = stage(place)
-    publish(staged, place, replaces=True)
-    assert not list(place.iterdir())
-    place.rename(tmp_path / ".old-01234567-step-1")  # killed between two renames
-    recover(place)
-    assert [each.name for each in tmp_path.iterdir()] == ["step-1"]

@@ -1,38 +1,70 @@
-"""Writes and reads checkpoints: a Hugging Face folder, and beside it what training needs to go on.
+"""Weights out of the ranks, and checkpoints, in which each rank writes its own moments.
 
-config.json, model*.safetensors           the weights, adapters merged; plain transformers loads the folder
-tokenizer files                           copied from the model the run began with
-adapter/                                  with LoRA: the adapters in PEFT's format
-trainer/optimizer-00001-of-0000N.safetensors   rank 0's moments and random state, and so on for N ranks
-trainer/engine.json                       format, updates done and refused, and which box of each parameter lies where
-
-A rank that loads reads the boxes that meet its own, so the number of ranks may change. Format 1, of one process, held
-whole moments in trainer/optimizer.safetensors; it is still read.
+`offbeat_training.TrainerState` says how they lie.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offbeat_engine_torch._load import read_weights
-from offbeat_engine_torch._lora import ADAPTER_FOLDER, lora_layers, peft_name, save_adapter
-from offbeat_engine_torch._optimizer import MOMENTS, ClippedAdamW
-from offbeat_engine_torch._pieces import Box, Piece, num_elements, overlap, slices, whole_box
-from offbeat_engine_torch._policy import Policy
+from offbeat_engine_torch._model import CausalModel
+from offbeat_engine_torch._pieces import Piece
+from offbeat_engine_torch._policy import Policy, read_weights
 from offbeat_engine_torch._ranks import Ranks
-from offbeat_engine_torch._tensor_files import TensorReader, spec_of, write_model, write_tensors
-from offbeat_engine_torch._weights import ADAPTERS, iterate_weights, weight_specs
 from offbeat_mesh import Device
-from offbeat_types import ModelError, TrainEngineConfig, copy_tokenizer, drop_model_files, sync_tree
+from offbeat_training import (
+    ADAPTER_FOLDER,
+    MOMENTS,
+    TRAINER_FOLDER,
+    ClippedAdamW,
+    FileWriter,
+    TrainerState,
+    check_adapter_folder,
+    describe_part,
+    lora_layers,
+    num_elements,
+    open_adapters,
+    plan_files,
+    random_state,
+    save_adapter,
+    spec_of,
+    write_files,
+    write_model_index,
+    write_state,
+)
+from offbeat_types import TensorSpec, TrainEngineConfig, copy_tokenizer, drop_model_files, sync_tree
 
-FORMAT = 2
-STATE_FILE = "trainer/engine.json"
-FORMAT_1_FILE = "optimizer.safetensors"
-HOST_RNG, DEVICE_RNG = "rng.host", "rng.device"
+ADAPTERS = (".lora_A", ".lora_B")
+
+
+def iterate_weights(model: CausalModel, pieces: Sequence[Piece], ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) in the model's own order; a tied head once, adapters merged.
+
+    Every rank iterates to the end: each step gathers one tensor from all.
+    """
+    by_name = {piece.name: piece for piece in pieces}
+    scales = {f"{name}.weight": layer.scale for name, layer in lora_layers(model.whole).items()}
+    for name, piece in by_name.items():
+        if name.endswith(ADAPTERS):
+            continue
+        tensor = ranks.gather(piece)
+        if name in scales:
+            layer = name.removesuffix(".weight")
+            low_A, low_B = (ranks.gather(by_name[layer + side]) for side in ADAPTERS)
+            tensor = torch.addmm(tensor, low_B, low_A, alpha=scales[name])
+        yield name, tensor
+
+
+def weight_specs(pieces: Sequence[Piece]) -> list[TensorSpec]:
+    """Names, shapes and formats of what `iterate_weights` gives."""
+    return [
+        TensorSpec(piece.name, str(piece.local.dtype).removeprefix("torch."), piece.shape)
+        for piece in pieces
+        if not piece.name.endswith(ADAPTERS)
+    ]
 
 
 def export_weights(policy: Policy, ranks: Ranks, folder: Path, tokenizer: Path) -> None:
@@ -56,7 +88,9 @@ def export_weights(policy: Policy, ranks: Ranks, folder: Path, tokenizer: Path) 
         whole.save_pretrained(folder, state_dict={name: tensor.contiguous() for name, tensor in weights})
     else:
         _write_config(whole, folder)
-        write_model(folder, weight_specs(policy.pieces), weights)
+        files = plan_files("model", [[spec] for spec in weight_specs(policy.pieces)], num_ranks=1)
+        write_files(folder, files, weights)
+        write_model_index(folder, files)
     copy_tokenizer(tokenizer, folder)
     sync_tree(folder)
 
@@ -67,48 +101,43 @@ def save_state(
     optimizer: ClippedAdamW,
     device: Device,
     ranks: Ranks,
-    counts: dict[str, int],
+    steps_refused: int,
 ) -> None:
-    """Write what training needs beside the weights; `counts` are the engine's own counters."""
+    """Write what training needs beside the weights."""
     model, pieces = policy.model, policy.pieces
     if lora_layers(model.whole):
         adapters = {piece.name: ranks.gather(piece) for piece in pieces if piece.name.endswith(ADAPTERS)}
         if ranks.leader:
             base = str(model.whole.config.name_or_path)
             save_adapter(model.whole, adapters, folder / ADAPTER_FOLDER, base_model=base)
+    trainer = folder / TRAINER_FOLDER  # apart: some readers take every file of weights
     if ranks.leader:
-        (folder / STATE_FILE).parent.mkdir(exist_ok=True)  # apart: some readers take every file of weights
+        trainer.mkdir(exist_ok=True)
     ranks.barrier()
     name = f"optimizer-{ranks.place + 1:05}-of-{ranks.size:05}.safetensors"
-    parts = _write_moments(folder / STATE_FILE, name, pieces, optimizer, device)
+    parts = write_moments(trainer / name, pieces, optimizer, device)
     found: list[tuple[str, dict[str, Any]]] = ranks.exchange((name, parts))
     if ranks.leader:
-        state = {
-            "format": FORMAT,
-            "steps_taken": optimizer.steps_taken,
-            **counts,
-            "parts": dict(found),
-        }
-        (folder / STATE_FILE).write_text(json.dumps(state) + "\n")
+        write_state(folder, optimizer.steps_taken, steps_refused, dict(found))
         sync_tree(folder)
 
 
-def _write_moments(
-    beside: Path, name: str, pieces: Sequence[Piece], optimizer: ClippedAdamW, device: Device
-) -> dict[str, Any]:
+def write_moments(path: Path, pieces: Sequence[Piece], optimizer: ClippedAdamW, device: Device) -> dict[str, Any]:
     """Write this rank's own moments; return step count and box of each parameter that is in the file."""
-    tensors: dict[str, Tensor] = {HOST_RNG: torch.get_rng_state(), DEVICE_RNG: device.rng_state()}
+    tensors: dict[str, Tensor] = random_state(device)
     parts: dict[str, Any] = {}
     for piece in pieces:
         state = optimizer.state_of(piece.name)
         if state and piece.owned and num_elements(piece.box):
-            parts[piece.name] = {"step": float(state["step"]), "box": piece.box}
+            parts[piece.name] = describe_part(float(state["step"]), piece.box)
             tensors |= {f"{moment}.{piece.name}": state[moment] for moment in MOMENTS}
-    specs = [spec_of(key, tensor) for key, tensor in tensors.items()]
-    write_tensors(beside.with_name(name), specs, tensors.items())
+    with FileWriter(path, [spec_of(key, tensor) for key, tensor in tensors.items()]) as writer:
+        for key, tensor in tensors.items():
+            writer.add(key, tensor)
     return parts
 
 
+@torch.no_grad()
 def load_state(
     folder: Path,
     policy: Policy,
@@ -116,126 +145,41 @@ def load_state(
     device: Device,
     ranks: Ranks,
     config: TrainEngineConfig,
-) -> dict[str, int]:
+) -> int:
     """Read what `export_weights` and `save_state` wrote, on any number of ranks.
 
     Returns:
-        The counters.
+        How many steps had been refused.
 
     Raises:
         ModelError: a file is missing or cut short, or the checkpoint is of another model.
     """
-    state, pieces = _read_state(folder), policy.pieces
-    has_adapters = (folder / ADAPTER_FOLDER).is_dir()
-    if config.lora_rank and not has_adapters:
-        raise ModelError(f"{folder} holds no adapters, yet lora_rank is set; resume with lora_rank = 0")
-    if has_adapters and not config.lora_rank:
-        raise ModelError(f"{folder} was saved with LoRA; resume with the same lora_rank")
-    with _Moments(folder, state.pop("parts", None)) as moments:
-        if has_adapters:
-            _read_adapters(folder / ADAPTER_FOLDER, [piece for piece in pieces if piece.name.endswith(ADAPTERS)])
+    pieces = policy.pieces
+    adapters = {piece.name: piece for piece in pieces if piece.name.endswith(ADAPTERS)}
+    with TrainerState(folder) as state:
+        check_adapter_folder(folder, wanted=bool(adapters))
+        shapes = {piece.name: piece.shape for piece in pieces}
+        if adapters:
+            with open_adapters(folder / ADAPTER_FOLDER, {name: shapes[name] for name in adapters}) as found:
+                state.check(shapes)
+                for name, piece in adapters.items():
+                    piece.local.copy_(found.read(name, piece.box))
         else:
+            state.check(shapes)
             read_weights(folder, pieces, config, ranks)
-        moments.check({piece.name: piece.shape for piece in pieces})
-        optimizer.load_state({piece.name: moments.read(piece) for piece in pieces}, state.pop("steps_taken"))
-        _set_random_state(moments.random_state(ranks), device)
-    return state
+        optimizer.load_state({piece.name: _read_moments(state, piece) for piece in pieces}, state.steps_taken)
+        state.restore_random_state(device, ranks.place, ranks.size)
+    return state.steps_refused
 
 
-class _Moments:
-    """The optimizer's files of a checkpoint, of format 1 or 2. A context manager."""
-
-    def __init__(self, folder: Path, parts: Mapping[str, Mapping[str, Any]] | None) -> None:
-        self._folder = folder
-        trainer = folder / Path(STATE_FILE).parent
-        self._files = sorted(parts) if parts is not None else [FORMAT_1_FILE]
-        missing = [name for name in self._files if not (trainer / name).is_file()]
-        if missing:
-            raise ModelError(
-                f"{folder} is not a whole checkpoint of this engine: {missing[0]} is missing; take another"
-            )
-        self._readers = {name: TensorReader(trainer, name) for name in self._files}
-        self._prefix = "" if parts is not None else "adam."
-        self._parts: dict[str, list[tuple[str, float, Box]]] = {}
-        for file, found in parts.items() if parts is not None else [(FORMAT_1_FILE, self._format_1_parts())]:
-            for name, part in found.items():
-                box = tuple((int(start), int(stop)) for start, stop in part["box"])
-                self._parts.setdefault(name, []).append((file, part["step"], box))
-
-    def _format_1_parts(self) -> dict[str, Any]:
-        reader = self._readers[FORMAT_1_FILE]
-        steps = {name.removeprefix("adam.step."): name for name in reader.names if name.startswith("adam.step.")}
-        return {
-            name: {"step": float(reader.read(key, ())), "box": whole_box(reader.shape(f"adam.{MOMENTS[0]}.{name}"))}
-            for name, key in steps.items()
-        }
-
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ModelError unless the boxes are those of a model of these shapes."""
-        unknown = sorted(set(self._parts) - set(shapes))
-        if unknown:
-            raise ModelError(f"optimizer state is of another model: it knows {unknown[0]}, the model does not")
-        for name, parts in self._parts.items():
-            if sum(num_elements(box) for *_, box in parts) != num_elements(whole_box(shapes[name])):
-                raise ModelError(f"optimizer state of {name} has another shape than the parameter")
-
-    def read(self, piece: Piece) -> dict[str, Tensor]:
-        """Step count and moments of one piece; empty for a parameter that never had a gradient."""
-        parts = self._parts.get(piece.name)
-        if not parts:
-            return {}
-        state = {moment: torch.zeros_like(piece.local) for moment in MOMENTS}
-        for file, _, box in parts:
-            shared = overlap(box, piece.box)
-            if num_elements(shared):
-                within = tuple((part.start, part.stop) for part in slices(shared, box))
-                for moment, tensor in state.items():
-                    read = self._readers[file].read(f"{self._prefix}{moment}.{piece.name}", within)
-                    tensor[slices(shared, piece.box)] = read.to(tensor.device)
-        return {"step": torch.tensor(parts[0][1], device=piece.local.device), **state}
-
-    def random_state(self, ranks: Ranks) -> list[Tensor]:
-        """Of this rank, or of the leader when the number of ranks has changed."""
-        reader = self._readers[self._files[ranks.place if len(self._files) == ranks.size else 0]]
-        return [reader.read(name, whole_box(reader.shape(name))) for name in (HOST_RNG, DEVICE_RNG)]
-
-    def __enter__(self) -> "_Moments":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for reader in self._readers.values():
-            reader.__exit__(None, None, None)
-
-
-def _read_state(folder: Path) -> dict[str, Any]:
-    try:
-        state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder} is not a whole checkpoint of this engine: {error}; take an older one") from error
-    got = state.pop("format", None)
-    if got not in (1, FORMAT):
-        raise ModelError(
-            f"{folder}: checkpoint formats 1 to {FORMAT} are read, got {got}; use the version that wrote it"
-        )
-    return state
-
-
-@torch.no_grad()
-def _read_adapters(folder: Path, pieces: Sequence[Piece]) -> None:
-    """Read what `save_adapter` wrote."""
-    wanted = {peft_name(piece.name): piece for piece in pieces}
-    with TensorReader(folder) as reader:
-        wrong = sorted(reader.names ^ set(wanted)) or [n for n, p in wanted.items() if reader.shape(n) != p.shape]
-        if wrong:
-            raise ModelError(f"{folder}: adapters differ from the model's, first at {wrong[0]}; use the same lora_rank")
-        for name, piece in wanted.items():
-            piece.local.copy_(reader.read(name, piece.box))
-
-
-def _set_random_state(found: Sequence[Tensor], device: Device) -> None:
-    torch.set_rng_state(found[0])
-    if found[1].shape == device.rng_state().shape:  # another kind of device starts from its own seed
-        device.set_rng_state(found[1])
+def _read_moments(state: TrainerState, piece: Piece) -> dict[str, Tensor]:
+    """Step count and moments of one piece; empty for a parameter that never had a gradient."""
+    step = state.step(piece.name)
+    if step is None:
+        return {}
+    read = {moment: state.moments.read(f"{moment}.{piece.name}", piece.box) for moment in MOMENTS}
+    found = {moment: torch.empty_like(piece.local).copy_(values) for moment, values in read.items()}
+    return {"step": torch.tensor(step, device=piece.local.device), **found}
 
 
 def _write_config(whole: Any, folder: Path) -> None:

@@ -3,7 +3,6 @@
 Shapes: T tokens of a sequence or a pack, E hidden size, N loss tokens of a micro-batch, S sequences in it.
 """
 
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,45 +12,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat_engine_torch._checkpoint import export_weights, load_state, save_state
-from offbeat_engine_torch._layout import arrange, plan_layout
-from offbeat_engine_torch._load import make_policy
-from offbeat_engine_torch._loss_tokens import ask_loss_tokens
-from offbeat_engine_torch._optimizer import ClippedAdamW
-from offbeat_engine_torch._options import TorchEngineOptions
-from offbeat_engine_torch._packing import idle_pack
+from offbeat_engine_torch._checkpoint import export_weights, iterate_weights, load_state, save_state
+from offbeat_engine_torch._layout import TorchEngineOptions, arrange, plan_layout
 from offbeat_engine_torch._pieces import collect_gradients, memory_of, trained_parameters
-from offbeat_engine_torch._policy import Policy
+from offbeat_engine_torch._policy import Policy, make_policy
 from offbeat_engine_torch._ranks import Alone, Ranks, Team
 from offbeat_engine_torch._sharding import partial_gradients
-from offbeat_engine_torch._shares import (
-    MicroBatch,
+from offbeat_mesh import Device, MemoryOffloader, Mesh, open_device
+from offbeat_training import (
+    ClippedAdamW,
+    LossCalls,
+    Share,
+    Steps,
     count_tokens,
+    idle_micro_batch,
     members_in_order,
     plan_shares,
     rounds_with_images,
+    with_loss_tokens,
 )
-from offbeat_engine_torch._weights import iterate_weights
-from offbeat_mesh import Device, MemoryOffloader, Mesh, open_device
 from offbeat_types import (
     ConfigError,
     Floats,
     LossFunction,
-    Metric,
     Metrics,
     OffbeatError,
-    ShapeError,
     TrainEngineConfig,
     TrainLayout,
     TrainSequence,
-    call_loss,
     check_schedule,
     check_token_ids,
-    count_micro_batch,
     spread_values,
 )
-
-log = logging.getLogger(__name__)
 
 _FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -68,7 +60,6 @@ class TorchTrainEngine:
     Attributes:
         config: as given to `create`.
         temperature: the sampler's; log-probabilities and entropies are those of softmax(logits / temperature).
-        last_refusal: why the last refused step was refused; empty when none was.
     """
 
     def __init__(
@@ -76,14 +67,14 @@ class TorchTrainEngine:
     ) -> None:
         self.config = config
         self.temperature = options.temperature
-        self.last_refusal = ""
         self._options, self._device, self._policy, self._ranks = options, device, policy, ranks
         self._optimizer = ClippedAdamW(trained_parameters(policy.pieces), config)
         self._partial = partial_gradients(policy.model)
+        names, first_not_finite = [piece.name for piece in policy.pieces], self._optimizer.first_not_finite
+        self._steps = Steps(self._optimizer, ranks.exchange, names, first_not_finite)
         self._offloader = MemoryOffloader(device)
         self._mesh: Mesh | None = None
         self._reference: Policy | None = None
-        self._steps_refused = 0
         self._bad_loss = False
 
     @classmethod
@@ -146,35 +137,19 @@ class TorchTrainEngine:
             The loss function's metrics merged, and `loss` (their sum), `num_microbatches`, `packed_tokens` (computed),
             `sequence_tokens` (what they stand for).
         """
-        with_loss = [sequence for sequence in sequences if sequence.loss_mask.any()]
-        if len({frozenset(sequence.extras) for sequence in with_loss}) > 1:
-            raise ShapeError("all sequences of an update need the same extras; give each the arrays the loss reads")
-        totals = sum(int(sequence.loss_mask.sum()) for sequence in with_loss), len(with_loss)
-        results: list[Metrics] = []
-        failure: Exception | None = None
+        with_loss = with_loss_tokens(sequences)
+        losses = LossCalls(with_loss, loss)
         shares = self._plan("forward_backward", with_loss, self._policy)
-        for batch, tower in zip(shares[self._ranks.share], rounds_with_images(with_loss, shares), strict=True):
-            pack = self._policy.lay_out(with_loss, batch) if batch and failure is None else None
-            if pack is None:
-                self._keep_company(self._policy.ask(idle_pack(), through_tower=tower)[0])
-                continue
-            tokens = ask_loss_tokens(self._policy, with_loss, pack, totals, through_tower=tower)
-            try:
-                value, metrics = call_loss(loss, tokens)
-            except Exception as error:  # the other ranks wait in this pass: finish it, then tell them
-                if self._ranks.size == 1:
-                    raise
-                failure = error
-                self._keep_company(tokens.logprobs_N)
-            else:
-                self._backward(value, tokens.logprobs_N)
-                members = [with_loss[member] for member in pack.members]
-                counts = count_micro_batch(members, len(pack.ids_T), float(value.detach()))
-                members = [with_loss[member] for member in pack.members]
-                counts = count_micro_batch(members, len(pack.ids_T), float(value.detach()))
-                results.append({**metrics, **counts})
+        for families, tower in zip(shares[self._ranks.share], rounds_with_images(with_loss, shares), strict=True):
+            if families and losses.failure is None:
+                batch = self._policy.lay_out(with_loss, families)
+                logprobs, entropy = self._policy.ask(batch, through_tower=tower)
+                self._backward(losses.of(batch, logprobs, entropy), logprobs)
+            elif self._ranks.size > 1:  # the other ranks wait in this pass: finish it, then tell them
+                self._dummy_backward(self._policy.ask(idle_micro_batch(), through_tower=tower)[0])
+        self._bad_loss |= losses.not_finite
         try:
-            return self._ranks.merge(results, failure)
+            return self._ranks.merge(losses.results, losses.failure)
         except Exception:
             self._clear_gradients()  # of the ranks that did not fail
             raise
@@ -189,19 +164,10 @@ class TorchTrainEngine:
             `grad_norm` (before clipping; weight 0 when refused), `learning_rate`, `steps_refused` (0 or 1).
         """
         self._offloader.require("step", MemoryOffloader.WEIGHTS, MemoryOffloader.OPTIMIZER)
-        optimizer, rate = self._optimizer, self._optimizer.learning_rate
         norm = self._grad_norm()
-        refused = not math.isfinite(norm)
-        if refused:
-            self._refuse()
-        else:
-            optimizer.step(norm)
+        metrics = self._steps.take(norm, bad_loss=self._bad_loss)
         self._clear_gradients()
-        return {
-            "grad_norm": Metric(value=0.0 if refused else norm, weight=0.0 if refused else 1.0),
-            "learning_rate": Metric(value=rate, how="last"),
-            "steps_refused": Metric(value=float(refused), how="sum"),
-        }
+        return metrics
 
     @torch.no_grad()
     def logprobs(self, sequences: Sequence[TrainSequence], *, reference: bool = False) -> list[Floats]:
@@ -220,7 +186,7 @@ class TorchTrainEngine:
         values = [np.zeros(0, np.float32)]
         with scope:
             for batch, tower in zip(shares[self._ranks.share], rounds_with_images(sequences, shares), strict=True):
-                pack = policy.lay_out(sequences, batch) if batch else idle_pack()
+                pack = policy.lay_out(sequences, batch) if batch else idle_micro_batch()
                 answer = policy.ask(pack, through_tower=tower)[0]
                 if batch:
                     values.append(answer.float().cpu().numpy())
@@ -250,11 +216,10 @@ class TorchTrainEngine:
         On a mesh the leader writes the weights and each rank its own moments, into one folder that all of them see;
         everything is on disk when it returns on any rank.
         """
-        counts = {"steps_refused": self._steps_refused}
         with self._ranks.together("save"):
             self._offloader.require("save", MemoryOffloader.WEIGHTS, MemoryOffloader.OPTIMIZER)
             self._export(folder)
-            save_state(folder, self._policy, self._optimizer, self._device, self._ranks, counts)
+            save_state(folder, self._policy, self._optimizer, self._device, self._ranks, self.steps_refused)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, on however many ranks; the next step is the one an undisturbed run would take.
@@ -265,8 +230,8 @@ class TorchTrainEngine:
         """
         with self._ranks.together("load"):
             self._offloader.require("load", MemoryOffloader.WEIGHTS, MemoryOffloader.OPTIMIZER)
-            counts = load_state(folder, self._policy, self._optimizer, self._device, self._ranks, self.config)
-        self._steps_refused = counts["steps_refused"]
+            refused = load_state(folder, self._policy, self._optimizer, self._device, self._ranks, self.config)
+        self._steps.refused = refused
         self._clear_gradients()
 
     def sleep(self, level: int) -> None:
@@ -296,7 +261,7 @@ class TorchTrainEngine:
 
     def close(self) -> None:
         """Free weights, gradients and moments. The engine cannot be used afterwards."""
-        for name in ("_policy", "_optimizer", "_reference", "_offloader"):
+        for name in ("_policy", "_optimizer", "_steps", "_reference", "_offloader"):
             self.__dict__.pop(name, None)
 
     @property
@@ -322,18 +287,23 @@ class TorchTrainEngine:
     @property
     def steps_refused(self) -> int:
         """Updates refused since the run began."""
-        return self._steps_refused
+        return self._steps.refused
+
+    @property
+    def last_refusal(self) -> str:
+        """Why the last refused step was refused; empty when none was."""
+        return self._steps.last_refusal
 
     def _by_owner(self, weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Those that are this engine's alone, and those that FSDP holds too: all of the one kind or of the other."""
         return (weights, []) if self._mesh is None else ([], weights)
 
-    def _plan(self, what: str, sequences: Sequence[TrainSequence], policy: Policy) -> list[list[MicroBatch]]:
+    def _plan(self, what: str, sequences: Sequence[TrainSequence], policy: Policy) -> list[Share]:
         """Micro-batches of every share, after making sure that all ranks were asked for the same."""
         self._offloader.require(what, MemoryOffloader.WEIGHTS, MemoryOffloader.OPTIMIZER)
         self._ranks.check_same(what, sequences)
         check_token_ids(sequences, policy.vocabulary_size)  # of what all have: all raise, or none
-        policy.sight.check(sequences)
+        policy.images.check(sequences)
         return plan_shares(
             sequences,
             budget=self.config.max_tokens_per_microbatch,
@@ -341,16 +311,15 @@ class TorchTrainEngine:
             num_shares=self._ranks.num_shares,
         )
 
-    def _backward(self, value: Tensor, logprobs: Tensor) -> None:
-        if not torch.isfinite(value.detach()):
-            self._bad_loss = True  # the step will be refused: its gradients need not be computed
-        elif value.requires_grad:
+    def _backward(self, value: Tensor | None, logprobs: Tensor) -> None:
+        """Without a loss the step will be refused, or has nothing to learn from this micro-batch."""
+        if value is not None and value.requires_grad:
             value.backward()  # type: ignore[no-untyped-call]
-            return
-        self._keep_company(logprobs)
+        else:
+            self._dummy_backward(logprobs)
 
-    def _keep_company(self, logprobs: Tensor) -> None:
-        """Run a backward pass without gradient, because the other ranks run one and meet this rank in every layer."""
+    def _dummy_backward(self, logprobs: Tensor) -> None:
+        """Run a backward pass of zeros, because the other ranks run one and meet this rank in every layer."""
         if self._ranks.size > 1:
             logprobs.backward(torch.zeros_like(logprobs))  # type: ignore[no-untyped-call]
 
@@ -363,14 +332,6 @@ class TorchTrainEngine:
         found = self._ranks.exchange([self._bad_loss, 0.0 if self._bad_loss else self._optimizer.grad_norm(owned)])
         self._bad_loss = any(bad for bad, _ in found)
         return math.nan if self._bad_loss else math.hypot(*(norm for _, norm in found))
-
-    def _refuse(self) -> None:
-        self._steps_refused += 1
-        found = set(self._ranks.exchange(self._optimizer.first_not_finite()))
-        name = next((piece.name for piece in self._policy.pieces if piece.name in found), "")
-        where = f"the gradient of {name} is" if name else "the loss is" if self._bad_loss else "the gradient norm is"
-        self.last_refusal = f"update {self.steps_taken}: {where} not finite; the weights were left as they were"
-        log.warning("step refused (%d so far): %s", self._steps_refused, self.last_refusal)
 
     def _clear_gradients(self) -> None:
         self._optimizer.clear()

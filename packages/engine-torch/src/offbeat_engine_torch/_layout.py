@@ -1,10 +1,38 @@
-"""How the ranks share a model, checked before any of them starts."""
+"""Options of this backend, and how the ranks share a model: checked before any of them starts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
 
 from offbeat_engine_torch._model import read_config
-from offbeat_engine_torch._options import TorchEngineOptions
 from offbeat_engine_torch._sharding import check_tensor_parallel
 from offbeat_mesh import Mesh, open_device
-from offbeat_types import ConfigError, TrainEngineConfig, TrainLayout, check_schedule
+from offbeat_types import ConfigError, TrainEngineConfig, TrainLayout, check_schedule, read_options, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchEngineOptions:
+    """Options of the torch engine."""
+
+    temperature: float = setting(1.0, "Log-probabilities are those of softmax(logits / temperature).", gt=0)
+    share_prompts: bool = setting(True, "Compute a prompt once for all sequences that begin with it.")
+    entropy_gradient: bool = setting(False, "Let the loss's gradient flow through the entropy.")
+    tensor_parallel: int = setting(1, "Ranks that share every layer; the ranks left over are data parallel.", ge=1)
+    train_vision: bool = setting(True, "Train the vision tower, if there is one; false leaves it as it is.")
+    head_dtype: str = setting(
+        "float32",
+        "Number format of the products of the vocabulary head; bfloat16 is coarser by 0.01 to 0.1 nats.",
+        choices=("float32", "bfloat16"),
+    )
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> Self:
+        """Check names, types and bounds.
+
+        Raises:
+            ConfigError: whatever is wrong.
+        """
+        return read_options("the torch engine", cls, options)
 
 
 def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:

@@ -11,15 +11,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 from transformers.utils import logging as hf_logging
 
-from offbeat_engine_torch._attention import ATTENTION_NAME, register_attention
-from offbeat_engine_torch._experts import EXPERTS_NAME, register_experts
-from offbeat_engine_torch._logprobs import VocabularyPart, token_logprobs
-from offbeat_engine_torch._rows import AttentionPlan
-from offbeat_engine_torch._tensor_parallel import here
-from offbeat_engine_torch._vision import ImagePatches
+from offbeat_engine_torch._attention import ATTENTION_NAME, AttentionPlan, register_attention
+from offbeat_training import VocabularyPart, token_logprobs
 from offbeat_types import ModelError
 
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -28,7 +26,7 @@ _ATTENTION = {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class HeadQuery:
     """Which loss tokens of a pack the vocabulary head is asked for, and how it computes them.
 
     Args:
@@ -44,6 +42,21 @@ class Asked:
     temperature: float = 1.0
     coarse: bool = False
     entropy_gradient: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagePatches:
+    """What the vision tower is given of one micro-batch.
+
+    Args:
+        pixels_PC: of all images, as the model's image processor cuts them.
+        grid_I3: patches of each image in time, height and width.
+        place_M: packed index of each placeholder token; none where the patches stand for no image.
+    """
+
+    pixels_PC: Tensor
+    grid_I3: Tensor
+    place_M: Tensor
 
 
 class CausalModel(nn.Module):
@@ -105,7 +118,7 @@ class CausalModel(nn.Module):
         positions_T: Tensor | None = None,
         plan: AttentionPlan | None = None,
         kernel: str = "rows",
-        asked: Asked | None = None,
+        query: HeadQuery | None = None,
         autocast: torch.dtype | None = None,
         patches: ImagePatches | None = None,
     ) -> Any:
@@ -119,7 +132,7 @@ class CausalModel(nn.Module):
                 model's own logits.
             plan: who attends to whom.
             kernel: of the packed attention.
-            asked: what the head computes.
+            query: what the head computes.
             autocast: format of the backbone's matrix products; None for that of the weights.
             patches: of the pack's images; None where no rank has one in this micro-batch.
         """
@@ -135,17 +148,17 @@ class CausalModel(nn.Module):
             else:
                 out = self.decoder(**self._embed(ids_T, patches), **rest)
         hidden_TE: Tensor = out.last_hidden_state[0]
-        if asked is None:
+        if query is None:
             return hidden_TE
         weight_VE, bias_V = here(self.head.weight), here(self.head.bias)
         return token_logprobs(
-            hidden_TE.index_select(0, asked.predictor_N),
+            hidden_TE.index_select(0, query.predictor_N),
             weight_VE,
             bias_V,
-            asked.target_N,
-            scale=self.logit_scale / asked.temperature,
-            matmul_dtype=torch.bfloat16 if asked.coarse else weight_VE.dtype,
-            entropy_gradient=asked.entropy_gradient,
+            query.target_N,
+            scale=self.logit_scale / query.temperature,
+            matmul_dtype=torch.bfloat16 if query.coarse else weight_VE.dtype,
+            entropy_gradient=query.entropy_gradient,
             part=self.part,
         )
 
@@ -166,6 +179,11 @@ class CausalModel(nn.Module):
             given["visual_pos_masks"] = mask_T[None]
             given["deepstack_visual_embeds"] = [torch.cat(list(layer))[: len(place_M)] for layer in deeper]
         return given
+
+
+def here(parameter: Any) -> Any:
+    """The part of a parameter that this rank computes with; None for None."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def plain_name(name: str) -> str:
@@ -333,3 +351,46 @@ def _logit_scale(config: Any) -> float:
     """Factor on the logits: `logit_scale` of Cohere, 1 / `logits_scaling` of Granite, `logits_scaling` of some."""
     scaling, factor = getattr(config, "logits_scaling", None) or 1.0, getattr(config, "logit_scale", None) or 1.0
     return float(factor * scaling if config.model_type in _SCALING_IS_A_FACTOR else factor / scaling)
+
+
+EXPERTS_NAME = "offbeat_grouped"
+
+
+def register_experts() -> None:
+    """Make the products of fused experts, in the format of autocast, known to transformers; twice changes nothing.
+
+    Expected: under autocast to bfloat16 experts compute in bfloat16, as every other linear layer. Happens: torch's
+    grouped product is not among the operations that autocast knows, and computes in the float32 of the weights.
+    Upstream: https://github.com/pytorch/pytorch/issues/174763. Can go when autocast covers
+    `torch.nn.functional.grouped_mm`.
+    """
+    ExpertsInterface.register(EXPERTS_NAME, grouped_experts)
+
+
+def grouped_experts(experts: Any, hidden_TE: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    """The sum of each token's experts: transformers' experts interface.
+
+    Args:
+        experts: a layer that holds the weights of all its experts in one tensor per projection.
+        hidden_TE: T tokens.
+        expert_TK: int64, the K experts of each.
+        weight_TK: what each counts.
+
+    Returns:
+        [T, E] in the format of `hidden_TE`.
+    """
+    kind = hidden_TE.device.type
+    asked: Any = _Cast(experts, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else experts
+    summed: Tensor = grouped_mm_experts_forward(asked, hidden_TE, expert_TK, weight_TK)
+    return summed
+
+
+class _Cast:
+    """A layer seen through another number format; gradients arrive at the weights themselves."""
+
+    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
+        self._layer, self._dtype = layer, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._layer, name)
+        return found.to(self._dtype) if isinstance(found, Tensor) else found

@@ -5,7 +5,6 @@ A box is what sharded training, loading and resharding have in common: a rank re
 box into a checkpoint, and finds in the boxes of other ranks what it needs when the number of ranks has changed.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,9 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from offbeat_engine_torch._model import CausalModel, plain_name
-
-Box = tuple[tuple[int, int], ...]
-"""(start, stop) along each dimension of a tensor."""
+from offbeat_training import Box, num_elements, whole_box
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,29 +44,6 @@ class Piece:
         """The gradient of `local`, taken away from the model."""
         grad, self.parameter.grad = self.parameter.grad, None
         return grad.to_local() if isinstance(grad, DTensor) else grad
-
-
-def whole_box(shape: tuple[int, ...]) -> Box:
-    """All of a tensor."""
-    return tuple((0, size) for size in shape)
-
-
-def num_elements(box: Box) -> int:
-    """Elements in a box."""
-    return math.prod(stop - start for start, stop in box)
-
-
-def overlap(one: Box, other: Box) -> Box:
-    """What two boxes of one tensor share; empty along some dimension when that is nothing."""
-    pairs = zip(one, other, strict=True)
-    cut = [(max(first[0], second[0]), min(first[1], second[1])) for first, second in pairs]
-    return tuple((start, max(start, stop)) for start, stop in cut)
-
-
-def slices(box: Box, within: Box | None = None) -> tuple[slice, ...]:
-    """Index `box` in the whole tensor, or in a tensor that holds `within`."""
-    offsets = [start for start, _ in within] if within is not None else [0] * len(box)
-    return tuple(slice(start - offset, stop - offset) for (start, stop), offset in zip(box, offsets, strict=True))
 
 
 def row_chunk(num_rows: int, num_parts: int, part: int) -> tuple[int, int]:

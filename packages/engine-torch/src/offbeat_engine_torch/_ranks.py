@@ -5,22 +5,21 @@ All ranks call the same methods with the same arguments in the same order; each 
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat_engine_torch._pieces import Box, Piece, cut_box, num_elements, slices
+from offbeat_engine_torch._pieces import Piece, cut_box
 from offbeat_mesh import Group, Mesh
+from offbeat_training import Box, TrainerRanks, num_elements, slices
 from offbeat_types import (
     ConfigError,
     Floats,
     Metrics,
     TrainSequence,
-    digest_sequences,
     merge_metrics,
-    merge_over_ranks,
 )
 
 Value = TypeVar("Value")
@@ -29,62 +28,8 @@ GATHER_BYTES = 8 * 2**20
 """What one call gathers of a parameter from all ranks: a small multiple of it is used beyond the tensor itself."""
 
 
-class Ranks(Protocol):
-    """How many share the work, and what they do together.
-
-    Attributes:
-        share: this rank's part of every update, in [0, num_shares).
-        num_shares: parts that an update is cut into.
-        leader: this rank writes what is written once.
-        place: this rank among all of them, in [0, size).
-        size: how many ranks there are.
-    """
-
-    share: int
-    num_shares: int
-    leader: bool
-    place: int
-    size: int
-
-    def together(self, what: str) -> AbstractContextManager[Any]:
-        """Work that all do: an error of one is raised on all, and its end waits for all."""
-        ...
-
-    def check_same(self, what: str, sequences: Sequence[TrainSequence]) -> None:
-        """Raise on all ranks when one was called with other arguments."""
-        ...
-
-    def exchange(self, value: Value) -> list[Value]:
-        """Plain data of every rank, in the order of ranks."""
-        ...
-
-    def merge(self, results: Sequence[Metrics], failure: Exception | None) -> Metrics:
-        """Metrics of all micro-batches over all shares; raises everywhere when one rank failed."""
-        ...
-
-    def gather(self, piece: Piece) -> Tensor:
-        """The whole of a parameter."""
-        ...
-
-    def share_out(self, whole: Tensor | None, piece: Piece) -> None:
-        """Fill a parameter's piece on every rank out of the whole of it, which the leader alone has."""
-        ...
-
-    def gather_shares(self, values: Floats, counts: Sequence[int]) -> list[Floats]:
-        """Values of every share; `counts` says how many each has."""
-        ...
-
-    def add_partial(self, gradients: Sequence[Tensor]) -> None:
-        """Add up, in place, gradients that each tp rank has for its own heads only."""
-        ...
-
-    def barrier(self) -> None:
-        """Wait for all."""
-        ...
-
-
 class Alone:
-    """One process: nothing to exchange."""
+    """The trainer of one process: it holds all, and has nothing to exchange. See `Team`."""
 
     share, num_shares, place, size, leader = 0, 1, 0, 1, True
 
@@ -125,7 +70,7 @@ class Alone:
         """No one to wait for."""
 
 
-class Team:
+class Team(TrainerRanks):
     """Several ranks on a mesh of the axes dp and tp.
 
     Args:
@@ -140,35 +85,12 @@ class Team:
         others = {axis: mesh.axes[axis] for axis in ("cp", "pp", "ep") if mesh.axes[axis] > 1}
         if others:
             raise ConfigError(f"the torch engine cuts its work along dp and tp: got {others}; set them to 1")
-        self._all: Group = mesh.group("dp", "tp")
-        self._dp: Group = mesh.group("dp")
         self._tp: Group = mesh.group("tp")
+        super().__init__(mesh.group("dp", "tp"), mesh.group("dp"), speaks=self._tp.rank == 0)
         self._device, self._layout = device, mesh.layout
-        self.share, self.num_shares = self._dp.rank, self._dp.size
-        self.place, self.size = self._all.rank, self._all.size
-        self.leader = self.place == 0
-
-    def together(self, what: str) -> AbstractContextManager[Any]:
-        """An error of one is raised on all; the end waits for all."""
-        return self._all.together(what)
-
-    def check_same(self, what: str, sequences: Sequence[TrainSequence]) -> None:
-        """Compare a digest of the arguments."""
-        self._all.check_equal(
-            f"{what} of {len(sequences)} sequences {digest_sequences(sequences)}", what=f"arguments of {what}"
-        )
-
-    def exchange(self, value: Value) -> list[Value]:
-        """Gather plain data."""
-        values: list[Value] = self._all.all_gather_data(value)
-        return values
-
-    def merge(self, results: Sequence[Metrics], failure: Exception | None) -> Metrics:
-        """Gather from all, and merge one rank of every share, in the order of shares."""
-        return merge_over_ranks(results, failure, share=self.share, speaks=self._tp.rank == 0, exchange=self.exchange)
 
     def gather(self, piece: Piece) -> Tensor:
-        """Gather a few rows of every part at a time, so that the transport's own buffers stay small."""
+        """The whole of a parameter, a few rows of every part at a time: the transport's own buffers stay small."""
         group = self._dp if piece.tp_dim is None else self._all
         if group.size == 1 or piece.shared:
             return piece.local
@@ -188,7 +110,7 @@ class Team:
         return whole
 
     def share_out(self, whole: Tensor | None, piece: Piece) -> None:
-        """One tensor at a time is broadcast, and each rank takes its box."""
+        """Fill a parameter's piece on every rank out of the whole of it, which the leader alone has."""
         sent = piece.local.new_empty(piece.shape)
         if whole is not None:
             sent.copy_(whole)
@@ -201,14 +123,14 @@ class Team:
         return cut_box(piece.shape, piece.tp_dim, dp=dp, tp=tp)
 
     def gather_shares(self, values: Floats, counts: Sequence[int]) -> list[Floats]:
-        """Gather over dp, padded to the longest share."""
+        """Values of every share, of which each has as many as `counts` says."""
         padded = np.zeros(max(counts), np.float32)
         padded[: len(values)] = values
         found = self._dp.all_gather(torch.from_numpy(padded).to(self._device)).cpu().numpy()
         return [row[:count] for row, count in zip(found, counts, strict=True)]
 
     def add_partial(self, gradients: Sequence[Tensor]) -> None:
-        """Add over tp in one call."""
+        """Add up, in place, gradients that each tp rank has for its own heads only; in one call."""
         if self._tp.size > 1 and gradients:
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             self._tp.all_reduce(flat)
@@ -219,3 +141,6 @@ class Team:
     def barrier(self) -> None:
         """Wait for all."""
         self._all.barrier()
+
+
+Ranks = Alone | Team

@@ -1,0 +1,271 @@
+"""What megatron-core's layers compute otherwise here: packed attention, norms, the padding id, and the vision tower.
+
+Attention: every context parallel rank gathers keys and values, and attends with the queries it holds; the gradient of
+what was gathered is added up over the ranks that used it. megatron-core's local layer computes neither packs nor cp.
+Source: Megatron-LM, megatron/core/transformer/dot_product_attention.py (the interface) and context parallelism by
+all-gather, Llama 3 (arXiv:2407.21783), section 3.3.2.
+
+Images: every rank of tp runs the whole tower (transformers' own module) on the images of its pack, and goes on with
+the tokens that it holds. The backward pass brings the gradient of all tokens back to each of them, so that none is a
+part of the whole, and none is added up over tp. Ranks of dp and cp see other images or other tokens: their gradients
+are added up with all others.
+
+Shapes: L tokens of this rank, T of all, H query heads and K key heads of this rank, D head size, E hidden size, m
+placeholder tokens of this rank; K layers of DeepStack.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Final
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from offbeat_engine_megatron._shape import rotary_axes
+from offbeat_mesh import Group
+from offbeat_training import ImageProcessor
+from offbeat_types import ShapeError
+
+
+class PackedParams(PackedSeqParams):  # type: ignore[misc]
+    """megatron-core's parameters of a pack, with what the local attention reads beside them.
+
+    Args:
+        lengths: of the whole sequences, each a multiple of twice the context parallel ranks.
+        gathered_T: for each packed token its place in the ranks' tokens laid end to end; None for one rank.
+        device: where the boundaries lie.
+    """
+
+    def __init__(self, lengths: tuple[int, ...], gathered_T: Tensor | None, device: torch.device) -> None:
+        bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        super().__init__(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+        )
+        self.lengths, self.gathered_T = lengths, gathered_T
+
+
+class PackedAttention(MegatronModule):  # type: ignore[misc]
+    """Causal attention within each sequence of a pack. Takes the arguments that megatron-core gives its own."""
+
+    def __init__(self, config: Any, layer_number: int, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
+        super().__init__(config=config)
+        self.cp_group = pg_collection.cp
+        self.scale = config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query_LHD: Tensor,
+        key_LKD: Tensor,
+        value_LKD: Tensor,
+        attention_mask: Any,
+        attn_mask_type: Any = None,
+        attention_bias: Any = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """[L, H · D]: what each query of this rank found.
+
+        Raises:
+            ShapeError: the tokens of this rank are not its share of the pack.
+        """
+        cp, lengths = self.cp_group.size(), packed_seq_params.lengths
+        if len(query_LHD) * cp != sum(lengths) or (cp > 1 and any(length % (2 * cp) for length in lengths)):
+            raise ShapeError(
+                f"each sequence of a pack needs a multiple of {2 * cp} tokens, of which this rank holds 1 in {cp}: "
+                f"got lengths {lengths} and {len(query_LHD)} tokens"
+            )
+        if cp > 1:
+            key_LKD = self._gather(key_LKD, packed_seq_params.gathered_T)
+            value_LKD = self._gather(value_LKD, packed_seq_params.gathered_T)
+        heads = query_LHD.shape[1] // key_LKD.shape[1]
+        key, value = (torch.split(each.repeat_interleave(heads, 1), list(lengths)) for each in (key_LKD, value_LKD))
+        query = torch.split(query_LHD, [length // cp for length in lengths])
+        parts = [self._attend(*each) for each in zip(query, key, value, strict=True)]
+        return torch.cat(parts).flatten(1)
+
+    def _gather(self, x_LKD: Tensor, gathered_T: Tensor) -> Tensor:
+        """All ranks' tokens, in the order of the pack."""
+        everywhere: Tensor = gather_from_sequence_parallel_region(x_LKD, group=self.cp_group)  # backward adds up
+        return everywhere.index_select(0, gathered_T)
+
+    def _attend(self, query_lHD: Tensor, key_tHD: Tensor, value_tHD: Tensor) -> Tensor:
+        """One sequence: [l, H, D]."""
+        query, key, value = (each.transpose(0, 1)[None] for each in (query_lHD, key_tHD, value_tHD))
+        whole = len(query_lHD) == len(key_tHD)
+        mask = None if whole else self._mask(len(query_lHD), len(key_tHD), query_lHD.device)
+        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=whole, scale=self.scale)
+        return out[0].transpose(0, 1)
+
+    def _mask(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        """[l, t] bool: which keys the queries of this rank's two chunks may see."""
+        cp, rank, chunk = self.cp_group.size(), self.cp_group.rank(), num_queries // 2
+        within = torch.arange(chunk, device=device)
+        position = torch.cat([rank * chunk + within, (2 * cp - 1 - rank) * chunk + within])
+        return position[:, None] >= torch.arange(num_keys, device=device)[None]
+
+
+class SequenceNorm(torch.nn.RMSNorm):
+    """RMS norm that tells megatron-core to add up its gradient over ranks that each saw some of the tokens."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(hidden_size, eps=eps, device=torch.cuda.current_device(), dtype=config.params_dtype)
+        marks: Any = self.weight
+        marks.sequence_parallel = config.sequence_parallel
+
+
+def leave_out_padding(embedding: nn.Module, padding_id: int, tp: Group, *, cuts_tokens: bool) -> None:
+    """Let no gradient flow into the row of `padding_id` from tokens that have it; a tied head still trains it.
+
+    Source: transformers' models make their table with `padding_idx` (torch.nn.Embedding).
+
+    Args:
+        embedding: megatron-core's, called with input_ids [1, L]; it answers [L, 1, E], or with `cuts_tokens` this
+            rank's part of the L.
+        padding_id: in the vocabulary.
+        tp: the ranks that share the table.
+        cuts_tokens: sequence parallel.
+    """
+
+    def detach(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        ids_L: Tensor = kwargs["input_ids"][0]
+        own_L = ids_L.chunk(tp.size)[tp.rank] if cuts_tokens else ids_L
+        return torch.where((own_L == padding_id)[:, None, None], output.detach(), output)
+
+    embedding.register_forward_hook(detach, with_kwargs=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """What the tower is given for one pack, on this rank's device.
+
+    Args:
+        pixels_PC: patches of all images, as the model's image processor cuts them.
+        grid_I3: patches of each image in time, height and width.
+        seen_m: which of what the tower sees lies on this rank; empty where the patches stand for no image.
+        place_m: index among this rank's tokens of each.
+    """
+
+    pixels_PC: Tensor
+    grid_I3: Tensor
+    seen_m: Tensor
+    place_m: Tensor
+
+
+def make_tower(hf_config: Any, dtype: torch.dtype, device: torch.device, *, trained: bool, recompute: bool) -> Any:
+    """A tower without weights yet, the whole of it on every rank.
+
+    Args:
+        hf_config: of the model.
+        dtype: of the weights.
+        device: of this rank.
+        trained: whether it learns.
+        recompute: keep each block's input alone for the backward pass.
+    """
+    from transformers import AutoModel
+
+    with torch.device(device):
+        tower = AutoModel.from_config(hf_config.vision_config, dtype=dtype, attn_implementation="sdpa")
+    if recompute:
+        tower.gradient_checkpointing_enable({"use_reentrant": False})
+    tower.requires_grad_(requires_grad=trained)
+    for parameter in tower.parameters():
+        # Ranks of tp compute the same gradient, up to the order in which a device adds up: their mean keeps them alike.
+        parameter.average_gradients_across_tp_domain = True
+    return tower
+
+
+def add_tower(
+    parts: Sequence[Any], hf_config: Any, device: torch.device, tp: Group, *, deepstack: int, trained: bool
+) -> None:
+    """Put the tower into the first part of the model, and the axes of positions into all.
+
+    Args:
+        parts: of the model on this rank.
+        hf_config: of the model.
+        device: of this rank.
+        tp: the ranks that share the layers.
+        deepstack: layers behind which something of the tower is added.
+        trained: whether the tower learns.
+    """
+    axes_F = rotary_axes(hf_config, device)
+    for part in parts:
+        part.axes_F = axes_F
+        if not part.pre_process:
+            continue
+        config = part.config
+        recompute = config.recompute_granularity is not None
+        part.visual = make_tower(hf_config, config.params_dtype, device, trained=trained, recompute=recompute)
+        part.look = partial(look, part.visual, tp=tp, cuts_tokens=config.sequence_parallel)
+        for number, layer in enumerate(part.decoder.layers[:deepstack]):
+            layer.register_forward_hook(partial(_add_deeper, number), with_kwargs=True)
+
+
+def look(tower: Any, view: View, embeds_L1E: Tensor, *, tp: Group, cuts_tokens: bool) -> tuple[Tensor, Tensor | None]:
+    """Embeddings with what the tower sees in the places of images; and [L, K, E] for the first layers, if there are K.
+
+    Of patches that stand nowhere nothing is taken, but they are part of the graph: the backward pass goes through the
+    tower, with gradients of zero.
+
+    Args:
+        tower: of transformers.
+        view: of the pack.
+        embeds_L1E: of this rank's tokens; with `cuts_tokens` those that it holds of L.
+        tp: the ranks that share the pack.
+        cuts_tokens: sequence parallel.
+    """
+    seen = tower(view.pixels_PC.to(tower.dtype), grid_thw=view.grid_I3)
+    layers = torch.stack([seen.pooler_output, *(getattr(seen, "deepstack_features", None) or ())], 1)
+    num_tokens = len(embeds_L1E) * (tp.size if cuts_tokens else 1)
+    empty = layers.new_zeros(num_tokens, *layers.shape[1:])
+    found = empty.index_copy(0, view.place_m, layers.index_select(0, view.seen_m)).to(embeds_L1E.dtype)
+    marked = torch.zeros(num_tokens, dtype=torch.bool, device=found.device).index_fill(0, view.place_m, value=True)
+    if cuts_tokens:
+        found = scatter_to_sequence_parallel_region(found, group=tp.process_group)
+        marked = marked.chunk(tp.size)[tp.rank]
+    embeds_L1E = torch.where(marked[:, None, None], found[:, :1], embeds_L1E)
+    return embeds_L1E, found[:, 1:] if found.shape[1] > 1 else None
+
+
+def _add_deeper(number: int, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """DeepStack. What is added is the layers' `context`: megatron-core hands it on, and recomputes with it.
+
+    Source: `_deepstack_process` of transformers' Qwen3VLTextModel; megatron/core/transformer/transformer_layer.py.
+    """
+    deeper_LKE = kwargs.get("context")
+    if deeper_LKE is None:
+        return output
+    hidden_L1E, context = output
+    return hidden_L1E + deeper_LKE[:, number, None], context
+
+
+_INSTALL: Final = 'pip install "offbeat-engine-megatron[vision]"'
+
+
+def image_processor(hf_config: Any, model_path: str) -> ImageProcessor:
+    """Of a vision-language model of the Qwen-VL families.
+
+    Args:
+        hf_config: of the model.
+        model_path: its folder, with the configuration of its image processor.
+    """
+
+    @cache
+    def outline() -> Any:
+        """The model of transformers without memory: it computes positions from its configuration."""
+        from transformers import AutoModel
+
+        with torch.device("meta"):
+            return AutoModel.from_config(hf_config)
+
+    def rope_index(*args: Any, **kwargs: Any) -> Any:
+        return outline().get_rope_index(*args, **kwargs)
+
+    return ImageProcessor(hf_config, model_path, rope_index, _INSTALL)

@@ -1,0 +1,111 @@
+"""The caller's loss, called for each micro-batch of a rank.
+
+Shapes: N loss tokens of a micro-batch.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from offbeat_types import (
+    LossFunction,
+    LossTokens,
+    Metrics,
+    ShapeError,
+    TrainSequence,
+    call_loss,
+    count_micro_batch,
+    loss_extras,
+)
+
+
+class LaidOut(Protocol):
+    """What a micro-batch says of its sequences."""
+
+    @property
+    def members(self) -> Sequence[int]:
+        """Index of each sequence in the update."""
+        ...
+
+    @property
+    def ids_T(self) -> npt.NDArray[np.int64]:  # noqa: N802
+        """Token ids that are computed."""
+        ...
+
+    @property
+    def sequence_N(self) -> npt.NDArray[np.int64]:  # noqa: N802
+        """Which of `members` each loss token belongs to."""
+        ...
+
+
+class LossCalls:
+    """Calls the loss function for each micro-batch, and keeps what it said.
+
+    A loss that raises, returns something else than it should or is not finite must not end the pass, in which other
+    ranks wait for this one: there is nothing to differentiate, and all ranks hear of it afterwards.
+
+    Args:
+        sequences: of the whole update, each with a loss token.
+        loss: of the caller.
+
+    Attributes:
+        results: metrics of each micro-batch so far.
+        failure: why there is no loss, if there is none.
+        not_finite: a loss was infinite or NaN.
+    """
+
+    def __init__(self, sequences: Sequence[TrainSequence], loss: LossFunction) -> None:
+        self._sequences, self._loss = sequences, loss
+        self._totals = sum(int(sequence.loss_mask.sum()) for sequence in sequences), len(sequences)
+        self.results: list[Metrics] = []
+        self.failure: Exception | None = None
+        self.not_finite = False
+
+    def of(self, batch: LaidOut, logprobs_N: Tensor, entropy_N: Tensor) -> Tensor | None:
+        """The scalar to differentiate for one micro-batch; None where there is none."""
+        if not batch.members or self.failure is not None:
+            return None
+        members = [self._sequences[member] for member in batch.members]
+        try:
+            value, metrics = call_loss(self._loss, self._tokens(members, batch, logprobs_N, entropy_N))
+        except Exception as error:  # noqa: BLE001  raised on all ranks when the pass is over
+            self.failure = error
+            return None
+        counts = count_micro_batch(members, len(batch.ids_T), float(value.detach()))
+        self.results.append({**metrics, **counts})
+        if not torch.isfinite(value.detach()):
+            self.not_finite = True
+            return None
+        return value
+
+    def _tokens(
+        self, members: Sequence[TrainSequence], batch: LaidOut, logprobs_N: Tensor, entropy_N: Tensor
+    ) -> LossTokens[Tensor]:
+        def tensor(array: npt.NDArray[Any]) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(logprobs_N.device)
+
+        return LossTokens(
+            logprobs_N=logprobs_N,
+            entropy_N=entropy_N,
+            sequence_N=tensor(batch.sequence_N),
+            num_sequences=len(members),
+            extras={name: tensor(values) for name, values in loss_extras(members).items()},
+            total_tokens=self._totals[0],
+            total_sequences=self._totals[1],
+        )
+
+
+def with_loss_tokens(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
+    """The sequences that train; the others take no part in an update.
+
+    Raises:
+        ShapeError: they have different extras.
+    """
+    found = [sequence for sequence in sequences if sequence.loss_mask.any()]
+    if len({frozenset(sequence.extras) for sequence in found}) > 1:
+        raise ShapeError("all sequences of an update need the same extras; give each the arrays the loss reads")
+    return found

@@ -1,0 +1,340 @@
+"""Lays sequences out without padding: which go together, and where each token lies.
+
+Two things are never computed: what comes after the last loss token's predecessor (it predicts nothing), and, with
+shared prompts, a prompt's second copy. A group's prompt is laid out once; its completions follow, each at positions
+that go on from the prompt's.
+
+Shapes: T packed tokens, N loss tokens, M placeholder tokens, t a token's index in its own sequence.
+"""
+
+import hashlib
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from offbeat_training._images import ImageInputs, Indices, NoImages
+from offbeat_types import Image, TrainSequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A run of packed tokens that attend causally to one another, and to all of `parent` when there is one.
+
+    Args:
+        start: index of its first token in the pack.
+        length: tokens, at least 1.
+        parent: index of the segment it continues, which ends where its positions begin; -1 for none.
+    """
+
+    start: int
+    length: int
+    parent: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Sequences laid out together: `members` share their first `prefix` tokens (0 for a sequence of its own)."""
+
+    members: tuple[int, ...]
+    prefix: int
+    num_tokens: int
+
+
+Share = list[list[Family]]
+"""Micro-batches of one data parallel rank; an empty one for a rank that only meets the others in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """One micro-batch, laid out.
+
+    Args:
+        ids_T: token ids.
+        positions_T: position of each token in its own sequence; [3, T] where a position has three axes.
+        segments: who attends to whom, in order of `start`; children follow their parent at once.
+        predictor_N: packed index of the token whose hidden state predicts each loss token.
+        target_N: id of each loss token.
+        sequence_N: which of `members` each loss token belongs to, sorted.
+        token_N: t of each loss token.
+        members: index of each sequence among those given.
+        images: in the order of their placeholders; an image of a shared prompt once.
+        place_M: packed index of each placeholder token.
+    """
+
+    ids_T: Indices
+    positions_T: Indices
+    segments: tuple[Segment, ...]
+    predictor_N: Indices
+    target_N: Indices
+    sequence_N: Indices
+    token_N: Indices
+    members: tuple[int, ...]
+    images: tuple[Image, ...] = ()
+    place_M: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+def plan_packs(sequences: Sequence[TrainSequence], *, budget: int, share_prompts: bool) -> list[list[Family]]:
+    """Choose micro-batches: first-fit decreasing, the same for the same input.
+
+    Args:
+        sequences: those without a loss token are left out.
+        budget: packed tokens of a micro-batch at most; a sequence longer than that goes alone.
+        share_prompts: lay out a prompt once for all sequences that begin with it.
+
+    Returns:
+        Families of each micro-batch.
+    """
+    families = find_families(sequences, budget, share_prompts)
+    families.sort(key=lambda family: (-family.num_tokens, family.members))
+    packs: list[list[Family]] = []
+    room: list[int] = []
+    for family in families:
+        place = next((i for i, left in enumerate(room) if family.num_tokens <= left), None)
+        if place is None:
+            packs.append([])
+            room.append(budget)
+            place = len(packs) - 1
+        packs[place].append(family)
+        room[place] -= family.num_tokens
+    return packs
+
+
+def find_families(
+    sequences: Sequence[TrainSequence], budget: int, share_prompts: bool, *, fair: int | None = None
+) -> list[Family]:
+    """Group by prompt, the ids before the first loss token; a group above the budget is cut into several.
+
+    Sequences with different images, wherever those stand, are of different groups.
+
+    With `fair`, a group is also cut where it holds the tokens of several fair shares.
+    """
+    groups: dict[tuple[int, bytes, tuple[bytes, ...]], list[int]] = {}
+    known: dict[int, bytes] = {}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for index, sequence in enumerate(sequences):
+        places = np.flatnonzero(sequence.loss_mask)
+        if not len(places):
+            continue
+        first[index], last[index] = int(places[0]), int(places[-1])
+        prompt = sequence.ids[: first[index]].tobytes() if share_prompts else b""
+        looks = tuple(_look(image, known) for image in sequence.images) if share_prompts else ()
+        groups.setdefault((0 if share_prompts else index, prompt, looks), []).append(index)
+    families = []
+    for members in groups.values():
+        prefix, limit = first[members[0]], budget
+        if fair is not None:
+            own = sum(last[member] - prefix for member in members)
+            limit = min(budget, prefix + -(-own // max(1, round((prefix + own) / fair))))
+        families.extend(_cut(members, prefix, last, limit))
+    return families
+
+
+def _look(image: Image, known: dict[int, bytes]) -> bytes:
+    """A digest of an image; samples of one prompt mostly hold the very same array, which is read once."""
+    if id(image) not in known:
+        known[id(image)] = hashlib.blake2b(f"{image.shape}".encode() + image.tobytes(), digest_size=16).digest()
+    return known[id(image)]
+
+
+def _cut(members: list[int], prefix: int, last: dict[int, int], budget: int) -> list[Family]:
+    """Cut one prompt's sequences into families within the budget."""
+    families: list[Family] = []
+    taken: list[int] = []
+    size = prefix
+    for member in members:
+        own = last[member] - prefix
+        if taken and size + own > budget:
+            families.append(_family(taken, prefix, size))
+            taken, size = [], prefix
+        taken.append(member)
+        size += own
+    return [*families, _family(taken, prefix, size)]
+
+
+def _family(members: list[int], prefix: int, num_tokens: int) -> Family:
+    return Family(members=tuple(members), prefix=prefix if len(members) > 1 else 0, num_tokens=num_tokens)
+
+
+def plan_shares(
+    sequences: Sequence[TrainSequence], *, budget: int, share_prompts: bool, num_shares: int
+) -> list[Share]:
+    """Choose micro-batches for every share, as many for each: the ranks meet in each of them.
+
+    One share is planned as `plan_packs` does. For more, a prompt's sequences are cut apart where that is what it
+    takes to give every share work, and families go to the least filled micro-batch, longest first.
+    Source: the longest-processing-time rule (Graham 1969).
+
+    Args:
+        sequences: those without a loss token are left out.
+        budget: packed tokens of a micro-batch at most; a sequence longer than that goes alone.
+        share_prompts: lay out a prompt once for all sequences of a micro-batch that begin with it.
+        num_shares: data-parallel ranks.
+
+    Returns:
+        For each share its micro-batches, in the order in which the shares meet.
+    """
+    if num_shares == 1:
+        return [plan_packs(sequences, budget=budget, share_prompts=share_prompts)]
+    num_tokens = sum(family.num_tokens for family in find_families(sequences, budget, share_prompts))
+    if not num_tokens:
+        return [[] for _ in range(num_shares)]
+    rounds = -(-num_tokens // (budget * num_shares))
+    while True:
+        fair = -(-num_tokens // (rounds * num_shares))
+        families = find_families(sequences, budget, share_prompts, fair=fair)
+        families.sort(key=lambda family: (-family.num_tokens, family.members))
+        bins = fill_evenly([family.num_tokens for family in families], rounds * num_shares, budget)
+        if bins is not None:
+            return _deal([[families[index] for index in each] for each in bins], num_shares)
+        rounds += 1
+
+
+def rounds_with_images(sequences: Sequence[TrainSequence], shares: list[Share]) -> list[bool]:
+    """For each round of micro-batches, whether any share has an image in it: all meet in the vision tower then."""
+    return [
+        any(sequences[member].images for batch in batches for family in batch for member in family.members)
+        for batches in zip(*shares, strict=True)
+    ]
+
+
+def members_in_order(shares: list[Share]) -> list[list[int]]:
+    """For each share, the sequences it computes, in the order in which it computes them."""
+    return [[member for batch in share for family in batch for member in family.members] for share in shares]
+
+
+def count_tokens(sequences: Sequence[TrainSequence], members: list[list[int]]) -> list[int]:
+    """Loss tokens of each share."""
+    return [sum(int(sequences[member].loss_mask.sum()) for member in share) for share in members]
+
+
+def fill_evenly(sizes: Sequence[int], num_bins: int, budget: int) -> list[list[int]] | None:
+    """Put one item after the other into the emptiest bin.
+
+    Args:
+        sizes: of the items, largest first.
+        num_bins: how many bins there are.
+        budget: size of a bin at most; an item larger than that goes alone.
+
+    Returns:
+        Index of each bin's items; None when one does not fit.
+    """
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    emptiest = [(0, place) for place in range(num_bins)]
+    for index, size in enumerate(sizes):
+        load, place = heapq.heappop(emptiest)
+        if load and load + size > budget:
+            return None
+        bins[place].append(index)
+        heapq.heappush(emptiest, (load + size, place))
+    return bins
+
+
+def _deal(bins: list[list[Family]], num_shares: int) -> list[Share]:
+    """Deal bins, fullest first, so that those of one round are alike; every second round goes backwards."""
+    bins = sorted(bins, key=lambda batch: -sum(family.num_tokens for family in batch))
+    shares: list[Share] = [[] for _ in range(num_shares)]
+    for first in range(0, len(bins), num_shares):
+        order = range(num_shares) if first // num_shares % 2 == 0 else reversed(range(num_shares))
+        for share, batch in zip(order, bins[first : first + num_shares], strict=True):
+            shares[share].append(batch)
+    return shares
+
+
+def lay_out(
+    sequences: Sequence[TrainSequence], families: Sequence[Family], images: ImageInputs | None = None
+) -> MicroBatch:
+    """Lay out one micro-batch chosen by `plan_shares`.
+
+    Args:
+        sequences: of the whole update.
+        families: of the micro-batch.
+        images: what is known of the model's; None for one that takes none.
+    """
+    layout = _Layout(images or NoImages())
+    for family in families:
+        layout.add(sequences, family)
+    return layout.pack()
+
+
+def idle_micro_batch() -> MicroBatch:
+    """One token of one sequence: for a rank that has nothing to compute, but must meet the others in every layer."""
+    zero = np.zeros(1, np.int64)
+    return MicroBatch(
+        ids_T=zero,
+        positions_T=zero,
+        segments=(Segment(start=0, length=1),),
+        predictor_N=zero,
+        target_N=zero,
+        sequence_N=zero,
+        token_N=zero,
+        members=(),
+    )
+
+
+class _Layout:
+    """Collects the pieces of one pack."""
+
+    def __init__(self, images: ImageInputs) -> None:
+        self.known = images
+        self.ids: list[npt.NDArray[np.int32]] = []
+        self.positions: list[Indices] = []
+        self.segments: list[Segment] = []
+        self.size = 0
+        self.predictor: list[Indices] = []
+        self.target: list[npt.NDArray[np.int32]] = []
+        self.token: list[Indices] = []
+        self.members: list[int] = []
+        self.images: list[Image] = []
+        self.place: list[Indices] = [np.zeros(0, np.int64)]
+
+    def add(self, sequences: Sequence[TrainSequence], family: Family) -> None:
+        """Lay out the family's prompt, then what each member has of its own."""
+        prefix, prompt_start, parent = family.prefix, self.size, -1
+        if prefix:
+            parent = self._segment(sequences[family.members[0]], 0, prefix, -1)
+        for member in family.members:
+            sequence = sequences[member]
+            token = np.flatnonzero(sequence.loss_mask)
+            offset = self.size - prefix  # packed index of token t is t + offset, for t >= prefix
+            self._segment(sequence, prefix, int(token[-1]), parent)
+            before = token - 1
+            self.predictor.append(np.where(before >= prefix, before + offset, before + prompt_start))
+            self.target.append(sequence.ids[token])
+            self.token.append(token)
+            self.members.append(member)
+
+    def _segment(self, sequence: TrainSequence, start: int, stop: int, parent: int) -> int:
+        """Append tokens [start, stop), unless there are none: a completion of one token has nothing of its own."""
+        if stop > start:
+            self.segments.append(Segment(start=self.size, length=stop - start, parent=parent))
+            self.ids.append(sequence.ids[start:stop])
+            self.positions.append(self.known.positions(sequence)[..., start:stop])
+            self._place_images(sequence, start, stop)
+            self.size += stop - start
+        return len(self.segments) - 1
+
+    def _place_images(self, sequence: TrainSequence, start: int, stop: int) -> None:
+        for image, (first, end) in zip(sequence.images, self.known.spans(sequence), strict=True):
+            if start <= first < stop:  # and so end <= stop: a segment ends before a loss token, not within an image
+                self.images.append(image)
+                self.place.append(np.arange(first, end) - start + self.size)
+
+    def pack(self) -> MicroBatch:
+        """Join the pieces."""
+        lengths = [len(token) for token in self.token]
+        return MicroBatch(
+            ids_T=np.concatenate(self.ids).astype(np.int64),
+            positions_T=np.concatenate(self.positions, axis=-1),
+            segments=tuple(self.segments),
+            predictor_N=np.concatenate(self.predictor),
+            target_N=np.concatenate(self.target).astype(np.int64),
+            sequence_N=np.repeat(np.arange(len(lengths)), lengths),
+            token_N=np.concatenate(self.token),
+            members=tuple(self.members),
+            images=tuple(self.images),
+            place_M=np.concatenate(self.place),
+        )

@@ -1,0 +1,178 @@
+"""Folders that are whole or not there, and a write of one that goes on beside the training.
+
+A folder is staged beside the place it is for, and moved there by renames.
+"""
+
+import atexit
+import logging
+import shutil
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import offbeat_liveness as liveness
+from offbeat_mesh import Group, Mesh
+from offbeat_types import DeadlineError, OffbeatError, RunFolderError, sync_path, sync_tree
+
+log = logging.getLogger(__name__)
+
+CHANNEL: Final = "checkpoint"
+DISK, OTHERS = "the disk", "the other ranks"
+TEMPORARY: Final = ".tmp-"
+OLD: Final = ".old-"
+
+
+class BackgroundWrite:
+    """Writes in a thread on each rank, which agree among themselves how it went; at most one write at a time.
+
+    All ranks call every method, in the same order.
+
+    Args:
+        mesh: of the ranks.
+        deadline_s: how long a rank that has written its part waits for the others, then for the first to publish; and
+            how long `finish` waits from its call. The writing itself has no limit.
+    """
+
+    def __init__(self, mesh: Mesh, deadline_s: float) -> None:
+        self._mesh, self._deadline_s = mesh, deadline_s
+        self._thread: threading.Thread | None = None
+        self._failure: OffbeatError | None = None
+        self._folder, self._waits_for = Path(), DISK
+        self._failures = 0
+
+    def begin(
+        self, folder: Path, write: Callable[[], None], publish: Callable[[], None], clear: Callable[[], None]
+    ) -> None:
+        """Start a write, after the one before has ended.
+
+        Args:
+            folder: what is written, for people.
+            write: this rank's part.
+            publish: run by the first rank when all have written.
+            clear: run by all when one has failed.
+
+        Raises:
+            RunFolderError, DeadlineError: the write before has failed, on all ranks.
+        """
+        self.finish()
+        self._folder, self._waits_for = folder, DISK
+        group = self._mesh.group("dp", "cp", "tp", "pp", channel=f"{CHANNEL}-{self._failures}")
+        self._thread = threading.Thread(
+            target=self._run, args=(group, write, publish, clear), name=f"write-{folder.name}", daemon=True
+        )
+        self._thread.start()
+        atexit.register(self._finish_at_exit)
+
+    def finish(self) -> None:
+        """Wait for the write that is going on, if one is.
+
+        Raises:
+            RunFolderError: it has failed on some rank; raised on all, once.
+            DeadlineError: it takes longer than it may; a thread that still writes is waited for again by the next call.
+        """
+        if self._thread is None:
+            return
+        thread, what = self._thread, f"the checkpoint {self._folder}"
+        with liveness.waiting(what, on=self._waits_for, deadline_s=self._deadline_s):
+            thread.join(self._deadline_s)
+        if thread.is_alive():
+            advice = "see whether the disks answer, or raise engine.options.save_deadline_s"
+            raise DeadlineError(what, self._waits_for, self._deadline_s, advice)
+        atexit.unregister(self._finish_at_exit)
+        self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self._failures += 1  # the next one gets a group of its own: this one may be broken
+            raise failure
+
+    def _run(
+        self, group: Group, write: Callable[[], None], publish: Callable[[], None], clear: Callable[[], None]
+    ) -> None:
+        published = False
+
+        def publish_once() -> None:
+            nonlocal published
+            self._waits_for = DISK
+            publish()
+            published, self._waits_for = True, OTHERS
+
+        try:
+            write()
+            reason = ""
+        except Exception as error:  # noqa: BLE001  the boundary of the thread: told to all ranks below
+            reason = f"{type(error).__name__}: {error}"
+        found: list[str] = []
+        self._waits_for = OTHERS
+        try:
+            told = group.all_gather_data(reason, deadline_s=self._deadline_s)
+            found = [f"trainer rank {rank} could not write its part: {each}" for rank, each in enumerate(told) if each]
+            if not found:
+                group.decide(publish_once, deadline_s=self._deadline_s)
+        except OffbeatError as error:
+            if isinstance(error, DeadlineError) and not published:
+                self._failure = error
+            else:
+                found = [str(error)]
+        if found:
+            outcome = "published, but not confirmed" if published else "no checkpoint, the one before it is as it was"
+            self._failure = RunFolderError(f"{self._folder}: {outcome}: {found[0]}")
+        if self._failure is not None:
+            clear()
+
+    def _finish_at_exit(self) -> None:
+        """A process that ends waits for its write, whoever forgot to."""
+        try:
+            self.finish()
+        except OffbeatError as error:
+            log.error("at the end of the process: %s", error)  # noqa: TRY400  its text says all
+
+
+def stage(folder: Path) -> Path:
+    """Make an empty folder beside `folder`, after clearing away what a killed process has left there."""
+    recover(folder)
+    for left in folder.parent.glob(f"{TEMPORARY}*-{folder.name}"):
+        if len(left.name) == len(TEMPORARY) + 9 + len(folder.name):
+            shutil.rmtree(left)
+    staged = _beside(folder, TEMPORARY)
+    staged.mkdir(parents=True)
+    return staged
+
+
+def publish(staged: Path, folder: Path, *, replaces: bool) -> None:
+    """Give a staged folder its name; everything in it is on the disk before.
+
+    Args:
+        staged: of `stage`.
+        folder: may be there.
+        replaces: what it holds is replaced; else it is kept, and what was staged comes into it.
+    """
+    sync_tree(staged)
+    if folder.is_dir() and not replaces:
+        for entry in sorted(staged.iterdir(), key=lambda each: each.is_dir()):  # the state of training comes last
+            entry.rename(folder / entry.name)
+        staged.rmdir()
+        sync_path(folder)
+        return
+    old = _beside(folder, OLD)
+    if folder.is_dir():  # a rename cannot replace a folder that holds files: the old one steps aside, see `recover`
+        folder.rename(old)
+    staged.rename(folder)
+    sync_path(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def recover(folder: Path) -> None:
+    """Put back a folder whose replacement was killed between its two renames, and clear away what it left else."""
+    for old in folder.parent.glob(f"{OLD}*-{folder.name}"):
+        if len(old.name) != len(OLD) + 9 + len(folder.name):
+            continue
+        if folder.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(folder)
+
+
+def _beside(folder: Path, prefix: str) -> Path:
+    return folder.with_name(f"{prefix}{uuid.uuid4().hex[:8]}-{folder.name}")

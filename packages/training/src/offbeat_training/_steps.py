@@ -1,0 +1,82 @@
+"""Updates of the weights, and the right to refuse one."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from offbeat_types import Metric, Metrics
+
+log = logging.getLogger(__name__)
+
+
+class Optimizer(Protocol):
+    """What taking a step needs of an optimizer with a schedule and clipping."""
+
+    steps_taken: int
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        ...
+
+    def step(self, grad_norm: float) -> None:
+        """Clip from `grad_norm` to the configured norm, and update."""
+        ...
+
+
+class Steps:
+    """Takes the steps of an engine. All ranks call every method.
+
+    Args:
+        optimizer: of the weights.
+        exchange: plain data of every rank.
+        names: of all tensors that are trained, in the model's order.
+        first_not_finite: name of this rank's first tensor whose gradient is not finite; empty when all are.
+
+    Attributes:
+        refused: how many there were since the run began.
+        last_refusal: why the last one was refused; empty when none was.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        exchange: Callable[[Any], list[Any]],
+        names: Sequence[str],
+        first_not_finite: Callable[[], str],
+    ) -> None:
+        self._optimizer, self._exchange = optimizer, exchange
+        self._names, self._first_not_finite = names, first_not_finite
+        self.refused, self.last_refusal = 0, ""
+
+    def take(self, norm: float, *, bad_loss: bool) -> Metrics:
+        """Clip and update the weights; or refuse, and change nothing but the count of refused steps.
+
+        Args:
+            norm: of the gradients of all ranks.
+            bad_loss: a loss of this update was not finite, on some rank.
+
+        Returns:
+            `grad_norm` (before clipping; weight 0 when refused), `learning_rate`, `steps_refused` (0 or 1).
+        """
+        rate = self._optimizer.learning_rate
+        refused = bad_loss or not math.isfinite(norm)
+        if refused:
+            self._refuse(bad_loss=bad_loss)
+        else:
+            self._optimizer.step(norm)
+        return {
+            "grad_norm": Metric(value=0.0 if refused else norm, weight=0.0 if refused else 1.0),
+            "learning_rate": Metric(value=rate, how="last"),
+            "steps_refused": Metric(value=float(refused), how="sum"),
+        }
+
+    def _refuse(self, *, bad_loss: bool) -> None:
+        self.refused += 1
+        found = set(self._exchange(self._first_not_finite()))
+        name = next((name for name in self._names if name in found), "")
+        where = f"the gradient of {name} is" if name else "the loss is" if bad_loss else "the gradient norm is"
+        number = self._optimizer.steps_taken
+        self.last_refusal = f"update {number}: {where} not finite; the weights were left as they were"
+        log.warning("step refused (%d so far): %s", self.refused, self.last_refusal)

@@ -1,0 +1,110 @@
+"""Safetensors by boxes, and folders that are whole or not there."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from offbeat_mesh import open_device
+from offbeat_training import (
+    MOMENTS,
+    TensorFolder,
+    TrainerState,
+    describe_part,
+    plan_files,
+    publish,
+    random_state,
+    recover,
+    slices,
+    stage,
+    write_files,
+    write_model_index,
+    write_state,
+)
+from offbeat_types import ModelError, TensorSpec
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12), ranks=st.integers(1, 4), limit=st.integers(1, 40))
+def test_planned_files_hold_every_tensor_once_in_the_order_of_the_stream(sizes, ranks, limit):
+    units = [[TensorSpec(str(number), "float32", (size,))] for number, size in enumerate(sizes)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("offbeat_training._tensor_files.MAX_FILE_BYTES", 4 * limit)
+        files = plan_files("model", units, ranks)
+    assert [spec.name for file in files for spec in file.specs] == [str(number) for number in range(len(sizes))]
+    assert all(file.specs for file in files)
+    assert {file.writer for file in files} <= set(range(ranks))
+
+
+def test_what_ranks_have_written_in_parts_is_read_by_other_boxes(tmp_path):
+    """Moments cut by rows, read by columns; a parameter that never had a gradient has none."""
+    values = {name: torch.randn(4, 6) for name in MOMENTS}
+    boxes = [((0, 3), (0, 6)), ((3, 4), (0, 6))]
+    device = open_device("cpu")
+    (tmp_path / "trainer").mkdir()
+    for number, box in enumerate(boxes):
+        held = {f"{name}.a": each[slices(box)].contiguous() for name, each in values.items()}
+        save_file(held | random_state(device), tmp_path / "trainer" / f"optimizer-{number}.safetensors")
+    parts = {f"optimizer-{number}.safetensors": {"a": describe_part(7.0, box)} for number, box in enumerate(boxes)}
+    write_state(tmp_path, 7, 1, parts)
+    with TrainerState(tmp_path) as state:
+        state.check({"a": (4, 6), "b": (2,)})
+        assert (state.steps_taken, state.steps_refused, state.step("a"), state.step("b")) == (7, 1, 7.0, None)
+        for name, each in values.items():
+            assert torch.equal(state.moments.read(f"{name}.a", ((0, 4), (2, 5))), each[:, 2:5])
+            assert state.moments.read(f"{name}.a", ((4, 4), (0, 6))).shape == (0, 6)
+        for shapes, told in (({"b": (2,)}, "knows a"), ({"a": (4, 5)}, "must have shape"), ({"a": (5, 6)}, "cover")):
+            with pytest.raises(ModelError, match=told):
+                state.check(shapes)
+    (tmp_path / "trainer" / "optimizer-1.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"optimizer-1\.safetensors is missing"), TrainerState(tmp_path):
+        pass
+
+
+def test_files_are_what_transformers_calls_a_model_in_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("offbeat_training._tensor_files.MAX_FILE_BYTES", 64)
+    tensors = {str(number): torch.full((3, 4), float(number)) for number in range(3)}
+    files = plan_files("model", [[TensorSpec(name, "float32", (3, 4))] for name in tensors], 1)
+    write_files(tmp_path, files, tensors.items())
+    write_model_index(tmp_path, files)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index == {spec.name: file.name for file in files for spec in file.specs}
+    assert len(files) > 1
+    with TensorFolder(tmp_path) as found:
+        assert all(torch.equal(found.read(name, ()), tensor) for name, tensor in tensors.items())
+
+
+def test_of_two_models_in_a_folder_the_index_decides(tmp_path):
+    for number in (1, 2, 4):
+        save_file({"a": torch.full((2,), float(number))}, tmp_path / f"model-00001-of-{number:05}.safetensors")
+    with pytest.raises(ModelError, match=r"holds a twice, in model-00001-of-00001.* and in .*two models"):
+        TensorFolder(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    with TensorFolder(tmp_path) as found:
+        assert found.read("a", ()).tolist() == [2.0, 2.0]
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00003.safetensors"}}))
+    with pytest.raises(ModelError, match=r"model-00001-of-00003\.safetensors is missing"):
+        TensorFolder(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(ModelError, match="cannot be read"):
+        TensorFolder(tmp_path)
+
+
+def test_folders_are_put_back_and_replaced(tmp_path):
+    place = tmp_path / "step-1"
+    staged = stage(place)
+    (staged / "new").touch()
+    place.mkdir()
+    (place / "theirs").touch()
+    publish(staged, place, replaces=False)
+    assert {each.name for each in place.iterdir()} == {"new", "theirs"}
+    staged = stage(place)
+    publish(staged, place, replaces=True)
+    assert not list(place.iterdir())
+    place.rename(tmp_path / ".old-01234567-step-1")  # killed between two renames
+    recover(place)
+    assert [each.name for each in tmp_path.iterdir()] == ["step-1"]

@@ -1,0 +1,112 @@
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat_training import lay_out, members_in_order, plan_packs, plan_shares
+from offbeat_types import TrainSequence
+
+PROMPTS = [[5], [5, 6], [7, 8, 9], [5, 6, 7, 8, 9, 10]]
+
+
+def groups_of(num_prompts, samples, *, prompt, completion):
+    """Sequences in shuffled groups of one prompt; the first stands alone."""
+    rng = np.random.default_rng(0)
+    made = []
+    for number in range(num_prompts):
+        head = rng.integers(3, 300, rng.integers(*prompt))
+        for _ in range(samples if number else 1):
+            ids = np.concatenate([head, rng.integers(3, 300, rng.integers(*completion))]).astype(np.int32)
+            made.append(TrainSequence(ids=ids, loss_mask=np.arange(len(ids)) >= len(head)))
+    return [made[i] for i in rng.permutation(len(made))]
+
+
+@st.composite
+def sequence_lists(draw):
+    made = []
+    for _ in range(draw(st.integers(1, 14))):
+        prompt = draw(st.sampled_from(PROMPTS))
+        completion = draw(st.lists(st.integers(0, 9), min_size=0, max_size=8))
+        mask = [False] * len(prompt) + [draw(st.booleans()) for _ in completion]
+        made.append(TrainSequence(ids=np.array(prompt + completion, np.int32), loss_mask=np.array(mask)))
+    return made
+
+
+def history(pack, index):
+    """Ids that packed token `index` sees, itself last, by following segments; and the places they must have."""
+    segment = next(s for s in pack.segments if s.start <= index < s.start + s.length)
+    own = list(range(segment.start, index + 1))
+    if segment.parent < 0:
+        return own
+    parent = pack.segments[segment.parent]
+    return list(range(parent.start, parent.start + parent.length)) + own
+
+
+@settings(max_examples=150, deadline=None)
+@given(sequences=sequence_lists(), budget=st.integers(2, 40), share=st.booleans())
+def test_every_loss_token_is_predicted_from_exactly_its_own_past(sequences, budget, share):
+    plans = plan_packs(sequences, budget=budget, share_prompts=share)
+    seen = []
+    for families in plans:
+        pack = lay_out(sequences, families)
+        assert len(pack.ids_T) <= budget or len(pack.members) == 1
+        assert np.all(np.diff(pack.sequence_N) >= 0)
+        for n, predictor in enumerate(pack.predictor_N):
+            member, token = pack.members[pack.sequence_N[n]], int(pack.token_N[n])
+            past = history(pack, predictor)
+            assert pack.ids_T[past].tolist() == sequences[member].ids[:token].tolist()
+            assert pack.positions_T[past].tolist() == list(range(token))
+            assert pack.target_N[n] == sequences[member].ids[token]
+            seen.append((member, token))
+    wanted = [(i, int(t)) for i, s in enumerate(sequences) for t in np.flatnonzero(s.loss_mask)]
+    assert sorted(seen) == wanted
+
+
+@settings(max_examples=50, deadline=None)
+@given(sequences=sequence_lists(), budget=st.integers(2, 40))
+def test_the_plan_is_a_function_of_its_input(sequences, budget):
+    plans = [plan_packs(list(sequences), budget=budget, share_prompts=True) for _ in range(2)]
+    assert plans[0] == plans[1]
+
+
+def test_sharing_lays_a_prompt_out_once():
+    sequences = groups_of(num_prompts=4, samples=8, prompt=(20, 21), completion=(5, 6))
+    sizes = [
+        sum(
+            len(lay_out(sequences, families).ids_T) for families in plan_packs(sequences, budget=10**6, share_prompts=s)
+        )
+        for s in (False, True)
+    ]
+    assert sizes[0] - sizes[1] == 3 * 7 * 20  # three groups of eight keep one prompt of 20 in place of eight
+
+
+def test_a_sequence_above_the_budget_goes_alone():
+    sequences = groups_of(num_prompts=3, samples=2, prompt=(30, 31), completion=(5, 6))
+    assert [len(f) for f in plan_packs(sequences, budget=16, share_prompts=True)] == [1] * 5
+
+
+@settings(max_examples=100, deadline=None)
+@given(sequences=sequence_lists(), budget=st.integers(2, 40), share=st.booleans(), num_shares=st.integers(1, 5))
+def test_shares_meet_in_every_micro_batch_and_leave_nothing_out(sequences, budget, share, num_shares):
+    shares = plan_shares(sequences, budget=budget, share_prompts=share, num_shares=num_shares)
+    assert shares == plan_shares(list(sequences), budget=budget, share_prompts=share, num_shares=num_shares)
+    assert len({len(batches) for batches in shares}) == 1
+    for families in (families for batches in shares for families in batches if families):
+        pack = lay_out(sequences, families)
+        assert len(pack.ids_T) <= budget or len(pack.members) == 1
+    members = sorted(member for share in members_in_order(shares) for member in share)
+    assert members == [i for i, s in enumerate(sequences) if s.loss_mask.any()]
+
+
+def test_shares_are_alike():
+    sequences = groups_of(num_prompts=5, samples=8, prompt=(20, 40), completion=(5, 30))
+    for num_shares in (2, 4):
+        shares = plan_shares(sequences, budget=200, share_prompts=True, num_shares=num_shares)
+        for batches in zip(*shares, strict=True):
+            loads = [sum(family.num_tokens for family in batch) for batch in batches]
+            assert max(loads) <= 1.4 * min(loads)
+
+
+def test_one_prompt_gives_work_to_all():
+    sequences = groups_of(num_prompts=2, samples=8, prompt=(20, 21), completion=(6, 7))[1:]
+    shares = plan_shares(sequences, budget=4096, share_prompts=True, num_shares=4)
+    assert all(any(batches) for batches in shares)
