@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -265,3 +266,24 @@ def test_a_version_of_one_bucket_is_read(tmp_path: Path) -> None:
         stream.load(held.__getitem__)
         stream.confirm(stream.prove(held.__getitem__))
     assert torch.equal(held["only"], weights["only"])
+
+
+def test_a_disk_that_hangs_is_named_at_the_deadline(
+    tmp_path: Path, weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, weights)
+    goes_on = threading.Event()
+
+    def hang(*_: object) -> int:
+        goes_on.wait(60)
+        return 0
+
+    monkeypatch.setattr(os, "preadv", hang)
+    try:
+        with (
+            pytest.raises(DeadlineError, match=r"waited 0.5 s for the disk to read bucket 0"),
+            read_weights(tmp_path, 1, deadline_s=0.5) as stream,
+        ):
+            load(stream, "")
+    finally:
+        goes_on.set()

@@ -14,12 +14,15 @@ JSON header, the data); the index file of transformers' sharded checkpoints.
 """
 
 import os
+import queue
 import shutil
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -32,6 +35,8 @@ from offbeat_types import (
     TensorSpec,
     WeightProof,
     WeightSyncError,
+    new_future,
+    settle,
     sync_path,
     tensor_file_header,
     tensor_file_index,
@@ -322,6 +327,10 @@ class _FileReader(ExitStack):
         super().__init__()
         self._plan, self._deadline = plan, deadline
         self._offsets: dict[int, tuple[int, Path, int]] = {}
+        # A file system that hangs holds this thread, which nobody waits for.
+        self._jobs: queue.SimpleQueue[tuple[Future[None], Piece, memoryview] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="offbeat-weights-from-disk", daemon=True).start()
+        self.callback(self._jobs.put, None)
         with ExitStack() as opened:
             for index, (first, last) in enumerate(layout):
                 self._open(opened, _file_path(folder, index, layout), first, last)
@@ -346,8 +355,21 @@ class _FileReader(ExitStack):
 
     def read(self, run: Piece, bucket: int, target: memoryview) -> None:
         """Read a run of bytes of a tensor."""
-        if not self._deadline.left_s():
-            raise self._deadline.missed(f"the disk to read bucket {bucket} of {len(self._plan.buckets)}")
+        job = new_future()
+        self._jobs.put((job, run, target))
+        try:
+            job.result(self._deadline.left_s())
+        except TimeoutError:
+            if job.done():  # the file system itself has given up
+                raise
+            raise self._deadline.missed(f"the disk to read bucket {bucket} of {len(self._plan.buckets)}") from None
+
+    def _work(self) -> None:
+        while (asked := self._jobs.get()) is not None:
+            job, run, target = asked
+            settle(job, partial(self._fill, run, target))
+
+    def _fill(self, run: Piece, target: memoryview) -> None:
         fd, path, start = self._offsets[run.tensor]
         done = 0
         while done < len(target):
