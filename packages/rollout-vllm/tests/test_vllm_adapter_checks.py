@@ -126,6 +126,18 @@ def test_what_is_no_plain_lora_is_refused(peft_folder, config, words):
         read_peft_adapter(peft_folder, "poet", 0)
 
 
+def test_an_adapter_that_is_not_finite_is_refused(peft_folder):
+    from safetensors.torch import load_file, save_file
+
+    (peft_folder / "adapter_config.json").write_text('{"r": 1, "lora_alpha": 1}')
+    path = str(peft_folder / "adapter_model.safetensors")
+    tensors = load_file(path)
+    tensors[UP][0, 0] = float("nan")
+    save_file(tensors, path)
+    with pytest.raises(ModelError, match=r"lora_B.* holds numbers that are not finite"):
+        read_peft_adapter(peft_folder, "poet", 0)
+
+
 def test_a_folder_without_an_adapter_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"adapter_config\.json cannot be read"):
         read_peft_adapter(tmp_path, "poet", 0)

@@ -247,7 +247,7 @@ def read_peft_adapter(folder: Path, name: str, version: int) -> tuple[LoraAdapte
         version: policy version.
 
     Raises:
-        ModelError: a file is missing or corrupt, or it is no plain LoRA.
+        ModelError: a file is missing or corrupt, holds numbers that are not finite, or it is no plain LoRA.
     """
     adapter = LoraAdapter(name=name, scale=_scale(_read_config(folder / CONFIG), folder))
     tensors = _read_weights(folder / WEIGHTS)
@@ -267,9 +267,12 @@ def _read_weights(path: Path) -> "dict[str, Tensor]":
     from safetensors.torch import load_file
 
     try:
-        return dict(load_file(str(path)))
+        tensors = dict(load_file(str(path)))
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} cannot be read ({error}); adapters must be safetensors") from error
+    if bad := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise ModelError(f"{path}: {bad[0]} holds numbers that are not finite; save the adapter of a sound checkpoint")
+    return tensors
 
 
 def _scale(config: dict[str, Any], folder: Path) -> float:
