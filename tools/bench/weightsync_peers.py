@@ -48,7 +48,7 @@ class Peer:
 def take(weights: Weights, stream: ArrivingStream) -> None:
     """Load a version into the engine's own tensors, prove it, and confirm."""
     stream.load(weights.tensors.__getitem__)
-    stream.confirm(stream.prove(weights.tensors.__getitem__))  # type: ignore[attr-defined]
+    stream.confirm(stream.prove(weights.tensors.__getitem__))
 
 
 def be_shared_memory_engine(commands: Connection, socket_path: str, shared_name: str, size: str, repeats: int) -> None:
