@@ -5,9 +5,11 @@ import os
 import random
 import re
 import signal
+import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -149,6 +151,27 @@ def signal_role(process: RunningCommand, role: str, number: signal.Signals) -> i
     pid = role_pids(process)[role]
     os.kill(pid, number)
     return pid
+
+
+@contextmanager
+def slowed(pid: int, share: float, period_s: float = 0.2) -> Iterator[None]:
+    """Let a process run only so much of the time."""
+    ended = threading.Event()
+
+    def work() -> None:
+        with suppress(ProcessLookupError):
+            while not ended.wait(period_s * share):
+                os.kill(pid, signal.SIGSTOP)
+                ended.wait(period_s * (1 - share))
+                os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def kill_one(process: RunningCommand, draw: random.Random, *, may_be_driver: bool) -> str:

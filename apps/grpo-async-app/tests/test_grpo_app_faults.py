@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from role_faults import accounting_complaints, last_value, listening_addresses, role_pids, signal_role, updates
-from run_faults import slowed
+from role_faults import accounting_complaints, last_value, listening_addresses, role_pids, signal_role, slowed, updates
 
 from offbeat_actors._actor import RoleActor
 from offbeat_rollout_torch._model_runner import ModelRunner
