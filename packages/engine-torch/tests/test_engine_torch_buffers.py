@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from offbeat_engine_torch import TorchTrainEngine, _load
+from offbeat_engine_torch import TorchTrainEngine, _policy
 from offbeat_engine_torch._model import load_model
 from offbeat_testing import reference_logprobs, reference_model
 from offbeat_types import TrainEngineConfig
@@ -92,7 +92,7 @@ def test_saved_buffers_are_read_kept_and_handed_on(family, tmp_path, make_groups
 def test_ranks_read_keep_and_hand_on_buffers(mesh, tmp_path, make_groups, weighted_loss, monkeypatch):
     """Of a family whose files are converted, which one rank alone does: it takes a second copy of the model."""
     converted = []
-    monkeypatch.setattr(_load, "load_model", lambda *args, **more: converted.append(1) or load_model(*args, **more))
+    monkeypatch.setattr(_policy, "load_model", lambda *args, **more: converted.append(1) or load_model(*args, **more))
     if mesh.rank == 0:
         write_model(tmp_path / "model", "Glm4Moe")
         write_model(tmp_path / "other", "Glm4Moe", seed=1)
