@@ -60,5 +60,9 @@ def test_the_cache_gets_a_share_of_the_devices_memory(standin, model):
     npu_standin.install(standin)
     plenty = 1 << 20  # more samples than anything has room for
     there, here = (TorchRolloutEngine(config(model, name, max_running=plenty)) for name in ("npu", "cpu"))
-    assert 0 < there._budget_tokens * there._bytes_per_token() <= npu_standin.TOTAL_BYTES // 4
+    shape = there._architecture
+    token_bytes = (
+        2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * getattr(torch, there._config.dtype).itemsize
+    )
+    assert 0 < there._budget_tokens * token_bytes <= npu_standin.TOTAL_BYTES // 4
     assert here._budget_tokens > there._budget_tokens
