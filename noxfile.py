@@ -333,9 +333,9 @@ def e2e(session: nox.Session) -> None:
 
 
 @nox.session(tags=["nightly"], default=False)
-def e2e_long(session: nox.Session) -> None:
-    """Those of them that are too long for CI."""
-    pytest(session, "e2e-long", "tests/e2e", marks="nightly")
+def long_across(session: nox.Session) -> None:
+    """Those of `e2e` and `tools` that are too long for CI."""
+    pytest(session, "long-across", "tests/e2e", "tools/tests", marks="nightly")
 
 
 @nox.session(default=False)

@@ -4,7 +4,7 @@ import pytest
 from bench import liveness
 
 
-@pytest.mark.parametrize("part", ["monitor", "all_reduce"])
+@pytest.mark.parametrize("part", [pytest.param("monitor", marks=pytest.mark.nightly), "all_reduce"])
 def test_each_part_runs_on_two_ranks(part):
     rows = liveness.measure(part, 2, 1)
     assert rows

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCH = Path(__file__).parents[1] / "bench"
 
 
+@pytest.mark.nightly
 def test_every_published_row_is_printed_with_its_totals(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCH / "simulate.py"), "published", "--json"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)

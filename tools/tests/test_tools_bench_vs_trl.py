@@ -41,6 +41,7 @@ def test_the_sums_are_right_and_the_same_each_time(tmp_path: Path) -> None:
         assert int(one) + int(other) == int(row["answer"])
 
 
+@pytest.mark.nightly
 def test_offbeat_makes_every_step_with_the_real_application(tmp_path: Path) -> None:
     args = vs_trl.parse([str(tiny_model(tmp_path / "model")), *SMALL])
     data = tmp_path / "sums.jsonl"

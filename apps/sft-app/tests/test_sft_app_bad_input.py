@@ -28,6 +28,7 @@ class TestBadInput(CommandConformance):
         ),
         "no ranks": (["--engine.num_ranks", "0"], "engine.num_ranks"),
         "one device for two ranks": (["--engine.num_ranks", "2", "--engine.device", "cpu:0"], "engine.device = cpu:0"),
+        "ranks elsewhere": (["--cluster.launcher", "ray"], "cluster.launcher"),
         "no patience": (["--liveness.stall_after_s", "0"], "liveness.stall_after_s"),
         "profile backwards": (["--profile.steps", "6:3"], "FIRST:LAST"),
         "profile without numbers": (["--profile.steps", "some"], "FIRST:LAST"),

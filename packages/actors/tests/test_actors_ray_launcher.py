@@ -111,6 +111,7 @@ def test_a_cluster_of_our_own_listens_on_loopback_alone_and_leaves_nothing(
     assert list(short_folder.iterdir()) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(700)
 @needs_linux
 def test_a_cluster_of_our_own_ends_with_a_driver_that_is_killed(

@@ -130,6 +130,11 @@ def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
         UserError: the first thing that is wrong, with what to do.
     """
     check_trackers(config.log)
+    if config.cluster.launcher != "local":
+        raise ConfigError(
+            f"cluster.launcher = {config.cluster.launcher!r}: the ranks of sft-app are processes of this machine; "
+            'leave it "local"'
+        )
     check_processes({"engine.num_ranks": config.engine.num_ranks})
     model = inspect_model(config.model.path)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
