@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from grpo_async_app._backend import GrpoBackend
-from grpo_async_app._colocation import Turns
+from grpo_async_app._colocation import ColocationSchedule
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._engine import Engine
 from grpo_async_app._engines import Engines
 from grpo_async_app._evaluation import Validation
 from grpo_async_app._fleet import Fleet
-from grpo_async_app._handover import hand_over
 from grpo_async_app._roles import rollout as rollout_role
 from grpo_async_app._rollouts import ScoredTrajectory
 from grpo_async_app._scaling import take_asked_engines
+from grpo_async_app._weight_transfer import transfer_weights
 from offbeat_actors import RestartBudget, wait_gone
 from offbeat_actors._spec import Wait
 from offbeat_async_policy import AsyncPolicy
@@ -115,7 +115,7 @@ def test_an_engine_that_ends_while_it_fetches_weights_keeps_no_trainer_waiting()
 
         send = asyncio.ensure_future(withdrawn.wait())
         with pytest.raises(PeerFailedError, match="killed"):
-            await hand_over(take(), send, withdraw)
+            await transfer_weights(take(), send, withdraw)
         assert send.done()
         assert not send.cancelled(), "the trainer itself has ended it"
 
@@ -147,7 +147,7 @@ def test_a_trainer_process_is_free_again_when_an_engine_has_not_come(config: Pat
             for version in (1, 1, 2):
                 offer = fleet.offer_weights(version)
                 with pytest.raises(PeerFailedError, match="before it connected"):
-                    await hand_over(take(), offer.send(await offer.source_for("127.0.0.1")), offer.withdraw)
+                    await transfer_weights(take(), offer.send(await offer.source_for("127.0.0.1")), offer.withdraw)
             await fleet.trainer.call("listen", "127.0.0.1", returns=str, deadline_s=60)  # in the same thread
 
     asyncio.run(asyncio.wait_for(scenario(), 200))
@@ -157,7 +157,7 @@ def test_a_trainer_process_is_free_again_when_an_engine_has_not_come(config: Pat
 def test_a_colocated_engine_that_fails_in_its_turn_is_ended_and_does_not_serve(config: Path, step: str) -> None:
     async def scenario() -> None:
         good, bad = Engine("rollout-0", Handle("rollout-0")), Engine("rollout-1", Handle("rollout-1", step))
-        turns = Turns(settings(config), lambda: [good, bad], lambda: Handle("trainer-0"))  # type: ignore[arg-type, return-value]
+        turns = ColocationSchedule(settings(config), lambda: [good, bad], lambda: Handle("trainer-0"))  # type: ignore[arg-type, return-value]
         for engine in (good, bad):
             await turns._lull(engine.handle)
         await turns.to_generation([good, bad])
@@ -170,7 +170,7 @@ def test_a_colocated_engine_that_fails_in_its_turn_is_ended_and_does_not_serve(c
 def test_a_colocated_engine_that_fails_to_sleep_is_ended_before_the_trainer_wakes(config: Path) -> None:
     async def scenario() -> None:
         bad, trainer = Engine("rollout-0", Handle("rollout-0", "sleep")), Handle("trainer-0")
-        turns = Turns(settings(config), lambda: [bad], lambda: trainer)  # type: ignore[arg-type, return-value]
+        turns = ColocationSchedule(settings(config), lambda: [bad], lambda: trainer)  # type: ignore[arg-type, return-value]
         turns._is_training = False
         await turns.to_training()
         assert not bad.handle.alive
@@ -303,7 +303,7 @@ def test_a_note_that_is_left_while_another_is_taken_is_not_lost(tmp_path: Path) 
 
 
 class Notes:
-    """Takes what a backend writes down: the seam of `Journal`, and of the checkpoints in a `RunFolder`."""
+    """Takes what a backend writes down: the seam of `RunLogger`, and of the checkpoints in a `RunFolder`."""
 
     def __init__(self) -> None:
         self.checkpoints = self
@@ -319,7 +319,7 @@ def open_backend(config: GrpoConfig, fleet: Fleet) -> GrpoBackend:
     notes: Any = Notes()
     policy = AsyncPolicy(config.async_, 8)
     prompt = Prompt(index=0, text="1", ids=(1,), answer="1")
-    return GrpoBackend(config, fleet, policy, prompts=(prompt,), held_out=(prompt,), run=notes, journal=notes)
+    return GrpoBackend(config, fleet, policy, prompts=(prompt,), held_out=(prompt,), run=notes, logger=notes)
 
 
 def test_a_validation_that_needs_the_trainer_ends_before_colocated_engines_sleep(
@@ -327,7 +327,7 @@ def test_a_validation_that_needs_the_trainer_ends_before_colocated_engines_sleep
 ) -> None:
     async def scenario() -> None:
         fleet = Fleet(settings(config), str(model), tmp_path)
-        fleet.engines.turns = Turns(settings(config), list, lambda: fleet.trainer)
+        fleet.engines.turns = ColocationSchedule(settings(config), list, lambda: fleet.trainer)
         backend, validated = open_backend(settings(config), fleet), list[int]()
 
         async def waits_for_an_engine_that_gets_weights() -> None:

@@ -64,7 +64,7 @@ def group(group_id: int, lengths: list[int], rewards: list[float], num_turns: in
 
 
 def _trajectory(completion: Completion, num_turns: int) -> Trajectory:
-    """Turns that all say the same, with three tokens read between them."""
+    """ColocationSchedule that all say the same, with three tokens read between them."""
     told = Reply(ids=np.array([60, 61, 62], np.int32), text="told")
     return Trajectory(turns=(completion,) * num_turns, replies=(told,) * (num_turns - 1), ended="max_turns")
 

@@ -148,7 +148,7 @@ SYNCHRONOUS = ("--async.staleness_threshold=0", "--async.partial_rollout=false",
 ABOUT_TIME = ("perf/", "async/trainer_idle", "async/rollout_idle", "async/overlap")
 
 
-def journal(run: Path) -> dict[int, tuple[dict[str, object], list[tuple[object, ...]]]]:
+def logger(run: Path) -> dict[int, tuple[dict[str, object], list[tuple[object, ...]]]]:
     """By update: what was measured, but for times; and each group trained on: prompt, version, completion, reward."""
     with (run / "generations" / "train.jsonl").open("rb") as lines:
         groups = [json.loads(line) for line in lines]
@@ -171,6 +171,6 @@ def test_a_resumed_run_writes_the_journal_of_an_undisturbed_one(
     run_to_its_end(forked_main, *words[0])
     kill_in_the_midst(forked_main, runs[1], list(words[1]), num_updates=5, more_s=0.0)
     run_to_its_end(forked_main, "resume", runs[1])
-    whole, resumed = map(journal, runs)
+    whole, resumed = map(logger, runs)
     assert list(whole) == list(range(1, 11))
     assert whole == resumed

@@ -430,7 +430,7 @@ def test_nobody_leaves_before_a_process_that_has_failed_is_gone(monkeypatch: pyt
     is_going.set()
     stuck = ProcessSnapshot(key="vm:1", name="rank 0", waits=(Wait(kind="collective", what="all_reduce", age_s=9.0),))
     dumps: Any = SimpleNamespace(flush=lambda limit_s: None)
-    ending = _announcer.Ending(cast("Peers", None), dumps, 10.0, lambda: stuck, is_going.is_set)
+    ending = _announcer.Termination(cast("Peers", None), dumps, 10.0, lambda: stuck, is_going.is_set)
     ending.hear_leave()  # of a suspicion that was told before, and ended nothing
     assert not ending._may_leave.is_set()
     ending.begin(leads=False, ends=True)

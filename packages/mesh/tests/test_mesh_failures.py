@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from offbeat_mesh import Mesh, join_world
-from offbeat_mesh._news import Board, Hub
+from offbeat_mesh._control import ControlClient, ControlServer
 from offbeat_types import DeadlineError, PeerFailedError
 
 PROMPT_S = 5.0  # the promise: errors of one member are raised on all members within 5 s
@@ -85,10 +85,10 @@ def test_a_killed_member_is_named_though_rank_0_which_brings_the_news_stands_sti
             group.all_reduce(torch.ones(2))
             if rank == 1:
                 time.sleep(0.3)  # the others wait by then
-                hub = int(store.get("pid0"))
+                server = int(store.get("pid0"))
                 fail_at(store)
-                os.kill(hub, signal.SIGSTOP)
-                subprocess.Popen(["sh", "-c", f"sleep 2.6; kill -CONT {hub}"])
+                os.kill(server, signal.SIGSTOP)
+                subprocess.Popen(["sh", "-c", f"sleep 2.6; kill -CONT {server}"])
                 os.kill(os.getpid(), signal.SIGKILL)
             return survive(group, CALLS["all_reduce"], store)
 
@@ -273,7 +273,7 @@ def test_a_failure_elsewhere_does_not_end_a_group_without_that_member(run_ranks)
         if rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank < 2:
-            world.board.wait_until(lambda: bool(world.board.records), LONG_S)
+            world.client.wait_until(lambda: bool(world.client.records), LONG_S)
             answer = [int(tp.all_reduce(torch.ones(1))) for _ in range(20)]
             world.leave()
             return answer
@@ -400,15 +400,15 @@ def test_an_error_with_any_text_is_heard(run_ranks, text):
 
 
 def test_the_hub_outlives_a_lack_of_descriptors():
-    hub, stranger = Hub("127.0.0.1", "token"), socket.socket()
+    server, stranger = ControlServer("127.0.0.1", "token"), socket.socket()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (stranger.fileno() + 1, hard))
-        stranger.connect(hub.address)
-        time.sleep(0.3)  # for the hub to try, and fail
+        stranger.connect(server.address)
+        time.sleep(0.3)  # for the control server to try, and fail
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        Board(0, hub.address, "token", 5.0).close()
+        ControlClient(0, server.address, "token", 5.0).close()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         stranger.close()
-        hub.close()
+        server.close()

@@ -179,14 +179,14 @@ def test_a_store_that_is_lost_while_joining_is_said(run_ranks, step):
 
 def test_a_rank_0_that_is_lost_while_joining_is_named_and_leaves_no_world_behind(run_ranks):
     def body(rank, num_ranks, store):
-        if rank == 0:  # comes, and is gone before it has opened its hub
+        if rank == 0:  # comes, and is gone before it has opened its control server
             store.set("offbeat/world/1/host/0", "127.0.0.1")
             store.add("offbeat/world/1/joined/0", 1)
             dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=20))
             store.get("over")
             return None
         try:
-            with pytest.raises(DeadlineError, match="rank 0's hub"):
+            with pytest.raises(DeadlineError, match="rank 0's control server"):
                 join_world(rank=1, size=2, store=store, device="cpu", deadline_s=3)
             return [current_world() is None, dist.is_initialized()]
         finally:
@@ -266,8 +266,8 @@ def test_a_store_is_open_at_its_own_address_alone():
 class LateStore:
     """A store in which rank 0's word comes late, and the answer "not there yet" so late that it has left meanwhile."""
 
-    def __init__(self, store, board):
-        self._store, self._board = store, board
+    def __init__(self, store, client):
+        self._store, self._client = store, client
 
     def __getattr__(self, name):
         return getattr(self._store, name)
@@ -280,21 +280,21 @@ class LateStore:
     def check(self, keys):
         found = self._store.check(keys)
         end = time.monotonic() + 30
-        while not found and keys[0].endswith("/made/0") and not self._board.records and time.monotonic() < end:
+        while not found and keys[0].endswith("/made/0") and not self._client.records and time.monotonic() < end:
             time.sleep(0.01)
         return found
 
 
 def test_a_member_that_has_made_its_group_and_gone_is_no_failure(run_ranks):
-    """Rank 1 looks, and finds rank 0 not yet there; before it looks at the board, rank 0 has come, gone on and left."""
+    """Rank 1 finds rank 0 not yet there; before it looks at the client, rank 0 has come, gone on and left."""
 
     def body(rank, num_ranks, store):
         world = join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=60)
         mesh = Mesh(dp=num_ranks)
-        world.store = LateStore(world.store, world.board)
+        world.store = LateStore(world.store, world.client)
         ranks = list(mesh.group("dp", channel="another").ranks)
         if rank == 0:
-            world.board.leave()  # as a process that ends by sys.exit does
+            world.client.leave()  # as a process that ends by sys.exit does
         return ranks
 
     ended = run_ranks(2, body)

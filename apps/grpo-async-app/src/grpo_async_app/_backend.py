@@ -13,8 +13,8 @@ from grpo_async_app._config import GrpoConfig
 from grpo_async_app._evaluation import OutdatedError, validate
 from grpo_async_app._fleet import Fleet
 from grpo_async_app._groups import SampledGroup, save_groups
-from grpo_async_app._journal import Journal
 from grpo_async_app._rollouts import Rollouts, ScoredTrajectory
+from grpo_async_app._run_logger import RunLogger
 from offbeat_async_policy import AsyncPolicy, GroupResult
 from offbeat_data import EpochOrder, Prompt, TurnTemplate
 from offbeat_objectives import has_signal, overlong_penalty
@@ -35,7 +35,7 @@ class GrpoBackend:
         prompts: training prompts.
         held_out: prompts of a validation; empty turns validation off.
         run: folder of the run, for checkpoints.
-        journal: takes metrics, generations, timeline and progress.
+        logger: takes metrics, generations, timeline and progress.
         groups: finished groups of a restored run.
         template: puts an environment's words into tokens; None where the run has no environment.
     """
@@ -49,11 +49,11 @@ class GrpoBackend:
         prompts: tuple[Prompt, ...],
         held_out: tuple[Prompt, ...],
         run: RunFolder,
-        journal: Journal,
+        logger: RunLogger,
         groups: dict[int, SampledGroup] | None = None,
         template: TurnTemplate | None = None,
     ) -> None:
-        self._config, self._fleet, self._policy, self._run, self._journal = config, fleet, policy, run, journal
+        self._config, self._fleet, self._policy, self._run, self._logger = config, fleet, policy, run, logger
         self._prompts, self._held_out = prompts, held_out
         self._order = EpochOrder(len(prompts), config.data.seed, config.data.shuffle)
         self._groups = groups or {}
@@ -61,13 +61,13 @@ class GrpoBackend:
         self._validating: asyncio.Task[None] | None = None
         self._trainer_turn = asyncio.Lock()
         self._trainer_version = policy.version
-        self._clock = BusyClock("trainer-0", lambda: len(fleet.engines.names), clock_s, journal.worked)
+        self._clock = BusyClock("trainer-0", lambda: len(fleet.engines.names), clock_s, logger.worked)
         self._rollouts = Rollouts(config, fleet, template, self._clock.busy)
         self._template = template
         fleet.engines.bring_weights = self._bring_weights
         if fleet.teachers is not None:
             # A clock of its own: shares of idle time are those of trainer and engines.
-            fleet.teachers.busy = BusyClock("", lambda: config.teacher.num_replicas, clock_s, journal.worked).busy
+            fleet.teachers.busy = BusyClock("", lambda: config.teacher.num_replicas, clock_s, logger.worked).busy
 
     # ── rollouter ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -87,7 +87,7 @@ class GrpoBackend:
             self._rollouts.leave_out(
                 "rollout/untrainable", f"group {group_id} has {group.flaw}", len(group.trajectories)
             )
-            self._journal.left_out(self._rollouts.left_out, self._rollouts.last_left_out)
+            self._logger.left_out(self._rollouts.left_out, self._rollouts.last_left_out)
             filtered = True
         if not filtered:
             self._groups[group_id] = group
@@ -128,7 +128,7 @@ class GrpoBackend:
     def _can_be_compared(self, samples: list[ScoredTrajectory]) -> bool:
         """Whether enough of a group is left."""
         if len(samples) < self._config.rollout.samples_per_prompt:
-            self._journal.left_out(self._rollouts.left_out, self._rollouts.last_left_out)
+            self._logger.left_out(self._rollouts.left_out, self._rollouts.last_left_out)
         return len(samples) >= min(2, self._config.rollout.samples_per_prompt)
 
     def _group(
@@ -197,7 +197,7 @@ class GrpoBackend:
         for group_id in group_ids:
             del self._groups[group_id]
         prompts = {group.item: self._prompts[group.item] for group in groups}
-        self._journal.updated(
+        self._logger.updated(
             version + 1,
             groups,
             prompts,
@@ -220,7 +220,7 @@ class GrpoBackend:
         started_s = clock_s()
         bring = self._bring_all(version, interrupt)
         await self._fleet.name_who_is_late(bring, f"sync {version}", self._config.async_.sync_deadline_s)
-        self._journal.synced(version, started_s, clock_s())
+        self._logger.synced(version, started_s, clock_s())
         if self._validation_is_due(version):
             self._validating = asyncio.create_task(self._validate(version))
 
@@ -240,7 +240,7 @@ class GrpoBackend:
         every = self._config.eval.every_updates
         if not every or not self._held_out:
             return False
-        last = self._journal.last_validated
+        last = self._logger.last_validated
         if last < 0:
             return True
         return version // every > last // every or (version > last and self._is_last_sync)
@@ -261,12 +261,12 @@ class GrpoBackend:
         try:
             validation = await validate(rollouts, self._fleet.engines, self._config, self._held_out, version)
         except OutdatedError as error:
-            self._journal.message(f"the validation of version {version} is left to the next sync: {error}")
+            self._logger.message(f"the validation of version {version} is left to the next sync: {error}")
             return
         finally:
             self._rollouts.left_out.update(rollouts.left_out)
         self._run.checkpoints.set_score(validation.version, validation.reward)
-        self._journal.validated(validation)
+        self._logger.validated(validation)
 
     async def finish(self) -> None:
         """Wait for the last validation."""
@@ -313,7 +313,7 @@ class GrpoBackend:
     async def idle(self, wait: str, idle_s: float) -> float:
         """Show the wait, and raise if a process has died without which nothing goes on."""
         self._fleet.raise_if_dead()
-        self._journal.waiting(wait, idle_s)
+        self._logger.waiting(wait, idle_s)
         return self._fleet.progress
 
     # ── small things ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
-from grpo_async_app._handover import is_lost
+from grpo_async_app._weight_transfer import is_lost
 from offbeat_actors import ActorHandle
 from offbeat_run import clock_s
 from offbeat_types import ConfigError, DeadlineError, OffbeatError, PauseMode, PeerFailedError
@@ -39,7 +39,7 @@ Note = Callable[[str, str, float, float, int], None]
 """Takes (role, step, start_s, end_s, resident_bytes) of each step that is done."""
 
 
-class Turns:
+class ColocationSchedule:
     """Who has the devices. The trainer has, until the first sync.
 
     Args:
@@ -220,11 +220,11 @@ class Turns:
             if not isinstance(error, PeerFailedError) or not await is_lost(handle, error):
                 assert isinstance(error, BaseException)
                 raise error
-            await self._make_an_end(handle)
+            await self._kill_and_wait(handle)
         return [handle for handle, each in zip(handles, outcomes, strict=True) if each is None]
 
-    async def _make_an_end(self, handle: ActorHandle) -> None:
-        """Kill what is left of a process whose step has failed: it holds memory, and would be taken to serve."""
+    async def _kill_and_wait(self, handle: ActorHandle) -> None:
+        """Kill what is left of a process whose step has failed: it holds memory."""
         if handle.alive:
             handle.kill()
         try:

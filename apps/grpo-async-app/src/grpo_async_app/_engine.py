@@ -3,8 +3,8 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from grpo_async_app._colocation import Turns
-from grpo_async_app._handover import WeightOffer, hand_over
+from grpo_async_app._colocation import ColocationSchedule
+from grpo_async_app._weight_transfer import WeightOffer, transfer_weights
 from offbeat_actors import ActorHandle
 from offbeat_types import EngineHealth, WeightProof
 
@@ -42,7 +42,7 @@ class Engine:
 
 
 async def bring_weights(
-    engine: Engine, offer: WeightOffer, interrupt: bool, deadline_s: float, turns: Turns | None
+    engine: Engine, offer: WeightOffer, interrupt: bool, deadline_s: float, turns: ColocationSchedule | None
 ) -> None:
     """Pause an engine, let it take the trainer's weights, and let it go on; colocated ones go on all together.
 
@@ -68,7 +68,7 @@ async def bring_weights(
         returns=WeightProof,
         deadline_s=deadline_s + 5,
     )
-    await hand_over(take, offer.send(source), offer.withdraw)
+    await transfer_weights(take, offer.send(source), offer.withdraw)
     if turns is None:
         await handle.call("resume", deadline_s=deadline_s)
         engine.serves.set()

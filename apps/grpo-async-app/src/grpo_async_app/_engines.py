@@ -5,11 +5,11 @@ import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
-from grpo_async_app._colocation import Turns
+from grpo_async_app._colocation import ColocationSchedule
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._engine import Engine, bring_weights
-from grpo_async_app._handover import WeightOffer, is_lost
 from grpo_async_app._speeds import EngineSpeeds
+from grpo_async_app._weight_transfer import WeightOffer, is_lost
 from offbeat_actors import ActorHandle, RestartBudget, Tell, gather_or_cancel, start_again, wait_gone
 from offbeat_run import clock_s
 from offbeat_types import (
@@ -56,7 +56,7 @@ class Engines:
         self._speeds = EngineSpeeds()
         self._stragglers: dict[str, float] = {}
         self.bring_weights: BringWeights | None = None
-        self.turns: Turns | None = None
+        self.turns: ColocationSchedule | None = None
 
     async def start(self) -> None:
         """Start as many as the configuration says. None serves before it has got weights, or `serve` is called."""

@@ -9,14 +9,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from grpo_async_app._colocation import Turns
+from grpo_async_app._colocation import ColocationSchedule
 from grpo_async_app._config import GrpoConfig
 from grpo_async_app._engines import Engines
 from grpo_async_app._environment_process import EnvironmentProcess
-from grpo_async_app._handover import WeightOffer
 from grpo_async_app._role_specs import RoleSpecs
 from grpo_async_app._teachers import Teachers
 from grpo_async_app._trainers import Trainers, start_trainers
+from grpo_async_app._weight_transfer import WeightOffer
 from offbeat_actors import ActorHandle, Launcher, RestartBudget, Tell, gather_or_cancel, start_again
 from offbeat_data import Prompt, RewardPool, RewardScore
 from offbeat_placement import Placement
@@ -73,7 +73,7 @@ class Fleet:
         self._budget = RestartBudget(config.cluster.max_restarts, config.cluster.restart_window_s)
         self.engines = Engines(config, self._start_rollout, self._budget, self.say)
         if config.cluster.colocate:
-            self.engines.turns = Turns(config, lambda: self.engines.living, lambda: self.trainer)
+            self.engines.turns = ColocationSchedule(config, lambda: self.engines.living, lambda: self.trainer)
         self.environment = self._environment() if config.environment.name else None
         self.teachers = Teachers(config, self._start_teacher, self._budget, self.say) if config.teacher.is_set else None
         self._reward = (
@@ -104,7 +104,7 @@ class Fleet:
         self._launcher.kill()
 
     def say(self, line: str) -> None:
-        """Tell it to whoever listens now: `tell` changes with each journal."""
+        """Tell it to whoever listens now: `tell` changes with each logger."""
         self.tell(line)
 
     async def start_training(self, placement: Placement, num_updates: int, checkpoint: Path | None) -> None:

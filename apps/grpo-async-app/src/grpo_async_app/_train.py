@@ -12,10 +12,10 @@ from grpo_async_app._evaluation import Validation, validate
 from grpo_async_app._fleet import Fleet
 from grpo_async_app._groups import SampledGroup, load_groups
 from grpo_async_app._interrupt import run_interruptible
-from grpo_async_app._journal import Journal
 from grpo_async_app._liveness import watched_driver
 from grpo_async_app._preflight import Preflight
 from grpo_async_app._rollouts import Rollouts
+from grpo_async_app._run_logger import RunLogger
 from grpo_async_app._scaling import scale_as_asked, take_asked_engines
 from offbeat_async_policy import AsyncPolicy, LoopSummary, run_loop
 from offbeat_run import Checkpoint, RunFolder, disk_errors
@@ -110,14 +110,14 @@ async def _train(session: _Session, fleet: Fleet) -> LoopSummary:
             preflight, run = session.preflight, session.run
             with (
                 disk_errors(run.path),
-                Journal(run, preflight.config, preflight.num_updates, session.step) as journal,
+                RunLogger(run, preflight.config, preflight.num_updates, session.step) as logger,
             ):
-                fleet.tell = journal.message
+                fleet.tell = logger.message
                 if fleet.engines.turns is not None:
-                    fleet.engines.turns.note = journal.handed_over
-                await _start(session, fleet, journal, death)
+                    fleet.engines.turns.note = logger.handed_over
+                await _start(session, fleet, logger, death)
                 try:
-                    return await _go_on(session, fleet, journal)
+                    return await _go_on(session, fleet, logger)
                 except OffbeatError:
                     death = await fleet.trainer_death()
                     if death is None or not preflight.config.checkpoint.save_optimizer:
@@ -137,19 +137,19 @@ async def _scaling(run: RunFolder, fleet: Fleet) -> AsyncIterator[None]:
         await asyncio.gather(looking, return_exceptions=True)
 
 
-async def _start(session: _Session, fleet: Fleet, journal: Journal, death: PeerFailedError | None) -> None:
+async def _start(session: _Session, fleet: Fleet, logger: RunLogger, death: PeerFailedError | None) -> None:
     """Start all roles, or the trainer alone after its death."""
     num_updates = session.preflight.num_updates
     if death is not None:
         await fleet.restart_trainer(f"{death.peer} failed: {death.reason}", num_updates, session.folder)
-        journal.message(f"the run goes on from update {max(session.step, 0)}: what was trained since is trained again")
+        logger.message(f"the run goes on from update {max(session.step, 0)}: what was trained since is trained again")
         return
-    journal.message("starting trainer and rollout engines ...")
+    logger.message("starting trainer and rollout engines ...")
     await fleet.start_training(session.preflight.placement, num_updates, session.folder)
     session.run.keep()
 
 
-async def _go_on(session: _Session, fleet: Fleet, journal: Journal) -> LoopSummary:
+async def _go_on(session: _Session, fleet: Fleet, logger: RunLogger) -> LoopSummary:
     """Train to the end with the trainer there is."""
     preflight, policy = session.preflight, session.policy
     backend = GrpoBackend(
@@ -159,14 +159,14 @@ async def _go_on(session: _Session, fleet: Fleet, journal: Journal) -> LoopSumma
         prompts=preflight.prompts.train,
         held_out=preflight.held_out,
         run=session.run,
-        journal=journal,
+        logger=logger,
         groups=session.groups,
         template=preflight.template,
     )
     try:
         summary = await run_loop(policy, backend)
         if policy.ended_early:
-            journal.message(f"ended early: {policy.ended_early}")
+            logger.message(f"ended early: {policy.ended_early}")
         try:
             await backend.prepare("checkpoint")
         finally:  # the last validation may fail, or be interrupted: what was trained is kept

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from grpo_async_app._roles.team import TeamPlace
+from grpo_async_app._roles.rendezvous import Rendezvous
 from offbeat_actors import ActorGroup, ActorHandle, Launcher, RoleSpec, start_all
 
 
@@ -54,7 +54,7 @@ async def start_trainers(
     host = launcher.address
     store = open_store(host, deadline_s=start_deadline_s)
     places = [
-        TeamPlace(
+        Rendezvous(
             rank=rank,
             size=num_ranks,
             host=host,
@@ -67,12 +67,12 @@ async def start_trainers(
     return Trainers(await start_all(launcher, [_rank_spec(spec, place) for place in places]), silent_after_s, store)
 
 
-def _rank_spec(spec: RoleSpec, place: TeamPlace) -> RoleSpec:
+def _rank_spec(spec: RoleSpec, place: Rendezvous) -> RoleSpec:
     name = f"trainer-{place.rank}"
     return replace(
         spec,
         name=name,
-        kwargs={**spec.kwargs, "team": place},
+        kwargs={**spec.kwargs, "rendezvous": place},
         liveness_policy="abort",
         log_path=spec.log_path and spec.log_path.with_name(f"{name}.log"),
     )

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from offbeat_engine_megatron._layout import Parallel
 from offbeat_engine_megatron._shape import ModelShape
-from offbeat_engine_megatron._slots import Place, Slot, list_adapter_slots
+from offbeat_engine_megatron._slots import ParameterPath, Slot, list_adapter_slots
 from offbeat_engine_megatron._weights import HeldWeights, Put, Values
 from offbeat_mesh import Mesh
 from offbeat_training import initial_adapters, peft_name, write_adapter_config
@@ -151,7 +151,7 @@ class Adapters:
         self.rank, self.alpha = rank, alpha
         self._switch, self._by_weight = Switch(), dict[int, Adapter]()
         slots = list_adapter_slots(weights.slots, rank)
-        layers: dict[Place, list[Slot]] = {}
+        layers: dict[ParameterPath, list[Slot]] = {}
         for slot in slots:
             found = layers.setdefault(slot.layer, [])
             if slot.weight not in found:

@@ -23,7 +23,7 @@ TOWER: Final = "model.visual."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ParameterPath:
     """A parameter of megatron-core: pipeline stage, part of the model on it, name within that part."""
 
     stage: int
@@ -47,8 +47,8 @@ class Slot:
 
     name: str
     shape: tuple[int, ...]
-    place: Place
-    copies: tuple[Place, ...] = ()
+    place: ParameterPath
+    copies: tuple[ParameterPath, ...] = ()
     lies: str = ""
     tp_dim: int | None = None
     owner: int | None = None
@@ -81,18 +81,18 @@ def list_slots(shape: ModelShape, parallel: Parallel) -> list[Slot]:
 
 def _slots(shape: ModelShape, parallel: Parallel) -> Iterator[Slot]:
     table = (shape.vocabulary, shape.hidden_size)
-    first = Place(stage=0, part=0, path="embedding.word_embeddings.weight")
-    head = Place(stage=parallel.pp - 1, part=parallel.vpp - 1, path="output_layer.weight")
-    last = Place(stage=head.stage, part=head.part, path=first.path)
+    first = ParameterPath(stage=0, part=0, path="embedding.word_embeddings.weight")
+    head = ParameterPath(stage=parallel.pp - 1, part=parallel.vpp - 1, path="output_layer.weight")
+    last = ParameterPath(stage=head.stage, part=head.part, path=first.path)
     copies = (last if shape.mtp_layers else head,) if parallel.pp > 1 and (shape.tied or shape.mtp_layers) else ()
     for name, size in shape.tower:
-        place = Place(stage=0, part=0, path=f"visual.{name}")
+        place = ParameterPath(stage=0, part=0, path=f"visual.{name}")
         yield Slot(name=f"{TOWER}{name}", shape=size, place=place)
     yield Slot(name=f"{shape.stem}.embed_tokens.weight", shape=table, place=first, copies=copies, tp_dim=0)
     for layer in range(shape.num_layers):
         sparse = bool(shape.num_experts) and shape.sparse_layers[layer]
         yield from _layer_slots(shape, parallel, _Maker(shape, parallel, layer), sparse=sparse)
-    norm = Place(stage=head.stage, part=head.part, path="decoder.final_layernorm.weight")
+    norm = ParameterPath(stage=head.stage, part=head.part, path="decoder.final_layernorm.weight")
     yield Slot(name=f"{shape.stem}.norm.weight", shape=(shape.hidden_size,), place=norm)
     if not shape.tied:
         yield Slot(name="lm_head.weight", shape=table, place=head, tp_dim=0)
@@ -171,7 +171,7 @@ class _Maker:
         self._stem, self._path = f"{shape.stem}.layers.{layer}", f"decoder.layers.{layer % per_part}."
 
     def __call__(self, name: str, shape: tuple[int, ...], path: str, **rest: Any) -> Slot:
-        place = Place(stage=self._stage, part=self._part, path=self._path + path)
+        place = ParameterPath(stage=self._stage, part=self._part, path=self._path + path)
         return Slot(name=f"{self._stem}.{name}", shape=shape, place=place, **rest)
 
 
@@ -198,7 +198,7 @@ class AdapterSlot:
     """
 
     slot: Slot
-    layer: Place
+    layer: ParameterPath
     weight: Slot
 
 

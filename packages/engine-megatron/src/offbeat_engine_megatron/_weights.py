@@ -17,7 +17,7 @@ from torch import Tensor
 
 from offbeat_engine_megatron._layout import Parallel
 from offbeat_engine_megatron._shape import ModelShape
-from offbeat_engine_megatron._slots import Place, Slot, list_slots, view_of
+from offbeat_engine_megatron._slots import ParameterPath, Slot, list_slots, view_of
 from offbeat_mesh import Mesh
 from offbeat_training import Box, TensorFolder, slices
 
@@ -279,7 +279,7 @@ class HeldWeights:
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self._device)
 
-    def _holds(self, slot: Slot, place: Place) -> bool:
+    def _holds(self, slot: Slot, place: ParameterPath) -> bool:
         return place.stage == self._stage and slot.owner in (None, self._expert_rank)
 
     def _box(self, slot: Slot) -> Box:

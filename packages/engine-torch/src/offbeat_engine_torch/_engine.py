@@ -16,7 +16,7 @@ from offbeat_engine_torch._checkpoint import export_weights, iterate_weights, lo
 from offbeat_engine_torch._layout import TorchEngineOptions, arrange, plan_layout
 from offbeat_engine_torch._pieces import collect_gradients, memory_of, trained_parameters
 from offbeat_engine_torch._policy import Policy, make_policy
-from offbeat_engine_torch._ranks import Alone, Ranks, Team
+from offbeat_engine_torch._ranks import Ranks, ShardedRanks, SingleRank
 from offbeat_engine_torch._sharding import partial_gradients
 from offbeat_mesh import Device, MemoryOffloader, Mesh, open_device
 from offbeat_training import (
@@ -113,7 +113,7 @@ class TorchTrainEngine:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         torch.manual_seed(config.seed)
-        ranks = Alone() if mesh is None else Team(mesh, device.torch_device)
+        ranks = SingleRank() if mesh is None else ShardedRanks(mesh, device.torch_device)
         policy = make_policy(config, options, device, ranks, mesh)
         if config.activation_checkpointing:
             whole = policy.model.whole  # transformers renamed the method in 5.2x

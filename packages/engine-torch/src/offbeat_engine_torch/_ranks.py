@@ -1,4 +1,4 @@
-"""What the ranks of a trainer do together: agree, exchange, add up. `Alone` is the trainer of one process.
+"""What the ranks of a trainer do together: agree, exchange, add up. `SingleRank` is the trainer of one process.
 
 All ranks call the same methods with the same arguments in the same order; each method returns the same on all ranks.
 """
@@ -28,8 +28,8 @@ GATHER_BYTES = 8 * 2**20
 """What one call gathers of a parameter from all ranks: a small multiple of it is used beyond the tensor itself."""
 
 
-class Alone:
-    """The trainer of one process: it holds all, and has nothing to exchange. See `Team`."""
+class SingleRank:
+    """The trainer of one process: it holds all, and has nothing to exchange. See `ShardedRanks`."""
 
     share, num_shares, place, size, leader = 0, 1, 0, 1, True
 
@@ -70,7 +70,7 @@ class Alone:
         """No one to wait for."""
 
 
-class Team(TrainerRanks):
+class ShardedRanks(TrainerRanks):
     """Several ranks on a mesh of the axes dp and tp.
 
     Args:
@@ -143,4 +143,4 @@ class Team(TrainerRanks):
         self._all.barrier()
 
 
-Ranks = Alone | Team
+Ranks = SingleRank | ShardedRanks

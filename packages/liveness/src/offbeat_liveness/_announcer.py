@@ -184,7 +184,7 @@ def say(text: str) -> None:
             data = data[os.write(STDERR, data[: select.PIPE_BUF]) :]  # so much never blocks a pipe that takes any
 
 
-class Ending:
+class Termination:
     """Ends this process with the others, once.
 
     Args:

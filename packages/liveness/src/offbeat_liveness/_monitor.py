@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from offbeat_liveness._announcer import Announcer, Ending, leave, say
+from offbeat_liveness._announcer import Announcer, Termination, leave, say
 from offbeat_liveness._diagnosis import find_verdict, is_over
 from offbeat_liveness._diagnosis.graph import LATE_S, WaitGraph
 from offbeat_liveness._diagnosis.proofs import find_failure, is_secondary
@@ -86,7 +86,7 @@ class Monitor:
         self._told = Announcer(settings, self._peers, self._dumps, self.head, self._complain, on_verdict)
         self._left_groups = LeftGroups(self._seat, self._join_at_once, self._complain_of)
         self._thread_errors = ThreadErrors()
-        self._ending = Ending(self._peers, self._dumps, settings.grace_s, self.head, self._is_somebody_going)
+        self._ending = Termination(self._peers, self._dumps, settings.grace_s, self.head, self._is_somebody_going)
         self._alarm = threading.Event()
         self._closed = threading.Event()
         self._looking = threading.Lock()

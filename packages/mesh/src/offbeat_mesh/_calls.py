@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from offbeat_mesh._control import ControlClient, Record, Standing, one_line
 from offbeat_mesh._guard import check_guards
 from offbeat_mesh._layout import Layout, describe_group
-from offbeat_mesh._news import Board, Record, Standing, one_line
 from offbeat_mesh._world import World, backends
 from offbeat_types import DeadlineError, GroupError, MismatchError, OffbeatError, PeerFailedError
 
@@ -66,7 +66,7 @@ class Calls:
     """Bookkeeping of one group on one rank.
 
     Args:
-        board: None for a group of one.
+        client: None for a group of one.
         process_groups: what its calls run on; broken off when a member fails.
         deadline_s: of a call that does not bring its own.
     """
@@ -74,13 +74,13 @@ class Calls:
     def __init__(
         self,
         membership: Membership,
-        board: Board | None,
+        client: ControlClient | None,
         process_groups: Sequence[dist.ProcessGroup],
         deadline_s: float,
     ) -> None:
         self.key, self.text = membership.key, membership.text
         self.ranks, self.rank, self.label = membership.ranks, membership.rank, membership.label
-        self.board, self.deadline_s = board, deadline_s
+        self.client, self.deadline_s = client, deadline_s
         self._process_groups = tuple(process_groups)
         self._owner: threading.Thread | None = None
         self._owner_id = 0
@@ -93,8 +93,8 @@ class Calls:
         self._gone: Record | None = None
         self._news = threading.Event()
         self._failure_lock = threading.Lock()
-        if board is not None:
-            board.listen(self)
+        if client is not None:
+            client.listen(self)
 
     @contextmanager
     def call(self, name: str, deadline_s: float | None = None, *, collective: bool = True) -> Iterator[None]:
@@ -153,8 +153,10 @@ class Calls:
 
     def fail(self, error: BaseException, where: str) -> None:
         """Make an error of this rank known to the other members, and end the group here too."""
-        if self._failure is None and self.board is not None:
-            self.board.post(Record.of(error, self.rank, self.key, f"{self.label(self.rank)} in {where} of {self.text}"))
+        if self._failure is None and self.client is not None:
+            self.client.post(
+                Record.of(error, self.rank, self.key, f"{self.label(self.rank)} in {where} of {self.text}")
+            )
 
     def wait(self, work: dist.Work | None, peer: int | None = None) -> None:
         """Wait for an operation on CPU tensors.
@@ -188,7 +190,7 @@ class Calls:
         """The deadline has passed: say who did not come."""
         waiting = f"{self._call} over {self.text}" if peer is None else f"{self._call} in {self.text}"
         members = [rank for rank in self.ranks if rank != self.rank] if peer is None else [peer]
-        standings = self.board.ask(self.key, members) if self.board is not None else {}
+        standings = self.client.ask(self.key, members) if self.client is not None else {}
         if self._failure is not None:
             return self._error(self._failure)
         absent = [rank for rank in members if rank not in standings or standings[rank].entered < self._entered]
@@ -215,11 +217,11 @@ class Calls:
         return record.error(self.label(record.rank))
 
     def standing(self) -> tuple[int, str, bool]:
-        """Collectives entered, the newest call, and whether it is still going on (the board's thread asks)."""
+        """Collectives entered, the newest call, and whether it is still going on (the client's thread asks)."""
         return self._entered, self._call, self._inside
 
     def hear(self, record: Record) -> None:
-        """Take note of a record that concerns this group (the board's thread calls this)."""
+        """Take note of a record that concerns this group (the client's thread calls this)."""
         if record.rank not in self.ranks or record.group not in ("", self.key):
             return
         if record.group:
@@ -313,7 +315,7 @@ def make_process_group(
 
 def _wait_for_members(world: World, place: str, name: str, ranks: Sequence[int], deadline_s: float) -> None:
     """Say that this rank has come to a place in the making of a group; wait for the others, and name who stays away."""
-    if len(ranks) == 1 or world.board is None:
+    if len(ranks) == 1 or world.client is None:
         return
     keys = {rank: f"{place}/{rank}" for rank in ranks}
     world.store.set(keys[world.rank], "1")
@@ -324,7 +326,7 @@ def _wait_for_members(world: World, place: str, name: str, ranks: Sequence[int],
         return [rank for rank, key in keys.items() if not world.store.check([key])]
 
     while away := missing():
-        failed = [each for each in world.board.records if each.rank in ranks and each.group in ("", name)]
+        failed = [each for each in world.client.records if each.rank in ranks and each.group in ("", name)]
         if failed and missing():  # still: who was here may have gone on, and left, since the line above
             record = min(failed, key=lambda each: each.group == "")  # of this group first: it knows more
             raise record.error(f"rank {record.rank}")
@@ -332,7 +334,7 @@ def _wait_for_members(world: World, place: str, name: str, ranks: Sequence[int],
             on = f"rank {', '.join(map(str, away))}"
             advice = "all members must ask for it, in one order"
             error = DeadlineError(f"making the group {name}", on, deadline_s, advice)
-            world.board.post(Record.of(error, world.rank, name))
+            world.client.post(Record.of(error, world.rank, name))
             raise error
         time.sleep(pause_s)  # not store.wait: each wait of it that expires prints two lines
         pause_s = min(2 * pause_s, POLL_S[1])
@@ -352,7 +354,7 @@ def open_calls(
     if world is None or len(membership.ranks) == 1:
         return Calls(membership, None, [], deadline_s), control
     used = [group for group in dict.fromkeys((process_group, control)) if group is not None]
-    return Calls(membership, world.board, used, deadline_s), control
+    return Calls(membership, world.client, used, deadline_s), control
 
 
 def _serves_data(group: dist.ProcessGroup) -> bool:

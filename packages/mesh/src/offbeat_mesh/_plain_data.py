@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from offbeat_mesh._calls import Calls
-from offbeat_mesh._news import one_line
+from offbeat_mesh._control import one_line
 from offbeat_types import GroupError, MismatchError, PeerFailedError
 
 Plain: TypeAlias = Any

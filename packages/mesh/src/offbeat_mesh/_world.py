@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
+from offbeat_mesh._control import ControlClient, ControlServer, Record
 from offbeat_mesh._device import Device, available_devices, open_device
-from offbeat_mesh._news import Board, Hub, Record
 from offbeat_types import ConfigError, DeadlineError
 
 
@@ -97,7 +97,7 @@ def _source_of(host: str, port: int) -> str:
 
 
 LEAVE_FAILED_S: Final = 5.0
-"""How long rank 0 keeps the hub open when it leaves with an error, so that all ranks hear of it."""
+"""How long rank 0 keeps the control server open when it leaves with an error, so that all ranks hear of it."""
 
 
 class World:
@@ -120,8 +120,8 @@ class World:
     ) -> None:
         self.rank, self.size, self.device, self.deadline_s = rank, size, device, deadline_s
         self.store, self.host = store, host
-        self.board: Board | None = None
-        self._hub: Hub | None = None
+        self.client: ControlClient | None = None
+        self._hub: ControlServer | None = None
         self._owned = owned
         self._left = False
         self._pid = os.getpid()
@@ -129,22 +129,22 @@ class World:
         _joined.append(self)
         atexit.register(_leave_at_exit, weakref.ref(self))
 
-    def open_board(self, key: str) -> None:
-        """Start the hub on rank 0, tell the others through the store where it is, and connect to it.
+    def open_client(self, key: str) -> None:
+        """Start the control server on rank 0, tell the others through the store where it is, and connect to it.
 
         Raises:
             DeadlineError: rank 0 opens none, or it does not answer.
         """
         if self.rank == 0:
             token = secrets.token_hex(16)
-            self._hub = Hub(self.host, token)
+            self._hub = ControlServer(self.host, token)
             self.store.set(key, f"{self._hub.address[0]} {self._hub.address[1]} {token}")
         try:
             hub_host, hub_port, token = self.store.get(key).decode().split()
         except DistError as error:
             advice = "it was lost while all were joining; see its log"
-            raise DeadlineError("join_world", "rank 0's hub", self.deadline_s, advice) from error
-        self.board = Board(self.rank, (hub_host, int(hub_port)), token, self.deadline_s)
+            raise DeadlineError("join_world", "rank 0's control server", self.deadline_s, advice) from error
+        self.client = ControlClient(self.rank, (hub_host, int(hub_port)), token, self.deadline_s)
 
     def count_mesh(self) -> int:
         """A number for a new mesh: all processes make their meshes in one order, so it is the same on all."""
@@ -171,7 +171,7 @@ class World:
             return
         self._left = True
         _joined.remove(self)
-        missing = self._part(error) if self.board is not None else set()
+        missing = self._part(error) if self.client is not None else set()
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
         self._close()
@@ -183,36 +183,36 @@ class World:
 
     def _part(self, error: BaseException | None) -> set[int]:
         """Say good-bye; the ranks that were waited for in vain."""
-        assert self.board is not None
+        assert self.client is not None
         others = set(range(self.size)) - {self.rank}
         if error is not None:
-            self.board.post(Record.of(error, self.rank))
-        self.board.leave()
+            self.client.post(Record.of(error, self.rank))
+        self.client.leave()
         patience_s = self.deadline_s if error is None else LEAVE_FAILED_S
         if error is None or self._hub is not None:
-            self.board.wait_until(lambda: others <= self._over(), patience_s)
-        hub_is_lost = self.board.closed  # with rank 0: nobody can be heard any more
+            self.client.wait_until(lambda: others <= self._over(), patience_s)
+        hub_is_lost = self.client.closed  # with rank 0: nobody can be heard any more
         return set() if hub_is_lost else others - self._over()
 
     def _over(self) -> set[int]:
         """Ranks that will come to no further call."""
-        assert self.board is not None
-        return {record.rank for record in self.board.records if not record.group}
+        assert self.client is not None
+        return {record.rank for record in self.client.records if not record.group}
 
     def _close(self) -> None:
-        if self.board is not None:
-            self.board.close()
+        if self.client is not None:
+            self.client.close()
         if self._hub is not None:
             self._hub.close()
 
     def part_at_exit(self) -> None:
         """The process ends without `leave`: say why, and wait for nobody."""
-        if self._left or self._pid != os.getpid() or self.board is None:
+        if self._left or self._pid != os.getpid() or self.client is None:
             return
         error = getattr(sys, "last_value", None)  # set by the interpreter for the error that ended the program
         if error is not None and not isinstance(error, SystemExit):
-            self.board.post(Record.of(error, self.rank))
-        self.board.leave()
+            self.client.post(Record.of(error, self.rank))
+        self.client.leave()
         self._close()
 
 
@@ -300,7 +300,7 @@ def _enter(store: Store, rank: int, size: int, device: Device, deadline_s: float
     world = World(rank, size, device, deadline_s, own, host=host, owned=not adopted)
     if size > 1:
         try:
-            world.open_board(f"{prefix}/hub")
+            world.open_client(f"{prefix}/control")
         except BaseException as error:
             world.leave(error)  # nobody else has it to leave it
             raise

@@ -186,7 +186,7 @@ class Trajectory:
 
     @property
     def num_tokens(self) -> int:
-        """N."""
+        """Number of sampled tokens."""
         return sum(len(turn.ids) for turn in self.turns)
 
     @property

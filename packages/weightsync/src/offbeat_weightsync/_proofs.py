@@ -14,7 +14,7 @@ from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._tensors import Bytes, check_tensor, tensor_bytes, torch_dtype
 
 MAX_HASHERS: Final = 4
-"""Threads that hash: memory feeds no more."""
+"""Threads that hash. More are no faster: memory bandwidth is the limit."""
 
 
 def prove_tensors(

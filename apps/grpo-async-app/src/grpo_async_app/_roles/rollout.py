@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from grpo_async_app._roles.residence import resident_bytes
-from grpo_async_app._roles.stretch_trace import ProcessRecorder, Recorder, StretchTrace
+from grpo_async_app._roles.version_trace import ProcessRecorder, Recorder, VersionTrace
 from offbeat_data import load_tokenizer
 from offbeat_types import (
     BackendError,
@@ -62,7 +62,7 @@ class RolloutRole:
         self._serve_port, self._serve_deadline_s = serve_port, serve_deadline_s
         self._server: RolloutServer | None = None
         self._plan, self._trace_s = trace, trace_s
-        self._trace: StretchTrace | None = None
+        self._trace: VersionTrace | None = None
 
     async def start(self) -> None:
         """Load the model.
@@ -85,7 +85,7 @@ class RolloutRole:
                 "sample under other weights; set async.partial_rollout = false, or take backend torch or vllm"
             )
         if self._plan is not None:
-            self._trace = StretchTrace(self._plan, self._recorder(self._plan), self._trace_s)
+            self._trace = VersionTrace(self._plan, self._recorder(self._plan), self._trace_s)
         if self._serve_port is not None:
             self._server = self._endpoint(self._serve_port)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from grpo_async_app._groups import SampledGroup
 from grpo_async_app._roles.batches import TrainBatch, build_batch, split_batch
+from grpo_async_app._roles.rendezvous import Rendezvous, leave
 from grpo_async_app._roles.residence import resident_bytes
-from grpo_async_app._roles.team import TeamPlace, leave
 from offbeat_objectives import AlgorithmConfig, build_loss
 from offbeat_run import disk_errors
 from offbeat_types import (
@@ -34,7 +34,7 @@ from offbeat_weightsync import (
     quantize_tensors,
 )
 
-ALONE = TeamPlace()
+ALONE = Rendezvous()
 
 
 class TrainerRole:
@@ -49,7 +49,7 @@ class TrainerRole:
         as_fp8: the layers' matrices travel as FP8 blocks instead.
         bucket_bytes: size of a weight bucket.
         checkpoint: folder to go on from, or empty.
-        team: this process among the ranks of the trainer. All ranks are called alike; rank 0 sends weights.
+        rendezvous: this process among the ranks of the trainer. All ranks are called alike; rank 0 sends weights.
         stall_after_s: a rank waits longer than this for another: all end, and the log says why.
         traces: which updates each rank traces, by its name.
     """
@@ -64,22 +64,22 @@ class TrainerRole:
         rollout_dtype: str,
         bucket_bytes: int,
         checkpoint: str = "",
-        team: TeamPlace = ALONE,
+        rendezvous: Rendezvous = ALONE,
         stall_after_s: float = 60.0,
         as_fp8: bool = False,
         traces: list[TracePlan] = [],  # noqa: B006  never changed
     ) -> None:
         create = load_backend("offbeat.engine", backend).create
-        mesh = team.join(config.device, stall_after_s)
+        mesh = rendezvous.join(config.device, stall_after_s)
         self._engine: TrainEngine = create(config, mesh) if mesh else create(config)
         if checkpoint:
             self._engine.load(Path(checkpoint))
-        self._trace = make_trace(traces, team, config.device)
+        self._trace = make_trace(traces, rendezvous.rank, config.device)
         self._algorithm, self._loss = algorithm, build_loss(algorithm)
         specs = describe_tensors(self._engine.weights(), rollout_dtype)
         self._plan = BucketPlan.build(fp8_specs(specs) if as_fp8 else specs, bucket_bytes)
         self._as_fp8 = as_fp8
-        self._leads = team.rank == 0
+        self._leads = rendezvous.rank == 0
         self._senders: dict[str, WeightSender] = {}
         self._last_withdrawn = 0
         if self._leads:
@@ -200,9 +200,9 @@ class TrainerRole:
         leave()
 
 
-def make_trace(traces: list[TracePlan], team: TeamPlace, device: str) -> Callable[[int], AbstractContextManager[None]]:
+def make_trace(traces: list[TracePlan], rank: int, device: str) -> Callable[[int], AbstractContextManager[None]]:
     """Called with the number of an update: the block in which it runs, traced if this rank shall trace it."""
-    plan = next((plan for plan in traces if plan.role == f"trainer-{team.rank}"), None)
+    plan = next((plan for plan in traces if plan.role == f"trainer-{rank}"), None)
     if plan is None:
         return lambda _: nullcontext()
     from offbeat_mesh import StepTracer, open_device

@@ -177,20 +177,20 @@ def run_on_ranks(item: pytest.Function, request: RanksRequest) -> None:
     if request.axes:
         importlib.import_module("offbeat_mesh._mesh")
     with _folder() as folder:
-        crew = Crew(item, request, folder)
+        processes = RankProcesses(item, request, folder)
         try:
-            crew.start()
-            crew.watch()
+            processes.start()
+            processes.watch()
         finally:
-            crew.end()
-        for end in crew.ends:
+            processes.end()
+        for end in processes.ends:
             for stream in ("stdout", "stderr"):
                 if output := end.output(stream):
                     item.add_report_section("call", f"rank {end.rank} {stream}", output)
-        give_verdict(request, crew.ends, why_ended=crew.why_ended)
+        give_verdict(request, processes.ends, why_ended=processes.why_ended)
 
 
-class Crew:
+class RankProcesses:
     """The processes of one test."""
 
     def __init__(self, item: pytest.Function, request: RanksRequest, folder: Path) -> None:

@@ -20,7 +20,7 @@ _WORK: Final = {"rollout": "generate", "teacher": "score", "trainer": "train"}
 """What a role does, as the timeline calls it."""
 
 
-class Journal:
+class RunLogger:
     """Writes to the run folder and to the terminal.
 
     Args:
@@ -39,7 +39,7 @@ class Journal:
         self._last_wait_s = 0.0
         self._num_left_out_told = 0
 
-    def __enter__(self) -> "Journal":
+    def __enter__(self) -> "RunLogger":
         self._log.__enter__()
         validated = [line.step for line in read_metrics(self._run.metrics) if "eval/reward" in line.values]
         self.last_validated = max(validated, default=-1)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeamPlace:
+class Rendezvous:
     """Which rank a process is, and where the ranks meet.
 
     Args:

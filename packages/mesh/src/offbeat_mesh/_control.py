@@ -1,8 +1,8 @@
 """What the processes of a world tell each other beside their collectives: who failed, died or left, and who is where.
 
-The hub is a thread of rank 0; every rank, rank 0 too, holds one connection to it, its board. The kernel closes a dead
-process's connection, so a death is known within milliseconds and needs no heartbeat; a stopped process keeps its
-connection and is not taken for dead.
+The control server is a thread of rank 0; every rank, rank 0 too, holds one connection to it, its client. The kernel
+closes a dead process's connection, so a death is known within milliseconds and needs no heartbeat; a stopped process
+keeps its connection and is not taken for dead.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LENGTH: Final = struct.Struct("!I")
 MAX_FRAME_BYTES: Final = 1 << 20
-"""News is short; a longer frame is not ours."""
+"""ControlMessage is short; a longer frame is not ours."""
 
 MAX_LINE_CHARS: Final = 1000
 """Of an error's line; what somebody prints into it may be longer than a frame."""
@@ -48,7 +48,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """The hub's answer to a hello."""
+    """The control server's answer to a hello."""
 
 
 class Record(msgspec.Struct, tag="record", frozen=True, kw_only=True):
@@ -121,8 +121,8 @@ class Bye(msgspec.Struct, tag="bye", frozen=True):
     rank: int
 
 
-News: TypeAlias = Hello | Welcome | Record | Ask | Standing | Bye
-DECODER: Final = msgspec.msgpack.Decoder(News)
+ControlMessage: TypeAlias = Hello | Welcome | Record | Ask | Standing | Bye
+DECODER: Final = msgspec.msgpack.Decoder(ControlMessage)
 
 
 def one_line(error: BaseException) -> str:
@@ -132,7 +132,7 @@ def one_line(error: BaseException) -> str:
     return line[:MAX_LINE_CHARS].encode(errors="backslashreplace").decode()
 
 
-def pack(news: News) -> bytes:
+def pack(news: ControlMessage) -> bytes:
     body = msgspec.msgpack.encode(news)
     return LENGTH.pack(len(body)) + body
 
@@ -143,8 +143,8 @@ class Inbox:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[News]:
-        """News completed by `data`; a ValueError says that the bytes are no news."""
+    def feed(self, data: bytes) -> Iterator[ControlMessage]:
+        """ControlMessage completed by `data`; a ValueError says that the bytes are no news."""
         self._buffer += data
         while len(self._buffer) >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._buffer)
@@ -166,7 +166,7 @@ def keep_watch(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-class Hub:
+class ControlServer:
     """Listens for the ranks of one world, who know the token, and relays their news until `close`."""
 
     def __init__(self, host: str, token: str) -> None:
@@ -182,7 +182,7 @@ class Hub:
         self._records: list[Record] = []
         self._said_bye: set[int] = set()
         _open.add(self)
-        self._thread = threading.Thread(target=self._serve, name="offbeat-hub", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="offbeat-control-server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -210,7 +210,7 @@ class Hub:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # no descriptor to be had now; without the hub no failure would be heard
+        except OSError:  # no descriptor to be had now; without the control server no failure would be heard
             time.sleep(LACK_S)
             return
         connection.settimeout(SEND_TIMEOUT_S)
@@ -228,7 +228,7 @@ class Hub:
         if not data:
             self._drop(connection)
 
-    def _take(self, news: News, connection: socket.socket) -> None:
+    def _take(self, news: ControlMessage, connection: socket.socket) -> None:
         if isinstance(news, Hello):
             self._welcome(news, connection)
         elif connection not in self._ranks.values():
@@ -257,7 +257,7 @@ class Hub:
         for rank in list(self._ranks):
             self._send(rank, record)
 
-    def _send(self, rank: int, news: News) -> None:
+    def _send(self, rank: int, news: ControlMessage) -> None:
         connection = self._ranks.get(rank)
         if connection is not None:
             with contextlib.suppress(OSError):  # a death is dealt with when its connection is read
@@ -273,8 +273,8 @@ class Hub:
                 self._relay(Record(kind="died", rank=rank))
 
 
-class Board:
-    """The connection of this rank to the hub; a DeadlineError says that the hub does not let it in."""
+class ControlClient:
+    """The connection of this rank to the control server; DeadlineError: the server does not let it in."""
 
     def __init__(self, rank: int, address: tuple[str, int], token: str, deadline_s: float) -> None:
         self.rank = rank
@@ -286,10 +286,10 @@ class Board:
         self._changed = threading.Condition()
         self._send_lock = threading.Lock()
         self._inbox = Inbox()
-        self._early: list[News] = []
+        self._early: list[ControlMessage] = []
         self._socket = self._connect(address, token, deadline_s)
         _open.add(self)
-        self._thread = threading.Thread(target=self._serve, name="offbeat-board", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="offbeat-client", daemon=True)
         self._thread.start()
 
     def _connect(self, address: tuple[str, int], token: str, deadline_s: float) -> socket.socket:
@@ -300,10 +300,10 @@ class Board:
             while not self._early:
                 data = connection.recv(1 << 16)
                 if not data:
-                    raise ConnectionError("the hub closed the connection")
+                    raise ConnectionError("the control server closed the connection")
                 self._early += self._inbox.feed(data)
         except OSError as error:
-            on = f"rank 0's hub at {address[0]}:{address[1]}"
+            on = f"rank 0's control server at {address[0]}:{address[1]}"
             raise DeadlineError("join_world", on, deadline_s, f"is it reachable from here? {error}") from error
         connection.settimeout(None)
         return connection
@@ -358,7 +358,7 @@ class Board:
         self.closed = True
         self._socket.close()
 
-    def _send(self, news: News) -> bool:
+    def _send(self, news: ControlMessage) -> bool:
         with self._send_lock, contextlib.suppress(OSError):
             self._socket.sendall(pack(news))
             return True
@@ -376,13 +376,13 @@ class Board:
                 data = b""
             if not data:
                 break
-        if not self.closed:  # the hub lives in rank 0
+        if not self.closed:  # the control server lives in rank 0
             self.closed = True
             self._hear(Record(kind="died", rank=0))
         with self._changed:
             self._changed.notify_all()
 
-    def _take(self, news: News) -> None:
+    def _take(self, news: ControlMessage) -> None:
         if isinstance(news, Record):
             self._hear(news)
         elif isinstance(news, Ask):
@@ -397,7 +397,7 @@ class Board:
 
     def _hear(self, record: Record) -> None:
         with self._changed:
-            if record in self.records:  # our own, come back from the hub
+            if record in self.records:  # our own, come back from the control server
                 return
             self.records.append(record)
             listeners = list(self._listeners)
@@ -412,7 +412,7 @@ class Board:
         self._send(Standing(ask.asker, ask.number, self.rank, entered, call, inside))
 
 
-_open: "weakref.WeakSet[Hub | Board]" = weakref.WeakSet()
+_open: "weakref.WeakSet[ControlServer | ControlClient]" = weakref.WeakSet()
 
 
 def _close_in_child() -> None:

@@ -47,7 +47,7 @@ class ProcessRecorder:
         return [self._path]
 
 
-class StretchTrace:
+class VersionTrace:
     """Traces from new weights on, until the next come or the stretch is long enough. Belongs to one event loop.
 
     Args:

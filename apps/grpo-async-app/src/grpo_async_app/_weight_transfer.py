@@ -30,7 +30,7 @@ class WeightOffer:
     withdraw: Callable[[], Awaitable[object]]
 
 
-async def hand_over(
+async def transfer_weights(
     take: Coroutine[Any, Any, object], send: Awaitable[object], withdraw: Callable[[], Awaitable[object]]
 ) -> None:
     """Await both sides of a transfer. When it fails, the engine's own error says more than what the trainer saw.
