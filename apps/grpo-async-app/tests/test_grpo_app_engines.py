@@ -159,10 +159,10 @@ def test_a_colocated_engine_that_fails_in_its_turn_is_ended_and_does_not_serve(c
         good, bad = Engine("rollout-0", Handle("rollout-0")), Engine("rollout-1", Handle("rollout-1", step))
         turns = ColocationSchedule(settings(config), lambda: [good, bad], lambda: Handle("trainer-0"))  # type: ignore[arg-type, return-value]
         for engine in (good, bad):
-            await turns._lull(engine.handle)
+            await turns._put_to_sleep(engine.actor)
         await turns.to_generation([good, bad])
         assert [engine.serves.is_set() for engine in (good, bad)] == [True, False]
-        assert [engine.handle.alive for engine in (good, bad)] == [True, False]
+        assert [engine.actor.alive for engine in (good, bad)] == [True, False]
 
     run(scenario)
 
@@ -173,7 +173,7 @@ def test_a_colocated_engine_that_fails_to_sleep_is_ended_before_the_trainer_wake
         turns = ColocationSchedule(settings(config), lambda: [bad], lambda: trainer)  # type: ignore[arg-type, return-value]
         turns._is_training = False
         await turns.to_training()
-        assert not bad.handle.alive
+        assert not bad.actor.alive
         assert trainer.calls == ["wake"]
 
     run(scenario)

@@ -101,7 +101,7 @@ class ColocationSchedule:
 
     async def _started(self, handle: ActorHandle) -> None:
         if self._is_training:
-            await self._lull(handle)
+            await self._put_to_sleep(handle)
 
     # ── to the trainer ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -112,16 +112,16 @@ class ColocationSchedule:
             DeadlineError: an engine did not finish, sleep, or start; or the trainer did not wake; by name.
         """
         if not self._is_training:
-            await self._lull_all("wait")
+            await self._put_to_sleep_all("wait")
             await self._tell_trainer("wake")
             self._is_training = True
 
     async def trainer_is_gone(self) -> None:
         """Its memory is free. The engines sleep, so that another can be started."""
-        await self._lull_all("abort")
+        await self._put_to_sleep_all("abort")
         self._is_training = True
 
-    async def _lull_all(self, mode: PauseMode) -> None:
+    async def _put_to_sleep_all(self, mode: PauseMode) -> None:
         self._engines_may_start.clear()
         for name, ended in list(self._starting.items()):
             try:
@@ -132,13 +132,13 @@ class ColocationSchedule:
         engines = self._engines()
         for engine in engines:
             engine.serves.clear()
-        awake = [engine.handle for engine in engines if not self._away.get(engine.handle)]
-        half_awake = [engine.handle for engine in engines if self._away.get(engine.handle) == frozenset({KV_CACHE})]
+        awake = [engine.actor for engine in engines if not self._away.get(engine.actor)]
+        half_awake = [engine.actor for engine in engines if self._away.get(engine.actor) == frozenset({KV_CACHE})]
         await self._each(awake, lambda handle: self._call(handle, "pause", mode, deadline_s=self._pause_deadline_s))
         await self._each(half_awake, lambda handle: self._wake(handle, KV_CACHE))  # a sync was cut short
-        await self._each([*awake, *half_awake], self._lull)
+        await self._each([*awake, *half_awake], self._put_to_sleep)
 
-    async def _lull(self, handle: ActorHandle) -> None:
+    async def _put_to_sleep(self, handle: ActorHandle) -> None:
         await self._step(handle.name, "sleep", handle.call, "sleep", self._level)
         self._away[handle] = frozenset({WEIGHTS, KV_CACHE})
 
@@ -162,7 +162,7 @@ class ColocationSchedule:
             engines: that have got weights.
         """
         await self._tell_trainer("sleep", 2)
-        by_handle = {engine.handle: engine for engine in engines if engine.handle.alive}
+        by_handle = {engine.actor: engine for engine in engines if engine.actor.alive}
         for handle in await self._each(list(by_handle), self._go_on):
             if handle.alive:
                 by_handle[handle].serves.set()

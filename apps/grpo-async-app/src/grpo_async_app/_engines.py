@@ -10,11 +10,10 @@ from grpo_async_app._config import GrpoConfig
 from grpo_async_app._engine import Engine, bring_weights
 from grpo_async_app._speeds import EngineSpeeds
 from grpo_async_app._weight_transfer import WeightOffer, is_lost
-from offbeat_actors import ActorHandle, RestartBudget, Tell, gather_or_cancel, start_again, wait_gone
+from offbeat_actors import ActorHandle, RestartBudget, Tell, gather_or_cancel, least_loaded, start_again, wait_gone
 from offbeat_run import clock_s
 from offbeat_types import (
     Completion,
-    DeadlineError,
     GenerateRequest,
     OffbeatError,
     PeerFailedError,
@@ -104,7 +103,7 @@ class Engines:
     @property
     def living(self) -> list[Engine]:
         """Those whose process lives."""
-        return [engine for engine in self._engines.values() if engine.handle.alive]
+        return [engine for engine in self._engines.values() if engine.actor.alive]
 
     @property
     def num_tokens(self) -> int:
@@ -124,19 +123,19 @@ class Engines:
     def least_loaded(self) -> str:
         """The serving engine with the fewest groups; any one when none serves."""
         there = [self._engines[name] for name in self.names]
-        return min([each for each in there if each.serves.is_set()] or there, key=lambda each: each.num_groups).name
+        return least_loaded(there).name
 
     @contextlib.contextmanager
     def hold(self, name: str) -> Iterator[None]:
         """Give an engine a group to work on: it does not leave before the block ends."""
         engine = self._engines[name]
-        engine.num_groups += 1
+        engine.load += 1
         engine.empty.clear()
         try:
             yield
         finally:
-            engine.num_groups -= 1
-            if not engine.num_groups:
+            engine.load -= 1
+            if not engine.load:
                 engine.empty.set()
 
     # ── sampling ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -148,17 +147,13 @@ class Engines:
             PeerFailedError: the engine died, or failed so that only a new process mends it; it is started again.
         """
         engine = self._find(name)
-        try:
-            async with asyncio.timeout(deadline_s):
-                await engine.serves.wait()
-        except TimeoutError:
-            raise DeadlineError("generate", f"{name} to be ready", deadline_s, "see its log") from None
-        handle = self._find(name).handle
+        await engine.ready("generate", deadline_s)
+        actor = self._find(name).actor  # it may have left instead
         began_s = clock_s()
         try:
-            completions = await handle.call("generate", request, returns=list[Completion], deadline_s=deadline_s)
+            completions = await actor.call("generate", request, returns=list[Completion], deadline_s=deadline_s)
         except PeerFailedError as error:
-            self._give_up(engine, handle, error.reason)
+            self._give_up(engine, actor, error.reason)
             raise
         self._note_speed(name, max((len(each.ids) for each in completions), default=0), clock_s() - began_s)
         return completions
@@ -172,7 +167,7 @@ class Engines:
 
     async def abort(self, request_id: str) -> None:
         """End a request wherever it runs. An engine that is gone has ended it."""
-        handles = [engine.handle for engine in self._engines.values() if engine.handle.alive]
+        handles = [engine.actor for engine in self._engines.values() if engine.actor.alive]
         for outcome in await asyncio.gather(
             *(handle.call("abort", request_id) for handle in handles), return_exceptions=True
         ):
@@ -200,7 +195,7 @@ class Engines:
         """Bring weights to an engine that has come up between two syncs."""
         engine = self._engines.get(name)
         late = self.turns is not None and self.turns.is_training  # the next sync is about to do it
-        if engine is not None and engine.handle.alive and not engine.serves.is_set() and not late:
+        if engine is not None and engine.actor.alive and not engine.serves.is_set() and not late:
             await self._sync_each([engine], offer, interrupt=False)
 
     async def _sync_each(self, engines: list[Engine], offer: WeightOffer, interrupt: bool) -> None:
@@ -211,7 +206,7 @@ class Engines:
             await self.turns.to_generation(synced)
 
     async def _sync_unless_lost(self, engine: Engine, offer: WeightOffer, interrupt: bool) -> bool:
-        handle = engine.handle
+        handle = engine.actor
         try:
             await bring_weights(engine, offer, interrupt, self._config.async_.sync_deadline_s, self.turns)
         except (PeerFailedError, WeightSyncError) as error:
@@ -248,13 +243,10 @@ class Engines:
         self._tasks.add(asyncio.create_task(self._look_after(engine)))
         return engine
 
-    def _give_up(self, engine: Engine, handle: ActorHandle, why: str) -> None:
-        """Kill what is left of a process that has failed; who looks after the engine starts it again."""
-        if engine.handle is handle:
-            engine.serves.clear()  # at once: a dead engine has the fewest groups, and would get them all
-        if handle.alive:
+    def _give_up(self, engine: Engine, actor: ActorHandle, why: str) -> None:
+        """End what is left of a process that has failed; who looks after the engine starts it again."""
+        if engine.give_up(actor):
             self._tell(f"{engine.name} is ended, because only a new process mends this: {why}")
-            handle.kill()
 
     async def _look_after(self, engine: Engine) -> None:
         """Watch an engine through all its lives. Who waits for it to serve hears why it never will."""
@@ -272,7 +264,7 @@ class Engines:
     async def _keep_alive(self, engine: Engine) -> None:
         """Start an engine again whenever it ends, until it leaves."""
         while True:
-            cause = await wait_gone(engine.handle, engine.ask_health, self._config.cluster.silent_after_s)
+            cause = await wait_gone(engine.actor, engine.ask_health, self._config.cluster.silent_after_s)
             engine.serves.clear()
             self._speeds.forget(engine.name)
             if engine.leaving or not await self._is_started_again(engine, cause):
@@ -280,7 +272,7 @@ class Engines:
 
     async def _is_started_again(self, engine: Engine, cause: str) -> bool:
         try:
-            engine.handle = await start_again(
+            engine.actor = await start_again(
                 self._budget, engine.name, cause, lambda: self._start(engine.name), self._tell
             )
         except PlacementError as error:
@@ -347,7 +339,7 @@ class Engines:
     async def _stop(self, engine: Engine) -> None:
         """Stop its process. What goes wrong is told: it is gone anyway, and nobody needs it."""
         try:
-            await engine.handle.stop()
+            await engine.actor.stop()
         except OffbeatError as error:
             self._tell(f"{engine.name} did not close well: {error}")
 

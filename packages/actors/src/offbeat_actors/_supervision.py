@@ -9,12 +9,13 @@ import asyncio
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Protocol, TypeVar
 
 from offbeat_actors._spec import ActorHandle
 from offbeat_types import DeadlineError, PeerFailedError
 
+S = TypeVar("S", bound="Supervised")
 T = TypeVar("T")
 
 _log: Final = logging.getLogger(__name__)
@@ -172,6 +173,6 @@ class Supervised:
         return is_alive
 
 
-def least_loaded(supervised: "list[Supervised]") -> Supervised:
+def least_loaded(supervised: Sequence[S]) -> S:
     """The one that serves and has the least to do; any one when none serves."""
     return min([each for each in supervised if each.serves.is_set()] or supervised, key=lambda each: each.load)
