@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_liveness._diagnosis import find_verdict
-from offbeat_liveness._diagnosis.graph import Absent, Edge, Fate, WaitGraph, difference
+from offbeat_liveness._diagnosis.graph import Absent, Edge, Fate, WaitGraph
+from offbeat_liveness._diagnosis.mismatch import difference
 from offbeat_liveness._diagnosis.proofs import find_cycle, find_failure, is_secondary
 from offbeat_liveness._diagnosis.verdict import Verdict, join_names, join_ranks
 from offbeat_liveness._process.snapshot import (

@@ -6,7 +6,8 @@ import pytest
 from test_liveness_diagnosis import STALL_S, decide, declared, entry, found, head, in_collective, member, role
 
 from offbeat_liveness._diagnosis import is_over
-from offbeat_liveness._diagnosis.graph import Absent, WaitGraph, difference
+from offbeat_liveness._diagnosis.graph import Absent, WaitGraph
+from offbeat_liveness._diagnosis.mismatch import difference
 from offbeat_liveness._diagnosis.proofs import find_failure
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._process.snapshot import GroupSnapshot, LeftGroup, OutsideWait, Wait
