@@ -42,6 +42,14 @@ def test_a_proof_a_third_word_and_an_end_are_wrong(of_rank_0, codes, found):
     assert all(text.startswith(beginning) for text, beginning in zip(wrong, found, strict=True))
 
 
+def test_what_a_second_leader_says_again_is_no_further_thing():
+    outputs = {
+        0: f"{SUSPICION}{CLEARING}rank 0: done\n",
+        1: f"{SUSPICION}{CLEARING.replace('4 s', '3 s')}rank 1: done\n",
+    }
+    assert complaints(HEALTHY[0], Observation(exit_codes={0: 0, 1: 0}, outputs=outputs)) == []
+
+
 def test_a_rank_that_is_not_done_is_wrong():
     seen = Observation(exit_codes={0: 0, 1: 0}, outputs={0: "rank 0: done\n", 1: ""})
     assert complaints(HEALTHY[0], seen) == ["rank 1 is not done"]

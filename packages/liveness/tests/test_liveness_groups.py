@@ -199,6 +199,23 @@ def test_waits_say_when_torch_ends_them(rank):
     checked.join(LIMIT_S)
 
 
+@pytest.mark.ranks(2, liveness=False)
+def test_only_the_first_rank_of_a_monitored_barrier_minds_the_timeout_of_the_call(rank):
+    """Torch lets the others wait as long as the group's timeout."""
+    watch_torch_calls()
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=44))
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store.clone().get("seen")
+        dist.monitored_barrier(group=group, timeout=timedelta(seconds=22))
+        return
+    checked = in_thread(dist.monitored_barrier, group=group, timeout=timedelta(seconds=22))
+    (wait,) = waits_when(lambda wait: wait.kind == "barrier")
+    assert (wait.timeout_s, wait.has_own_deadline) == (44.0, False)
+    store.clone().set("seen", "")
+    checked.join(LIMIT_S)
+
+
 @pytest.mark.parametrize(
     ("given", "seconds"),
     [(timedelta(minutes=1), 60.0), (timedelta(0), None), (timedelta(seconds=-1), None), (None, None), (5, 5.0)],

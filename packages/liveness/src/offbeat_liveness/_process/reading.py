@@ -273,7 +273,7 @@ def _stack_waits(groups: Sequence[GroupSnapshot], threads: _Threads) -> Iterator
         elif call.function in ("send", "recv") and peer is not None and not (entry and entry.kind == "p2p"):
             found = {"kind": "p2p", "group": group, "peers": (peer,)}
         if found:
-            given_s = seconds_of(call.arguments.get("timeout"))
+            given_s = _given_timeout_s(call)
             own_s = given_s or (head.timeout_s if head else None)
             age_s = threads.progress.thread_still_s(ident)
             if entry is not None and entry.kind == "rendezvous":  # one of many tries, maybe, at the same lines
@@ -291,6 +291,14 @@ def _stack_waits(groups: Sequence[GroupSnapshot], threads: _Threads) -> Iterator
                     **found,
                 }
             )
+
+
+def _given_timeout_s(call: TorchCall) -> float | None:
+    """The timeout of one call; in a `monitored_barrier` the group's first rank alone minds it, in torch 2.11 to 2.13."""
+    group = process_groups.default_group() if call.group is None else call.group
+    if call.function == "monitored_barrier" and group is not None and group.rank() != 0:
+        return None
+    return seconds_of(call.arguments.get("timeout"))
 
 
 def _rendezvous(call: TorchCall, entry: Entry | None) -> dict[str, Any]:
