@@ -294,7 +294,7 @@ def _stack_waits(groups: Sequence[GroupSnapshot], threads: _Threads) -> Iterator
 
 
 def _given_timeout_s(call: TorchCall) -> float | None:
-    """The timeout of one call; in a `monitored_barrier` the group's first rank alone minds it, in torch 2.11 to 2.13."""
+    """The timeout of one call. In torch 2.11 to 2.13 only the first rank minds that of a `monitored_barrier`."""
     group = process_groups.default_group() if call.group is None else call.group
     if call.function == "monitored_barrier" and group is not None and group.rank() != 0:
         return None
