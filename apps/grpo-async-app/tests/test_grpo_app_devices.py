@@ -36,6 +36,7 @@ def give_devices(num_devices: int, folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.syspath_prepend(folder)
 
 
+@pytest.mark.nightly
 def test_roles_of_one_machine_each_see_a_device_that_nobody_else_has(
     forked_main: Callable[[], object], config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,6 +135,7 @@ def test_an_engine_that_answers_with_errors_alone_is_ended_as_one_that_is_silent
     run(scenario)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(240)
 def test_a_trainer_process_is_free_again_when_an_engine_has_not_come(config: Path, model: Path, tmp_path: Path) -> None:
     async def scenario() -> None:

@@ -135,6 +135,7 @@ def test_a_trainer_scores_every_turn_in_the_context_it_was_sampled_in(
     assert any("[tool] and now?" in text for text in said)
 
 
+@pytest.mark.nightly
 def test_turns_go_on_across_weight_syncs_and_a_resume(
     forked_main: Main, config: Path, tmp_path: Path, environments: str
 ) -> None:
@@ -147,6 +148,7 @@ def test_turns_go_on_across_weight_syncs_and_a_resume(
     assert max(values_of(run, "train/lag_max")) >= 1.0
 
 
+@pytest.mark.nightly
 def test_environments_that_break_end_their_episodes_and_are_counted(
     forked_main: Main, config: Path, tmp_path: Path, environments: str
 ) -> None:
@@ -178,6 +180,7 @@ def test_an_environment_that_says_what_is_no_text_ends_its_episode_only(
     assert max(values_of(run, "environment/unreadable")) >= 2
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_that_a_reward_has_poisoned_is_resumed(
     forked_main: Main, config: Path, tmp_path: Path, environments: str
 ) -> None:
@@ -198,6 +201,7 @@ def test_a_checkpoint_that_a_reward_has_poisoned_is_resumed(
     assert sum(times.values()) == 2 * NUM_TRAIN - 1
 
 
+@pytest.mark.nightly
 def test_a_process_that_nothing_breaks_into_is_replaced(
     forked_main: Main, config: Path, tmp_path: Path, environments: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +219,7 @@ def test_a_process_that_nothing_breaks_into_is_replaced(
     assert max(values_of(run, "environment/timed_out")) >= 1
 
 
+@pytest.mark.nightly
 def test_ctrl_c_does_not_wait_for_environments(config: Path, tmp_path: Path, environments: str) -> None:
     run = tmp_path / "run"
     words = [*settings(f"{environments}:TwoTurns", broken=["waits"]), "--environment.step_timeout_s=600"]
@@ -228,6 +233,7 @@ def test_ctrl_c_does_not_wait_for_environments(config: Path, tmp_path: Path, env
         assert "interrupted; resume with" in process.output
 
 
+@pytest.mark.nightly
 def test_an_environment_process_that_is_killed_is_started_again(
     config: Path, tmp_path: Path, environments: str
 ) -> None:
@@ -246,6 +252,7 @@ def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
 
 
+@pytest.mark.nightly
 def test_an_episode_that_nobody_judges_ends_the_run_in_words(
     forked_main: Main, config: Path, tmp_path: Path, environments: str
 ) -> None:
@@ -316,6 +323,7 @@ def test_a_lesson_that_is_not_there_names_the_nearest(command: CommandLine, tmp_
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.nightly
 def test_the_calculator_lesson_calls_its_tool_from_end_to_end(
     forked_main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from offbeat_testing import RunningCommand, tiny_model
 Main = Callable[[], object]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_fp8_weights_are_sampled_from_and_corrected_for(
     forked_main: Main, config: Path, tmp_path: Path, num_ranks: int

@@ -320,6 +320,7 @@ def test_the_batch_arithmetic_adds_up(config: Path) -> None:
     assert "8 samples of a step do not divide among 3 trainer ranks" in notice
 
 
+@pytest.mark.nightly
 def test_a_live_cluster_is_asked_what_it_has(command: CommandLine, tmp_path: Path) -> None:
     ray = pytest.importorskip("ray", reason="pip install 'offbeat-actors[ray]'")
     words = ["--cluster", "live", "--engine.num_ranks", "8", "--rollout.num_engines", "2"]

@@ -64,6 +64,7 @@ def test_a_run_killed_at_a_random_moment_resumes_to_the_same_weights(
     assert_same_end(run, undisturbed)
 
 
+@pytest.mark.nightly
 def test_terminated_it_saves_the_update_in_hand_and_says_how_to_resume(
     command: CommandLine, config: Path, tmp_path: Path
 ) -> None:
