@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_async_app import _environment_process, _quickstart
-from grpo_async_app._lessons import LESSONS, answered, calculated
+from grpo_async_app._commands import quickstart
+from grpo_async_app._commands.quickstart import LESSONS, answered, calculated
+from grpo_async_app._run import environments as environment_process
 from offbeat_data import EpisodeHost, Prompt, RewardScore
 from offbeat_run import RunFolder, read_generations, read_metrics
 from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
@@ -205,7 +206,7 @@ def test_a_checkpoint_that_a_reward_has_poisoned_is_resumed(
 def test_a_process_that_nothing_breaks_into_is_replaced(
     forked_main: Main, config: Path, tmp_path: Path, environments: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_environment_process, "GRACE_S", 1.0)
+    monkeypatch.setattr(environment_process, "GRACE_S", 1.0)
     run = tmp_path / "run"
     words = settings(f"{environments}:TwoTurns", broken=["deaf"])
     limit = ["--environment.step_timeout_s=0.5", "--eval.every_updates=0", "--checkpoint.every=1"]
@@ -331,8 +332,8 @@ def test_the_calculator_lesson_calls_its_tool_from_end_to_end(
     # Shown calls in every other problem, it soon begins to call, and has yet to learn to copy.
     often = replace(LESSONS["calculator"], transcripts=(calculated, answered))
     monkeypatch.setitem(LESSONS, "calculator", often)
-    monkeypatch.setattr(_quickstart, "WARMUP_MAX_STEPS", 50)
-    monkeypatch.setattr(_quickstart, "WARMUP_BATCH", 32)
+    monkeypatch.setattr(quickstart, "WARMUP_MAX_STEPS", 50)
+    monkeypatch.setattr(quickstart, "WARMUP_BATCH", 32)
     words = [
         "--engine.max_updates=2",
         "--engine.warmup_steps=0",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async_app._interrupt import run_interruptible
+from grpo_async_app._run.session import run_interruptible
 from offbeat_run import read_metrics, read_timeline
 from offbeat_testing import RunningCommand, wait_until_gone
 from offbeat_types import PeerFailedError

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async_app._batch import BatchArithmetic
-from grpo_async_app._config import GrpoConfig
-from grpo_async_app._placement import place_run, request_resources
-from grpo_async_app._plan import GrpoPlanner
-from grpo_async_app._preflight import check_run, check_settings
+from grpo_async_app._commands.plan import GrpoPlanner
+from grpo_async_app._config.estimates import BatchArithmetic
+from grpo_async_app._config.placement import place_run, request_resources
+from grpo_async_app._config.preflight import check_run, check_settings
+from grpo_async_app._config.sections import GrpoConfig
 from offbeat_placement import ClusterView, Setting, fit_settings, grid_nodes
 from offbeat_recipes import change_recipe
 from offbeat_recipes._recipe_text import with_settings

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from role_faults import accounting_complaints, last_value, role_pids, signal_role, updates
 
-from grpo_async_app._config import GrpoConfig
-from grpo_async_app._groups import SampledGroup, load_groups, save_groups
-from grpo_async_app._placement import place_run
-from grpo_async_app._preflight import check_run, check_settings
+from grpo_async_app._commands.shrink import shrink_run
+from grpo_async_app._config.placement import place_run
+from grpo_async_app._config.preflight import check_run, check_settings
+from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles import teacher as teacher_role
 from grpo_async_app._roles.batches import build_batch
+from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._roles.teacher import TeacherRole
-from grpo_async_app._shrink import shrink_run
 from offbeat_objectives import AlgorithmConfig
 from offbeat_placement import ClusterView, Node, grid_nodes
 from offbeat_run import load_config, read_metrics, read_timeline

@@ -2,23 +2,23 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
-from grpo_async_app._backend import LOOP_FOLDER, GrpoBackend, check_same_prompts, read_loop_state
-from grpo_async_app._config import GrpoConfig
-from grpo_async_app._evaluation import Validation, validate
-from grpo_async_app._fleet import Fleet
-from grpo_async_app._groups import SampledGroup, load_groups
-from grpo_async_app._interrupt import run_interruptible
-from grpo_async_app._liveness import watched_driver
-from grpo_async_app._preflight import Preflight
-from grpo_async_app._rollouts import Rollouts
-from grpo_async_app._run_logger import RunLogger
-from grpo_async_app._scaling import scale_as_asked, take_asked_engines
+import offbeat_liveness as liveness
+from grpo_async_app._config.preflight import Preflight
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._roles.groups import SampledGroup, load_groups
+from grpo_async_app._run.backend import LOOP_FOLDER, GrpoBackend, check_same_prompts, read_loop_state
+from grpo_async_app._run.fleet import Fleet
+from grpo_async_app._run.run_logger import RunLogger
+from grpo_async_app._run.sampling import Rollouts, Validation, validate
+from grpo_async_app._run.scaling import scale_as_asked, take_asked_engines
 from offbeat_async_policy import AsyncPolicy, LoopSummary, run_loop
-from offbeat_run import Checkpoint, RunFolder, disk_errors
+from offbeat_run import Checkpoint, LivenessConfig, RunFolder, disk_errors
 from offbeat_types import OffbeatError, PeerFailedError, RunFolderError
 
 
@@ -181,3 +181,73 @@ async def _go_on(session: _Session, fleet: Fleet, logger: RunLogger) -> LoopSumm
 def with_model(config: GrpoConfig, path: Path) -> GrpoConfig:
     """The same configuration for another model folder."""
     return replace(config, model=replace(config.model, path=str(path)))
+
+
+@contextlib.contextmanager
+def watched_driver(config: LivenessConfig, log_folder: Path) -> Iterator[None]:
+    """Watch this process, and the roles that it starts under their names, while the block lasts.
+
+    Whoever stands still is named in `liveness.log`, and in the log of whichever role finds it out. Nothing is ended for
+    that: the ranks of a trainer end themselves, and for the others there is a supervisor.
+
+    Args:
+        config: section `liveness`.
+        log_folder: of the run.
+    """
+
+    def write_down(verdict: liveness.Verdict) -> None:
+        log_folder.mkdir(parents=True, exist_ok=True)
+        with (log_folder / "liveness.log").open("a") as file:
+            file.write(verdict.text + "\n")
+
+    if liveness.current_monitor() is not None:  # as whoever has started the driver wants it
+        yield
+        return
+    monitor = liveness.watch(config.stall_after_s, policy="report", name="driver", on_verdict=write_down)
+    try:
+        yield
+    finally:
+        monitor.close()
+
+
+T = TypeVar("T")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def run_interruptible(work: Coroutine[Any, Any, T], kill: Callable[[], None]) -> T:
+    """Run asynchronous work to its end, or until it is asked to end.
+
+    Args:
+        work: cancelled by the first signal; what it puts away then should take seconds.
+        kill: called at the second signal, to leave the work nothing to wait for. A third ends this process at once.
+
+    Raises:
+        KeyboardInterrupt: asked to end; whatever the work raised after that is of no interest any more.
+        Exception: what the work raises by itself.
+    """
+    signals_seen = 0
+
+    async def run() -> T:
+        task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
+
+        def take_signal() -> None:
+            nonlocal signals_seen
+            signals_seen += 1
+            if signals_seen == 1:
+                task.cancel()
+            else:
+                kill()
+                for number in SIGNALS:
+                    loop.remove_signal_handler(number)
+
+        for number in SIGNALS:
+            loop.add_signal_handler(number, take_signal)
+        return await task
+
+    try:
+        return asyncio.run(run())
+    except BaseException:
+        if signals_seen:
+            raise KeyboardInterrupt from None
+        raise

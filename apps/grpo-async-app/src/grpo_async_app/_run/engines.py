@@ -2,24 +2,155 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final
 
-from grpo_async_app._colocation import ColocationSchedule
-from grpo_async_app._config import GrpoConfig
-from grpo_async_app._engine import Engine, bring_weights
-from grpo_async_app._speeds import EngineSpeeds
-from grpo_async_app._weight_transfer import WeightOffer, is_lost
-from offbeat_actors import ActorHandle, RestartBudget, Tell, gather_or_cancel, least_loaded, start_again, wait_gone
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._run.colocation import ColocationSchedule
+from grpo_async_app._run.trainers import WeightOffer, is_lost, transfer_weights
+from offbeat_actors import (
+    ActorHandle,
+    RestartBudget,
+    Supervised,
+    Tell,
+    gather_or_cancel,
+    least_loaded,
+    start_again,
+    wait_gone,
+)
 from offbeat_run import clock_s
 from offbeat_types import (
     Completion,
+    EngineHealth,
     GenerateRequest,
     OffbeatError,
     PeerFailedError,
     PlacementError,
+    WeightProof,
     WeightSyncError,
 )
+
+
+class Engine(Supervised):
+    """One rollout engine, through all its processes; its load is the groups that it works on.
+
+    Attributes:
+        empty: it has nothing to do.
+        leaving: it takes no more groups, and is stopped when it is empty.
+        has_left: it will never serve again.
+        num_tokens: sampled by its process, as it last said.
+    """
+
+    def __init__(self, name: str, actor: ActorHandle) -> None:
+        super().__init__(name, actor)
+        self.empty = asyncio.Event()
+        self.leaving = self.has_left = False
+        self.num_tokens = 0
+
+    async def ask_health(self, *, deadline_s: float) -> None:
+        """Ask its process how it is; it answers at once whatever it computes."""
+        health: EngineHealth = await self.actor.call("health", returns=EngineHealth, deadline_s=deadline_s)
+        self.num_tokens = health.num_tokens
+
+
+async def bring_weights(
+    engine: Engine, offer: WeightOffer, interrupt: bool, deadline_s: float, turns: ColocationSchedule | None
+) -> None:
+    """Pause an engine, let it take the trainer's weights, and let it go on; colocated ones go on all together.
+
+    Args:
+        engine: whose process lives.
+        offer: the weights.
+        interrupt: hold what is in flight, instead of finishing it.
+        deadline_s: of each step.
+        turns: where engines and trainer share devices.
+    """
+    handle = engine.actor
+    source = await offer.source_for(handle.address)
+    if engine.serves.is_set():
+        await handle.call("pause", "keep" if interrupt else "wait", deadline_s=deadline_s)
+    if turns is not None:
+        await turns.make_room(handle)
+    take = handle.call(
+        "receive_weights",
+        source,
+        offer.version,
+        deadline_s,
+        engine.name,
+        returns=WeightProof,
+        deadline_s=deadline_s + 5,
+    )
+    await transfer_weights(take, offer.send(source), offer.withdraw)
+    if turns is None:
+        await handle.call("resume", deadline_s=deadline_s)
+        engine.serves.set()
+
+
+STRAGGLER_FACTOR: Final = 3.0
+"""An engine this many times slower than the median of the others is a straggler."""
+
+ENOUGH_REQUESTS: Final = 4
+"""Answers seen of each engine before it is compared."""
+
+FORGET: Final = 0.8
+"""What was seen before counts so much after each answer: an engine that recovers is soon no straggler any more."""
+
+
+@dataclass
+class _Seen:
+    """What has been seen of one engine, the latest counting most."""
+
+    num_requests: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one sample."""
+        return self.tokens / max(self.seconds, 1e-9)
+
+
+class EngineSpeeds:
+    """Compares how fast a sample grows on each engine, waiting included, as whoever asked for it sees it."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, _Seen] = {}
+
+    def took(self, name: str, num_tokens: int, seconds: float) -> None:
+        """Take in one answer.
+
+        Args:
+            name: of the engine.
+            num_tokens: of the longest sample of the answer.
+            seconds: from question to answer.
+        """
+        seen = self._seen.setdefault(name, _Seen())
+        seen.num_requests += 1
+        seen.tokens = FORGET * seen.tokens + num_tokens
+        seen.seconds = FORGET * seen.seconds + seconds
+
+    def forget(self, name: str) -> None:
+        """Begin anew with an engine: it is another process now."""
+        self._seen.pop(name, None)
+
+    def stragglers(self, among: Collection[str]) -> dict[str, float]:
+        """Engines much slower than the others, and how many times.
+
+        Args:
+            among: names of the engines to compare.
+        """
+        known = {
+            name: seen for name in among if (seen := self._seen.get(name)) and seen.num_requests >= ENOUGH_REQUESTS
+        }
+        slow = {}
+        for name, seen in known.items():
+            others = [other.tokens_per_s for its_name, other in known.items() if its_name != name]
+            if others and median(others) > STRAGGLER_FACTOR * seen.tokens_per_s:
+                slow[name] = median(others) / max(seen.tokens_per_s, 1e-9)
+        return slow
+
 
 BringWeights = Callable[[str], Coroutine[Any, Any, None]]
 """Brings the trainer's weights to the engine of this name, when no update and no other sync runs."""

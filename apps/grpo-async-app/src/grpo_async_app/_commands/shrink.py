@@ -10,10 +10,9 @@ from math import ceil
 from pathlib import Path
 from typing import Final
 
-from grpo_async_app._config import GrpoConfig, RolesConfig, RolloutConfig
-from grpo_async_app._preflight import Preflight, check_run
+from grpo_async_app._config.preflight import Preflight, check_run
+from grpo_async_app._config.sections import GrpoConfig, RolesConfig, RolloutConfig, TeacherConfig
 from grpo_async_app._shrink_reward import REWARD
-from grpo_async_app._teacher_config import TeacherConfig
 from offbeat_async_policy import AsyncConfig
 from offbeat_data import DataConfig, EnvironmentConfig, RewardConfig
 from offbeat_objectives import AlgorithmConfig

@@ -3,15 +3,15 @@
 from functools import partial
 from pathlib import Path
 
-from grpo_async_app._config import GrpoConfig
-from grpo_async_app._evaluation import validated_names
+from grpo_async_app._commands.plan import GrpoPlanner, describe_plan
+from grpo_async_app._commands.quickstart import find_lesson, make_model, quickstart_config, warm_up
+from grpo_async_app._commands.shrink import shrink_run
+from grpo_async_app._config.preflight import Preflight, check_run, check_same_data
+from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports.command import import_command
-from grpo_async_app._plan import GrpoPlanner, describe_plan
-from grpo_async_app._preflight import Preflight, check_run, check_same_data
-from grpo_async_app._quickstart import find_lesson, make_model, quickstart_config, warm_up
-from grpo_async_app._scaling import ask_for_engines
-from grpo_async_app._shrink import shrink_run
-from grpo_async_app._train import evaluate, resume, train, with_model
+from grpo_async_app._run.sampling import validated_names
+from grpo_async_app._run.scaling import ask_for_engines
+from grpo_async_app._run.session import evaluate, resume, train, with_model
 from offbeat_async_policy import LoopSummary
 from offbeat_recipes import PLAN_OPTIONS, PLAN_SWITCHES, REHEARSAL_BYTES, plan_command
 from offbeat_run import (

@@ -22,15 +22,15 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
-from grpo_async_app._weight_transfer import is_lost
+from grpo_async_app._run.trainers import is_lost
 from offbeat_actors import ActorHandle
 from offbeat_run import clock_s
 from offbeat_types import ConfigError, DeadlineError, OffbeatError, PauseMode, PeerFailedError
 
 if TYPE_CHECKING:
-    from grpo_async_app._config import GrpoConfig
-    from grpo_async_app._engine import Engine
-    from grpo_async_app._trainers import Trainers
+    from grpo_async_app._config.sections import GrpoConfig
+    from grpo_async_app._run.engines import Engine
+    from grpo_async_app._run.trainers import Trainers
 
 WEIGHTS: Final = "weights"
 KV_CACHE: Final = "kv_cache"

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from grpo_async_app._config import GrpoConfig
+from grpo_async_app._config.sections import GrpoConfig
 from offbeat_actors import (
     ActorHandle,
     RestartBudget,

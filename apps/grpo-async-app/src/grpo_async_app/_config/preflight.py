@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass, fields, replace
 
-from grpo_async_app._config import GrpoConfig
-from grpo_async_app._evaluation import validation_prompts
-from grpo_async_app._memory import estimate_memory
-from grpo_async_app._placement import find_view, place_run
+from grpo_async_app._config.estimates import estimate_memory
+from grpo_async_app._config.placement import find_view, place_run
+from grpo_async_app._config.sections import GrpoConfig
 from offbeat_actors import check_processes
 from offbeat_data import (
     Prompt,
@@ -124,7 +123,7 @@ def check_run(config: GrpoConfig) -> Preflight:
     num_updates = _count_updates(config, len(prompts.train))
     config.profile.check(config.traced_roles, num_updates)
     layout = _plan_trainer(backend, config, num_updates, view)
-    held_out = validation_prompts(config, prompts.eval)
+    held_out = prompts.eval[: config.eval.max_prompts or None]
     if config.eval.every_updates and not held_out:
         raise ConfigError(
             "eval.every_updates needs held-out prompts: set data.eval_size or data.eval_path, or set it to 0"

@@ -8,13 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from grpo_async_app._busy import BusyClock
-from grpo_async_app._config import GrpoConfig
-from grpo_async_app._evaluation import OutdatedError, validate
-from grpo_async_app._fleet import Fleet
-from grpo_async_app._groups import SampledGroup, save_groups
-from grpo_async_app._rollouts import Rollouts, ScoredTrajectory
-from grpo_async_app._run_logger import RunLogger
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._roles.groups import SampledGroup, save_groups
+from grpo_async_app._run.fleet import Fleet
+from grpo_async_app._run.run_logger import BusyClock, RunLogger
+from grpo_async_app._run.sampling import OutdatedError, Rollouts, ScoredTrajectory, validate
 from offbeat_async_policy import AsyncPolicy, GroupResult
 from offbeat_data import EpochOrder, Prompt, TurnTemplate
 from offbeat_objectives import has_signal, overlong_penalty

@@ -4,13 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Final
 
-from grpo_async_app._batch import BatchArithmetic
-from grpo_async_app._config import GrpoConfig
-from grpo_async_app._memory import estimate_memory
-from grpo_async_app._placement import find_view, request_resources
-from grpo_async_app._preflight import Preflight, check_reward, check_run, check_settings
-from grpo_async_app._role_specs import plan_threads
-from grpo_async_app._shrink import shrink_run
+from grpo_async_app._commands.shrink import shrink_run
+from grpo_async_app._config.estimates import BatchArithmetic, estimate_memory
+from grpo_async_app._config.placement import find_view, request_resources
+from grpo_async_app._config.preflight import Preflight, check_reward, check_run, check_settings
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._run.fleet import plan_threads
 from offbeat_placement import ClusterView, ResourceRequest, Setting, available_cpus
 from offbeat_recipes import Planner, RunPlan, layout_elsewhere, layout_row, plan_unseen
 from offbeat_run import count_text, size_text
