@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from offbeat_run import RunFolder, read_metrics
 from offbeat_testing import CommandLine, RunningCommand
-from sft_app._interrupt import deferred_interrupts
+from sft_app._train import deferred_interrupts
 
 LONG = ["--data.epochs=12", "--eval.every_updates=10"]  # 30 updates
 

@@ -8,8 +8,8 @@ from offbeat_recipes import Draft, Framework, Source, import_recipe, read_option
 from offbeat_run import CommandWords, parse_config
 from offbeat_types import ConfigError
 from sft_app._config import SftConfig
-from sft_app._imports.trl import import_trl
-from sft_app._imports.verl import import_verl
+from sft_app._import_trl import import_trl
+from sft_app._import_verl import import_verl
 
 _OF_RL: Final = ("actor_rollout_ref.", "algorithm.", "reward_funcs", "num_generations")
 _OF_PREFERENCES: Final = ("beta", "desirable_weight", "rpo_alpha", "precompute_ref_log_probs", "reference_free")
