@@ -156,7 +156,7 @@ def test_a_trainer_process_is_free_again_when_an_engine_has_not_come(config: Pat
 def test_a_colocated_engine_that_fails_in_its_turn_is_ended_and_does_not_serve(config: Path, step: str) -> None:
     async def scenario() -> None:
         good, bad = Engine("rollout-0", Handle("rollout-0")), Engine("rollout-1", Handle("rollout-1", step))
-        turns = ColocationSchedule(settings(config), lambda: [good, bad], lambda: Handle("trainer-0"))  # type: ignore[arg-type, return-value]
+        turns = ColocationSchedule(settings(config), lambda: Handle("trainer-0"))  # type: ignore[arg-type, return-value]
         for engine in (good, bad):
             await turns._put_to_sleep(engine.actor)
         await turns.to_generation([good, bad])
@@ -169,9 +169,9 @@ def test_a_colocated_engine_that_fails_in_its_turn_is_ended_and_does_not_serve(c
 def test_a_colocated_engine_that_fails_to_sleep_is_ended_before_the_trainer_wakes(config: Path) -> None:
     async def scenario() -> None:
         bad, trainer = Engine("rollout-0", Handle("rollout-0", "sleep")), Handle("trainer-0")
-        turns = ColocationSchedule(settings(config), lambda: [bad], lambda: trainer)  # type: ignore[arg-type, return-value]
+        turns = ColocationSchedule(settings(config), lambda: trainer)  # type: ignore[arg-type, return-value]
         turns._is_training = False
-        await turns.to_training()
+        await turns.to_training([bad])
         assert not bad.actor.alive
         assert trainer.calls == ["wake"]
 
@@ -272,8 +272,9 @@ def test_a_sync_that_is_late_names_who_has_not_answered_and_joining_without_a_pl
     config: Path, model: Path, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
-        fleet, told = Fleet(settings(config), str(model), tmp_path), list[str]()
-        fleet._launcher, fleet.tell = NamingLauncher(), told.append  # type: ignore[assignment]
+        told: list[str] = []
+        fleet = Fleet(settings(config), str(model), tmp_path, tell=told.append)
+        fleet._launcher = NamingLauncher()  # type: ignore[assignment]
         async with fleet:
             late = fleet.name_who_is_late(asyncio.Event().wait(), "sync 3", 0.2)  # type: ignore[arg-type]
             with pytest.raises(DeadlineError, match=r"sync 3.* for rollout-1.receive_weights \(9 s\)"):
@@ -325,8 +326,7 @@ def test_a_validation_that_needs_the_trainer_ends_before_colocated_engines_sleep
     config: Path, model: Path, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
-        fleet = Fleet(settings(config), str(model), tmp_path)
-        fleet.engines.turns = ColocationSchedule(settings(config), list, lambda: fleet.trainer)
+        fleet = Fleet(settings(config, "--cluster.colocate=true"), str(model), tmp_path)
         backend, validated = open_backend(settings(config), fleet), list[int]()
 
         async def waits_for_an_engine_that_gets_weights() -> None:

@@ -42,9 +42,11 @@ def test_a_restart_that_fails_again_and_again_is_raised_with_its_cause(
     config: Path, model: Path, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
-        fleet = Fleet(load_config(config, GrpoConfig, ["--cluster.max_restarts=3"]), str(model), tmp_path)
         told: list[str] = []
-        fleet._launcher, fleet.tell = BrokenLauncher(), told.append
+        fleet = Fleet(
+            load_config(config, GrpoConfig, ["--cluster.max_restarts=3"]), str(model), tmp_path, tell=told.append
+        )
+        fleet._launcher = BrokenLauncher()
         async with fleet:
             fleet.engines._add("rollout-0", DeadHandle())  # type: ignore[arg-type]
             async with asyncio.timeout(10):
@@ -80,9 +82,9 @@ def test_an_engine_whose_node_is_gone_leaves_while_there_are_others(
             raise PlacementError("no node has room for it")
 
     async def scenario() -> None:
-        fleet = Fleet(load_config(config, GrpoConfig, []), str(model), tmp_path)
         told: list[str] = []
-        fleet._launcher, fleet.tell = FullLauncher(), told.append
+        fleet = Fleet(load_config(config, GrpoConfig, []), str(model), tmp_path, tell=told.append)
+        fleet._launcher = FullLauncher()
         async with fleet:
             fleet.engines._wanted = 1 + others
             for _ in range(others):

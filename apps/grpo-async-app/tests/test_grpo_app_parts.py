@@ -14,9 +14,9 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.batches import build_batch, split_batch
 from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._roles.trainer import _named
+from grpo_async_app._run.busy import BusyClock
 from grpo_async_app._run.engines import Engines
 from grpo_async_app._run.fleet import Fleet
-from grpo_async_app._run.run_logger import BusyClock
 from grpo_async_app._run.sampling import Rollouts, validate
 from offbeat_data import Prompt, RewardScore
 from offbeat_engine_torch import TorchTrainEngine

@@ -5,15 +5,12 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import TCPStore
-
-import offbeat_liveness as liveness
 from offbeat_actors import ActorGroup, ClusterConfig, LocalLauncher, RoleSpec, start_all
-from offbeat_mesh import Mesh, StepTracer, join_world, open_device, open_store, rank_device
+from offbeat_liveness import current_monitor
+from offbeat_mesh import Rendezvous, StepTracer, current_world, open_device, open_rendezvous, rank_device
 from offbeat_objectives import sft_loss
 from offbeat_types import (
     Floats,
@@ -35,9 +32,7 @@ class TrainerRank:
     Args:
         config: of the engine, the same on all ranks.
         backend: name of the training engine.
-        rank, size: in [0, size), of so many.
-        host, port: of the store where the ranks meet.
-        deadline_s: for the ranks to come, and for each wait of one for another.
+        rendezvous: this rank, and where it meets the others.
         stall_after_s: see `LivenessConfig`.
         dumps: folder for what the monitor finds; None writes none.
         trace: which steps it traces; None for none.
@@ -48,21 +43,15 @@ class TrainerRank:
         *,
         config: TrainEngineConfig,
         backend: str,
-        rank: int,
-        size: int,
-        host: str,
-        port: int,
-        deadline_s: float,
+        rendezvous: Rendezvous,
         stall_after_s: float,
         dumps: str | None,
         trace: TracePlan | None,
     ) -> None:
         create = load_backend("offbeat.engine", backend).create  # the slow import, before anybody waits
-        self._monitor = liveness.watch(stall_after_s, "abort", dumps, name=f"trainer-{rank}")
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=deadline_s))
-        device = rank_device(config.device, rank, size)
-        self._world = join_world(rank=rank, size=size, store=store, device=device, deadline_s=deadline_s)
-        self._engine: TrainEngine = create(config, Mesh(dp=size))
+        rank, device = rendezvous.rank, rank_device(config.device, rendezvous.rank, rendezvous.size)
+        mesh = rendezvous.join(device, name=f"trainer-{rank}", stall_after_s=stall_after_s, dumps=dumps)
+        self._engine: TrainEngine = create(config, mesh)
         self._tracer = StepTracer(open_device(device), trace) if trace else None
 
     def forward_backward(self, sequences: list[TrainSequence]) -> Metrics:
@@ -105,9 +94,11 @@ class TrainerRank:
 
     def close(self) -> None:
         """Free everything and leave the other ranks, when they leave as well."""
-        self._monitor.close()
+        if monitor := current_monitor():
+            monitor.close()
         self._engine.close()
-        self._world.leave()
+        if world := current_world():
+            world.leave()
 
 
 class RanksEngine:
@@ -144,14 +135,12 @@ class RanksEngine:
     ) -> None:
         self._deadline_s, self._is_in_call = deadline_s, True
         self._launcher = LocalLauncher("sft-app", cluster)
-        self._store = open_store(self._launcher.address)
+        self._store, places = open_rendezvous(
+            self._launcher.address, num_ranks, start_deadline_s=deadline_s, call_deadline_s=deadline_s
+        )
         shared = {
             "config": config,
             "backend": backend,
-            "size": num_ranks,
-            "host": self._launcher.address,
-            "port": self._store.port,
-            "deadline_s": deadline_s,
             "stall_after_s": stall_after_s,
             "dumps": str(logs / time.strftime("liveness-%Y%m%d-%H%M%S")) if logs else None,
         }
@@ -159,13 +148,13 @@ class RanksEngine:
         self._is_traced = any(traces)
         specs = [
             RoleSpec(
-                f"trainer-{rank}",
+                f"trainer-{place.rank}",
                 "sft_app._ranks:TrainerRank",
-                {**shared, "rank": rank, "trace": traces[rank]},
+                {**shared, "rendezvous": place, "trace": traces[place.rank]},
                 num_threads=config.num_threads,
-                log_path=logs / f"trainer-{rank}.log" if logs else None,
+                log_path=logs / f"trainer-{place.rank}.log" if logs else None,
             )
-            for rank in range(num_ranks)
+            for place in places
         ]
         self._loop = asyncio.new_event_loop()
         # It must outlive the ranks: on Linux they end with the thread that started them.

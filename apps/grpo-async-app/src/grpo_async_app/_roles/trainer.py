@@ -9,8 +9,8 @@ from typing import Any
 
 from grpo_async_app._roles.batches import TrainBatch, build_batch, split_batch
 from grpo_async_app._roles.groups import SampledGroup
-from grpo_async_app._roles.rendezvous import Rendezvous, leave
 from grpo_async_app._roles.residence import resident_bytes
+from offbeat_mesh import Rendezvous, StepTracer, current_world, open_device
 from offbeat_objectives import AlgorithmConfig, build_loss
 from offbeat_run import disk_errors
 from offbeat_types import (
@@ -34,8 +34,6 @@ from offbeat_weightsync import (
     quantize_tensors,
 )
 
-ALONE = Rendezvous()
-
 
 class TrainerRole:
     """Updates the policy, and hands its weights to rollout engines.
@@ -49,7 +47,8 @@ class TrainerRole:
         as_fp8: the layers' matrices travel as FP8 blocks instead.
         bucket_bytes: size of a weight bucket.
         checkpoint: folder to go on from, or empty.
-        rendezvous: this process among the ranks of the trainer. All ranks are called alike; rank 0 sends weights.
+        rendezvous: this process among the ranks of the trainer; None for the only one. All are called alike; rank 0
+            sends weights. Who starts ranks shows each devices of its own, so all take the same one by name.
         stall_after_s: a rank waits longer than this for another: all end, and the log says why.
         traces: which updates each rank traces, by its name.
     """
@@ -64,22 +63,24 @@ class TrainerRole:
         rollout_dtype: str,
         bucket_bytes: int,
         checkpoint: str = "",
-        rendezvous: Rendezvous = ALONE,
+        rendezvous: Rendezvous | None = None,
         stall_after_s: float = 60.0,
         as_fp8: bool = False,
         traces: list[TracePlan] = [],  # noqa: B006  never changed
     ) -> None:
         create = load_backend("offbeat.engine", backend).create
-        mesh = rendezvous.join(config.device, stall_after_s)
-        self._engine: TrainEngine = create(config, mesh) if mesh else create(config)
+        rank = rendezvous.rank if rendezvous else 0
+        if rendezvous:
+            mesh = rendezvous.join(config.device, name=f"trainer-{rank}", stall_after_s=stall_after_s)
+        self._engine: TrainEngine = create(config, mesh) if rendezvous else create(config)
         if checkpoint:
             self._engine.load(Path(checkpoint))
-        self._trace = make_trace(traces, rendezvous.rank, config.device)
+        self._trace = make_trace(traces, rank, config.device)
         self._algorithm, self._loss = algorithm, build_loss(algorithm)
         specs = describe_tensors(self._engine.weights(), rollout_dtype)
         self._plan = BucketPlan.build(fp8_specs(specs) if as_fp8 else specs, bucket_bytes)
         self._as_fp8 = as_fp8
-        self._leads = rendezvous.rank == 0
+        self._leads = rank == 0
         self._senders: dict[str, WeightSender] = {}
         self._last_withdrawn = 0
         if self._leads:
@@ -197,7 +198,8 @@ class TrainerRole:
         for sender in self._senders.values():
             sender.close()
         self._engine.close()
-        leave()
+        if world := current_world():
+            world.leave()
 
 
 def make_trace(traces: list[TracePlan], rank: int, device: str) -> Callable[[int], AbstractContextManager[None]]:
@@ -205,8 +207,6 @@ def make_trace(traces: list[TracePlan], rank: int, device: str) -> Callable[[int
     plan = next((plan for plan in traces if plan.role == f"trainer-{rank}"), None)
     if plan is None:
         return lambda _: nullcontext()
-    from offbeat_mesh import StepTracer, open_device
-
     return StepTracer(open_device(device), plan).step
 
 

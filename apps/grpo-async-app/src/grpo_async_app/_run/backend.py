@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.groups import SampledGroup, save_groups
+from grpo_async_app._run.busy import BusyClock
 from grpo_async_app._run.fleet import Fleet
-from grpo_async_app._run.run_logger import BusyClock, RunLogger
+from grpo_async_app._run.run_logger import RunLogger
 from grpo_async_app._run.sampling import OutdatedError, Rollouts, ScoredTrajectory, validate
 from offbeat_async_policy import AsyncPolicy, GroupResult
 from offbeat_data import EpochOrder, Prompt, TurnTemplate
@@ -25,6 +26,8 @@ LOOP_FOLDER = "loop"
 
 class GrpoBackend:
     """Performs the policy's actions on the fleet: implements `offbeat_async_policy.LoopBackend`.
+
+    Must be made inside a running event loop.
 
     Args:
         config: of the run.
@@ -62,10 +65,7 @@ class GrpoBackend:
         self._clock = BusyClock("trainer-0", lambda: len(fleet.engines.names), clock_s, logger.worked)
         self._rollouts = Rollouts(config, fleet, template, self._clock.busy)
         self._template = template
-        fleet.engines.bring_weights = self._bring_weights
-        if fleet.teachers is not None:
-            # A clock of its own: shares of idle time are those of trainer and engines.
-            fleet.teachers.busy = BusyClock("", lambda: config.teacher.num_replicas, clock_s, logger.worked).busy
+        self._bringing = asyncio.create_task(self._bring_weights())
 
     # ── rollouter ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -174,14 +174,14 @@ class GrpoBackend:
 
         Nothing is locked meanwhile: what it waits for may be an engine that needs weights from the trainer.
         """
-        if action == "sync" or self._fleet.engines.turns is not None:
+        if action == "sync" or self._fleet.turns is not None:
             await self._finish_validation()
 
     async def update(self, group_ids: tuple[int, ...], version: int) -> None:
         """Train on these groups, and write down how it went."""
         groups = [self._groups[group_id] for group_id in group_ids]
         async with self._trainer_turn:
-            await self._take_devices()
+            await self._fleet.engines.to_training()
             with self._clock.busy("trainer-0"):
                 metrics = await self._fleet.trainer.call(
                     "update",
@@ -206,11 +206,6 @@ class GrpoBackend:
             self._rollouts.left_out,
         )
 
-    async def _take_devices(self) -> None:
-        """Where trainer and engines share devices: let the engines finish and sleep."""
-        if (turns := self._fleet.engines.turns) is not None:
-            await turns.to_training()
-
     # ── synchroniser ──────────────────────────────────────────────────────────────────────────────────────────────
 
     async def sync(self, version: int, interrupt: bool) -> None:
@@ -227,10 +222,12 @@ class GrpoBackend:
             with self._clock.held(self._fleet.engines.names):
                 await self._fleet.engines.sync(self._fleet.offer_weights(version), interrupt)
 
-    async def _bring_weights(self, name: str) -> None:
-        """Give an engine that has come up between two syncs what the trainer holds: maybe newer than what others do."""
-        async with self._trainer_turn:
-            await self._fleet.engines.sync_one(name, self._fleet.offer_weights(self._trainer_version))
+    async def _bring_weights(self) -> None:
+        """Give engines that come up between two syncs what the trainer holds: maybe newer than what others do."""
+        while True:
+            name = await self._fleet.engines.next_without_weights()
+            async with self._trainer_turn:
+                await self._fleet.engines.sync_one(name, self._fleet.offer_weights(self._trainer_version))
 
     # ── validation ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -272,10 +269,10 @@ class GrpoBackend:
 
     async def close(self) -> None:
         """Leave nothing behind that would go on by itself."""
-        await self._fleet.engines.cancel_transfers()
-        if self._validating is not None:
-            self._validating.cancel()
-            await asyncio.gather(self._validating, return_exceptions=True)
+        tasks = [self._bringing, *([self._validating] if self._validating is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # ── checkpoints ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -293,7 +290,7 @@ class GrpoBackend:
         """Write a checkpoint of the trainer's weights as they are."""
         version = self._policy.version
         async with self._trainer_turn:
-            await self._take_devices()
+            await self._fleet.engines.to_training()
             with self._run.checkpoints.write(version) as folder:
                 await self._fleet.trainer.call(
                     "save",
@@ -311,6 +308,8 @@ class GrpoBackend:
     async def idle(self, wait: str, idle_s: float) -> float:
         """Show the wait, and raise if a process has died without which nothing goes on."""
         self._fleet.raise_if_dead()
+        if self._bringing.done():
+            self._bringing.result()
         self._logger.waiting(wait, idle_s)
         return self._fleet.progress
 

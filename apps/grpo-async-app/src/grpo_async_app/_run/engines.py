@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._run.colocation import ColocationSchedule
@@ -152,10 +152,6 @@ class EngineSpeeds:
         return slow
 
 
-BringWeights = Callable[[str], Coroutine[Any, Any, None]]
-"""Brings the trainer's weights to the engine of this name, when no update and no other sync runs."""
-
-
 class Engines:
     """Rollout engines, which may die, stop answering, come and go while the run goes on.
 
@@ -164,15 +160,16 @@ class Engines:
         start: starts the process of the engine of this name.
         budget: of restarts.
         tell: takes a line when something has happened to an engine.
-
-    Attributes:
-        bring_weights: called for an engine that has come up between two syncs; None while nobody can: it then gets its
-            weights with the next sync.
         turns: where the engines share their devices with the trainer; None where they have their own.
     """
 
     def __init__(
-        self, config: GrpoConfig, start: Callable[[str], Awaitable[ActorHandle]], budget: RestartBudget, tell: Tell
+        self,
+        config: GrpoConfig,
+        start: Callable[[str], Awaitable[ActorHandle]],
+        budget: RestartBudget,
+        tell: Tell,
+        turns: ColocationSchedule | None = None,
     ) -> None:
         self._config, self._start_process, self._budget, self._tell = config, start, budget, tell
         self._num_starting = 0
@@ -182,11 +179,10 @@ class Engines:
         self._serve_as_started = False
         self._all_started = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._transfers: set[asyncio.Task[None]] = set()  # bring weights
+        self._without_weights: asyncio.Queue[str] = asyncio.Queue()
         self._speeds = EngineSpeeds()
         self._stragglers: dict[str, float] = {}
-        self.bring_weights: BringWeights | None = None
-        self.turns: ColocationSchedule | None = None
+        self._turns = turns
 
     async def start(self) -> None:
         """Start as many as the configuration says. None serves before it has got weights, or `serve` is called."""
@@ -219,7 +215,6 @@ class Engines:
 
     async def close(self) -> None:
         """Look after them no longer."""
-        await self.cancel_transfers()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -317,43 +312,43 @@ class Engines:
 
     async def sync(self, offer: WeightOffer, interrupt: bool) -> None:
         """Bring weights to every engine, one after the other: with devices of their own they never stop all at once."""
-        if self.turns is not None:
-            await self.turns.to_training()
+        await self.to_training()
         # One that does not live gets its weights when it is up again.
         await self._sync_each(self.living, offer, interrupt)
+
+    async def to_training(self) -> None:
+        """Where trainer and engines share devices: let the engines finish and sleep."""
+        if self._turns is not None:
+            await self._turns.to_training(self.living)
+
+    async def next_without_weights(self) -> str:
+        """Wait for an engine that has come up between two syncs, and serves once `sync_one` has brought it weights."""
+        return await self._without_weights.get()
 
     async def sync_one(self, name: str, offer: WeightOffer) -> None:
         """Bring weights to an engine that has come up between two syncs."""
         engine = self._engines.get(name)
-        late = self.turns is not None and self.turns.is_training  # the next sync is about to do it
+        late = self._turns is not None and self._turns.is_training  # the next sync is about to do it
         if engine is not None and engine.actor.alive and not engine.serves.is_set() and not late:
             await self._sync_each([engine], offer, interrupt=False)
 
     async def _sync_each(self, engines: list[Engine], offer: WeightOffer, interrupt: bool) -> None:
-        if self.turns is not None:
-            await self.turns.show_weights()
+        if self._turns is not None:
+            await self._turns.show_weights()
         synced = [engine for engine in engines if await self._sync_unless_lost(engine, offer, interrupt)]
-        if self.turns is not None:
-            await self.turns.to_generation(synced)
+        if self._turns is not None:
+            await self._turns.to_generation(synced)
 
     async def _sync_unless_lost(self, engine: Engine, offer: WeightOffer, interrupt: bool) -> bool:
         handle = engine.actor
         try:
-            await bring_weights(engine, offer, interrupt, self._config.async_.sync_deadline_s, self.turns)
+            await bring_weights(engine, offer, interrupt, self._config.async_.sync_deadline_s, self._turns)
         except (PeerFailedError, WeightSyncError) as error:
             if not await is_lost(handle, error):
                 raise  # it is not a matter of starting the engine again
             self._give_up(engine, handle, str(error))
             return False
         return True
-
-    async def cancel_transfers(self) -> None:
-        """Bring no weights any more: the trainer that they would come from is gone."""
-        self.bring_weights = None
-        for transfer in self._transfers:
-            transfer.cancel()
-        await asyncio.gather(*self._transfers, return_exceptions=True)
-        self._transfers.clear()
 
     # ── life and death ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -362,11 +357,10 @@ class Engines:
 
         Each time: the run may take it for the trainer's fault, go on, and would have an engine that nobody looks after.
         """
-        for tasks in (self._tasks, self._transfers):
-            for task in [task for task in tasks if task.done()]:
-                if not task.cancelled() and (error := task.exception()):
-                    raise error
-                tasks.discard(task)
+        for task in [task for task in self._tasks if task.done()]:
+            if not task.cancelled() and (error := task.exception()):
+                raise error
+            self._tasks.discard(task)
 
     def _add(self, name: str, handle: ActorHandle) -> Engine:
         engine = self._engines[name] = Engine(name, handle)
@@ -421,8 +415,8 @@ class Engines:
     def _send_for_weights(self, engine: Engine) -> None:
         if self._serve_as_started:
             engine.serves.set()
-        elif self.bring_weights is not None:
-            self._transfers.add(asyncio.ensure_future(self.bring_weights(engine.name)))
+        else:
+            self._without_weights.put_nowait(engine.name)
 
     # ── coming and going ──────────────────────────────────────────────────────────────────────────────────────────
 

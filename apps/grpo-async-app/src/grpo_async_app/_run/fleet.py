@@ -1,7 +1,6 @@
 """The processes of a run: trainer, rollout engines, environments, a verifier; started, called, restarted, stopped."""
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Coroutine
 from functools import partial
@@ -10,7 +9,8 @@ from types import TracebackType
 from typing import Any, Final
 
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._run.colocation import ColocationSchedule
+from grpo_async_app._run.busy import OnSpan
+from grpo_async_app._run.colocation import ColocationSchedule, Note
 from grpo_async_app._run.engines import Engines
 from grpo_async_app._run.environments import EnvironmentProcess
 from grpo_async_app._run.teachers import Teachers
@@ -37,7 +37,6 @@ from offbeat_types import (
     PeerFailedError,
     PlacementError,
     TracePlan,
-    WeightProof,
     load_backend,
 )
 from offbeat_weightsync import new_socket_path
@@ -62,29 +61,41 @@ class Fleet:
         model_path: folder the engines start from.
         log_folder: takes one log file per role.
         has_images: prompts have some.
+        tell: takes a line when something has happened to a role.
+        handed_over: takes every step in which memory changes hands between roles that share devices.
+        worked: told of each stretch in which a teacher was busy.
 
     Attributes:
-        tell: takes a line when something has happened to a role.
+        turns: where the engines share their devices with the trainer; None where they have their own.
         engines: the rollout engines.
         environment: where the run has one.
         teachers: replicas of the teacher, where the run has one.
     """
 
-    def __init__(self, config: GrpoConfig, model_path: str, log_folder: Path, *, has_images: bool = False) -> None:
+    def __init__(
+        self,
+        config: GrpoConfig,
+        model_path: str,
+        log_folder: Path,
+        *,
+        has_images: bool = False,
+        tell: Tell = _log.warning,
+        handed_over: Note = lambda *_: None,
+        worked: OnSpan = lambda *_: None,
+    ) -> None:
         self._config = config
         self._roles = RoleSpecs(config, model_path, log_folder, has_images=has_images)
         self._launcher: Launcher = load_backend("offbeat.launcher", config.cluster.launcher)("grpo", config.cluster)
-        self._socket_path = new_socket_path()
         self._trainer: Trainers | None = None
-        self._transfer_ids = itertools.count(1)
         self._gives_devices = False
-        self.tell: Tell = _log.warning
         self._budget = RestartBudget(config.cluster.max_restarts, config.cluster.restart_window_s)
-        self.engines = Engines(config, self._start_rollout, self._budget, self.say)
-        if config.cluster.colocate:
-            self.engines.turns = ColocationSchedule(config, lambda: self.engines.living, lambda: self.trainer)
+        self.tell = tell
+        self.turns = ColocationSchedule(config, lambda: self.trainer, handed_over) if config.cluster.colocate else None
+        self.engines = Engines(config, self._start_rollout, self._budget, tell, self.turns)
         self.environment = self._environment() if config.environment.name else None
-        self.teachers = Teachers(config, self._start_teacher, self._budget, self.say) if config.teacher.is_set else None
+        self.teachers = (
+            Teachers(config, self._start_teacher, self._budget, tell, worked) if config.teacher.is_set else None
+        )
         self._reward = (
             RewardPool(
                 config.reward, start_timeout_s=config.cluster.start_timeout_s, log=log_folder / "reward_errors.log"
@@ -112,10 +123,6 @@ class Fleet:
         """End every role now; leaving the block then takes no time."""
         self._launcher.kill()
 
-    def say(self, line: str) -> None:
-        """Tell it to whoever listens now: `tell` changes with each logger."""
-        self.tell(line)
-
     async def start_training(self, placement: Placement, num_updates: int, checkpoint: Path | None) -> None:
         """Start every role at once, and wait until all are ready. No engine samples before its first weight sync.
 
@@ -125,7 +132,7 @@ class Fleet:
             checkpoint: folder the trainer goes on from.
         """
         await self._place(placement)
-        if (turns := self.engines.turns) is not None:  # one after the other: there is room for one only
+        if (turns := self.turns) is not None:  # one after the other: there is room for one only
             self._trainer = await self._start_trainers(num_updates, checkpoint)
             await turns.trainer_started()
             await self._start_serving()
@@ -167,7 +174,7 @@ class Fleet:
                 f"devices were reserved for {self._config.rollout.num_engines} rollout engines (rollout.num_engines), "
                 f"and none for {name}: end the run and resume it with as many as it shall have"
             )
-        turns = self.engines.turns if self._trainer is not None else None  # without a trainer nobody takes turns
+        turns = self.turns if self._trainer is not None else None  # without a trainer nobody takes turns
         if turns is None:
             return await self._launcher.start(self._roles.rollout(name))
         async with turns.starting(name) as started:
@@ -226,17 +233,17 @@ class Fleet:
             PeerFailedError: it has died too often; with the cause.
         """
         await self.trainer.destroy()
-        if self.engines.turns is not None:
-            await self.engines.turns.trainer_is_gone()
+        if self.turns is not None:
+            await self.turns.trainer_is_gone(self.engines.living)
         start = partial(self._start_trainers, num_updates, checkpoint)
-        self._trainer = await start_again(self._budget, "trainer", cause, start, self.say)
+        self._trainer = await start_again(self._budget, "trainer", cause, start, self.tell)
 
     async def _start_trainers(self, num_updates: int, checkpoint: Path | None) -> Trainers:
         cluster = self._config.cluster
-        self._socket_path = new_socket_path()  # what still looks for a former trainer shall not find this one
+        socket_path = new_socket_path()  # what still looks for a former trainer shall not find this one
         return await start_trainers(
             self._launcher,
-            self._roles.trainer(self._socket_path, num_updates, checkpoint),
+            self._roles.trainer(socket_path, num_updates, checkpoint),
             self._config.engine.num_ranks,
             start_deadline_s=cluster.start_timeout_s,
             call_deadline_s=self._config.async_.update_deadline_s,
@@ -244,26 +251,8 @@ class Fleet:
         )
 
     def offer_weights(self, version: int) -> WeightOffer:
-        """The weights the trainer holds, under this version, for engines to fetch: through memory where that can be."""
-        trainer, shared, deadline_s = self.trainer, self._socket_path, self._config.async_.sync_deadline_s
-
-        async def source_for(host: str) -> str:
-            return shared if host == trainer.address else await trainer.listen(deadline_s)
-
-        transfer_id = 0
-
-        async def send(source: str) -> None:
-            nonlocal transfer_id
-            transfer_id = next(self._transfer_ids)
-            where = ("" if source == shared else source, transfer_id)
-            await trainer.call(
-                "send_weights", version, deadline_s, *where, returns=list[WeightProof], deadline_s=deadline_s + 5
-            )
-
-        async def withdraw() -> None:
-            await trainer.call("withdraw", transfer_id, deadline_s=deadline_s)
-
-        return WeightOffer(version=version, source_for=source_for, send=send, withdraw=withdraw)
+        """The weights the trainer holds, under this version."""
+        return WeightOffer(self.trainer, version, self._config.async_.sync_deadline_s)
 
     async def name_who_is_late(self, work: Coroutine[Any, Any, None], waiting: str, deadline_s: float) -> None:
         """Await work that calls roles; shortly before its deadline, raise who has not answered.
@@ -320,8 +309,8 @@ class Fleet:
             "teacher/restarts": self.teachers.num_restarts if self.teachers is not None else 0,
         }
         metrics = {name: Metric(value=float(count), how="last") for name, count in counts.items() if count}
-        if self.engines.turns is not None:
-            metrics["perf/handover_s"] = Metric(value=self.engines.turns.take_spent_s())
+        if self.turns is not None:
+            metrics["perf/handover_s"] = Metric(value=self.turns.take_spent_s())
         return metrics
 
 

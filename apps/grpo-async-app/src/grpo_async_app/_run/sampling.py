@@ -3,11 +3,12 @@
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._run.busy import Busy
 from grpo_async_app._run.engines import Engines
 from grpo_async_app._run.fleet import Fleet
 from offbeat_actors import gather_or_cancel
@@ -25,8 +26,6 @@ from offbeat_types import (
 
 TURN_SEEDS = 1 << 36
 """Turn t draws with the seed of its sample plus t times this: far beyond the seeds of other groups."""
-
-Busy = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, kw_only=True)

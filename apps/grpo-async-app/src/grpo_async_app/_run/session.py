@@ -98,23 +98,26 @@ class _Session:
 def _run(session: _Session) -> LoopSummary:
     preflight, logs = session.preflight, session.run.logs
     with watched_driver(preflight.config.liveness, logs):
-        fleet = Fleet(preflight.config, str(preflight.model.path), logs, has_images=preflight.has_images)
-        return run_interruptible(_train(session, fleet), fleet.kill)
+        logger = RunLogger(session.run, preflight.config, preflight.num_updates)
+        fleet = Fleet(
+            preflight.config,
+            str(preflight.model.path),
+            logs,
+            has_images=preflight.has_images,
+            tell=logger.message,
+            handed_over=logger.handed_over,
+            worked=logger.worked,
+        )
+        return run_interruptible(_train(session, fleet, logger), fleet.kill)
 
 
-async def _train(session: _Session, fleet: Fleet) -> LoopSummary:
+async def _train(session: _Session, fleet: Fleet, logger: RunLogger) -> LoopSummary:
     """Train to the end. A trainer that dies is started again, and goes on as a resumed run does; engines stay up."""
     death: PeerFailedError | None = None
     async with fleet, _scaling(session.run, fleet):
         while True:
             preflight, run = session.preflight, session.run
-            with (
-                disk_errors(run.path),
-                RunLogger(run, preflight.config, preflight.num_updates, session.step) as logger,
-            ):
-                fleet.tell = logger.message
-                if fleet.engines.turns is not None:
-                    fleet.engines.turns.note = logger.handed_over
+            with disk_errors(run.path), logger.opened(session.step):
                 await _start(session, fleet, logger, death)
                 try:
                     return await _go_on(session, fleet, logger)
@@ -128,8 +131,8 @@ async def _train(session: _Session, fleet: Fleet) -> LoopSummary:
 @contextlib.asynccontextmanager
 async def _scaling(run: RunFolder, fleet: Fleet) -> AsyncIterator[None]:
     """Take note of how many engines are asked for, also while a trainer starts or the last validation runs."""
-    take_asked_engines(run, fleet.say)  # asked of a driver that is gone
-    looking = asyncio.create_task(scale_as_asked(run, fleet.engines.scale, fleet.say))
+    take_asked_engines(run, fleet.tell)  # asked of a driver that is gone
+    looking = asyncio.create_task(scale_as_asked(run, fleet.engines.scale, fleet.tell))
     try:
         yield
     finally:

@@ -2,10 +2,10 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._run.busy import BusyClock, OnSpan
 from offbeat_actors import (
     ActorHandle,
     RestartBudget,
@@ -16,6 +16,7 @@ from offbeat_actors import (
     start_again,
     wait_gone,
 )
+from offbeat_run import clock_s
 from offbeat_types import (
     EngineHealth,
     Floats,
@@ -26,8 +27,6 @@ from offbeat_types import (
     Trajectory,
 )
 
-Busy = Callable[[str], AbstractContextManager[None]]
-
 
 class Teachers:
     """Replicas of one teacher, which may die or stop answering while the run goes on.
@@ -37,18 +36,22 @@ class Teachers:
         start: starts the process of the replica of this name.
         budget: of restarts.
         tell: takes a line when something has happened to a replica.
-
-    Attributes:
-        busy: wraps each request to the replica it is called with.
+        worked: told of each stretch in which one was busy.
     """
 
     def __init__(
-        self, config: GrpoConfig, start: Callable[[str], Awaitable[ActorHandle]], budget: RestartBudget, tell: Tell
+        self,
+        config: GrpoConfig,
+        start: Callable[[str], Awaitable[ActorHandle]],
+        budget: RestartBudget,
+        tell: Tell,
+        worked: OnSpan,
     ) -> None:
         self._config, self._start, self._budget, self._tell = config, start, budget, tell
         self._replicas: list[Supervised] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self.busy: Busy = lambda _: nullcontext()
+        # A clock of its own: shares of idle time are those of trainer and engines.
+        self._clock = BusyClock("", lambda: config.teacher.num_replicas, clock_s, worked)
 
     async def start(self) -> None:
         """Start all of them."""
@@ -120,7 +123,7 @@ class Teachers:
         try:
             actor = await replica.ready("score", self._config.cluster.start_timeout_s)
             try:
-                with self.busy(replica.name):
+                with self._clock.busy(replica.name):
                     return await actor.call("score", request, returns=list[Floats], deadline_s=deadline_s)
             except PeerFailedError:
                 replica.give_up(actor)
