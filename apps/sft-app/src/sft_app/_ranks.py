@@ -27,16 +27,7 @@ T = TypeVar("T")
 
 
 class TrainerRank:
-    """The actor `trainer-N`: one rank. Every rank is asked for the same things in the same order.
-
-    Args:
-        config: of the engine, the same on all ranks.
-        backend: name of the training engine.
-        rendezvous: this rank, and where it meets the others.
-        stall_after_s: see `LivenessConfig`.
-        dumps: folder for what the monitor finds; None writes none.
-        trace: which steps it traces; None for none.
-    """
+    """The actor `trainer-N`: one rank. Every rank is asked for the same things in the same order."""
 
     def __init__(
         self,
@@ -55,36 +46,28 @@ class TrainerRank:
         self._tracer = StepTracer(open_device(device), trace) if trace else None
 
     def forward_backward(self, sequences: list[TrainSequence]) -> Metrics:
-        """See `TrainEngine.forward_backward`."""
         return self._engine.forward_backward(sequences, sft_loss)
 
     def step(self) -> Metrics:
-        """See `TrainEngine.step`."""
         return self._engine.step()
 
     def logprobs(self, sequences: list[TrainSequence], reference: bool) -> list[Floats]:
-        """See `TrainEngine.logprobs`."""
         return self._engine.logprobs(sequences, reference=reference)
 
     def save_weights(self, folder: Path) -> None:
-        """See `TrainEngine.save_weights`."""
         self._engine.save_weights(folder)
 
     def save(self, folder: Path) -> None:
-        """See `TrainEngine.save`."""
         self._engine.save(folder)
 
     def load(self, folder: Path) -> None:
-        """See `TrainEngine.load`."""
         self._engine.load(folder)
 
     def begin_trace(self, number: int) -> None:
-        """Trace the step that begins, if it is one to trace."""
         if self._tracer is not None:
             self._tracer.begin(number)
 
     def end_trace(self) -> None:
-        """Write what was traced of it."""
         if self._tracer is not None:
             self._tracer.stop()
             self._tracer.write()
@@ -107,8 +90,6 @@ class RanksEngine:
     A rank that fails or dies ends the call with an error that names it; there is no way on after that but `close`.
 
     Args:
-        config: of the engine, the same for all ranks.
-        backend: name of the training engine.
         num_ranks: >= 2.
         deadline_s: for each call, and for each wait of one rank for another in it.
         cluster: where the ranks live.
@@ -172,31 +153,25 @@ class RanksEngine:
         return ActorGroup(await start_all(self._launcher, specs), silent_after_s)
 
     def forward_backward(self, sequences: Sequence[TrainSequence], loss: LossFunction) -> Metrics:
-        """Add up gradients of the supervised loss, the only one that the ranks know."""
         assert loss is sft_loss
         metrics: Metrics = self._call("forward_backward", list(sequences), returns=Metrics)
         return metrics
 
     def step(self) -> Metrics:
-        """Clip, update the weights, clear gradients."""
         metrics: Metrics = self._call("step", returns=Metrics)
         return metrics
 
     def logprobs(self, sequences: Sequence[TrainSequence], *, reference: bool = False) -> list[Floats]:
-        """Log-probability of each loss token: see `TrainEngine.logprobs`."""
         found: list[Floats] = self._call("logprobs", list(sequences), reference, returns=list[Floats])
         return found
 
     def save_weights(self, folder: Path) -> None:
-        """Write a folder in Hugging Face format."""
         self._call("save_weights", folder)
 
     def save(self, folder: Path) -> None:
-        """Write what `save_weights` writes, and optimizer, schedule and random state beside it."""
         self._call("save", folder)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, on whatever number of ranks."""
         self._call("load", folder)
 
     @contextmanager

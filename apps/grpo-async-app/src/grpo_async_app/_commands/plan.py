@@ -29,7 +29,6 @@ class GrpoPlanner(Planner[GrpoConfig]):
     config_type: ClassVar = GrpoConfig
 
     def plan_here(self, config: GrpoConfig) -> RunPlan:
-        """As before a run."""
         return _run_plan(check_run(config))
 
     def plan_elsewhere(self, config: GrpoConfig, view: ClusterView) -> RunPlan:
@@ -49,7 +48,6 @@ class GrpoPlanner(Planner[GrpoConfig]):
         )
 
     def plan_rehearsal(self, config: GrpoConfig, folder: Path) -> RunPlan:
-        """As before a run."""
         return _run_plan(shrink_run(config, folder).prepare())
 
     def find_view(self, config: GrpoConfig, words: str) -> ClusterView:
@@ -57,7 +55,6 @@ class GrpoPlanner(Planner[GrpoConfig]):
         return find_view(config, words)
 
     def request_resources(self, config: GrpoConfig, view: ClusterView) -> ResourceRequest:
-        """Groups of all roles."""
         return request_resources(config, view)
 
     def companions(self, config: GrpoConfig, settings: Mapping[str, Setting]) -> Mapping[str, Setting]:

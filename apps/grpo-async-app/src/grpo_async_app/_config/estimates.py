@@ -27,11 +27,9 @@ class BatchArithmetic:
         groups_per_step: prompt groups in one optimizer step.
         steps_per_update: optimizer steps in one update.
         updates_per_sync: K.
-        samples_per_group: n.
         max_admitted: groups started between two syncs at most, ⌊R·K·(1+σ)⌋.
         num_ranks: trainer ranks among which the samples of each step are divided: the data parallel ones.
         tokens_per_sample: prompt and response at most.
-        tokens_per_microbatch: of one rank.
         samples_at_once: that all engines together decode.
     """
 
@@ -47,12 +45,7 @@ class BatchArithmetic:
 
     @classmethod
     def of(cls, config: GrpoConfig, layout: TrainLayout | None = None) -> "BatchArithmetic":
-        """Work it out.
-
-        Args:
-            config: of the run.
-            layout: how the trainer's ranks share the model; None where its backend cannot be asked: all data parallel.
-        """
+        """`layout` is None where the trainer's backend cannot be asked: all data parallel."""
         policy, rollout = config.async_, config.rollout
         return cls(
             groups_per_step=policy.mini_batch_size,
@@ -68,17 +61,15 @@ class BatchArithmetic:
 
     @property
     def groups_per_update(self) -> int:
-        """R: prompt groups of one update."""
+        """R."""
         return self.groups_per_step * self.steps_per_update
 
     @property
     def samples_per_step(self) -> int:
-        """Samples of one optimizer step, over all ranks."""
         return self.groups_per_step * self.samples_per_group
 
     @property
     def samples_per_update(self) -> int:
-        """Samples of one update, over all ranks."""
         return self.groups_per_update * self.samples_per_group
 
     @property
@@ -88,12 +79,10 @@ class BatchArithmetic:
         return -(-tokens // (self.num_ranks * self.tokens_per_microbatch))
 
     def as_data(self) -> dict[str, Any]:
-        """All numbers by name."""
         derived = ("groups_per_update", "samples_per_step", "samples_per_update", "microbatches_per_rank")
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
     def rows(self) -> list[tuple[str, str]]:
-        """In words."""
         ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
         samples = self.max_admitted * self.samples_per_group
         return [
@@ -137,15 +126,10 @@ _CACHE_ADVICE: Final = "a larger {0}.tensor_parallel, or fewer {0}.max_running"
 def estimate_memory(
     config: GrpoConfig, layout: TrainLayout | None = None, placement: Placement | None = None
 ) -> RunMemory:
-    """Estimate from the model's config.json.
+    """Estimate from the model's config.json; raises ModelError where it is not there, or of a family that is not known.
 
-    Args:
-        config: of the run.
-        layout: how the trainer's ranks share the model; None where its backend cannot be asked: as FSDP does.
-        placement: of the roles; some engines take a share of their device, whatever it has.
-
-    Raises:
-        ModelError: config.json is not there, not readable, or of a family that is not known.
+    `layout` is None where the trainer's backend cannot be asked: as FSDP shards. With `placement`, engines that take
+    a share of their device are asked for their cache.
     """
     shape, width = read_shape(config.model.path), trainer_width(config)
     layout = layout or TrainLayout(dp=config.engine.num_ranks // width, tp=width, zero_stage=3)

@@ -21,7 +21,6 @@ class TrainBatch:
     Args:
         sequences: one per trajectory.
         groups: for each sequence, the place of its group among the groups of the update.
-        metrics: of the batch as a whole.
     """
 
     sequences: list[TrainSequence]
@@ -30,13 +29,7 @@ class TrainBatch:
 
 
 def build_batch(groups: list[SampledGroup], config: AlgorithmConfig, engine: TrainEngine) -> TrainBatch:
-    """Turn groups into sequences with every extra the loss reads.
-
-    Args:
-        groups: scored, nothing in them aborted.
-        config: section `algorithm`.
-        engine: asked for log-probabilities where the algorithm needs them.
-    """
+    """Turn groups into sequences with every extra the loss reads; the engine is asked for log-probabilities."""
     samples = [
         (place, group, number) for place, group in enumerate(groups) for number in range(len(group.trajectories))
     ]

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from grpo_async_app._roles.residence import resident_bytes
 from offbeat_data import load_tokenizer
@@ -25,18 +25,6 @@ from offbeat_types import (
 from offbeat_weightsync import receive
 
 
-class Recorder(Protocol):
-    """What traces an engine; see `TracingEngine`, which does so itself."""
-
-    async def begin_trace(self) -> None:
-        """Trace from here on."""
-        ...
-
-    async def end_trace(self) -> list[Path]:
-        """Trace no further; the files."""
-        ...
-
-
 class ProcessRecorder:
     """Traces this process and its device, for an engine that computes in it.
 
@@ -51,12 +39,10 @@ class ProcessRecorder:
         self._device, self._path = open_device(device), path
 
     async def begin_trace(self) -> None:
-        """See `Recorder`."""
         self._profiler = self._device.profiler()
         self._profiler.start()
 
     async def end_trace(self) -> list[Path]:
-        """See `Recorder`."""
         self._device.synchronize()
         self._profiler.stop()
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +59,7 @@ class VersionTrace:
         longest_s: of one stretch.
     """
 
-    def __init__(self, plan: TracePlan, recorder: Recorder, longest_s: float) -> None:
+    def __init__(self, plan: TracePlan, recorder: TracingEngine | ProcessRecorder, longest_s: float) -> None:
         self._files, self._recorder, self._longest_s = TraceFiles(plan), recorder, longest_s
         self._over = asyncio.Event()
         self._stretch: asyncio.Task[None] | None = None
@@ -113,7 +99,6 @@ class RolloutRole:
 
     Args:
         backend: name under the entry-point group `offbeat.rollout`.
-        config: the engine's.
         serve_port: where agents outside are served too, from the first weights on; 0: a free one, told in the log.
         serve_deadline_s: seconds one of their requests may take.
         trace: under which weights it traces itself; None for none.
@@ -142,12 +127,7 @@ class RolloutRole:
         self._trace: VersionTrace | None = None
 
     async def start(self) -> None:
-        """Load the model.
-
-        Raises:
-            ConfigError: it is to hold FP8 weights, or samples across a weight sync, and cannot.
-            BackendError: it is to be served to others, and offbeat-serve is not installed.
-        """
+        """Load the model, or say why this backend cannot serve such a run."""
         self._engine = await load_backend("offbeat.rollout", self._backend).create(self._config)
         if self._config.weight_format == "fp8" and not self._engine.capabilities.fp8_weights:
             await self._engine.close()
@@ -166,7 +146,7 @@ class RolloutRole:
         if self._serve_port is not None:
             self._server = self._endpoint(self._serve_port)
 
-    def _recorder(self, plan: TracePlan) -> Recorder:
+    def _recorder(self, plan: TracePlan) -> TracingEngine | ProcessRecorder:
         """The engine, where it computes elsewhere and traces itself; else what traces this process."""
         if self._engine.capabilities.traces:
             return cast(TracingEngine, self._engine)
@@ -183,36 +163,24 @@ class RolloutRole:
         return RolloutServer(self._engine, tokenizer, ServedModel.read(self._config, SERVED_NAME), settings)
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        """See `RolloutEngine.generate`."""
         return await self._engine.generate(request)
 
     async def abort(self, request_id: str) -> None:
-        """See `RolloutEngine.abort`."""
         await self._engine.abort(request_id)
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `RolloutEngine.pause`."""
         await self._engine.pause(mode)
 
     async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
         await self._engine.resume()
 
     async def sleep(self, level: int) -> int:
-        """Give memory back; see `RolloutEngine.sleep`.
-
-        Returns:
-            Bytes of main memory that are held still.
-        """
+        """Give memory back; the bytes of main memory that are held still."""
         await self._engine.sleep(level)
         return resident_bytes()
 
     async def wake(self, tags: list[str]) -> int:
-        """Take memory again; see `RolloutEngine.wake`.
-
-        Returns:
-            Bytes of main memory that are held now.
-        """
+        """Take memory again; the bytes of main memory that are held now."""
         await self._engine.wake(tuple(tags))
         return resident_bytes()
 
@@ -241,7 +209,6 @@ class RolloutRole:
             print(f"serves {SERVED_NAME} at {self._server.url}/v1", flush=True)
 
     async def health(self) -> EngineHealth:
-        """See `RolloutEngine.health`."""
         return await self._engine.health()
 
     async def close(self) -> None:

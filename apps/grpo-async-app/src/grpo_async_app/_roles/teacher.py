@@ -18,7 +18,6 @@ class TeacherRole:
 
     Args:
         backend: name under the entry-point group `offbeat.rollout`.
-        config: the engine's.
         temperature: of the policy's samples, at which it will be asked.
         images: prompts will have some.
     """
@@ -29,11 +28,7 @@ class TeacherRole:
         self._backend, self._config, self._temperature, self._images = backend, config, temperature, images
 
     async def start(self) -> None:
-        """Load the model, and score two tokens, so that what cannot be is known before anything is sampled.
-
-        Raises:
-            ConfigError: the backend does not score, or not at this temperature, or not what has images.
-        """
+        """Load the model, and score two tokens, so that what cannot be is known before anything is sampled."""
         engine = await load_backend("offbeat.rollout", self._backend).create(self._config)
         if not engine.capabilities.scores:
             await engine.close()
@@ -54,13 +49,10 @@ class TeacherRole:
         await self._engine.score(trial)
 
     async def score(self, request: ScoreRequest) -> list[Floats]:
-        """See `ScoringEngine.score`."""
         return await self._engine.score(request)
 
     async def health(self) -> EngineHealth:
-        """See `RolloutEngine.health`."""
         return await self._engine.health()
 
     async def close(self) -> None:
-        """Free the engine."""
         await self._engine.close()

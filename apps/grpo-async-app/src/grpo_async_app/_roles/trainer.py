@@ -40,8 +40,6 @@ class TrainerRole:
 
     Args:
         backend: name under the entry-point group `offbeat.engine`.
-        config: the engine's.
-        algorithm: section `algorithm`.
         socket_path: where rollout engines fetch weights: an address from `new_address` or `new_socket_path`.
         rollout_dtype: format the weights travel in.
         as_fp8: the layers' matrices travel as FP8 blocks instead.
@@ -87,16 +85,7 @@ class TrainerRole:
             self._senders[""] = open_sender(socket_path, self._plan)
 
     def update(self, groups: list[SampledGroup], num_batches: int, number: int = 0) -> Metrics:
-        """Train on groups: one optimizer step for each of `num_batches` mini batches.
-
-        Args:
-            groups: scored.
-            num_batches: R / mini batch size.
-            number: of the update, from 0.
-
-        Returns:
-            Metrics of the losses and steps, merged over the mini batches.
-        """
+        """Train on groups: one optimizer step for each of `num_batches` mini batches. Metrics are merged over them."""
         with self._trace(number):
             return self._update(groups, num_batches)
 
@@ -113,7 +102,7 @@ class TrainerRole:
         """Hand weights over TCP too, to engines that reach this machine as `host`.
 
         Returns:
-            The address to give to `receive_weights` there, and to `send_weights`; "" on ranks that send nothing.
+            The address for `receive_weights` there, and for `send_weights`; "" on ranks that send nothing.
         """
         if not self._leads:
             return ""
@@ -126,11 +115,7 @@ class TrainerRole:
     ) -> list[WeightProof]:
         """Give the weights to one rollout engine that asks for `version`; the other ranks hand over their parts.
 
-        Args:
-            version: of the policy.
-            deadline_s: for the engine to come, load and prove.
-            address: what the engine was given, if it is one from `listen`.
-            transfer_id: a number that grows with each call, for `withdraw`; 0 cannot be withdrawn.
+        A `transfer_id` grows with each call, for `withdraw`; 0 cannot be withdrawn.
         """
         weights = iter(self._engine.weights())
         try:
@@ -156,11 +141,7 @@ class TrainerRole:
         self._last_withdrawn = max(self._last_withdrawn, transfer_id)
 
     def save(self, folder: str, with_optimizer: bool) -> None:
-        """Write a checkpoint in Hugging Face format; with the optimizer it can be resumed exactly.
-
-        Raises:
-            RunFolderError: the disk takes no more.
-        """
+        """Write a checkpoint in Hugging Face format; with the optimizer it can be resumed exactly."""
         with disk_errors(Path(folder)):
             if with_optimizer:
                 self._engine.save(Path(folder))
@@ -168,20 +149,12 @@ class TrainerRole:
                 self._engine.save_weights(Path(folder))
 
     def sleep(self, level: int) -> int:
-        """Give memory back between updates; see `SleepingTrainEngine.sleep`.
-
-        Returns:
-            Bytes of main memory that are held still.
-        """
+        """Give memory back between updates; the bytes of main memory that are held still."""
         self._sleeper.sleep(level)
         return resident_bytes()
 
     def wake(self, tags: tuple[str, ...] = ()) -> int:
-        """Take memory again; see `SleepingTrainEngine.wake`.
-
-        Returns:
-            Bytes of main memory that are held now.
-        """
+        """Take memory again; the bytes of main memory that are held now."""
         self._sleeper.wake(tags)
         return resident_bytes()
 
@@ -194,7 +167,6 @@ class TrainerRole:
         """Answer, also while an update computes: the process is neither stopped nor stuck."""
 
     def close(self) -> None:
-        """Stop listening, and free the engine."""
         for sender in self._senders.values():
             sender.close()
         self._engine.close()

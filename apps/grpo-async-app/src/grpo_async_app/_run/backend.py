@@ -30,12 +30,8 @@ class GrpoBackend:
     Must be made inside a running event loop.
 
     Args:
-        config: of the run.
-        fleet: started.
         policy: the one that the loop drives; asked where it stands, never told.
-        prompts: training prompts.
         held_out: prompts of a validation; empty turns validation off.
-        run: folder of the run, for checkpoints.
         logger: takes metrics, generations, timeline and progress.
         groups: finished groups of a restored run.
         template: puts an environment's words into tokens; None where the run has no environment.
@@ -70,7 +66,6 @@ class GrpoBackend:
     # ── rollouter ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def submit(self, group_id: int) -> GroupResult:
-        """Sample and score one group."""
         prompt = self._prompt(group_id)
         name = self._where[group_id] = self._fleet.engines.least_loaded()
         with self._fleet.engines.hold(name):
@@ -178,7 +173,6 @@ class GrpoBackend:
             await self._finish_validation()
 
     async def update(self, group_ids: tuple[int, ...], version: int) -> None:
-        """Train on these groups, and write down how it went."""
         groups = [self._groups[group_id] for group_id in group_ids]
         async with self._trainer_turn:
             await self._fleet.engines.to_training()
@@ -209,7 +203,6 @@ class GrpoBackend:
     # ── synchroniser ──────────────────────────────────────────────────────────────────────────────────────────────
 
     async def sync(self, version: int, interrupt: bool) -> None:
-        """Bring the weights to every engine."""
         started_s = clock_s()
         bring = self._bring_all(version, interrupt)
         await self._fleet.name_who_is_late(bring, f"sync {version}", self._config.async_.sync_deadline_s)
@@ -264,11 +257,9 @@ class GrpoBackend:
         self._logger.validated(validation)
 
     async def finish(self) -> None:
-        """Wait for the last validation."""
         await self._finish_validation()
 
     async def close(self) -> None:
-        """Leave nothing behind that would go on by itself."""
         tasks = [self._bringing, *([self._validating] if self._validating is not None else [])]
         for task in tasks:
             task.cancel()
@@ -277,7 +268,6 @@ class GrpoBackend:
     # ── checkpoints ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def wants_checkpoint(self, version: int) -> bool:
-        """Every `checkpoint.every` updates."""
         every = self._config.checkpoint.every
         return every > 0 and version % every == 0
 
@@ -287,7 +277,6 @@ class GrpoBackend:
         await self.write_checkpoint(state, groups)
 
     async def write_checkpoint(self, state: Mapping[str, Any], groups: list[SampledGroup]) -> None:
-        """Write a checkpoint of the trainer's weights as they are."""
         version = self._policy.version
         async with self._trainer_turn:
             await self._fleet.engines.to_training()
@@ -325,7 +314,6 @@ class GrpoBackend:
 
 
 def read_loop_state(folder: Path) -> dict[str, Any]:
-    """The loop's state in a checkpoint folder."""
     return dict(json.loads((folder / LOOP_FOLDER / "state.json").read_text()))
 
 
@@ -338,11 +326,7 @@ def mark_of(prompts: Sequence[Prompt]) -> dict[str, int | str]:
 
 
 def check_same_prompts(state: Mapping[str, Any], prompts: Sequence[Prompt], run: Path) -> None:
-    """Refuse to go on with other prompts than those that a checkpoint's state was written with.
-
-    Raises:
-        ConfigError: rows were added, removed or changed.
-    """
+    """Refuse to go on with other prompts than those that a checkpoint's state was written with."""
     begun, now = state.get("prompts"), mark_of(prompts)  # older checkpoints have none
     if begun and begun != now:
         raise ConfigError(

@@ -39,7 +39,6 @@ class ColocationSchedule:
     """Who has the devices. The trainer has, until the first sync.
 
     Args:
-        config: of the run.
         trainer: the one there is.
         note: takes every step.
     """
@@ -58,7 +57,6 @@ class ColocationSchedule:
 
     @property
     def is_training(self) -> bool:
-        """Whether it is the trainer's turn."""
         return self._is_training
 
     def take_spent_s(self) -> float:
@@ -96,14 +94,7 @@ class ColocationSchedule:
     # ── to the trainer ────────────────────────────────────────────────────────────────────────────────────────────
 
     async def to_training(self, engines: Sequence[Supervised]) -> None:
-        """Give the trainer the devices; nothing where it has them.
-
-        Args:
-            engines: whose process lives.
-
-        Raises:
-            DeadlineError: an engine did not finish, sleep, or start; or the trainer did not wake; by name.
-        """
+        """Give the trainer the devices; nothing where it has them. Errors name who did not sleep, start or wake."""
         if not self._is_training:
             await self._put_to_sleep_all(engines, "wait")
             await self._tell_trainer("wake")
@@ -148,11 +139,7 @@ class ColocationSchedule:
         await self._wake(handle, WEIGHTS)
 
     async def to_generation(self, engines: Sequence[Supervised]) -> None:
-        """Take the weights from the trainer's memory, and let engines go on.
-
-        Args:
-            engines: that have got weights.
-        """
+        """Take the weights from the trainer's memory, and let these engines go on, which have got theirs."""
         await self._tell_trainer("sleep", 2)
         by_handle = {engine.actor: engine for engine in engines if engine.actor.alive}
         for handle in await self._each(list(by_handle), self._go_on):

@@ -50,7 +50,7 @@ class Engine(Supervised):
         self.num_tokens = 0
 
     async def ask_health(self, *, deadline_s: float) -> None:
-        """Ask its process how it is; it answers at once whatever it computes."""
+        """It answers at once whatever it computes."""
         health: EngineHealth = await self.actor.call("health", returns=EngineHealth, deadline_s=deadline_s)
         self.num_tokens = health.num_tokens
 
@@ -58,15 +58,7 @@ class Engine(Supervised):
 async def bring_weights(
     engine: Engine, offer: WeightOffer, interrupt: bool, deadline_s: float, turns: ColocationSchedule | None
 ) -> None:
-    """Pause an engine, let it take the trainer's weights, and let it go on; colocated ones go on all together.
-
-    Args:
-        engine: whose process lives.
-        offer: the weights.
-        interrupt: hold what is in flight, instead of finishing it.
-        deadline_s: of each step.
-        turns: where engines and trainer share devices.
-    """
+    """Pause an engine, let it take the trainer's weights, and let it go on; colocated ones go on all together."""
     handle = engine.actor
     source = await offer.source_for(handle.address)
     if engine.serves.is_set():
@@ -108,7 +100,6 @@ class _Seen:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of one sample."""
         return self.tokens / max(self.seconds, 1e-9)
 
 
@@ -119,13 +110,7 @@ class EngineSpeeds:
         self._seen: dict[str, _Seen] = {}
 
     def took(self, name: str, num_tokens: int, seconds: float) -> None:
-        """Take in one answer.
-
-        Args:
-            name: of the engine.
-            num_tokens: of the longest sample of the answer.
-            seconds: from question to answer.
-        """
+        """Take in one answer: tokens of its longest sample, and seconds from question to answer."""
         seen = self._seen.setdefault(name, _Seen())
         seen.num_requests += 1
         seen.tokens = FORGET * seen.tokens + num_tokens
@@ -136,11 +121,7 @@ class EngineSpeeds:
         self._seen.pop(name, None)
 
     def stragglers(self, among: Collection[str]) -> dict[str, float]:
-        """Engines much slower than the others, and how many times.
-
-        Args:
-            among: names of the engines to compare.
-        """
+        """Engines much slower than the others, and how many times."""
         known = {
             name: seen for name in among if (seen := self._seen.get(name)) and seen.num_requests >= ENOUGH_REQUESTS
         }
@@ -156,9 +137,7 @@ class Engines:
     """Rollout engines, which may die, stop answering, come and go while the run goes on.
 
     Args:
-        config: of the run.
         start: starts the process of the engine of this name.
-        budget: of restarts.
         tell: takes a line when something has happened to an engine.
         turns: where the engines share their devices with the trainer; None where they have their own.
     """
@@ -199,7 +178,6 @@ class Engines:
 
     @property
     def are_starting(self) -> bool:
-        """Whether the process of one of them is being started."""
         return self._num_starting > 0
 
     def let_others_join(self) -> None:
@@ -214,7 +192,6 @@ class Engines:
             engine.serves.set()
 
     async def close(self) -> None:
-        """Look after them no longer."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -228,7 +205,6 @@ class Engines:
 
     @property
     def living(self) -> list[Engine]:
-        """Those whose process lives."""
         return [engine for engine in self._engines.values() if engine.actor.alive]
 
     @property
@@ -238,12 +214,11 @@ class Engines:
 
     @property
     def num_restarts(self) -> int:
-        """Times one of them was started again."""
         return sum(times for role, times in self._budget.spent.items() if role.startswith("rollout-"))
 
     @property
     def stragglers(self) -> dict[str, float]:
-        """Those much slower than the others, and how many times."""
+        """Engines much slower than the others, and how many times."""
         return {name: times for name, times in self._stragglers.items() if name in self._engines}
 
     def least_loaded(self) -> str:
@@ -267,11 +242,7 @@ class Engines:
     # ── sampling ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def generate(self, name: str, request: GenerateRequest, deadline_s: float) -> list[Completion]:
-        """Sample on one engine, once it serves.
-
-        Raises:
-            PeerFailedError: the engine died, or failed so that only a new process mends it; it is started again.
-        """
+        """Sample on one engine, once it serves; it is started again where only a new process mends what went wrong."""
         engine = self._find(name)
         await engine.ready("generate", deadline_s)
         actor = self._find(name).actor  # it may have left instead
@@ -326,7 +297,6 @@ class Engines:
         return await self._without_weights.get()
 
     async def sync_one(self, name: str, offer: WeightOffer) -> None:
-        """Bring weights to an engine that has come up between two syncs."""
         engine = self._engines.get(name)
         late = self._turns is not None and self._turns.is_training  # the next sync is about to do it
         if engine is not None and engine.actor.alive and not engine.serves.is_set() and not late:
@@ -421,11 +391,7 @@ class Engines:
     # ── coming and going ──────────────────────────────────────────────────────────────────────────────────────────
 
     def scale(self, number: int) -> None:
-        """Let engines join or leave until there are so many. One that leaves finishes first what it has.
-
-        Args:
-            number: of engines wanted, at least 1.
-        """
+        """Let engines join or leave until there are so many. One that leaves finishes first what it has."""
         self._wanted = number
         if self._all_started:
             self._adjust()

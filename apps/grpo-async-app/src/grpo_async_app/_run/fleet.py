@@ -57,7 +57,6 @@ class Fleet:
     """All role processes of one run. Use it in an `async with` block, which ends with all of them stopped.
 
     Args:
-        config: of the run.
         model_path: folder the engines start from.
         log_folder: takes one log file per role.
         has_images: prompts have some.
@@ -67,7 +66,6 @@ class Fleet:
 
     Attributes:
         turns: where the engines share their devices with the trainer; None where they have their own.
-        engines: the rollout engines.
         environment: where the run has one.
         teachers: replicas of the teacher, where the run has one.
     """
@@ -124,13 +122,7 @@ class Fleet:
         self._launcher.kill()
 
     async def start_training(self, placement: Placement, num_updates: int, checkpoint: Path | None) -> None:
-        """Start every role at once, and wait until all are ready. No engine samples before its first weight sync.
-
-        Args:
-            placement: of the roles.
-            num_updates: of the whole run, for the learning rate's schedule.
-            checkpoint: folder the trainer goes on from.
-        """
+        """Start every role at once, and wait until all are ready. No engine samples before its first weight sync."""
         await self._place(placement)
         if (turns := self.turns) is not None:  # one after the other: there is room for one only
             self._trainer = await self._start_trainers(num_updates, checkpoint)
@@ -186,18 +178,12 @@ class Fleet:
 
     @property
     def last_reward_error(self) -> str:
-        """Why the latest completion without a score has none."""
         return self._reward.last_error if self._reward is not None else ""
 
     async def score(self, prompt: Prompt, texts: list[str]) -> list[RewardScore | None]:
-        """Rewards of completions of one prompt. One that takes its verifier too long gets 0 and is counted.
+        """Rewards of completions of one prompt, None for one that could not be scored and shall be left out.
 
-        Returns:
-            In order; None for one that could not be scored and shall be left out.
-
-        Raises:
-            RewardError: too many could not be scored.
-            ConfigError: an environment left this to the `reward` section, which names no reward.
+        One that takes its verifier too long gets 0 and is counted.
         """
         reward = self._reward
         if reward is None and not self._config.environment.name:  # a teacher alone is learned from
@@ -213,7 +199,6 @@ class Fleet:
 
     @property
     def trainer(self) -> Trainers:
-        """The trainer, started."""
         assert self._trainer is not None
         return self._trainer
 
@@ -222,16 +207,7 @@ class Fleet:
         return await self._trainer.death() if self._trainer is not None else None
 
     async def restart_trainer(self, cause: str, num_updates: int, checkpoint: Path | None) -> None:
-        """Start all ranks of a trainer again that has died; the engines wait meanwhile.
-
-        Args:
-            cause: how it has ended, in words.
-            num_updates: of the whole run.
-            checkpoint: folder the trainer goes on from; None: from the beginning.
-
-        Raises:
-            PeerFailedError: it has died too often; with the cause.
-        """
+        """Start all ranks of a trainer again that has died; the engines wait meanwhile."""
         await self.trainer.destroy()
         if self.turns is not None:
             await self.turns.trainer_is_gone(self.engines.living)
@@ -251,20 +227,10 @@ class Fleet:
         )
 
     def offer_weights(self, version: int) -> WeightOffer:
-        """The weights the trainer holds, under this version."""
         return WeightOffer(self.trainer, version, self._config.async_.sync_deadline_s)
 
     async def name_who_is_late(self, work: Coroutine[Any, Any, None], waiting: str, deadline_s: float) -> None:
-        """Await work that calls roles; shortly before its deadline, raise who has not answered.
-
-        Args:
-            work: cancelled then.
-            waiting: its name.
-            deadline_s: of the work; who awaits this knows less when it is over.
-
-        Raises:
-            DeadlineError: names the call that has waited longest.
-        """
+        """Await work that calls roles; shortly before its deadline, raise who has not answered."""
         task = asyncio.ensure_future(work)
         early_s = max(deadline_s - TOLD_BEFORE_S, deadline_s / 2)
         try:
@@ -315,14 +281,7 @@ class Fleet:
 
 
 class RoleSpecs:
-    """Makes the spec of each role.
-
-    Args:
-        config: of the run.
-        model_path: folder that trainer and engines start from.
-        log_folder: takes one log file per role; traces go beside it.
-        has_images: prompts have some.
-    """
+    """Makes the spec of each role. Log files lie in `log_folder`, traces beside it."""
 
     def __init__(self, config: GrpoConfig, model_path: str, log_folder: Path, *, has_images: bool = False) -> None:
         self._config, self._model_path, self._log_folder = config, model_path, log_folder
@@ -330,13 +289,6 @@ class RoleSpecs:
         self._threads = plan_threads(config)
 
     def trainer(self, socket_path: str, num_updates: int, checkpoint: Path | None) -> RoleSpec:
-        """Rank 0 of the trainer; the others differ by their number.
-
-        Args:
-            socket_path: where engines on its machine fetch weights.
-            num_updates: of the whole run, for the learning rate's schedule.
-            checkpoint: folder it goes on from.
-        """
         config = self._config
         return RoleSpec(
             name="trainer-0",
@@ -358,7 +310,6 @@ class RoleSpecs:
         )
 
     def rollout(self, name: str) -> RoleSpec:
-        """The rollout engine of this name."""
         return RoleSpec(
             name=name,
             target="grpo_async_app._roles.rollout:RolloutRole",
@@ -375,7 +326,6 @@ class RoleSpecs:
         )
 
     def teacher(self, name: str) -> RoleSpec:
-        """The replica of the teacher of this name."""
         return RoleSpec(
             name=name,
             target="grpo_async_app._roles.teacher:TeacherRole",
@@ -390,7 +340,6 @@ class RoleSpecs:
         )
 
     def environment(self) -> RoleSpec:
-        """The process of all environments."""
         return RoleSpec(
             name="environment-0",
             target="grpo_async_app._roles.environment:EnvironmentRole",

@@ -26,8 +26,6 @@ class RunLogger:
     """Writes to the run folder and to the terminal: opened anew with each trainer of the run.
 
     Args:
-        run: open for writing.
-        config: of the run.
         num_updates: updates of the whole run, for the progress.
 
     Attributes:
@@ -41,12 +39,7 @@ class RunLogger:
 
     @contextmanager
     def opened(self, last_step: int) -> Iterator[None]:
-        """Write while the block lasts.
-
-        Args:
-            last_step: updates done at the checkpoint this goes on from, -1 for none: what was written after it
-                vanishes.
-        """
+        """Write while the block lasts; what was written after `last_step`, the checkpoint's, vanishes (-1: all)."""
         self._last_wait_s, self._num_left_out_told = 0.0, 0
         with RunLog(self._run, self._config.log, self._num_updates, last_step) as self._log:
             validated = [line.step for line in read_metrics(self._run.metrics) if "eval/reward" in line.values]
@@ -59,23 +52,13 @@ class RunLogger:
         return self._log
 
     def worked(self, role: str, start_s: float, end_s: float) -> None:
-        """Add a stretch in which a role was busy, in seconds of `clock_s`."""
         self._opened.span(role, _WORK[role.partition("-")[0]], start_s, end_s)
 
     def synced(self, version: int, start_s: float, end_s: float) -> None:
-        """Note a weight sync."""
         self._opened.span("weight sync", "sync", start_s, end_s, {"version": version})
 
     def handed_over(self, role: str, step: str, start_s: float, end_s: float, resident_bytes: int) -> None:
-        """Note a step in which memory changed hands between roles that share devices.
-
-        Args:
-            role: that gave or took it.
-            step: such as "sleep".
-            start_s: of `clock_s`.
-            end_s: of `clock_s`.
-            resident_bytes: main memory that it holds afterwards.
-        """
+        """Note a step in which memory changed hands between roles that share devices."""
         self._opened.span(role, step, start_s, end_s, {"resident_bytes": resident_bytes})
 
     def updated(
@@ -89,18 +72,7 @@ class RunLogger:
         accidents: Metrics,
         left_out: Mapping[str, int],
     ) -> None:
-        """Write down one update.
-
-        Args:
-            version: updates done, this one included.
-            groups: trained on.
-            prompts: their prompts by item.
-            trained: metrics of the trainer.
-            shares: of the time since the update before.
-            statistics: of the policy; its lags do not hold this update yet.
-            accidents: what has happened to the roles: restarts, stragglers.
-            left_out: samples that were left out since the start, by metric.
-        """
+        """Write down one update: `version` counts it too, `accidents` has happened to roles."""
         values = {
             **trained,
             **_group_metrics(groups, version - 1),
@@ -122,7 +94,6 @@ class RunLogger:
         self._opened.write_generations(_generation(version, group, prompts[group.item]) for group in shown)
 
     def validated(self, validation: Validation) -> None:
-        """Write down one validation."""
         self.last_validated = validation.version
         self._opened.write(validation.version, validation.numbers())
         self._opened.write_generations(

@@ -34,7 +34,6 @@ class ScoredTrajectory:
 
     Args:
         trajectory: one turn without an environment.
-        reward: its reward.
         parts: the reward's parts, for the log.
     """
 
@@ -47,8 +46,6 @@ class Rollouts:
     """Samples and scores on the fleet.
 
     Args:
-        config: of the run.
-        fleet: started.
         template: puts an environment's words into tokens; None where the run has no environment.
         busy: wraps each use of the rollout engine it is called with.
 
@@ -68,20 +65,10 @@ class Rollouts:
         self.last_left_out = ""
 
     async def sample(self, name: str, prompt: Prompt, request: GenerateRequest) -> list[ScoredTrajectory]:
-        """Sample and score.
-
-        Args:
-            name: of the rollout engine.
-            prompt: what the samples are of.
-            request: for the first turn of all of them; the prompt's images are put into it here.
+        """Sample and score: `request` is for the first turn of all samples, and gets the prompt's images here.
 
         Returns:
-            In order; fewer than asked for where environments or rewards failed or samples were aborted, which is
-            counted.
-
-        Raises:
-            DataError: an image is broken.
-            PeerFailedError: the engine died; it is being started again.
+            In order; fewer than asked for where environments or rewards failed or samples were aborted: counted.
         """
         request = replace(request, images=await asyncio.to_thread(lambda: prompt.images))
         if self._template is None:
@@ -150,7 +137,6 @@ class Rollouts:
         return ended
 
     def leave_out(self, metric: str, why: str, num_samples: int = 1) -> None:
-        """Count samples that are not trained on."""
         self.left_out[metric] += num_samples
         self.last_left_out = why
 
@@ -194,7 +180,6 @@ class Validation:
     Args:
         version: policy version that answered.
         accuracy: share of samples with at least `eval.success_reward`.
-        reward: mean reward.
         mean_tokens: mean number of tokens the model wrote.
         mean_turns: mean number of turns; None without an environment.
         samples: (prompt, trajectory, reward) of each held-out prompt, but for those whose environment failed.
@@ -208,33 +193,18 @@ class Validation:
     samples: list[Answered]
 
     def numbers(self) -> dict[str, float]:
-        """The figures by metric name."""
         numbers = {"eval/accuracy": self.accuracy, "eval/reward": self.reward, "eval/response_tokens": self.mean_tokens}
         return numbers if self.mean_turns is None else {**numbers, "eval/turns": self.mean_turns}
 
 
 def validated_names(config: GrpoConfig) -> dict[str, str]:
-    """What a validation of this run measures: names by metric."""
     return {**VALIDATED, "eval/turns": "turns"} if config.environment.name else VALIDATED
 
 
 async def validate(
     rollouts: Rollouts, engines: Engines, config: GrpoConfig, prompts: tuple[Prompt, ...], version: int
 ) -> Validation:
-    """Sample and score every prompt once; a prompt whose engine dies is asked again.
-
-    Args:
-        rollouts: samples and scores.
-        engines: share the prompts by load.
-        config: of the run.
-        prompts: held out.
-        version: policy version that the engines serve.
-
-    Raises:
-        DeadlineError: one answer took longer than `async.group_deadline_s`.
-        OutdatedError: an engine serves another version by now.
-        PeerFailedError: the engines died over one prompt more than `async.max_group_retries` times.
-    """
+    """Sample and score every prompt once; a prompt whose engine dies is asked again."""
     params = SamplingParams(
         max_tokens=config.rollout.max_tokens,
         temperature=config.eval.temperature,

@@ -23,24 +23,17 @@ from offbeat_types import OffbeatError, PeerFailedError, RunFolderError
 
 
 def train(preflight: Preflight, run: RunFolder) -> LoopSummary:
-    """Train from the first policy to the end of the data."""
     return _run(_Session.from_start(preflight, run))
 
 
 def resume(preflight: Preflight, run: RunFolder) -> LoopSummary:
-    """Go on from the latest whole checkpoint; from the beginning when the run was killed before its first.
-
-    Raises:
-        RunFolderError: the run was told not to keep its optimizer.
-    """
+    """Go on from the latest whole checkpoint; from the beginning when the run was killed before its first."""
     if not preflight.config.checkpoint.save_optimizer:
         raise RunFolderError(f"{run.path} was run with checkpoint.save_optimizer = false: it cannot be resumed")
     return _run(_Session.from_latest(preflight, run))
 
 
 def evaluate(preflight: Preflight, log_folder: Path) -> Validation:
-    """Validate the model of the configuration once."""
-
     async def once(fleet: Fleet) -> Validation:
         async with fleet:
             await fleet.start(preflight.placement)
@@ -64,7 +57,6 @@ class _Session:
 
     @classmethod
     def from_start(cls, preflight: Preflight, run: RunFolder) -> "_Session":
-        """The whole run."""
         policy = AsyncPolicy(preflight.config.async_, preflight.num_groups, preflight.max_updates)
         policy.request_sync()  # the engines prove that they hold the trainer's weights before anything is sampled
         return cls(preflight, run, policy, {}, None)
@@ -86,7 +78,6 @@ class _Session:
 
     @property
     def folder(self) -> Path | None:
-        """Of the checkpoint."""
         return self.checkpoint.path if self.checkpoint else None
 
     @property
@@ -153,7 +144,6 @@ async def _start(session: _Session, fleet: Fleet, logger: RunLogger, death: Peer
 
 
 async def _go_on(session: _Session, fleet: Fleet, logger: RunLogger) -> LoopSummary:
-    """Train to the end with the trainer there is."""
     preflight, policy = session.preflight, session.policy
     backend = GrpoBackend(
         preflight.config,
@@ -182,7 +172,6 @@ async def _go_on(session: _Session, fleet: Fleet, logger: RunLogger) -> LoopSumm
 
 
 def with_model(config: GrpoConfig, path: Path) -> GrpoConfig:
-    """The same configuration for another model folder."""
     return replace(config, model=replace(config.model, path=str(path)))
 
 
@@ -192,10 +181,6 @@ def watched_driver(config: LivenessConfig, log_folder: Path) -> Iterator[None]:
 
     Whoever stands still is named in `liveness.log`, and in the log of whichever role finds it out. Nothing is ended for
     that: the ranks of a trainer end themselves, and for the others there is a supervisor.
-
-    Args:
-        config: section `liveness`.
-        log_folder: of the run.
     """
 
     def write_down(verdict: liveness.Verdict) -> None:
@@ -219,15 +204,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_interruptible(work: Coroutine[Any, Any, T], kill: Callable[[], None]) -> T:
-    """Run asynchronous work to its end, or until it is asked to end.
+    """Run asynchronous work to its end, or until a signal cancels it: then KeyboardInterrupt is raised.
 
-    Args:
-        work: cancelled by the first signal; what it puts away then should take seconds.
-        kill: called at the second signal, to leave the work nothing to wait for. A third ends this process at once.
-
-    Raises:
-        KeyboardInterrupt: asked to end; whatever the work raised after that is of no interest any more.
-        Exception: what the work raises by itself.
+    What it puts away then should take seconds. The second signal calls `kill`, to leave the work nothing to wait for; a
+    third ends this process at once.
     """
     signals_seen = 0
 

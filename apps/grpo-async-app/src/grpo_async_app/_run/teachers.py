@@ -32,9 +32,7 @@ class Teachers:
     """Replicas of one teacher, which may die or stop answering while the run goes on.
 
     Args:
-        config: of the run.
         start: starts the process of the replica of this name.
-        budget: of restarts.
         tell: takes a line when something has happened to a replica.
         worked: told of each stretch in which one was busy.
     """
@@ -54,7 +52,6 @@ class Teachers:
         self._clock = BusyClock("", lambda: config.teacher.num_replicas, clock_s, worked)
 
     async def start(self) -> None:
-        """Start all of them."""
         names = [f"teacher-{number}" for number in range(self._config.teacher.num_replicas)]
         handles = await gather_or_cancel([self._start(name) for name in names])
         for name, handle in zip(names, handles, strict=True):
@@ -64,14 +61,12 @@ class Teachers:
             self._tasks.append(asyncio.create_task(self._look_after(replica)))
 
     async def close(self) -> None:
-        """Look after them no longer."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
     def num_restarts(self) -> int:
-        """Times one of them was started again."""
         return sum(self._budget.spent[replica.name] for replica in self._replicas)
 
     async def score(
@@ -82,21 +77,10 @@ class Teachers:
         where: Callable[[str], object],
         images: tuple[Image, ...] = (),
     ) -> list[Floats]:
-        """The teacher's log-probabilities of what the policy has sampled.
-
-        Args:
-            group_id: of the group.
-            prompt_ids: [P] int32.
-            trajectories: of that prompt; what they have read is context to the teacher too.
-            where: told which replica is asked.
-            images: of the prompt, as the policy saw them.
+        """The teacher's log-probabilities of what the policy has sampled; `where` is told which replica is asked.
 
         Returns:
             [N] float32 for each trajectory: nats, of its sampled tokens, at the sampler's temperature.
-
-        Raises:
-            PeerFailedError: replicas died over this group more than `async.max_group_retries` times, or one for good.
-            DeadlineError: no answer within `teacher.deadline_s`.
         """
         request = ScoreRequest(
             request_id=f"group-{group_id}",
@@ -148,7 +132,6 @@ class Teachers:
             raise
 
     def raise_if_failed(self) -> None:
-        """Raise why a replica cannot be started again."""
         for replica in self._replicas:
             if replica.failure is not None:
                 raise replica.failure

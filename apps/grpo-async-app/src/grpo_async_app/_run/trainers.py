@@ -47,16 +47,7 @@ async def start_trainers(
     call_deadline_s: float,
     silent_after_s: float,
 ) -> Trainers:
-    """Start every rank of the trainer at once, and wait until all are ready. When one fails, none is left.
-
-    Args:
-        launcher: starts the roles; they have been placed.
-        spec: of rank 0; the others differ by their number.
-        num_ranks: how many.
-        start_deadline_s: for the ranks to find each other.
-        call_deadline_s: for each call among them.
-        silent_after_s: a rank that answers nothing for so long is killed.
-    """
+    """Start every rank of the trainer at once, and wait until all are ready. When one fails, none is left."""
     socket_path = spec.kwargs["socket_path"]
     if num_ranks == 1:
         return Trainers([await launcher.start(spec)], silent_after_s, socket_path)
