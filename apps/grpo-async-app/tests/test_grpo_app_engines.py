@@ -385,7 +385,7 @@ def test_the_greedy_sample_ends_and_is_worth_as_the_others_do(config: Path, mode
 
 
 def test_an_engine_that_cannot_hold_a_sample_across_a_sync_is_refused_at_its_start(
-    monkeypatch: pytest.MonkeyPatch,
+    config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[bool] = []
 
@@ -400,7 +400,7 @@ def test_an_engine_that_cannot_hold_a_sample_across_a_sync_is_refused_at_its_sta
             closed.append(True)
 
     monkeypatch.setattr(rollout_role, "load_backend", lambda *_: NeverHolds)
-    role = rollout_role.RolloutRole(backend="slow", config=RolloutEngineConfig(model_path="m"), interrupts=True)
+    role = rollout_role.RolloutRole(config=settings(config), name="rollout-0", model_path="m", num_threads=1)
     with pytest.raises(ConfigError, match=r"set async\.partial_rollout = false"):
         asyncio.run(role.start())
     assert closed == [True]

@@ -192,22 +192,21 @@ def test_a_teacher_with_another_tokenizer_is_refused(
         check_run(load_config(config, GrpoConfig, [*words, f"--teacher.path={other}"]))
 
 
-def test_an_engine_that_does_not_score_is_no_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_does_not_score_is_no_teacher(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Backend:
         @staticmethod
         async def create(config: RolloutEngineConfig) -> FakeRolloutEngine:
             return FakeRolloutEngine(lambda request, index: [1])
 
     monkeypatch.setattr(teacher_role, "load_backend", lambda kind, name: Backend)
-    role = TeacherRole(backend="fake", config=RolloutEngineConfig(model_path=""), temperature=1.0)
+    role = TeacherRole(config=load_config(config, GrpoConfig, ["--teacher.backend=fake"]), num_threads=1)
     with pytest.raises(ConfigError, match="'fake' does not score"):
         asyncio.run(role.start())
 
 
 @pytest.mark.parametrize("images", [False, True])
-def test_a_teacher_that_would_not_see_the_images_is_refused(taught: Path, images: bool) -> None:
-    settings = RolloutEngineConfig(model_path=str(taught), device="cpu", max_model_len=64)
-    role = TeacherRole(backend="torch", config=settings, temperature=1.0, images=images)
+def test_a_teacher_that_would_not_see_the_images_is_refused(config: Path, words: list[str], images: bool) -> None:
+    role = TeacherRole(config=load_config(config, GrpoConfig, words), num_threads=1, images=images)
 
     async def start() -> None:
         await role.start()

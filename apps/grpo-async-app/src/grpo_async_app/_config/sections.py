@@ -223,17 +223,6 @@ class GrpoConfig:
             trust=self.model.trust_remote_code,
         )
 
-    def endpoint(self, engine: str) -> dict[str, Any]:
-        """What makes a rollout role serve its engine to others too; nothing where `rollout.serve_port` is none.
-
-        A request from outside may be waited for by a sync, and must not use up its deadline.
-        """
-        port = self.rollout.serve_port
-        if port is None:
-            return {}
-        number = int(engine.rpartition("-")[2])
-        return {"serve_port": port and port + number, "serve_deadline_s": self.async_.sync_deadline_s / 2}
-
     def train_engine(self, model_path: str, num_updates: int, num_threads: int = 0) -> TrainEngineConfig:
         """What the training backend is given: scores at the sampler's temperature.
 

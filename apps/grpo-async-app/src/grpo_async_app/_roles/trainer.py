@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.batches import TrainBatch, build_batch, split_batch
 from grpo_async_app._roles.groups import SampledGroup
 from grpo_async_app._roles.residence import resident_bytes
 from offbeat_mesh import Rendezvous, StepTracer, current_world, open_device
-from offbeat_objectives import AlgorithmConfig, build_loss
+from offbeat_objectives import build_loss
 from offbeat_run import disk_errors
 from offbeat_types import (
     Metric,
@@ -19,7 +20,6 @@ from offbeat_types import (
     SleepingTrainEngine,
     TracePlan,
     TrainEngine,
-    TrainEngineConfig,
     WeightProof,
     load_backend,
     merge_metrics,
@@ -39,45 +39,42 @@ class TrainerRole:
     """Updates the policy, and hands its weights to rollout engines.
 
     Args:
-        backend: name under the entry-point group `offbeat.engine`.
+        config: of the run.
+        model_path: folder it starts from.
+        num_updates: of the whole run, for the learning rate's schedule.
+        num_threads: of each rank.
         socket_path: where rollout engines fetch weights: an address from `new_address` or `new_socket_path`.
-        rollout_dtype: format the weights travel in.
-        as_fp8: the layers' matrices travel as FP8 blocks instead.
-        bucket_bytes: size of a weight bucket.
         checkpoint: folder to go on from, or empty.
         rendezvous: this process among the ranks of the trainer; None for the only one. All are called alike; rank 0
             sends weights. Who starts ranks shows each devices of its own, so all take the same one by name.
-        stall_after_s: a rank waits longer than this for another: all end, and the log says why.
-        traces: which updates each rank traces, by its name.
+        trace_folder: takes the traces of section `profile`.
     """
 
     def __init__(
         self,
         *,
-        backend: str,
-        config: TrainEngineConfig,
-        algorithm: AlgorithmConfig,
+        config: GrpoConfig,
+        model_path: str,
+        num_updates: int,
+        num_threads: int,
         socket_path: str,
-        rollout_dtype: str,
-        bucket_bytes: int,
         checkpoint: str = "",
         rendezvous: Rendezvous | None = None,
-        stall_after_s: float = 60.0,
-        as_fp8: bool = False,
-        traces: list[TracePlan] = [],  # noqa: B006  never changed
+        trace_folder: str = "",
     ) -> None:
-        create = load_backend("offbeat.engine", backend).create
+        create, device = load_backend("offbeat.engine", config.engine.backend).create, config.engine.device
         rank = rendezvous.rank if rendezvous else 0
         if rendezvous:
-            mesh = rendezvous.join(config.device, name=f"trainer-{rank}", stall_after_s=stall_after_s)
-        self._engine: TrainEngine = create(config, mesh) if rendezvous else create(config)
+            mesh = rendezvous.join(device, name=f"trainer-{rank}", stall_after_s=config.liveness.stall_after_s)
+        settings = config.train_engine(model_path, num_updates, num_threads)
+        self._engine: TrainEngine = create(settings, mesh) if rendezvous else create(settings)
         if checkpoint:
             self._engine.load(Path(checkpoint))
-        self._trace = make_trace(traces, rank, config.device)
-        self._algorithm, self._loss = algorithm, build_loss(algorithm)
-        specs = describe_tensors(self._engine.weights(), rollout_dtype)
-        self._plan = BucketPlan.build(fp8_specs(specs) if as_fp8 else specs, bucket_bytes)
-        self._as_fp8 = as_fp8
+        self._trace = make_trace(config.profile.plan(f"trainer-{rank}", Path(trace_folder)), device)
+        self._algorithm, self._loss = config.algorithm, build_loss(config.algorithm)
+        specs = describe_tensors(self._engine.weights(), config.rollout.dtype)
+        self._as_fp8 = config.rollout.weight_format == "fp8"
+        self._plan = BucketPlan.build(fp8_specs(specs) if self._as_fp8 else specs, config.rollout.sync_bucket_bytes)
         self._leads = rank == 0
         self._senders: dict[str, WeightSender] = {}
         self._last_withdrawn = 0
@@ -174,9 +171,8 @@ class TrainerRole:
             world.leave()
 
 
-def make_trace(traces: list[TracePlan], rank: int, device: str) -> Callable[[int], AbstractContextManager[None]]:
+def make_trace(plan: TracePlan | None, device: str) -> Callable[[int], AbstractContextManager[None]]:
     """Called with the number of an update: the block in which it runs, traced if this rank shall trace it."""
-    plan = next((plan for plan in traces if plan.role == f"trainer-{rank}"), None)
     if plan is None:
         return lambda _: nullcontext()
     return StepTracer(open_device(device), plan).step

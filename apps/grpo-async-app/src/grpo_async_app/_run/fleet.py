@@ -36,7 +36,6 @@ from offbeat_types import (
     Metrics,
     PeerFailedError,
     PlacementError,
-    TracePlan,
     load_backend,
 )
 from offbeat_weightsync import new_socket_path
@@ -281,65 +280,25 @@ class Fleet:
 
 
 class RoleSpecs:
-    """Makes the spec of each role. Log files lie in `log_folder`, traces beside it."""
+    """Makes the spec of each role, which gets the configuration whole. Logs lie in `log_folder`, traces beside it."""
 
     def __init__(self, config: GrpoConfig, model_path: str, log_folder: Path, *, has_images: bool = False) -> None:
         self._config, self._model_path, self._log_folder = config, model_path, log_folder
-        self._has_images = has_images
-        self._threads = plan_threads(config)
+        self._has_images, self._threads = has_images, plan_threads(config)
 
     def trainer(self, socket_path: str, num_updates: int, checkpoint: Path | None) -> RoleSpec:
-        config = self._config
-        return RoleSpec(
-            name="trainer-0",
-            target="grpo_async_app._roles.trainer:TrainerRole",
-            kwargs={
-                "backend": config.engine.backend,
-                "config": config.train_engine(self._model_path, num_updates, self._threads["trainer"]),
-                "algorithm": config.algorithm,
-                "socket_path": socket_path,
-                "rollout_dtype": config.rollout.dtype,
-                "as_fp8": config.rollout.weight_format == "fp8",
-                "bucket_bytes": config.rollout.sync_bucket_bytes,
-                "checkpoint": str(checkpoint or ""),
-                "stall_after_s": config.liveness.stall_after_s,
-                "traces": [plan for role in config.traced_roles if (plan := self._trace_plan(role))],
-            },
-            num_threads=self._threads["trainer"],
-            log_path=self._log_folder / "trainer-0.log",
-        )
+        """Rank 0 of the trainer; the others differ by their number."""
+        start = {"model_path": self._model_path, "num_updates": num_updates, "checkpoint": str(checkpoint or "")}
+        return self._spec("trainer-0", "TrainerRole", **start, socket_path=socket_path, trace_folder=self._trace_folder)
 
     def rollout(self, name: str) -> RoleSpec:
-        return RoleSpec(
-            name=name,
-            target="grpo_async_app._roles.rollout:RolloutRole",
-            kwargs={
-                "backend": self._config.rollout.backend,
-                "config": self._config.rollout_engine(self._model_path, self._threads["rollout"]),
-                **self._config.endpoint(name),
-                "trace": self._trace_plan(name),
-                "trace_s": self._config.profile.rollout_s,
-                "interrupts": self._config.async_.partial_rollout,
-            },
-            num_threads=self._threads["rollout"],
-            log_path=self._log_folder / f"{name}.log",
-        )
+        return self._spec(name, "RolloutRole", name=name, model_path=self._model_path, trace_folder=self._trace_folder)
 
     def teacher(self, name: str) -> RoleSpec:
-        return RoleSpec(
-            name=name,
-            target="grpo_async_app._roles.teacher:TeacherRole",
-            kwargs={
-                "backend": self._config.teacher.backend,
-                "config": self._config.teacher_engine(self._threads["teacher"]),
-                "temperature": self._config.rollout.temperature,
-                "images": self._has_images,
-            },
-            num_threads=self._threads["teacher"],
-            log_path=self._log_folder / f"{name}.log",
-        )
+        return self._spec(name, "TeacherRole", images=self._has_images)
 
     def environment(self) -> RoleSpec:
+        """It gets its own section alone: the whole configuration would import torch."""
         return RoleSpec(
             name="environment-0",
             target="grpo_async_app._roles.environment:EnvironmentRole",
@@ -348,8 +307,19 @@ class RoleSpecs:
             log_path=self._log_folder / "environment-0.log",
         )
 
-    def _trace_plan(self, role: str) -> TracePlan | None:
-        return self._config.profile.plan(role, self._log_folder.with_name("profile"))
+    def _spec(self, name: str, role: str, /, **kwargs: object) -> RoleSpec:
+        kind = name.partition("-")[0]
+        return RoleSpec(
+            name=name,
+            target=f"grpo_async_app._roles.{kind}:{role}",
+            kwargs={"config": self._config, "num_threads": self._threads[kind], **kwargs},
+            num_threads=self._threads[kind],
+            log_path=self._log_folder / f"{name}.log",
+        )
+
+    @property
+    def _trace_folder(self) -> str:
+        return str(self._log_folder.with_name("profile"))
 
 
 def plan_threads(config: GrpoConfig) -> dict[str, int]:
