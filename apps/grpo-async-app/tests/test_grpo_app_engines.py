@@ -15,13 +15,13 @@ from grpo_async_app._run.backend import GrpoBackend
 from grpo_async_app._run.colocation import ColocationSchedule
 from grpo_async_app._run.engines import Engine, Engines
 from grpo_async_app._run.fleet import Fleet
-from grpo_async_app._run.sampling import ScoredTrajectory, Validation
+from grpo_async_app._run.sampling import Scored, Validation
 from grpo_async_app._run.scaling import take_asked_engines
 from grpo_async_app._run.trainers import transfer_weights
 from offbeat_actors import RestartBudget, wait_gone
 from offbeat_actors._spec import Wait
 from offbeat_async_policy import AsyncPolicy
-from offbeat_data import Prompt
+from offbeat_data import Prompt, RewardScore
 from offbeat_run import RunFolder, load_config
 from offbeat_types import (
     Completion,
@@ -372,9 +372,9 @@ def test_the_greedy_sample_ends_and_is_worth_as_the_others_do(config: Path, mode
     async def scenario() -> None:
         backend = open_backend(chosen, Fleet(chosen, str(model), tmp_path))
 
-        async def sample(_name: str, _prompt: Prompt, request: GenerateRequest) -> list[ScoredTrajectory]:
+        async def sample(_name: str, _prompt: Prompt, request: GenerateRequest) -> list[Scored]:
             requests.append(request)
-            return [ScoredTrajectory(trajectory=Trajectory.of(long), reward=1.0, parts={})]
+            return [(Trajectory.of(long), RewardScore(value=1.0, parts={}))]
 
         backend._rollouts.sample = sample  # type: ignore[method-assign]
         greedy = await backend._sample_greedy(3, backend._prompt(0), "rollout-0")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._roles.batches import TrainBatch, build_batch, split_batch
+from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup
 from grpo_async_app._roles.residence import resident_bytes
 from offbeat_mesh import Rendezvous, StepTracer, current_world, open_device
@@ -20,6 +20,7 @@ from offbeat_types import (
     SleepingTrainEngine,
     TracePlan,
     TrainEngine,
+    TrainSequence,
     WeightProof,
     load_backend,
     merge_metrics,
@@ -87,12 +88,11 @@ class TrainerRole:
             return self._update(groups, num_batches)
 
     def _update(self, groups: list[SampledGroup], num_batches: int) -> Metrics:
-        batch = build_batch(groups, self._algorithm, self._engine)
-        steps = [self._step(part) for part in split_batch(batch, num_batches)]
-        return merge_metrics([batch.metrics, *steps])
+        batches, metrics = build_batches(groups, self._algorithm, self._engine, num_batches)
+        return merge_metrics([metrics, *map(self._step, batches)])
 
-    def _step(self, batch: TrainBatch) -> Metrics:
-        losses = _named(self._engine.forward_backward(batch.sequences, self._loss))
+    def _step(self, sequences: list[TrainSequence]) -> Metrics:
+        losses = _named(self._engine.forward_backward(sequences, self._loss))
         return {**losses, **{f"engine/{name}": metric for name, metric in self._engine.step().items()}}
 
     def listen(self, host: str) -> str:

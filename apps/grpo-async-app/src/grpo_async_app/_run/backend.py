@@ -13,7 +13,7 @@ from grpo_async_app._roles.groups import SampledGroup, save_groups
 from grpo_async_app._run.busy import BusyClock
 from grpo_async_app._run.fleet import Fleet
 from grpo_async_app._run.run_logger import RunLogger
-from grpo_async_app._run.sampling import OutdatedError, Rollouts, ScoredTrajectory, validate
+from grpo_async_app._run.sampling import OutdatedError, Rollouts, Scored, validate
 from offbeat_async_policy import AsyncPolicy, GroupResult
 from offbeat_data import EpochOrder, Prompt, TurnTemplate
 from offbeat_objectives import has_signal, overlong_penalty
@@ -98,7 +98,7 @@ class GrpoBackend:
         logprobs = await teachers.score(group.group_id, group.prompt_ids, group.trajectories, where, images)
         return replace(group, teacher_logprobs=logprobs)
 
-    async def _sample(self, group_id: int, prompt: Prompt, name: str) -> list[ScoredTrajectory]:
+    async def _sample(self, group_id: int, prompt: Prompt, name: str) -> list[Scored]:
         params = self._config.rollout.sampling(self._seed(group_id))
         request = GenerateRequest(
             request_id=f"group-{group_id}",
@@ -118,29 +118,28 @@ class GrpoBackend:
         samples = await self._rollouts.sample(name, prompt, request)
         return self._worth(samples[0]) if samples else 0.0
 
-    def _can_be_compared(self, samples: list[ScoredTrajectory]) -> bool:
+    def _can_be_compared(self, samples: list[Scored]) -> bool:
         """Whether enough of a group is left."""
         if len(samples) < self._config.rollout.samples_per_prompt:
             self._logger.left_out(self._rollouts.left_out, self._rollouts.last_left_out)
         return len(samples) >= min(2, self._config.rollout.samples_per_prompt)
 
-    def _group(
-        self, group_id: int, prompt: Prompt, samples: list[ScoredTrajectory], greedy_reward: float
-    ) -> SampledGroup:
+    def _group(self, group_id: int, prompt: Prompt, samples: list[Scored], greedy_reward: float) -> SampledGroup:
         return SampledGroup(
             group_id=group_id,
             item=prompt.index,
             prompt_ids=prompt.ids,
             pictures=prompt.pictures,
-            trajectories=[sample.trajectory for sample in samples],
+            trajectories=[trajectory for trajectory, _ in samples],
             rewards=[self._worth(sample) for sample in samples],
-            parts=[sample.parts for sample in samples],
+            parts=[score.parts for _, score in samples],
             greedy_reward=greedy_reward,
         )
 
-    def _worth(self, sample: ScoredTrajectory) -> float:
+    def _worth(self, sample: Scored) -> float:
         """What is trained on: the reward, and what is taken off it for length."""
-        return sample.reward + self._overlong_penalty(sample.trajectory)
+        trajectory, score = sample
+        return score.value + self._overlong_penalty(trajectory)
 
     def _overlong_penalty(self, trajectory: Trajectory) -> float:
         algorithm = self._config.algorithm

@@ -28,18 +28,8 @@ TURN_SEEDS = 1 << 36
 """Turn t draws with the seed of its sample plus t times this: far beyond the seeds of other groups."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScoredTrajectory:
-    """One sample and what it was worth.
-
-    Args:
-        trajectory: one turn without an environment.
-        parts: the reward's parts, for the log.
-    """
-
-    trajectory: Trajectory
-    reward: float
-    parts: dict[str, float]
+Scored = tuple[Trajectory, RewardScore]
+"""One sample, of one turn where there is no environment, and what it was worth."""
 
 
 class Rollouts:
@@ -64,7 +54,7 @@ class Rollouts:
         self.left_out: Counter[str] = Counter()
         self.last_left_out = ""
 
-    async def sample(self, name: str, prompt: Prompt, request: GenerateRequest) -> list[ScoredTrajectory]:
+    async def sample(self, name: str, prompt: Prompt, request: GenerateRequest) -> list[Scored]:
         """Sample and score: `request` is for the first turn of all samples, and gets the prompt's images here.
 
         Returns:
@@ -75,7 +65,7 @@ class Rollouts:
             completions = self._ended(await self._generate(name, request))
             scores = await self._scores(prompt, completions)
             return [
-                ScoredTrajectory(trajectory=Trajectory.of(completion), reward=score.value, parts=score.parts)
+                (Trajectory.of(completion), score)
                 for completion, score in zip(completions, scores, strict=True)
                 if score is not None
             ]
@@ -91,7 +81,7 @@ class Rollouts:
 
     async def _play(
         self, name: str, prompt: Prompt, request: GenerateRequest, index: int, first: Awaitable[list[Completion]]
-    ) -> ScoredTrajectory | None:
+    ) -> Scored | None:
         """One episode; None when its environment or its reward failed."""
         assert self._template is not None
         assert self._fleet.environment is not None
@@ -118,9 +108,7 @@ class Rollouts:
             return None
         if score is None:
             [score] = await self._scores(prompt, [trajectory.turns[-1]])
-        if score is None:
-            return None
-        return ScoredTrajectory(trajectory=trajectory, reward=score.value, parts=score.parts)
+        return None if score is None else (trajectory, score)
 
     async def _scores(self, prompt: Prompt, completions: list[Completion]) -> list[RewardScore | None]:
         scores = await self._fleet.score(prompt, [completion.text for completion in completions])
@@ -215,11 +203,11 @@ async def validate(
         # A seed of its own: with one for all, every prompt would be answered by the same draw.
         own = replace(params, seed=config.rollout.seed + number)
         request = GenerateRequest(request_id=f"eval-{version}-{number}", prompt_ids=prompt.ids, params=own)
-        for sample in await _sample(rollouts, engines, prompt, request, config.async_.max_group_retries):
-            served = {segment.version for turn in sample.trajectory.turns for segment in turn.segments}
+        for trajectory, score in await _sample(rollouts, engines, prompt, request, config.async_.max_group_retries):
+            served = {segment.version for turn in trajectory.turns for segment in turn.segments}
             if served - {version}:
                 raise OutdatedError(f"version {max(served)} has answered a prompt of the validation of {version}")
-            return prompt, sample.trajectory, sample.reward
+            return prompt, trajectory, score.value
         return None
 
     samples = await _bounded(answer, prompts, limit=2 * config.rollout.max_running * len(engines.names))
@@ -236,7 +224,7 @@ async def validate(
 
 async def _sample(
     rollouts: Rollouts, engines: Engines, prompt: Prompt, request: GenerateRequest, max_retries: int
-) -> list[ScoredTrajectory]:
+) -> list[Scored]:
     """One sample, from another engine when one dies over it."""
     for retries_left in reversed(range(max_retries + 1)):
         name = engines.least_loaded()
