@@ -13,7 +13,7 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles import rollout as rollout_role
 from grpo_async_app._run.backend import GrpoBackend
 from grpo_async_app._run.colocation import ColocationSchedule
-from grpo_async_app._run.engines import Engine, Engines
+from grpo_async_app._run.engines import Engine, Engines, EngineSpeeds
 from grpo_async_app._run.fleet import Fleet
 from grpo_async_app._run.sampling import Scored, Validation
 from grpo_async_app._run.scaling import take_asked_engines
@@ -31,6 +31,7 @@ from offbeat_types import (
     GenerateRequest,
     OffbeatError,
     PeerFailedError,
+    PlacementError,
     RolloutCapabilities,
     RolloutEngineConfig,
     RunFolderError,
@@ -288,6 +289,67 @@ def test_a_sync_that_is_late_names_who_has_not_answered_and_joining_without_a_pl
             assert told[0].startswith("rollout-2 cannot be started, so 2 rollout engines go on: devices were reserved")
 
     run(scenario)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_an_engine_whose_node_is_gone_leaves_while_there_are_others(
+    config: Path, model: Path, tmp_path: Path, others: int
+) -> None:
+    class FullLauncher(NamingLauncher):
+        reserves = False
+
+        async def start(self, spec: Any) -> Any:
+            raise PlacementError("no node has room for it")
+
+    async def scenario() -> None:
+        told: list[str] = []
+        fleet = Fleet(load_config(config, GrpoConfig, []), str(model), tmp_path, tell=told.append)
+        fleet._launcher = FullLauncher()  # type: ignore[assignment]
+        async with fleet:
+            fleet.engines._wanted = 1 + others
+            for _ in range(others):
+                fleet.engines._add("rollout-1", Handle("rollout-1"))  # type: ignore[arg-type]
+            gone = fleet.engines._add("rollout-0", Handle("rollout-0"))  # type: ignore[arg-type]
+            gone.actor.kill()
+            await asyncio.wait(set(fleet.engines._tasks), timeout=10, return_when="FIRST_COMPLETED")
+            if not others:
+                with pytest.raises(PlacementError, match="no node has room"):
+                    fleet.engines.raise_if_failed()
+                return
+            fleet.engines.raise_if_failed()
+            assert fleet.engines.names == ["rollout-1"]
+            assert gone.has_left
+            assert told[-2:] == [
+                "rollout-0 has no place any more, and the others go on: no node has room for it",
+                "rollout-0 has left: 1 rollout engine",
+            ]
+
+    run(scenario)
+
+
+def test_restarts_long_ago_are_forgotten_and_each_role_has_its_own() -> None:
+    budget = RestartBudget(max_restarts=2, window_s=100.0)
+    for role, now_s in (("rollout-0", 0.0), ("rollout-0", 50.0), ("trainer", 60.0), ("rollout-0", 100.0)):
+        budget.spend(role, "killed", now_s)
+    with pytest.raises(PeerFailedError, match=r"rollout-0.*killed; it was started again 2 times within 100 s"):
+        budget.spend("rollout-0", "killed", 149.0)
+    budget.spend("rollout-0", "killed", 150.0)
+    assert budget.spent == {"rollout-0": 4, "trainer": 1}
+
+
+def test_a_slow_engine_is_named_and_one_that_recovers_is_not() -> None:
+    speeds, names = EngineSpeeds(), ["rollout-0", "rollout-1", "rollout-2"]
+    for number in range(4):
+        assert speeds.stragglers(names) == {}, f"after {number} answers"
+        for name, seconds in zip(names, (1.0, 1.1, 10.0), strict=True):
+            speeds.took(name, 100, seconds)
+    assert speeds.stragglers(names) == {"rollout-2": pytest.approx(9.55, abs=0.01)}
+    assert speeds.stragglers(["rollout-2"]) == {}  # nobody to compare with
+    for _ in range(12):
+        speeds.took("rollout-2", 100, 1.0)
+    assert speeds.stragglers(names) == {}
+    speeds.forget("rollout-0")
+    assert speeds.stragglers(names) == {}
 
 
 def test_a_note_that_is_left_while_another_is_taken_is_not_lost(tmp_path: Path) -> None:

@@ -170,25 +170,6 @@ def test_a_recipe_is_refused_on_half_of_its_cluster_with_what_would_fit(command:
 WIDE = [path for path in FOR_CLUSTERS if stated_cluster(path)[1] == 16]
 
 
-@pytest.mark.parametrize("recipe", WIDE, ids=lambda path: path.stem)
-def test_sixteen_accelerators_a_node_on_nodes_of_eight_is_refused_and_made_to_fit(
-    command: CommandLine, recipe: Path, tmp_path: Path
-) -> None:
-    ended = command("plan", recipe, "--cluster", "4x8")
-    assert ended.code == 2
-    assert "0 of 4 nodes have 16 free" in ended.err
-    assert "ask for 4 nodes × 8 (cluster.num_nodes = 4, cluster.accelerators_per_node = 8)" in ended.err
-    fitted = tmp_path / "fitted.toml"
-    assert command("plan", recipe, "--cluster", "4x8", "--fit", fitted).code == 0
-    before, [first, _, *after] = recipe.read_text().splitlines(), fitted.read_text().splitlines()
-    assert first.startswith(f"# {recipe.name} made to fit")
-    changed = [new.split("#")[0].strip() for old, new in zip(before, after, strict=True) if old != new]
-    assert changed == ["num_nodes = 4", "accelerators_per_node = 8"]
-    ended = command("plan", fitted, "--cluster", "4x8")
-    assert ended.code == 0, ended.err
-    assert "R3.0 R3.1 R3.2 R3.3" in ended.out
-
-
 def test_the_wide_recipes_are_both_parameter_sets_of_the_incident() -> None:
     held = [load_config(path, GrpoConfig) for path in WIDE if path in GEOMETRY]
     sets = {(each.async_.staleness_threshold, each.async_.trigger_parameter_sync_step) for each in held}
