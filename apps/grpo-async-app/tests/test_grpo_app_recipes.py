@@ -132,7 +132,7 @@ def test_the_batch_arithmetic_adds_up_to_what_the_recipe_says(recipe: Path) -> N
     found = _BATCH.search(recipe.read_text())
     assert found, "a recipe says what its batches are made of"
     per_step, samples, all_samples, steps, per_step_again, per_update, syncs, in_the_air = map(int, found.groups())
-    batch = BatchArithmetic.of(load_config(recipe, GrpoConfig))
+    batch = BatchArithmetic(load_config(recipe, GrpoConfig))
     assert (batch.groups_per_step, batch.samples_per_group) == (per_step, samples) == (per_step_again, samples)
     assert batch.samples_per_step == per_step * samples == all_samples
     assert batch.groups_per_update == steps * per_step == per_update
@@ -150,7 +150,7 @@ def test_the_ranks_of_the_trainer_can_share_the_model(recipe: Path) -> None:
     except BackendError as error:
         pytest.skip(str(error))
     assert layout.num_ranks == config.engine.num_ranks
-    assert BatchArithmetic.of(config, layout).notices() == []
+    assert BatchArithmetic(config, layout).notices() == []
     stated = re.search(r"^num_ranks = \d+ +# ((?:tp|pp|dp) .*)", recipe.read_text(), re.MULTILINE)
     if stated:
         sizes = {axis: int(size) for axis, size in (part.split() for part in stated[1].split(" x "))}

@@ -38,7 +38,7 @@ class GrpoPlanner(Planner[GrpoConfig]):
         engine = config.engine
         wanted = config.train_engine(config.model.path, engine.max_updates)
         layout = layout_elsewhere(wanted, engine.backend, engine.num_ranks)
-        batch = BatchArithmetic.of(config, layout)
+        batch = BatchArithmetic(config, layout)
         return plan_unseen(
             placement,
             lambda: estimate_memory(config, layout, placement),
@@ -72,7 +72,7 @@ def _reward_notice(config: GrpoConfig) -> list[str]:
 
 
 def _run_plan(preflight: Preflight) -> RunPlan:
-    batch = BatchArithmetic.of(preflight.config, preflight.layout)
+    batch = BatchArithmetic(preflight.config, preflight.layout)
     return RunPlan(
         rows=describe_plan(preflight),
         placement=preflight.placement,
@@ -84,7 +84,7 @@ def _run_plan(preflight: Preflight) -> RunPlan:
 def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
     """Rows of (what, how much), in the order to read them."""
     config, model, prompts = preflight.config, preflight.model, preflight.prompts
-    threads, batch, memory = plan_threads(config), BatchArithmetic.of(config, preflight.layout), preflight.memory
+    threads, batch, memory = plan_threads(config), BatchArithmetic(config, preflight.layout), preflight.memory
     memory_rows = memory.rows(preflight.placement)[1:] if memory else [("memory", _weights_text(preflight))]
     rows = [
         ("model", f"{model.family}, {count_text(model.num_parameters)} parameters, {model.path}"),

@@ -207,11 +207,11 @@ def _check_lengths(config: GrpoConfig) -> None:
         )
 
 
-def _check_positions(config: GrpoConfig, model: ModelFolder) -> None:
+def _check_positions(config: GrpoConfig, model: ModelFolder, role: str = "") -> None:
     if model.max_positions and config.rollout.max_model_len > model.max_positions:
         raise ConfigError(
             f"rollout.max_model_len = {config.rollout.max_model_len} is more than the {model.max_positions} positions "
-            f"of {model.path}: lower it"
+            f"of {role}{model.path}: lower it"
         )
 
 
@@ -222,11 +222,7 @@ def _check_teacher(config: GrpoConfig, tokenizer: Tokenizer) -> None:
         return
     load_backend("offbeat.rollout", teacher.backend)
     folder = inspect_model(teacher.path)
-    if folder.max_positions and config.rollout.max_model_len > folder.max_positions:
-        raise ConfigError(
-            f"rollout.max_model_len = {config.rollout.max_model_len} is more than the {folder.max_positions} positions "
-            f"of the teacher {folder.path}: lower it"
-        )
+    _check_positions(config, folder, "the teacher ")
     difference = tokenizer.first_difference(load_tokenizer(folder.path, config.model.trust_remote_code))
     if difference:
         raise ConfigError(

@@ -18,7 +18,7 @@ from offbeat_async_policy import AsyncPolicy, GroupResult
 from offbeat_data import EpochOrder, Prompt, TurnTemplate
 from offbeat_objectives import has_signal, overlong_penalty
 from offbeat_run import RunFolder, clock_s
-from offbeat_types import ConfigError, GenerateRequest, Metrics, SamplingParams, Trajectory
+from offbeat_types import ConfigError, GenerateRequest, Metrics, SamplingParams
 
 LOOP_FOLDER = "loop"
 """Beside the model in a checkpoint: what the loop needs to go on. A folder, so that nobody takes it for weights."""
@@ -138,14 +138,10 @@ class GrpoBackend:
 
     def _worth(self, sample: Scored) -> float:
         """What is trained on: the reward, and what is taken off it for length."""
-        trajectory, score = sample
-        return score.value + self._overlong_penalty(trajectory)
-
-    def _overlong_penalty(self, trajectory: Trajectory) -> float:
-        algorithm = self._config.algorithm
+        (trajectory, score), algorithm = sample, self._config.algorithm
         if not algorithm.overlong_buffer_tokens:
-            return 0.0
-        return overlong_penalty(
+            return score.value
+        return score.value + overlong_penalty(
             len(trajectory.ids),
             max_tokens=self._config.max_response_tokens,
             buffer_tokens=algorithm.overlong_buffer_tokens,
@@ -169,7 +165,7 @@ class GrpoBackend:
         Nothing is locked meanwhile: what it waits for may be an engine that needs weights from the trainer.
         """
         if action == "sync" or self._fleet.turns is not None:
-            await self._finish_validation()
+            await self.finish()
 
     async def update(self, group_ids: tuple[int, ...], version: int) -> None:
         groups = [self._groups[group_id] for group_id in group_ids]
@@ -237,13 +233,14 @@ class GrpoBackend:
         status = self._policy.status
         return not (status.num_not_started or status.in_flight or status.num_finished or status.num_training)
 
-    async def _finish_validation(self) -> None:
+    async def finish(self) -> None:
+        """Wait for the validation that runs, and raise what went wrong in it."""
         if self._validating is not None:
             validating, self._validating = self._validating, None
             await validating  # each of its answers has a deadline
 
     async def _validate(self, version: int) -> None:
-        """Validate, and write it down. `_finish_validation` raises what goes wrong in either."""
+        """Validate, and write it down. `finish` raises what goes wrong in either."""
         rollouts = Rollouts(self._config, self._fleet, self._template)
         try:
             validation = await validate(rollouts, self._fleet.engines, self._config, self._held_out, version)
@@ -254,9 +251,6 @@ class GrpoBackend:
             self._rollouts.left_out.update(rollouts.left_out)
         self._run.checkpoints.set_score(validation.version, validation.reward)
         self._logger.validated(validation)
-
-    async def finish(self) -> None:
-        await self._finish_validation()
 
     async def close(self) -> None:
         tasks = [self._bringing, *([self._validating] if self._validating is not None else [])]
@@ -273,13 +267,9 @@ class GrpoBackend:
     async def checkpoint(self, state: Mapping[str, Any]) -> None:
         """Write weights, optimizer, the loop's state and the finished groups as one folder."""
         groups = [self._groups[int(group_id)] for group_id, _ in state["finished"]]
-        await self.write_checkpoint(state, groups)
-
-    async def write_checkpoint(self, state: Mapping[str, Any], groups: list[SampledGroup]) -> None:
-        version = self._policy.version
         async with self._trainer_turn:
             await self._fleet.engines.to_training()
-            with self._run.checkpoints.write(version) as folder:
+            with self._run.checkpoints.write(self._policy.version) as folder:
                 await self._fleet.trainer.call(
                     "save",
                     str(folder),

@@ -89,7 +89,11 @@ class Fleet:
         self.tell = tell
         self.turns = ColocationSchedule(config, lambda: self.trainer, handed_over) if config.cluster.colocate else None
         self.engines = Engines(config, self._start_rollout, self._budget, tell, self.turns)
-        self.environment = self._environment() if config.environment.name else None
+        self.environment = (
+            EnvironmentProcess(self._launcher, self._roles.environment(), config.environment.step_timeout_s)
+            if config.environment.name
+            else None
+        )
         self.teachers = (
             Teachers(config, self._start_teacher, self._budget, tell, worked) if config.teacher.is_set else None
         )
@@ -154,9 +158,6 @@ class Fleet:
 
     async def _start_teacher(self, name: str) -> ActorHandle:
         return await self._launcher.start(self._roles.teacher(name))
-
-    def _environment(self) -> EnvironmentProcess:
-        return EnvironmentProcess(self._launcher, self._roles.environment(), self._config.environment.step_timeout_s)
 
     async def _start_rollout(self, name: str) -> ActorHandle:
         is_planned = int(name.rpartition("-")[2]) < self._config.rollout.num_engines
