@@ -25,10 +25,12 @@ def trained_prompts(run: Path) -> Counter[str]:
 
 
 def values_of(run: Path, metric: str) -> dict[int, float]:
-    """By update; none before the run has a folder."""
+    """By update, each of which is there once; none before the run has a folder."""
     path = run / "metrics.jsonl"
-    lines = read_metrics(path) if path.exists() else []
-    return {line.step: float(line.values[metric]) for line in lines if metric in line.values}  # type: ignore[arg-type]
+    lines = [line for line in read_metrics(path) if metric in line.values] if path.exists() else []
+    values = {line.step: float(line.values[metric]) for line in lines}  # type: ignore[arg-type]
+    assert len(values) == len(lines), f"{metric} of an update is there twice"
+    return values
 
 
 def latest_checkpoint(run: Path) -> Checkpoint:
