@@ -25,8 +25,6 @@ from offbeat_types import TrainSequence
 if TYPE_CHECKING:
     from offbeat_engine_megatron._mtp import Ahead
 
-HOST = torch.device("cpu")
-
 
 @dataclass(frozen=True, kw_only=True)
 class PassInputs:
@@ -138,14 +136,14 @@ def lay_out_all(
     return packs
 
 
-def cut(pack: MicroBatch, rank: int, num_ranks: int, device: torch.device = HOST) -> PassInputs:
+def cut(pack: MicroBatch, rank: int, num_ranks: int, device: torch.device | None = None) -> PassInputs:
     """The part of one context parallel rank.
 
     Args:
         pack: with lengths divisible by twice the number of ranks.
         rank: in [0, num_ranks).
         num_ranks: that share the pack.
-        device: of the rank.
+        device: of the rank; None for main memory.
     """
     places = [zigzag(pack.lengths, each, num_ranks) for each in range(num_ranks)]
     owner_T, index_T = np.empty(len(pack.ids_T), np.int64), np.empty(len(pack.ids_T), np.int64)
@@ -160,7 +158,7 @@ def cut(pack: MicroBatch, rank: int, num_ranks: int, device: torch.device = HOST
     here, seen_m = owner_N == rank, np.flatnonzero(owner_T[pack.place_M] == rank)
 
     def tensor(array: Indices) -> Tensor:
-        return torch.from_numpy(array).to(device)
+        return torch.as_tensor(array, device=device)
 
     return PassInputs(
         ids_1L=tensor(pack.ids_T[places[rank]])[None],
