@@ -217,13 +217,28 @@ def long(session: nox.Session, package: Package, engine: bool) -> None:
     test_package(session, package, engine=engine, marks="nightly")
 
 
+ENGINE_PAIRS: Final = [nox.param(folder, id=folder.name) for folder in sorted(ROOT.glob("tests/engines/*+*"))]
+
+
 @nox.session(tags=["cpu"])
-@nox.parametrize("folder", [nox.param(folder, id=folder.name) for folder in sorted(ROOT.glob("tests/engines/*+*"))])
+@nox.parametrize("folder", ENGINE_PAIRS)
 def engines(session: nox.Session, folder: Path) -> None:
     """Two engines whose environments exclude each other: tests run in that of the first, and get the other's Python."""
+    test_engine_pair(session, folder, marks="not nightly")
+
+
+@nox.session(tags=["nightly"], default=False)
+@nox.parametrize("folder", ENGINE_PAIRS)
+def long_engines(session: nox.Session, folder: Path) -> None:
+    """Those of `engines` that are too long for CI."""
+    test_engine_pair(session, folder, marks="nightly")
+
+
+def test_engine_pair(session: nox.Session, folder: Path, *, marks: str) -> None:
+    """Run what `engines` runs, or the tests of it that are marked nightly."""
     found = {package.key: package for package in PACKAGES}
     first, other = (engine_environment(session, found[key]) for key in folder.name.split("+"))
-    pytest(session, folder.name, folder, bin_folder=first, OFFBEAT_PARTNER_PYTHON=str(other / "python"))
+    pytest(session, folder.name, folder, bin_folder=first, marks=marks, OFFBEAT_PARTNER_PYTHON=str(other / "python"))
 
 
 def chromium(session: nox.Session) -> str | None:

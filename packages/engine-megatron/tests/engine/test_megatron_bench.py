@@ -10,6 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parents[4] / "tools" / "bench" / "megatron.py"
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_engines_are_measured_beside_megatrons_own_loop(tmp_path):
     small = ["--size", "tiny", "--steps", "1", "--sequences", "4", "--tokens", "32"]
