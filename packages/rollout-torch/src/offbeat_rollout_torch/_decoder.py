@@ -255,11 +255,7 @@ class DecoderWeights:
         return found
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor held under a Hugging Face name, in its shape.
-
-        Raises:
-            KeyError: no such name.
-        """
+        """Return the tensor held under a Hugging Face name, in its shape."""
         parameter = self.parameters[self.aliases.get(name, name)]
         return parameter.view().reshape(parameter.shape)
 
@@ -285,13 +281,7 @@ class DecoderWeights:
 
 
 class WeightWriter:
-    """Writes named tensors into place and checks that each name comes once, in its shape, and none is missing.
-
-    Args:
-        weights: written in place.
-        error: raised for whatever is wrong.
-        source: where the tensors come from, for the text of the error.
-    """
+    """Writes named tensors into place and checks that each name comes once, in its shape, and none is missing."""
 
     def __init__(self, weights: DecoderWeights, error: type[Exception], source: str) -> None:
         self._weights, self._error, self._source = weights, error, source
@@ -333,9 +323,6 @@ def load_weights(weights: DecoderWeights, folder: Path, *, as_fp8: bool = False)
         weights: empty.
         folder: in Hugging Face format.
         as_fp8: round the matrices that FP8 updates will round, too.
-
-    Raises:
-        ModelError: a file is missing or corrupt; a tensor is missing, unknown, or of another shape.
     """
     writer = WeightWriter(weights, ModelError, str(folder))
     for path in list_model_files(folder):

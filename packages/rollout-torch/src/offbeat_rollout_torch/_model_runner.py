@@ -33,13 +33,7 @@ HEAD_TOKENS: Final = 256
 
 
 class ModelRunner:
-    """Runs the scheduler's choice through the model.
-
-    Args:
-        scheduler: whose samples run.
-        weights: frozen.
-        stop_criteria: when samples end.
-    """
+    """Runs the scheduler's choice through the model."""
 
     def __init__(self, scheduler: Scheduler, weights: DecoderWeights, stop_criteria: StopCriteria) -> None:
         self.scheduler, self.weights, self._stop_criteria = scheduler, weights, stop_criteria
@@ -71,9 +65,6 @@ class ModelRunner:
         Args:
             request: checked.
             images: its images, prepared.
-
-        Raises:
-            ModelError: the weights give logits that are not finite.
         """
         start_s = time.monotonic()
         weights, samples = self.weights, self.scheduler.cache

@@ -99,9 +99,6 @@ class RequestState:
         tokenizer: for stop strings and text.
         images: the request's images, prepared; None without any.
         tell: called for each token in the engine's thread; None: nobody listens.
-
-    Attributes:
-        done: gets the completions, or the error that ended the request.
     """
 
     def __init__(

@@ -190,7 +190,6 @@ class TrtllmRolloutEngine:
             raise OffbeatError(f"the engine has released {', '.join(sorted(self._asleep))}: wake it first")
 
     async def abort(self, request_id: str) -> None:
-        """See `RolloutEngine`."""
         self._in_flight.abort(request_id)
 
     async def pause(self, mode: PauseMode) -> None:
@@ -207,7 +206,6 @@ class TrtllmRolloutEngine:
         await self._in_flight.drained("rollout.pause", self._options.call_deadline_s)
 
     async def resume(self) -> None:
-        """See `RolloutEngine`."""
         self._in_flight.open(PAUSED)
 
     async def update_weights(
@@ -263,7 +261,6 @@ class TrtllmRolloutEngine:
         ]
 
     async def health(self) -> EngineHealth:
-        """See `RolloutEngine`."""
         counts = self._in_flight
         return EngineHealth(
             version=self._version,

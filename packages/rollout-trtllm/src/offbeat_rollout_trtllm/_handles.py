@@ -15,12 +15,7 @@ from offbeat_types import WeightSyncError
 
 
 class Packed(NamedTuple):
-    """Handles of some tensors. The engine may open them as long as `tensors` live.
-
-    Args:
-        text: what the engine's worker decodes.
-        tensors: the memory behind the handles.
-    """
+    """Handles of some tensors. The engine may open them as long as `tensors` live."""
 
     text: str
     tensors: tuple[Tensor, ...]
@@ -67,20 +62,12 @@ class CudaHandles:
 
 
 def encode_handles(handles: list[tuple[str, Any]]) -> str:
-    """Base64 of a pickle: what TensorRT-LLM 1.2 asks for.
-
-    Args:
-        handles: name, and what `reduce_tensor` made: (function, arguments).
-    """
+    """Base64 of a pickle: what TensorRT-LLM 1.2 asks for."""
     return base64.b64encode(pickle.dumps(handles)).decode()
 
 
 def open_cuda_handles(device_ids: Sequence[str]) -> list[HandleFormat]:
-    """Handles for every worker of a replica whose devices this process sees.
-
-    Raises:
-        WeightSyncError: a worker's device is not visible here.
-    """
+    """Handles for every worker of a replica whose devices this process sees."""
     seen = [CudaHandles(index) for index in range(torch.cuda.device_count())]
     by_id: dict[str, HandleFormat] = {each.device_id: each for each in seen}
     for device_id in device_ids:

@@ -97,9 +97,6 @@ def engine_arguments(config: RolloutEngineConfig, options: TrtllmOptions, releas
 
     The sampler is TRTLLMSampler: it honours a request's seed, and its log-probabilities are those at the temperature
     used; those of 1.2's default sampler are at temperature 1.
-
-    Raises:
-        ConfigError: an argument is given that the adapter sets itself.
     """
     sleep_name, sleep_value = release.sleep_argument
     arguments: dict[str, Any] = {

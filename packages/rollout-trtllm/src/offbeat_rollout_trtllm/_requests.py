@@ -67,11 +67,7 @@ def to_engine_params(params: SamplingParams, *, seed: int, eos_ids: Iterable[int
 
 
 def check_cut(params: SamplingParams, *, allow_cut: bool) -> None:
-    """Refuse a cut that the engine would change, and one that its log-probabilities do not show, if not allowed.
-
-    Raises:
-        ConfigError: with the parameters.
-    """
+    """Refuse a cut that the engine would change, and one that its log-probabilities do not show, if not allowed."""
     if params.top_k > MAX_TOP_K:
         raise ConfigError(f"top_k must be at most {MAX_TOP_K}, to which TensorRT-LLM clips it, got {params.top_k}")
     is_cut = params.top_p < 1 or params.top_k > 1 or params.min_p > 0
@@ -87,13 +83,7 @@ LOOK_BACK_TOKENS: Final = 8
 
 
 class Sample:
-    """Adds up the deltas of one sample.
-
-    Args:
-        params: what was asked for.
-        eos_ids: tokens that end a sample as `eos`.
-        tokenizer: for stop strings and text.
-    """
+    """Adds up the deltas of one sample."""
 
     def __init__(self, params: SamplingParams, eos_ids: Sequence[int], tokenizer: Tokenizer) -> None:
         self._stops, self._tokenizer = params.stop, tokenizer
@@ -175,11 +165,7 @@ class InFlight:
 
     @asynccontextmanager
     async def request(self, request_id: str) -> AsyncIterator[asyncio.Event]:
-        """A request's life; the event is set when it is to end.
-
-        Raises:
-            OffbeatError: a request of this id is in flight.
-        """
+        """A request's life; the event is set when it is to end."""
         if request_id in self._aborts:
             raise OffbeatError(f"request_id {request_id!r} is in flight already; give each request its own")
         self._aborts[request_id] = aborted = asyncio.Event()
@@ -218,11 +204,7 @@ class InFlight:
             self._tell()
 
     async def drained(self, waiting: str, deadline_s: float) -> None:
-        """Return when no sample is at the engine.
-
-        Raises:
-            DeadlineError: some still are.
-        """
+        """Return when no sample is at the engine."""
         try:
             async with asyncio.timeout(deadline_s):
                 while self.num_running:

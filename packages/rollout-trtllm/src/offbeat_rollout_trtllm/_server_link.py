@@ -23,15 +23,7 @@ MAX_ERROR_CHARS: Final = 400
 
 
 class HttpEngine:
-    """One engine server.
-
-    Args:
-        address: host:port.
-        deadline_s: for each answer, or each line of one.
-
-    Raises:
-        ConfigError: the address is none.
-    """
+    """One engine server."""
 
     def __init__(self, address: str, *, deadline_s: float) -> None:
         host, _, port = address.rpartition(":")
@@ -46,12 +38,7 @@ class HttpEngine:
         return f"the TensorRT-LLM server {self.address}"
 
     async def call(self, method: str, path: str, body: Any = None) -> Any:
-        """Send a request, and return the JSON it is answered with; None for an empty answer.
-
-        Raises:
-            PeerFailedError: the server is not there, dies, or refuses, with what it says.
-            DeadlineError: it does not answer.
-        """
+        """Send a request, and return the JSON it is answered with; None for an empty answer."""
         async with self._named(f"{method} {path}"):
             reader, writer = await self._open(method, path, body)
             try:
@@ -117,12 +104,7 @@ class HttpEngine:
 
 
 class ServerLink(EngineLink):
-    """Generates and loads over HTTP.
-
-    Args:
-        address: host:port.
-        deadline_s: for each answer, and between two tokens.
-    """
+    """Generates and loads over HTTP."""
 
     def __init__(self, address: str, *, deadline_s: float) -> None:
         self._engine = HttpEngine(address, deadline_s=deadline_s)
@@ -145,12 +127,7 @@ class ServerLink(EngineLink):
     async def stream(
         self, sample_id: str, prompt_ids: Sequence[int], params: Mapping[str, Any]
     ) -> AsyncGenerator[Delta, None]:
-        """Generate one sample.
-
-        Raises:
-            WeightSyncError: the engine refuses: it holds no whole set of weights.
-            PeerFailedError: the server died, or its stream ended early.
-        """
+        """Generate one sample."""
         body = {"sample_id": sample_id, "prompt_ids": list(prompt_ids), "params": dict(params)}
         async with aclosing(self._engine.lines("/offbeat/generate", body)) as lines:
             async for line in lines:

@@ -81,10 +81,6 @@ class WeightLoader:
 
         The stream's proof is of copies in host memory, kept until then: the engine fuses and splits what it loads, so
         it cannot be read back by name.
-
-        Raises:
-            WeightSyncError: a name, a shape or the count differs, or a worker opened other bytes. The engine then
-                refuses to serve until a whole update arrives.
         """
         if self._in_parts is None:
             self._in_parts = not self._folder.has_vision or await self._link.supports_partial_loading()

@@ -26,12 +26,7 @@ from offbeat_types import (
 
 
 class EngineControl:
-    """Changes one engine. Its methods but `run` and `close` are for `run`.
-
-    Attributes:
-        served: the versions after each update.
-        version: of the last update.
-    """
+    """Changes one engine. Its methods but `run` and `close` are for `run`."""
 
     def __init__(
         self, form: EngineForm, workers: Workers, requests: Requests, loader: WeightLoader, adapters: Adapters
@@ -46,9 +41,6 @@ class EngineControl:
         """Run a method when those asked for before it have ended.
 
         A caller that gives up before its turn takes the call back; one that has begun goes on.
-
-        Raises:
-            OffbeatError: the engine is closed.
         """
         try:
             future = self._thread.submit(function, *arguments)
@@ -163,11 +155,7 @@ class EngineControl:
         return self._wait(self._form.run(lambda: function(*arguments)), function.__name__)
 
     def _wait(self, future: "Future[Any]", name: str) -> Any:
-        """What the engine answers.
-
-        Raises:
-            DeadlineError: it does not, and can no longer be relied on.
-        """
+        """What the engine answers."""
         deadline_s = self._workers.deadline_s
         try:
             return future.result(deadline_s + GRACE_S)

@@ -182,7 +182,6 @@ class VllmRolloutEngine:
         return await asyncio.wrap_future(self._form.run(lambda: function(*arguments)))
 
     async def abort(self, request_id: str) -> None:
-        """See `RolloutEngine`."""
         await self._owned(self._requests.abort, request_id)
 
     # Pausing
@@ -198,7 +197,6 @@ class VllmRolloutEngine:
         await asyncio.wrap_future(await self._control.run(self._control.pause, mode))
 
     async def resume(self) -> None:
-        """See `RolloutEngine`."""
         await self._control.run(self._control.resume)
 
     # Weights
@@ -240,7 +238,6 @@ class VllmRolloutEngine:
         return await self.update_weights(stream, version, adapter=adapter)
 
     async def drop_adapter(self, name: str) -> None:
-        """See `RolloutEngine`."""
         if not name or not self.capabilities.lora:
             return
         await self._control.run(self._control.drop_adapter, name)
@@ -253,13 +250,11 @@ class VllmRolloutEngine:
         await self._control.run(self._control.sleep, level)
 
     async def wake(self, tags: tuple[str, ...] = ()) -> None:
-        """See `RolloutEngine`."""
         await self._control.run(self._control.wake, wake_tags(tags))
 
     # Life
 
     async def begin_trace(self) -> None:
-        """See `TracingEngine`."""
         await asyncio.to_thread(self._setup.traces.begin, self._workers)
 
     async def end_trace(self) -> list[Path]:
@@ -267,7 +262,6 @@ class VllmRolloutEngine:
         return await asyncio.to_thread(self._setup.traces.end, self._workers)
 
     async def health(self) -> EngineHealth:
-        """See `RolloutEngine`."""
         table = self._table
         return EngineHealth(
             version=self._control.version,

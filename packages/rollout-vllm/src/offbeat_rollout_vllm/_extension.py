@@ -252,11 +252,7 @@ class CpuSleep:
 
 
 def give_back(tensors: Iterable[Tensor]) -> None:
-    """Give the pages of tensors back to the system; whole ones alone, as their neighbours are others'.
-
-    Raises:
-        OSError: the system refuses.
-    """
+    """Give the pages of tensors back to the system; whole ones alone, as their neighbours are others'."""
     for tensor in tensors:
         storage = tensor.untyped_storage()
         first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

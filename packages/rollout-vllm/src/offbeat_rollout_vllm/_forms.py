@@ -37,13 +37,7 @@ DEAD_CHECK_S: Final = 1.0
 
 
 class EngineForm(ABC):
-    """vLLM, with one thread that owns it. `run` may be called from any thread, the others as each says.
-
-    Args:
-        arguments: for vLLM's EngineArgs.
-        variables: environment of it and its child processes while they start, where the user has set nothing else.
-        required: the same, whatever the user has set.
-    """
+    """vLLM, with one thread that owns it. `run` may be called from any thread, the others as each says."""
 
     def __init__(self, arguments: Mapping[str, Any], variables: Mapping[str, str], required: Mapping[str, str]) -> None:
         self._arguments, self._variables, self._required = arguments, variables, required
@@ -281,11 +275,7 @@ class AsyncForm(EngineForm):
         return future
 
     async def _unless_dead(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """What vLLM answers. A call to an engine core that has died meanwhile is left unanswered by vLLM for ever.
-
-        Raises:
-            PeerFailedError: it has died.
-        """
+        """What vLLM answers. A call to an engine core that has died meanwhile is left unanswered by vLLM for ever."""
         answer = self._loop.create_task(call)
         try:
             while not (await asyncio.wait({answer}, timeout=DEAD_CHECK_S))[0]:

@@ -60,11 +60,7 @@ class ModelFolder:
 
     @classmethod
     def read(cls, path: Path) -> "ModelFolder":
-        """Read config, generation config and the headers of the safetensors files.
-
-        Raises:
-            ModelError: a file is missing or corrupt.
-        """
+        """Read config, generation config and the headers of the safetensors files."""
         config = read_model_json(path / "config.json")
         text = config.get("text_config", config)
         shapes = {
@@ -89,11 +85,7 @@ class ModelFolder:
         )
 
     def tensors(self) -> "Iterator[tuple[str, Tensor]]":
-        """Yield (name, tensor) of all that an update must bring, file by file.
-
-        Raises:
-            ModelError: a file is corrupt.
-        """
+        """Yield (name, tensor) of all that an update must bring, file by file."""
         from safetensors import SafetensorError, safe_open
 
         for file_path in list_model_files(self.path):
@@ -140,17 +132,7 @@ def holds_blocks(config: RolloutEngineConfig, *, is_cpu: bool) -> bool:
 
 
 def block_arguments(config: RolloutEngineConfig, options: Mapping[str, Any], folder: ModelFolder) -> dict[str, Any]:
-    """Arguments for vLLM's EngineArgs, so that it takes blocks.
-
-    Args:
-        config: what every engine gets.
-        options: the user's, for vLLM.
-        folder: of the model, in another format.
-
-    Raises:
-        ConfigError: a number format in which vLLM does not compute with blocks; an option that blocks decide; a mixture
-            of experts, whose stacks of blocks cannot be read back.
-    """
+    """Arguments for vLLM's EngineArgs, so that it takes blocks."""
     if config.dtype not in DTYPES:
         raise ConfigError(
             f"rollout.weight_format = fp8: vLLM computes with FP8 blocks in {' or '.join(DTYPES)}, and rollout.dtype "
@@ -197,12 +179,7 @@ def _is_fp8(folder: ModelFolder, name: str) -> bool:
 
 
 class FolderStream:
-    """A weight stream of tensors in a folder.
-
-    Args:
-        read: yields (name, tensor), anew each time.
-        version: policy version.
-    """
+    """A weight stream of tensors in a folder."""
 
     def __init__(self, read: "Callable[[], Iterable[tuple[str, Tensor]]]", version: int) -> None:
         self._read, self.version = read, version
@@ -212,11 +189,7 @@ class FolderStream:
         yield from self._read()
 
     def prove(self, read: "Callable[[str], Tensor]") -> WeightProof:
-        """Compare every tensor with what is held.
-
-        Raises:
-            WeightSyncError: one differs.
-        """
+        """Compare every tensor with what is held."""
         import torch
 
         digest, count = hashlib.blake2b(digest_size=8), 0

@@ -48,9 +48,6 @@ def rename_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
 
     Returns:
         The options under their new names, and one notice for each that was renamed.
-
-    Raises:
-        ConfigError: the old and the new name are both given.
     """
     renamed, notices = {name: value for name, value in options.items() if name not in RENAMED}, list[str]()
     for old in [name for name in options if name in RENAMED]:
@@ -164,13 +161,7 @@ def drop_expert_layouts(options: VllmRolloutOptions) -> tuple[VllmRolloutOptions
 
 
 def engine_arguments(config: RolloutEngineConfig, options: VllmRolloutOptions, *, is_cpu: bool) -> dict[str, Any]:
-    """Arguments for vLLM's EngineArgs.
-
-    Args:
-        config: what every engine gets.
-        options: parsed.
-        is_cpu: whether it is vLLM's build for CPUs.
-    """
+    """Arguments for vLLM's EngineArgs."""
     by_device: dict[str, Any] = {"enable_sleep_mode": True}
     if is_cpu:
         # torch.compile costs minutes at the first start, and gains little on a CPU.
@@ -213,11 +204,7 @@ def _with_spare_slot(engine_options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse arguments that this vLLM does not have.
-
-    Raises:
-        ConfigError: with the nearest name that there is.
-    """
+    """Refuse arguments that this vLLM does not have."""
     own = [each.name for each in fields(VllmRolloutOptions) if each.name != "engine"]
     for name in arguments:
         if name not in known:
@@ -241,12 +228,7 @@ def remove_shared_memory(prefix: str) -> None:
 
 @contextmanager
 def environment(defaults: Mapping[str, str], required: Mapping[str, str]) -> Iterator[None]:
-    """Set variables, and put everything back afterwards, what vLLM has changed itself included.
-
-    Args:
-        defaults: what the user may have set differently.
-        required: what must be so.
-    """
+    """Set variables, and put everything back afterwards, what vLLM has changed itself included."""
     before = dict(os.environ)
     os.environ.update({name: value for name, value in defaults.items() if name not in before} | dict(required))
     try:

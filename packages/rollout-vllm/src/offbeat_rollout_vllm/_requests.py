@@ -76,11 +76,6 @@ class Sample:
 class RequestState:
     """A request, its samples, and who waits for them.
 
-    Args:
-        request: as asked.
-        prompt: ids, or the engine's own form of a prompt with images.
-        changes: of the parameters that vLLM is given.
-
     Attributes:
         first_seed: of sample 0.
         done: set when every sample has ended, or with the error that ended the request.
@@ -105,9 +100,6 @@ class RequestState:
 
 class RequestTable:
     """Every request that vLLM has been given and that has not returned.
-
-    Args:
-        eos_ids: the model's end-of-sequence ids.
 
     Attributes:
         broken: why vLLM has failed as a whole; "" while it has not.
@@ -205,13 +197,6 @@ class RequestTable:
 class Requests:
     """Gives requests to a started engine, or holds them.
 
-    Args:
-        form: of the engine.
-        workers: of the engine.
-        table: what the engine has been given.
-        adapters: of the engine.
-        max_model_len: tokens of a prompt with its completion.
-
     Attributes:
         mode: how it is paused; None when it is not.
         asleep: what it has given back, "weights" and "kv_cache".
@@ -234,14 +219,7 @@ class Requests:
         return self.table.num_waiting + sum(len(one.samples) for one in self._held)
 
     def submit(self, state: RequestState) -> None:
-        """Give a request to the engine, or hold it.
-
-        Raises:
-            OffbeatError: one of its name is there.
-            PeerFailedError: vLLM has failed.
-            ConfigError: it names an adapter that is not there.
-            WeightSyncError: there are no weights to serve.
-        """
+        """Give a request to the engine, or hold it."""
         name, adapter = state.request.request_id, state.request.adapter
         if name in self.table or any(one.request.request_id == name for one in self._held):
             raise OffbeatError(f"request_id {name!r} is in flight already; give each request its own")
@@ -319,22 +297,13 @@ class Requests:
             self.abort_all()
 
     def refuse_if_broken(self) -> None:
-        """Raise where vLLM has failed as a whole.
-
-        Raises:
-            PeerFailedError: it has.
-        """
+        """Raise where vLLM has failed as a whole."""
         if reason := self.table.broken or self._workers.lost:
             raise PeerFailedError("vLLM", f"{reason}; close this engine and make a new one")
 
 
 def check_scores(request: ScoreRequest, capabilities: RolloutCapabilities, vocab_size: int, max_model_len: int) -> None:
-    """Refuse what cannot be scored.
-
-    Raises:
-        ConfigError: a temperature other than 1; an engine that has room for adapters.
-        DataError: see `ScoreRequest.check`.
-    """
+    """Refuse what cannot be scored."""
     if not capabilities.scores:
         raise ConfigError(
             "vLLM with enable_lora cannot score: its adapters reckon with one row of logits for each request, and its "

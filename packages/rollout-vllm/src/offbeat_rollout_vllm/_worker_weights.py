@@ -71,9 +71,6 @@ def locate_expert(runner: Any, name: str, expert: int, matrix: str, leaf: str) -
         expert: counted over all ranks.
         matrix: as the model's folder calls it, such as "gate_proj".
         leaf: "weight".
-
-    Raises:
-        KeyError: there is no such matrix, or what serves cannot be read back.
     """
     layer = runner.routed_experts
     gate, up, down = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
@@ -96,11 +93,7 @@ def locate_expert(runner: Any, name: str, expert: int, matrix: str, leaf: str) -
 
 
 def check_stacks(runner: Any, name: str) -> None:
-    """Refuse to read what is not known to be what serves.
-
-    Raises:
-        KeyError: it is not.
-    """
+    """Refuse to read what is not known to be what serves."""
     layer = runner.routed_experts
     config = layer.moe_config
     kernel = _kernel_name(layer)
@@ -134,11 +127,6 @@ def unpacking(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> Tensor:
     """[rows, columns] int64: where vLLM's kernel for a CPU has each element of a matrix.
 
     Packing moves numbers of `dtype`, whatever they are: so 32-bit integers go through it whole, or as two halves.
-
-    Args:
-        shape: (rows, columns) of one expert's matrix.
-        dtype: of the stack.
-        isa: vLLM's name of the instructions that it packs for.
     """
     pack = import_module("vllm._custom_ops").cpu_prepack_moe_weight
     count = torch.arange(shape[0] * shape[1], dtype=torch.int32)
@@ -199,11 +187,7 @@ class HeldWeights:
         self._unpacked: tuple[nn.Module, Tensor] | None = None
 
     def find(self, name: str) -> TensorLocation:
-        """Where the trainer's tensor `name` lies.
-
-        Raises:
-            KeyError: the model has no such module, or one of a kind that is not known here.
-        """
+        """Where the trainer's tensor `name` lies."""
         mapped, part = self._map(name)
         path, _, leaf = mapped.rpartition(".")
         module = _submodule(self._model, path)
@@ -273,11 +257,7 @@ def is_block_held(module: nn.Module) -> bool:
 
 
 def check_blocks(module: nn.Module, name: str) -> None:
-    """Refuse to read what a kernel has packed, whose blocks are not what came any more.
-
-    Raises:
-        KeyError: it has.
-    """
+    """Refuse to read what a kernel has packed, whose blocks are not what came any more."""
     layer: Any = module
     num_in, num_out = _in_and_out(layer)
     weight, scales = layer.weight, getattr(layer, SCALES, None)
@@ -406,13 +386,7 @@ class AdapterLocation:
 
 
 class HeldAdapter:
-    """The matrices of one adapter on one worker, by the trainer's names.
-
-    Args:
-        manager: vLLM's, of all adapters.
-        weights: of the model.
-        number: vLLM's of the adapter.
-    """
+    """The matrices of one adapter on one worker, by the trainer's names."""
 
     def __init__(self, manager: Any, weights: HeldWeights, number: int) -> None:
         if manager.lora_config.fully_sharded_loras:
@@ -421,11 +395,7 @@ class HeldAdapter:
         self._weights, self._slot = weights, manager.lora_index_to_id.index(number)
 
     def find(self, name: str) -> AdapterLocation:
-        """Where the trainer's tensor `name` lies.
-
-        Raises:
-            KeyError: the model has no such layer, or one that vLLM does not adapt.
-        """
+        """Where the trainer's tensor `name` lies."""
         is_down = DOWN in name
         target = name.removeprefix(PEFT_PREFIX).replace(DOWN, ".").replace(".lora_B.", ".")
         location = self._weights.find(target)

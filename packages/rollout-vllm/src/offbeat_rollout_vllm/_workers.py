@@ -42,11 +42,7 @@ class Arena:
 
     @classmethod
     def create(cls, num_bytes: int) -> "Arena":
-        """Take memory, zeroed.
-
-        Raises:
-            WeightSyncError: there is not enough.
-        """
+        """Take memory, zeroed."""
         try:
             descriptor = _anonymous_file()
             os.truncate(descriptor, num_bytes)
@@ -104,11 +100,6 @@ class Workers:
     `lost` says why they can no longer be relied on. An exception that passes through vLLM's own call leaves replies of
     the other ranks in its queues, which later calls take for theirs (vllm-project/vllm#57846): then for ever, and so
     the engine must be thrown away. Our calls carry numbers, so a stale reply is seen, whoever caused it.
-
-    Args:
-        form: of the engine.
-        num_workers: how many must answer.
-        deadline_s: for one call.
     """
 
     def __init__(self, form: EngineForm, num_workers: int, deadline_s: float) -> None:
@@ -117,12 +108,7 @@ class Workers:
         self.lost = ""
 
     def call(self, method: str, **arguments: Any) -> list[Any]:
-        """Call all workers; each one's answer, by rank.
-
-        Raises:
-            WeightSyncError: a worker refused.
-            DeadlineError, PeerFailedError: the workers can no longer be relied on; see `lost`.
-        """
+        """Call all workers; each one's answer, by rank."""
         return self.start(method, **arguments)()
 
     def start(self, method: str, **arguments: Any) -> Callable[[], list[Any]]:

@@ -186,12 +186,7 @@ class Sampled:
 
 
 class Answerer:
-    """Builds answers.
-
-    Args:
-        tokenizer: of the model, for the texts of single tokens.
-        model_name: as answers name it.
-    """
+    """Builds answers."""
 
     def __init__(self, tokenizer: Tokenizer, model_name: str) -> None:
         self._tokenizer, self._model_name = tokenizer, model_name

@@ -187,12 +187,7 @@ MIN_TOKEN_CHARS: Final = 16
 
 
 def read_token(settings: ServeSettings) -> str:
-    """The token that every request must bring; empty where none is asked for.
-
-    Raises:
-        ConfigError: the address can be reached from elsewhere and there is no token; the file cannot be read; the token
-            is too short, or holds what no header can.
-    """
+    """The token that every request must bring; empty where none is asked for."""
     token = (
         _from_file(Path(settings.token_file).expanduser()) if settings.token_file else os.environ.get(TOKEN_VARIABLE)
     )
@@ -233,9 +228,6 @@ def check_access(headers: Headers, token: str) -> None:
     Args:
         headers: of the request.
         token: that it must bring (`Authorization: Bearer ...`); empty: only this machine's names are known.
-
-    Raises:
-        RefusedError: its token is missing or wrong; or there is no token, and it does not name this machine.
     """
     if token:
         given = headers.get("authorization", "").encode("latin-1", "replace")

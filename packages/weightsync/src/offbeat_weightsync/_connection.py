@@ -183,13 +183,7 @@ class Deadline:
 
 
 class Connection:
-    """One connected socket of a sync.
-
-    Args:
-        sock: connected stream socket.
-        peer: who is at the other end, for errors.
-        deadline: of the sync.
-    """
+    """One connected socket of a sync."""
 
     def __init__(self, sock: socket.socket, peer: str, deadline: Deadline) -> None:
         self.peer, self.deadline = peer, deadline
@@ -203,12 +197,7 @@ class Connection:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Send one message.
-
-        Raises:
-            WeightSyncError: the other side is gone.
-            DeadlineError: it does not read.
-        """
+        """Send one message."""
         body = msgspec.msgpack.encode(message)
         self.send_plain(memoryview(_HEADER.pack(len(body)) + body))
 
@@ -232,10 +221,6 @@ class Connection:
         Args:
             kind: message class.
             what: what is waited for, for errors, such as "bucket 3".
-
-        Raises:
-            WeightSyncError: the other side failed, with its reason, or is gone.
-            DeadlineError: nothing came.
         """
         header = self._receive_header(what)
         if header & _DATA:

@@ -424,11 +424,7 @@ def _write_manifest(folder: Path, plan: BucketPlan, layout: Layout, proof: Weigh
 
 
 def _read_manifest(folder: Path, version: int) -> tuple[BucketPlan, Layout, WeightProof]:
-    """Plan, layout of the files, and what was written.
-
-    Raises:
-        WeightSyncError: the folder is not there, is damaged, or holds another version.
-    """
+    """Plan, layout of the files, and what was written."""
     path = folder / MANIFEST
     try:
         manifest = msgspec.json.decode(path.read_bytes(), type=_Manifest)

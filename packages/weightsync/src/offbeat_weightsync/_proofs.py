@@ -29,9 +29,6 @@ def prove_tensors(
         version: policy version the weights are meant to be.
         read: name -> tensor of the planned shape and dtype, on any device.
         holder: who holds them, for errors.
-
-    Raises:
-        WeightSyncError: a tensor is missing, or has another shape or dtype.
     """
     num_hashers = min(MAX_HASHERS, os.cpu_count() or 1, len(plan.buckets))
     checksums: list[Future[str]] = []
@@ -84,11 +81,7 @@ def tensor_checksums(
 
 
 def planned_checksums(plan: BucketPlan, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """The same of the trainer's tensors, as they would travel.
-
-    Raises:
-        WeightSyncError: they are not those of the plan.
-    """
+    """The same of the trainer's tensors, as they would travel."""
     specs = {spec.name: spec for spec in plan.specs}
     checksums = {}
     for name, tensor in tensors:

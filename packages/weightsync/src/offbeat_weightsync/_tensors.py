@@ -86,9 +86,6 @@ class PlannedTensors:
 
         Yields:
             How many of the bucket's bytes are there.
-
-        Raises:
-            WeightSyncError: the tensor that is due is missing, or another came.
         """
         hasher = xxhash.xxh3_64()
         for run in self._runs(bucket, RUN_BYTES if memory.is_cpu else bucket.num_bytes):
@@ -183,11 +180,7 @@ class TargetTensor:
 
 
 def find_target(target: Callable[[str], Tensor], spec: TensorSpec) -> Tensor:
-    """The engine's own tensor for one that is sent, checked.
-
-    Raises:
-        WeightSyncError: there is none of that name, or it has another dtype or size.
-    """
+    """The engine's own tensor for one that is sent, checked."""
     try:
         tensor = target(spec.name)
     except KeyError as error:
