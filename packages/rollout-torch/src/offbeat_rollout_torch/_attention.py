@@ -61,14 +61,7 @@ class Block:
 
 
 class Band:
-    """All rows of one capacity.
-
-    Args:
-        capacity: tokens of a row.
-        block_rows: rows of a full block.
-        architecture: of the model.
-        like: a tensor of the dtype and device wanted.
-    """
+    """All rows of one capacity."""
 
     def __init__(self, capacity: int, block_rows: int, architecture: Architecture, like: Tensor) -> None:
         self.capacity, self.block_rows = capacity, block_rows
@@ -114,12 +107,6 @@ class KVCache:
 
     What is allocated is never more than the budget and one block: while rows move, a row of half the capacity and half
     a block at most are held twice.
-
-    Args:
-        architecture: of the model.
-        budget_tokens: sum of the capacities of all rows in use, at most.
-        max_length: longest sequence.
-        like: a tensor of the dtype and device wanted.
     """
 
     def __init__(self, architecture: Architecture, budget_tokens: int, max_length: int, like: Tensor) -> None:

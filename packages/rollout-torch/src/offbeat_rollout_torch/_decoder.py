@@ -43,16 +43,7 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class Linear:
-    """y = x W^T + b, with the weight held plain [out, in] or packed, never both for long.
-
-    Args:
-        out_size: rows of the weight.
-        in_size: columns of the weight.
-        bias: whether there is one.
-        like: a tensor of the dtype and device wanted.
-        pack: hold it packed while serving, if it is large enough.
-        shared: use this plain weight, which someone else reads too (tied embeddings), and keep it when packing.
-    """
+    """y = x W^T + b, with the weight held plain [out, in] or packed, never both for long."""
 
     def __init__(
         self, out_size: int, in_size: int, *, bias: bool, like: Tensor, pack: bool, shared: Tensor | None = None
@@ -213,14 +204,7 @@ def _matrix(name: str, linear: Linear, rows: slice, in_size: int, rotary: int = 
 
 
 class DecoderWeights:
-    """All weights of a model. Made empty; filled by name; `freeze` makes them ready to serve.
-
-    Args:
-        architecture: of the model.
-        dtype: number format held.
-        device: where they are held.
-        pack: hold large matrices packed where the device can.
-    """
+    """All weights of a model. Made empty; filled by name; `freeze` makes them ready to serve."""
 
     def __init__(
         self, architecture: Architecture, dtype: torch.dtype, device: torch.device, *, pack: bool = True

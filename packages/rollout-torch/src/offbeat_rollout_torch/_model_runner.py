@@ -61,10 +61,6 @@ class ModelRunner:
         """Score tokens that others have sampled, in a cache that goes when it is done.
 
         It has the room that the samples leave; where that is too little they give up theirs, and are computed again.
-
-        Args:
-            request: checked.
-            images: its images, prepared.
         """
         start_s = time.monotonic()
         weights, samples = self.weights, self.scheduler.cache

@@ -134,11 +134,6 @@ class Scheduler:
     A step is either a prefill (samples with more than one token to compute, up to a token budget) or, when there is
     none, a decoding step of every running sample. What must be computed again, after new weights or after a sample
     was set back for lack of room, is a prefill like any other.
-
-    Args:
-        cache: rows and budget.
-        max_running: samples decoded together at most.
-        max_prefill_tokens: tokens of one prefill step at most; longer prompts take several.
     """
 
     def __init__(self, cache: KVCache, max_running: int, max_prefill_tokens: int) -> None:

@@ -41,12 +41,6 @@ def to_engine_params(params: SamplingParams, *, seed: int, eos_ids: Iterable[int
 
     The end of sequence is given as a stop token, for then the token stays in the output; stop strings are found by the
     adapter, because the engine compares tokens and would miss a string that lies across a token border.
-
-    Args:
-        params: what was asked for, checked.
-        seed: of this sample; what 64 bits hold of it is used.
-        eos_ids: tokens that end a sample.
-        max_tokens: room there is.
     """
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
     chosen: dict[str, Any] = {

@@ -240,12 +240,7 @@ def environment(defaults: Mapping[str, str], required: Mapping[str, str]) -> Ite
 
 
 def start_variables(config: RolloutEngineConfig, num_ranks: int) -> dict[str, str]:
-    """What the engine and its child processes start with.
-
-    Args:
-        config: device and threads.
-        num_ranks: tensor-parallel ranks times pipeline stages.
-    """
+    """What the engine and its child processes start with."""
     variables = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",

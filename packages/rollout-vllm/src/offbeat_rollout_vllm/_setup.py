@@ -143,15 +143,7 @@ def choose_form(
     *,
     is_cpu: bool,
 ) -> tuple[EngineForm, int]:
-    """The form, not started yet, and how many workers it will have.
-
-    Args:
-        config: what every engine gets.
-        options: parsed.
-        extra: further arguments of vLLM's.
-        required: variables of the environment, whatever the user has set.
-        is_cpu: whether it is vLLM's build for CPUs.
-    """
+    """The form, not started yet, and how many workers it will have."""
     arguments = {**engine_arguments(config, options, is_cpu=is_cpu), **extra}
     num_workers = config.tensor_parallel * int(arguments.get("pipeline_parallel_size", 1))
     variables = start_variables(config, num_workers) | (READABLE_KERNELS if config.weight_format == FP8 else {})
@@ -166,21 +158,7 @@ _DEFAULT_SHARE: Final = 0.92
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How one engine will be started.
-
-    Args:
-        config: what every engine gets, its path absolute or relative, without "~".
-        options: parsed.
-        notices: of options that were renamed or left out, and of the device.
-        folder: of the model; says what an update must bring.
-        limits: of adapters.
-        capabilities: of the engine.
-        traces: of its workers.
-        form: not started.
-        num_workers: it will have.
-        is_fp8: updates bring FP8 blocks.
-        holds_blocks: the engine holds them as blocks; else as the values that they stand for.
-    """
+    """How one engine will be started."""
 
     config: RolloutEngineConfig
     options: VllmRolloutOptions

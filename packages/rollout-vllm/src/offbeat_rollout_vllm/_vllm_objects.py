@@ -81,12 +81,6 @@ def vllm_params(params: SamplingParams, seed: int, eos_ids: frozenset[int], room
 
     End-of-sequence ids are given as stop tokens, so that they are those of the model folder in every release of vLLM,
     and the last token tells why a sample ended.
-
-    Args:
-        params: of the request.
-        seed: of this sample.
-        eos_ids: the model's.
-        room: tokens that fit behind the prompt.
     """
     stops = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
     found: dict[str, Any] = {
@@ -171,13 +165,7 @@ def prompt_logprobs(logprobs: Any, ids: Sequence[int]) -> list[float]:
 
 
 def prepare_images(renderer: Any, ids: list[int], images: Sequence[Image]) -> "Future[Any]":
-    """Prepare a prompt with images, in the thread that vLLM has for it.
-
-    Args:
-        renderer: vLLM's.
-        ids: of the whole prompt.
-        images: in the order of their placeholders.
-    """
+    """Prepare a prompt with images, in the thread that vLLM has for it."""
     try:
         work: Future[Any] = renderer._mm_executor.submit(image_prompt, renderer.get_mm_processor(), ids, images)
     except RuntimeError as error:

@@ -63,15 +63,7 @@ PACKED: Final = "CPU"
 
 
 def locate_expert(runner: Any, name: str, expert: int, matrix: str, leaf: str) -> TensorLocation:
-    """Where this rank's part of an expert's matrix lies.
-
-    Args:
-        runner: of the layer's experts (vLLM's MoERunner).
-        name: the trainer's, for errors.
-        expert: counted over all ranks.
-        matrix: as the model's folder calls it, such as "gate_proj".
-        leaf: "weight".
-    """
+    """Where this rank's part of an expert's matrix lies."""
     layer = runner.routed_experts
     gate, up, down = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
     if leaf != "weight" or matrix not in (gate, up, down) or expert >= layer.global_num_experts:
@@ -173,12 +165,7 @@ SCALES: Final = "weight_scale_inv"
 
 
 class HeldWeights:
-    """The weights of one worker's model, by the trainer's names.
-
-    Args:
-        model: vLLM's.
-        dtype: number format of the weights.
-    """
+    """The weights of one worker's model, by the trainer's names."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self._model, self._dtype = model, dtype

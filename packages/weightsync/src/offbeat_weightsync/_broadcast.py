@@ -190,14 +190,7 @@ class BroadcastStream(ArrivingStream):
 
 
 class _GroupSync:
-    """One rank's part of a sync, and the thread that makes its calls of the group.
-
-    Args:
-        group: of the sync.
-        source: group-relative rank of the sender.
-        version: that this rank sends or wants.
-        deadline: of the sync.
-    """
+    """One rank's part of a sync, and the thread that makes its calls of the group."""
 
     def __init__(self, group: Group, source: int, version: int, deadline: Deadline) -> None:
         self._group, self._source, self._version, self._deadline = group, source, version, deadline

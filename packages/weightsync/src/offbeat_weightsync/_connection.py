@@ -216,12 +216,7 @@ class Connection:
             raise self._why_gone() from error
 
     def receive(self, kind: type[M], what: str) -> M:
-        """Return the next message, which must be of this kind.
-
-        Args:
-            kind: message class.
-            what: what is waited for, for errors, such as "bucket 3".
-        """
+        """Return the next message, which must be of this kind."""
         header = self._receive_header(what)
         if header & _DATA:
             raise WeightSyncError(f"{self.peer} sent weights where {kind.__name__} was due")

@@ -23,12 +23,6 @@ def prove_tensors(
     """Read every tensor back and say what is there, in the form that `PlannedTensors` gives for the buckets sent.
 
     It looks at all of it, after all of it was loaded: a tensor that a later one has overwritten shows.
-
-    Args:
-        plan: names, shapes, dtypes and layout.
-        version: policy version the weights are meant to be.
-        read: name -> tensor of the planned shape and dtype, on any device.
-        holder: who holds them, for errors.
     """
     num_hashers = min(MAX_HASHERS, os.cpu_count() or 1, len(plan.buckets))
     checksums: list[Future[str]] = []

@@ -63,12 +63,7 @@ def check_tensor(tensor: Tensor, spec: TensorSpec, holder: str, *, dtype: bool =
 
 
 class PlannedTensors:
-    """Takes tensors one by one from the trainer, checks them against the plan, and gives their bytes, hashed.
-
-    Args:
-        plan: names, order, shapes, and the dtypes in which they travel.
-        tensors: (name, tensor) as planned; floating-point ones are converted on the way.
-    """
+    """Takes tensors one by one from the trainer, checks them against the plan, and gives their bytes, hashed."""
 
     def __init__(self, plan: BucketPlan, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._specs, self._tensors = plan.specs, iter(tensors)
