@@ -32,7 +32,6 @@ PACK_FOR_ROWS: Final = 32
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether packed products exist here."""
     is_available: Any = torch.backends.mkldnn.is_available
     on_x86 = platform.machine().lower() in ("x86_64", "amd64")
     if device.type != "cpu" or not on_x86 or not is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
@@ -55,7 +54,6 @@ class Linear:
         self.bias: Tensor | None = like.new_empty(out_size) if bias else None
 
     def weight(self) -> Tensor:
-        """Return the plain weight to write to or read from; it is packed again by `freeze`."""
         if self._plain is None:
             self._plain = self._like.new_empty(self._size) if self._packed is None else self._packed.to_dense()
         if not self._shared:
@@ -81,19 +79,16 @@ class Linear:
         return _packed_product(x, self._packed, self.bias, "none")
 
     def silu(self, x: Tensor) -> Tensor:
-        """Return y * sigmoid(y)."""
         if self._packed is None:
             return F.silu(self(x), inplace=True)
         return _packed_product(x, self._packed, self.bias, "swish")
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
-        """Return y * other, element by element."""
         if self._packed is None:
             return self(x).mul_(other)
         return _packed_product_with(x, other, self._packed, self.bias, "mul")
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """Return y + other."""
         if self._packed is not None:
             return _packed_product_with(x, other, self._packed, self.bias, "add")
         if self.bias is not None:
@@ -137,8 +132,6 @@ class Parameter:
 
 
 class LayerWeights:
-    """One decoder layer."""
-
     def __init__(self, architecture: Architecture, like: Tensor, pack: bool) -> None:
         a = architecture
         q_rows, kv_rows = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
@@ -159,7 +152,6 @@ class LayerWeights:
 
     @property
     def matrices(self) -> tuple[Linear, ...]:
-        """All linear maps."""
         return self.qkv, self.out, self.gate, self.up, self.down
 
     def freeze(self, architecture: Architecture) -> None:
@@ -195,7 +187,6 @@ def _vector(storage: Callable[[], Tensor], size: int, rotary: int = 0) -> Parame
 
 
 def _matrix(name: str, linear: Linear, rows: slice, in_size: int, rotary: int = 0) -> dict[str, Parameter]:
-    """Name the rows of a linear map, and of its bias if it has one."""
     size = rows.stop - rows.start
     found = {f"{name}.weight": Parameter(linear.weight, rows, (size, in_size), rotary)}
     if (bias := linear.bias) is not None:
@@ -239,7 +230,6 @@ class DecoderWeights:
         return found
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor held under a Hugging Face name, in its shape."""
         parameter = self.parameters[self.aliases.get(name, name)]
         return parameter.view().reshape(parameter.shape)
 
@@ -272,7 +262,6 @@ class WeightWriter:
         self.written: set[str] = set()
 
     def write(self, name: str, tensor: Any) -> None:
-        """Copy one tensor into place, converted to the dtype held."""
         target = self._weights.aliases.get(name, name)
         parameter = self._weights.parameters.get(target)
         if parameter is None:
@@ -293,7 +282,6 @@ class WeightWriter:
         view.copy_(source)
 
     def finish(self) -> None:
-        """Check that nothing is missing."""
         missing = [name for name in self._weights.parameters if name not in self.written]
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""

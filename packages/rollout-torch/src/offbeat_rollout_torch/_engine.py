@@ -185,7 +185,6 @@ class TorchRolloutEngine:
             raise
 
     async def _call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run in the thread that owns the model."""
         return await asyncio.wrap_future(self._worker.thread.call(lambda: function(*arguments)))
 
     async def score(self, request: ScoreRequest) -> list[Floats]:

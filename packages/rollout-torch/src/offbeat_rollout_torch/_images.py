@@ -71,7 +71,6 @@ class ImageProcessor:
         self._merged: int = config.vision_config.spatial_merge_size**2
 
     def prepare(self, request: GenerateRequest | ScoreRequest, device: torch.device) -> RequestImages | None:
-        """Prepare the images of a request; None when it has none."""
         ids = np.asarray(request.prompt_ids)
         placeholders_M = np.flatnonzero(ids == self._image_id)
         runs = np.split(placeholders_M, np.flatnonzero(np.diff(placeholders_M) > 1) + 1) if len(placeholders_M) else []

@@ -33,8 +33,6 @@ HEAD_TOKENS: Final = 256
 
 
 class ModelRunner:
-    """Runs the scheduler's choice through the model."""
-
     def __init__(self, scheduler: Scheduler, weights: DecoderWeights, stop_criteria: StopCriteria) -> None:
         self.scheduler, self.weights, self._stop_criteria = scheduler, weights, stop_criteria
         self.version = 0
@@ -146,7 +144,6 @@ class ModelRunner:
 
 
 def _token_range(sample: Sample, num_tokens: int) -> TokenRange:
-    """The next tokens of a sample to compute."""
     return TokenRange(sample.request.images, sample.num_cached, num_tokens)
 
 

@@ -56,7 +56,6 @@ class Sample:
 
     @property
     def num_drawn(self) -> int:
-        """Tokens sampled so far."""
         return len(self.logprobs)
 
     @property
@@ -70,7 +69,6 @@ class Sample:
         return len(self.tokens) - self.num_cached
 
     def push(self, token: int, logprob: float, version: int, criteria: StopCriteria) -> None:
-        """Add a drawn token and decide whether it is the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -85,7 +83,6 @@ class Sample:
             self.request.tell(self.index, token, logprob)
 
     def completion(self, tokenizer: Tokenizer) -> Completion:
-        """What the sample became."""
         ids = self.tokens[len(self.request.prompt) :]
         text = tokenizer.decode(ids, skip_special_tokens=True)
         return Completion.join(ids, self.logprobs, [(version, 1) for version in self.versions], self.stop_reason, text)
@@ -120,7 +117,6 @@ class RequestState:
 
     @property
     def is_done(self) -> bool:
-        """Whether every sample has ended."""
         return all(sample.stop_reason for sample in self.samples)
 
     def finish(self) -> None:
@@ -144,12 +140,10 @@ class Scheduler:
         self._hold_admission = False
 
     def add(self, request: RequestState) -> None:
-        """Queue the samples of a request."""
         self.requests[request.request_id] = request
         self.waiting.extend(request.samples)
 
     def remove(self, request: RequestState) -> None:
-        """Forget a request, whatever its samples are doing."""
         del self.requests[request.request_id]
         self._hold_admission = False
         for sample in request.samples:

@@ -147,7 +147,6 @@ class TrtllmRolloutEngine:
     async def _follow(
         self, request: GenerateRequest, sample_id: str, seed: int, sample: Sample, aborted: asyncio.Event
     ) -> None:
-        """Take the engine's tokens until the sample ends, or is told to."""
         self._check_awake()
         room = self._config.max_model_len - len(request.prompt_ids)
         params = to_engine_params(

@@ -28,7 +28,6 @@ class HandleFormat(Protocol):
 
     def pack(self, tensors: Sequence[tuple[str, Tensor]]) -> Packed:
         """Make the handles of named tensors, copying to the device what is not there."""
-        ...
 
 
 class CudaHandles:
@@ -67,7 +66,6 @@ def encode_handles(handles: list[tuple[str, Any]]) -> str:
 
 
 def open_cuda_handles(device_ids: Sequence[str]) -> list[HandleFormat]:
-    """Handles for every worker of a replica whose devices this process sees."""
     seen = [CudaHandles(index) for index in range(torch.cuda.device_count())]
     by_id: dict[str, HandleFormat] = {each.device_id: each for each in seen}
     for device_id in device_ids:
@@ -109,7 +107,6 @@ class ProvenUpdates:
         return "allow_partial_loading" in inspect.signature(load_weights).parameters
 
     def begin_weights(self) -> None:
-        """Forget what a failed update has left."""
         self._arrivals: list[str] = []
 
     def update_weights(self, ipc_handles: dict[str, str] | None = None) -> None:
@@ -132,5 +129,4 @@ class ProvenUpdates:
         return self.weights_device(), list(getattr(self, "_arrivals", []))
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached keys and values."""
         self.engine.reset_prefix_cache()

@@ -140,12 +140,10 @@ class InFlight:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which there was something to decode."""
         return self._busy_s + (time.monotonic() - self._busy_since_s if self.num_running else 0.0)
 
     @property
     def request_ids(self) -> list[str]:
-        """Requests that have not returned."""
         return list(self._aborts)
 
     def shut(self, reason: str) -> None:
@@ -198,7 +196,6 @@ class InFlight:
             self._tell()
 
     async def drained(self, waiting: str, deadline_s: float) -> None:
-        """Return when no sample is at the engine."""
         try:
             async with asyncio.timeout(deadline_s):
                 while self.num_running:

@@ -23,8 +23,6 @@ MAX_ERROR_CHARS: Final = 400
 
 
 class HttpEngine:
-    """One engine server."""
-
     def __init__(self, address: str, *, deadline_s: float) -> None:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
@@ -34,7 +32,6 @@ class HttpEngine:
 
     @property
     def label(self) -> str:
-        """For people."""
         return f"the TensorRT-LLM server {self.address}"
 
     async def call(self, method: str, path: str, body: Any = None) -> Any:
@@ -92,7 +89,6 @@ class HttpEngine:
         return reader, writer
 
     async def _take_head(self, reader: asyncio.StreamReader, name: str) -> None:
-        """Read up to the body of a good answer."""
         status = (await reader.readline()).split(maxsplit=2)
         if len(status) < 2:
             raise ConnectionResetError("the connection ended before an answer came")
@@ -104,14 +100,11 @@ class HttpEngine:
 
 
 class ServerLink(EngineLink):
-    """Generates and loads over HTTP."""
-
     def __init__(self, address: str, *, deadline_s: float) -> None:
         self._engine = HttpEngine(address, deadline_s=deadline_s)
 
     @property
     def label(self) -> str:
-        """For people."""
         return self._engine.label
 
     async def version_of_engine(self) -> str:
@@ -127,7 +120,6 @@ class ServerLink(EngineLink):
     async def stream(
         self, sample_id: str, prompt_ids: Sequence[int], params: Mapping[str, Any]
     ) -> AsyncGenerator[Delta, None]:
-        """Generate one sample."""
         body = {"sample_id": sample_id, "prompt_ids": list(prompt_ids), "params": dict(params)}
         async with aclosing(self._engine.lines("/offbeat/generate", body)) as lines:
             async for line in lines:

@@ -55,7 +55,6 @@ CONTAINER: Final = "NVIDIA's tensorrt-llm release container, tag 1.2.0 or 1.2.1"
 
 
 def installed_version() -> str:
-    """The version of TensorRT-LLM in this environment."""
     try:
         return metadata.version("tensorrt-llm")
     except metadata.PackageNotFoundError:
@@ -191,7 +190,6 @@ USES: Final = (
 
 
 def import_engine(module: str = "tensorrt_llm") -> ModuleType:
-    """Import a module of TensorRT-LLM."""
     try:
         return import_module(module)
     except ImportError as error:

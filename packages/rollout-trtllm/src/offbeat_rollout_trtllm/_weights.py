@@ -167,23 +167,18 @@ class ReplicaEngine(Protocol):
 
     def supports_partial_loading(self) -> bool:
         """Whether it can load some of the model's tensors at a time."""
-        ...
 
     def begin_weights(self) -> None:
         """Stop serving until `finish_weights`."""
-        ...
 
     def update_weights(self, handles: Mapping[str, str]) -> None:
         """Load the tensors behind the handles of each device."""
-        ...
 
     def weight_arrivals(self) -> dict[str, list[str]]:
         """For each device a checksum of each flush since `begin_weights`, as its worker opened it."""
-        ...
 
     def finish_weights(self, version: int) -> None:
         """Serve `version`."""
-        ...
 
 
 class ReplicaWeights:
@@ -259,7 +254,6 @@ class ReplicaWeights:
         return self._in_parts
 
     def _flush(self, tensors: Iterator[tuple[str, Tensor]], indices: tuple[int, ...]) -> str:
-        """Hand over the handles of some tensors; they are kept until the engine has loaded them."""
         packed, checksum, failure = self._pack(tensors, indices)
         message = {"error": str(failure)} if packed is None else {self._handles.device_id: packed.text}
         gathered: list[Any] | None = self._group.gather_data(message, deadline_s=self._deadline_s)
@@ -293,7 +287,6 @@ class ReplicaWeights:
         return name, tensor
 
     def _join(self, gathered: list[dict[str, str]]) -> dict[str, str]:
-        """The handles of all ranks; runs on the leader."""
         joined: dict[str, str] = {}
         for rank, message in zip(self._group.ranks, gathered, strict=True):
             if "error" in message:

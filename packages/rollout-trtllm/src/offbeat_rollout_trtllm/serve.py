@@ -81,7 +81,6 @@ class RolloutApp:
             await self._inner(scope, receive, send)
 
     async def _stream(self, body: Any, receive: Receive, send: Send) -> None:
-        """Send a line for each delta; a client that goes away ends its sample."""
         leaving = asyncio.create_task(self._abort_when_gone(body["sample_id"], receive))
         try:
             await _send_head(send, 200, b"application/x-ndjson")

@@ -51,7 +51,6 @@ class Adapters:
         self.touched = False
 
     def number(self, name: str) -> int:
-        """Return vLLM's number of an adapter that serves."""
         if name in self._broken:
             raise WeightSyncError(f"the adapter {name!r} has no usable weights: {self._broken[name]}; send it again")
         if name not in self._numbers:
@@ -111,15 +110,12 @@ class Adapters:
         return sent
 
     def mark_unusable(self, name: str, reason: str) -> None:
-        """Serve nothing with an adapter until it comes again."""
         self._broken[name] = reason
 
     def mark_all_unusable(self, reason: str) -> None:
-        """Serve nothing with any adapter until it comes again."""
         self._broken |= dict.fromkeys(self._numbers, reason)
 
     def drop(self, name: str) -> None:
-        """Forget an adapter."""
         self._broken.pop(name, None)
         if name in self._numbers:
             self._workers.call("drop_adapter", number=self._numbers.pop(name))

@@ -71,7 +71,6 @@ class EngineControl:
         return drained
 
     def resume(self) -> None:
-        """Sample again."""
         if self._requests.unusable and not self._requests.asleep:
             self._owned(self._requests.abort_all)
         self._thaw()
@@ -111,13 +110,11 @@ class EngineControl:
         return proof
 
     def drop_adapter(self, name: str) -> None:
-        """Forget an adapter that no request uses."""
         if self._owned(self._requests.use, name):
             raise OffbeatError(f"requests in flight use the adapter {name!r}: abort them or wait for them first")
         self._adapters.drop(name)
 
     def sleep(self, level: int) -> None:
-        """Give memory back."""
         if "weights" in self._requests.asleep:
             raise OffbeatError("the rollout engine sleeps already: wake it before it sleeps again")
         self._freeze()
@@ -151,11 +148,9 @@ class EngineControl:
             self._frozen = False
 
     def _owned(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run in the thread that owns the engine."""
         return self._wait(self._form.run(lambda: function(*arguments)), function.__name__)
 
     def _wait(self, future: "Future[Any]", name: str) -> Any:
-        """What the engine answers."""
         deadline_s = self._workers.deadline_s
         try:
             return future.result(deadline_s + GRACE_S)
@@ -180,7 +175,6 @@ class ServedVersions:
 
     @property
     def next_label(self) -> int:
-        """Label of the next update."""
         return len(self._after)
 
     def update(self, version: int, adapter: str = MODEL) -> None:

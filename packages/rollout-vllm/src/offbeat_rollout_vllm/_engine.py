@@ -178,7 +178,6 @@ class VllmRolloutEngine:
             raise
 
     async def _owned(self, function: Any, *arguments: Any) -> Any:
-        """Run in the thread that owns the engine."""
         return await asyncio.wrap_future(self._form.run(lambda: function(*arguments)))
 
     async def abort(self, request_id: str) -> None:

@@ -46,7 +46,6 @@ class EngineForm(ABC):
         self._on_failure: OnFailure
 
     def start(self, on_delta: OnDelta, on_failure: OnFailure) -> "Future[None]":
-        """Start the engine; done when it serves."""
         self._on_delta, self._on_failure = on_delta, on_failure
         return self._start_thread()
 
@@ -82,7 +81,6 @@ class EngineForm(ABC):
         """Sample again."""
 
     def call_workers(self, text: str, deadline_s: float) -> "Future[list[str]]":
-        """Call `WORKER_METHOD` of all workers; their replies in order of rank."""
         return self._ask(lambda: self._engine.collective_rpc(WORKER_METHOD, deadline_s, (text,)))
 
     @abstractmethod
@@ -90,15 +88,12 @@ class EngineForm(ABC):
         """Drop every cached key and value and label what is sampled from now on. Only while frozen."""
 
     def sleep(self, level: int) -> "Future[None]":
-        """Give memory back."""
         return self._ask(lambda: self._engine.sleep(level, "keep"))
 
     def wake(self, tags: tuple[str, ...]) -> "Future[None]":
-        """Take memory again."""
         return self._ask(lambda: self._engine.wake_up(list(tags) or None))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids without special tokens. From any thread."""
         return str(self._engine.get_tokenizer().decode(list(ids), skip_special_tokens=True))
 
     @abstractmethod

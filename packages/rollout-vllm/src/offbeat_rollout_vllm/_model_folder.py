@@ -60,7 +60,6 @@ class ModelFolder:
 
     @classmethod
     def read(cls, path: Path) -> "ModelFolder":
-        """Read config, generation config and the headers of the safetensors files."""
         config = read_model_json(path / "config.json")
         text = config.get("text_config", config)
         shapes = {
@@ -127,12 +126,10 @@ READABLE_KERNELS: Final = {"VLLM_USE_DEEP_GEMM": "0"}
 
 
 def holds_blocks(config: RolloutEngineConfig, *, is_cpu: bool) -> bool:
-    """Whether the engine will hold the blocks themselves."""
     return config.weight_format == FP8 and not is_cpu
 
 
 def block_arguments(config: RolloutEngineConfig, options: Mapping[str, Any], folder: ModelFolder) -> dict[str, Any]:
-    """Arguments for vLLM's EngineArgs, so that it takes blocks."""
     if config.dtype not in DTYPES:
         raise ConfigError(
             f"rollout.weight_format = fp8: vLLM computes with FP8 blocks in {' or '.join(DTYPES)}, and rollout.dtype "
@@ -179,17 +176,13 @@ def _is_fp8(folder: ModelFolder, name: str) -> bool:
 
 
 class FolderStream:
-    """A weight stream of tensors in a folder."""
-
     def __init__(self, read: "Callable[[], Iterable[tuple[str, Tensor]]]", version: int) -> None:
         self._read, self.version = read, version
 
     def __iter__(self) -> "Iterator[tuple[str, Tensor]]":
-        """Yield (name, tensor)."""
         yield from self._read()
 
     def prove(self, read: "Callable[[str], Tensor]") -> WeightProof:
-        """Compare every tensor with what is held."""
         import torch
 
         digest, count = hashlib.blake2b(digest_size=8), 0

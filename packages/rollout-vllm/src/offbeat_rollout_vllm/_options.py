@@ -161,7 +161,6 @@ def drop_expert_layouts(options: VllmRolloutOptions) -> tuple[VllmRolloutOptions
 
 
 def engine_arguments(config: RolloutEngineConfig, options: VllmRolloutOptions, *, is_cpu: bool) -> dict[str, Any]:
-    """Arguments for vLLM's EngineArgs."""
     by_device: dict[str, Any] = {"enable_sleep_mode": True}
     if is_cpu:
         # torch.compile costs minutes at the first start, and gains little on a CPU.
@@ -204,7 +203,6 @@ def _with_spare_slot(engine_options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse arguments that this vLLM does not have."""
     own = [each.name for each in fields(VllmRolloutOptions) if each.name != "engine"]
     for name in arguments:
         if name not in known:
@@ -240,7 +238,6 @@ def environment(defaults: Mapping[str, str], required: Mapping[str, str]) -> Ite
 
 
 def start_variables(config: RolloutEngineConfig, num_ranks: int) -> dict[str, str]:
-    """What the engine and its child processes start with."""
     variables = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",

@@ -66,7 +66,6 @@ SUPPORTED_VERSIONS: Final = (SupportedVersion(release="0.32", tested=True, torch
 
 
 def installed_engine() -> tuple[str, str]:
-    """Name and version of the distribution that provides the engine."""
     found = {}
     for name in DISTRIBUTIONS:
         try:
@@ -81,7 +80,6 @@ def installed_engine() -> tuple[str, str]:
 
 
 def supported_version(name: str, installed: str) -> SupportedVersion:
-    """The row of the table for an installed version."""
     release = release_of(installed)
     for row in SUPPORTED_VERSIONS:
         if row.release == release:
@@ -94,7 +92,6 @@ def supported_version(name: str, installed: str) -> SupportedVersion:
 
 
 def release_of(installed: str) -> str:
-    """Major and minor number of a version."""
     return ".".join(installed.split("+")[0].split(".")[:2])
 
 
@@ -143,7 +140,6 @@ def choose_form(
     *,
     is_cpu: bool,
 ) -> tuple[EngineForm, int]:
-    """The form, not started yet, and how many workers it will have."""
     arguments = {**engine_arguments(config, options, is_cpu=is_cpu), **extra}
     num_workers = config.tensor_parallel * int(arguments.get("pipeline_parallel_size", 1))
     variables = start_variables(config, num_workers) | (READABLE_KERNELS if config.weight_format == FP8 else {})
@@ -158,8 +154,6 @@ _DEFAULT_SHARE: Final = 0.92
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How one engine will be started."""
-
     config: RolloutEngineConfig
     options: VllmRolloutOptions
     notices: list[str]
@@ -174,7 +168,6 @@ class Setup:
 
     @classmethod
     def read(cls, config: RolloutEngineConfig) -> "Setup":
-        """Check a configuration."""
         name, version = installed_engine()
         options, notices = VllmRolloutOptions.parse(config.options)
         if not options.any_version:

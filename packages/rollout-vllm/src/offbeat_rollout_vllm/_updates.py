@@ -31,7 +31,6 @@ class UnstackedStream:
         self._num_experts: dict[str, int] = {}
 
     def __iter__(self) -> "Iterator[tuple[str, Any]]":
-        """Yield (name, tensor)."""
         import torch
 
         for name, value in self._stream:
@@ -62,7 +61,6 @@ def _parts(name: str) -> tuple[str, ...]:
 
 
 def _names(name: str, expert: int) -> list[str]:
-    """What the folder calls an expert's matrices in a stack."""
     return [f"{name.rpartition('.')[0]}.{expert}.{part}.weight" for part in _parts(name)]
 
 
@@ -137,7 +135,6 @@ class Readback:
         return batch
 
     def _num_bytes(self, name: str) -> int:
-        """What all parts of a tensor take in the arena."""
         return sum(aligned(self._size(name, part)) for part in self._parts[name])
 
     def _size(self, name: str, part: Part) -> int:
@@ -329,7 +326,6 @@ class WeightLoader:
         return self._arena
 
     def close(self) -> None:
-        """Give the arena back."""
         if self._arena is not None:
             self._arena.close()
             self._arena = None

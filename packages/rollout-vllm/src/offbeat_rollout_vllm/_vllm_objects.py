@@ -51,7 +51,6 @@ class Delta:
 def check_request(
     request: GenerateRequest, vocab_size: int, max_model_len: int, image_token_id: int | None = None
 ) -> None:
-    """Refuse a request that cannot be served."""
     request.check(vocab_size, max_model_len)
     _check_meaning(request.params)
     places = 0 if image_token_id is None else np.count_nonzero(np.asarray(request.prompt_ids) == image_token_id)
@@ -63,7 +62,6 @@ def check_request(
 
 
 def _check_meaning(params: SamplingParams) -> None:
-    """Refuse what vLLM means otherwise."""
     if 0 < params.temperature < MIN_TEMPERATURE:
         raise ConfigError(
             f"sampling parameter temperature must be 0, or at least {MIN_TEMPERATURE}: vLLM raises what lies between "
@@ -116,7 +114,6 @@ def mix_seed(seed: int) -> int:
 
 
 def make_arguments(name: str, arguments: Mapping[str, Any]) -> Any:
-    """Make vLLM's EngineArgs or AsyncEngineArgs."""
     kind: Any = getattr(import_module("vllm.engine.arg_utils"), name)
     check_arguments(arguments, [each.name for each in fields(kind)])
     return kind(**arguments)
@@ -142,7 +139,6 @@ def sampling_params(params: dict[str, Any]) -> Any:
 
 
 def read_output(output: Any, label: int | None) -> Delta:
-    """What a RequestOutput adds to its sample."""
     (completion,) = output.outputs
     ids = list(completion.token_ids)
     stopped_by = completion.stop_reason
@@ -165,7 +161,6 @@ def prompt_logprobs(logprobs: Any, ids: Sequence[int]) -> list[float]:
 
 
 def prepare_images(renderer: Any, ids: list[int], images: Sequence[Image]) -> "Future[Any]":
-    """Prepare a prompt with images, in the thread that vLLM has for it."""
     try:
         work: Future[Any] = renderer._mm_executor.submit(image_prompt, renderer.get_mm_processor(), ids, images)
     except RuntimeError as error:

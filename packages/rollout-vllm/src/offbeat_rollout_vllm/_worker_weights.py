@@ -63,7 +63,6 @@ PACKED: Final = "CPU"
 
 
 def locate_expert(runner: Any, name: str, expert: int, matrix: str, leaf: str) -> TensorLocation:
-    """Where this rank's part of an expert's matrix lies."""
     layer = runner.routed_experts
     gate, up, down = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
     if leaf != "weight" or matrix not in (gate, up, down) or expert >= layer.global_num_experts:
@@ -104,7 +103,6 @@ def check_stacks(runner: Any, name: str) -> None:
 
 
 def read_expert(location: TensorLocation) -> Tensor:
-    """Return this rank's part of an expert's matrix, to the bit."""
     layer: Any = location.module
     stack: Tensor = getattr(layer, location.leaf).detach()
     rows = slice(location.first_row, location.first_row + location.shape[0]), slice(location.shape[1])
@@ -140,7 +138,6 @@ def forget_kernels(model: nn.Module) -> None:
 
 
 def packed_stacks(model: nn.Module) -> Iterator[Any]:
-    """Layers of experts whose kernel takes packed stacks."""
     for module in model.modules():
         if _kernel_name(module) == PACKED:
             yield module
@@ -153,7 +150,6 @@ def _kernel_name(layer: Any) -> str:
 
 
 def _experts(layer: Any) -> Any:
-    """The kernel itself."""
     return layer.quant_method.moe_kernel.fused_experts
 
 
@@ -174,7 +170,6 @@ class HeldWeights:
         self._unpacked: tuple[nn.Module, Tensor] | None = None
 
     def find(self, name: str) -> TensorLocation:
-        """Where the trainer's tensor `name` lies."""
         mapped, part = self._map(name)
         path, _, leaf = mapped.rpartition(".")
         module = _submodule(self._model, path)
@@ -204,7 +199,6 @@ class HeldWeights:
         return part if is_block_held(location.module) else part.to(self._dtype)
 
     def forget(self) -> None:
-        """Drop what was unpacked last."""
         self._unpacked = None
 
     def _map(self, name: str) -> tuple[str, int | None]:
@@ -302,7 +296,6 @@ def _in_and_out(layer: Any) -> tuple[int, int]:
 
 
 def _locate(module: nn.Module, leaf: str, part: int | None) -> TensorLocation:
-    """Where this rank's part of what the trainer calls one tensor lies."""
     layer: Any = module
     if hasattr(layer, "shard_indices"):
         indices = layer.shard_indices
@@ -344,7 +337,6 @@ def _pieces(num_ranks: int, rank: int, sizes: list[int], shares: list[int]) -> I
 
 
 def _part_sizes(layer: Any) -> tuple[list[int], list[int]]:
-    """Rows of each part on this rank, and how many ranks hold the same rows of it."""
     if hasattr(layer, "num_kv_head_replicas"):
         value_size = getattr(layer, "v_head_size", layer.head_size)
         keys = layer.num_kv_heads * layer.head_size
@@ -368,7 +360,6 @@ class AdapterLocation:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of this rank's part."""
         return tuple(self.held.shape)
 
 
@@ -382,7 +373,6 @@ class HeldAdapter:
         self._weights, self._slot = weights, manager.lora_index_to_id.index(number)
 
     def find(self, name: str) -> AdapterLocation:
-        """Where the trainer's tensor `name` lies."""
         is_down = DOWN in name
         target = name.removeprefix(PEFT_PREFIX).replace(DOWN, ".").replace(".lora_B.", ".")
         location = self._weights.find(target)
@@ -397,7 +387,6 @@ class HeldAdapter:
         return AdapterLocation(held=held, dim=dim, pieces=((start if split else 0, held.shape[dim]),))
 
     def read(self, name: str) -> Tensor:
-        """Return this rank's part of the trainer's tensor `name`, as it serves."""
         return self.find(name).held
 
 

@@ -52,12 +52,10 @@ class Arena:
 
     @property
     def address(self) -> str:
-        """Where another process of this user opens it."""
         return f"{PROC}/{os.getpid()}/fd/{self.descriptor}"
 
     @classmethod
     def attach(cls, address: str, num_bytes: int) -> "Arena":
-        """Open what another process has made."""
         return cls(os.open(address, os.O_RDWR), num_bytes)
 
     def tensor(self, offset: int, dtype: str, shape: tuple[int, ...]) -> "Tensor":
@@ -73,7 +71,6 @@ class Arena:
         return torch.frombuffer(self._map, dtype=number_format, count=count, offset=offset).view(shape)
 
     def close(self) -> None:
-        """Give the memory back, when the last view of it has gone."""
         os.close(self.descriptor)
 
 
@@ -86,7 +83,6 @@ def _anonymous_file() -> int:
 
 
 def aligned(num_bytes: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -108,7 +104,6 @@ class Workers:
         self.lost = ""
 
     def call(self, method: str, **arguments: Any) -> list[Any]:
-        """Call all workers; each one's answer, by rank."""
         return self.start(method, **arguments)()
 
     def start(self, method: str, **arguments: Any) -> Callable[[], list[Any]]:
@@ -182,7 +177,6 @@ class WorkerTraces:
         }
 
     def begin(self, workers: Workers) -> None:
-        """Trace from here on."""
         workers.call("begin_trace")
 
     def end(self, workers: Workers) -> list[Path]:

@@ -60,7 +60,6 @@ class Generation:
         self._closing = False
 
     async def health(self) -> EngineHealth:
-        """How the engine is."""
         deadline_s = self._settings.health_deadline_s
         try:
             async with asyncio.timeout(deadline_s):
@@ -70,7 +69,6 @@ class Generation:
 
     @contextlib.contextmanager
     def admitted(self, num_samples: int) -> Iterator[None]:
-        """Count samples in flight."""
         limit = self._settings.max_in_flight
         if self._closing:
             raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is closing", code="closing")
@@ -272,7 +270,6 @@ class Endpoint:
         max_tokens: int | None,
         default_max_tokens: int,
     ) -> list[GenerateRequest]:
-        """What the engine is asked, a request for each prompt."""
         wanted = max_tokens or self._settings.default_max_tokens or default_max_tokens
         requests = [
             GenerateRequest(

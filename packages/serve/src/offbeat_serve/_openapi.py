@@ -29,7 +29,6 @@ _ERRORS: Final = {
 
 
 def describe(model: ServedModel, settings: ServeSettings, types: RequestTypes, *, needs_token: bool) -> dict[str, Any]:
-    """The description of one server."""
     requests, answers = [types.completion, types.chat], [CompletionAnswer, ChatAnswer]
     all_types = [*requests, *answers, ModelList, HealthAnswer, ErrorAnswer]
     refs, components = msgspec.json.schema_components(all_types, ref_template="#/components/schemas/{name}")

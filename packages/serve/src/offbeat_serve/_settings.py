@@ -156,7 +156,6 @@ class ErrorAnswer(msgspec.Struct, kw_only=True):
 
 
 def error_answer(refusal: RefusedError) -> ErrorAnswer:
-    """The body that goes with a refusal."""
     server_error = refusal.status >= HTTPStatus.INTERNAL_SERVER_ERROR
     kind = _TYPES.get(refusal.status, "server_error" if server_error else "invalid_request_error")
     return ErrorAnswer(error=ErrorDetail(message=refusal.message, type=kind, param=refusal.param, code=refusal.code))
@@ -215,7 +214,6 @@ def _from_file(path: Path) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address or name."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -112,7 +112,6 @@ def new_socket_path() -> str:
 
 
 def kernel_address(socket_path: str | Path) -> str:
-    """What to pass to bind or connect."""
     path = str(socket_path)
     if len(os.fsencode(path)) > _MAX_PATH_BYTES:
         raise WeightSyncError(f"a socket path has at most {_MAX_PATH_BYTES} bytes; use new_socket_path(): got {path}")
@@ -193,7 +192,6 @@ def is_same_user(sock: socket.socket) -> bool:
 
 
 def _show_token(connection: Connection, address: TcpAddress) -> None:
-    """The receiver's part of the handshake."""
     token, ours = address.token.encode(), secrets.token_bytes(_NONCE_BYTES)
     theirs, mac = bytearray(_NONCE_BYTES), bytearray(ANSWER_BYTES - _NONCE_BYTES)
     why: Exception | str = "it answered with another token"

@@ -59,8 +59,6 @@ Layout = list[tuple[int, int]]
 
 
 class _Manifest(msgspec.Struct):
-    """What stands in weights.json."""
-
     specs: list[tuple[str, str, tuple[int, ...]]]
     bucket_bytes: int
     digest: str
@@ -277,7 +275,6 @@ class _FileWriter:
             self._syncer.shutdown()
 
     def write(self, run: Piece, data: memoryview) -> None:
-        """Put a run of bytes of a tensor where it belongs."""
         if run.tensor not in self._offsets:
             self._close(synced=True)
             self._open(self._index + 1)
@@ -354,7 +351,6 @@ class _FileReader(ExitStack):
             offset += spec.num_bytes
 
     def read(self, run: Piece, bucket: int, target: memoryview) -> None:
-        """Read a run of bytes of a tensor."""
         job = new_future()
         self._jobs.put((job, run, target))
         try:
@@ -413,7 +409,6 @@ def _file_layout(plan: BucketPlan, file_bytes: int) -> Layout:
 
 
 def _write_manifest(folder: Path, plan: BucketPlan, layout: Layout, proof: WeightProof) -> None:
-    """Write index and manifest."""
     files = {
         _file_path(folder, index, layout).name: plan.specs[first:last] for index, (first, last) in enumerate(layout)
     }
@@ -424,7 +419,6 @@ def _write_manifest(folder: Path, plan: BucketPlan, layout: Layout, proof: Weigh
 
 
 def _read_manifest(folder: Path, version: int) -> tuple[BucketPlan, Layout, WeightProof]:
-    """Plan, layout of the files, and what was written."""
     path = folder / MANIFEST
     try:
         manifest = msgspec.json.decode(path.read_bytes(), type=_Manifest)

@@ -168,7 +168,6 @@ class NameMap:
 
 
 def _match(name: str, fusion: Fusion) -> tuple[str, Fusion, int, int] | None:
-    """Engine's name, fusion, index of the part, and expert."""
     words = name.split(".")
     for part, text in enumerate(fusion.parts):
         pattern = text.split(".")
@@ -186,7 +185,6 @@ def _match(name: str, fusion: Fusion) -> tuple[str, Fusion, int, int] | None:
 def _fuse(
     engine: str, fusion: Fusion, parts: dict[tuple[int, int], TensorSpec]
 ) -> tuple[TensorSpec, dict[str, TensorSlice]]:
-    """The engine's tensor, and the slices of it."""
     num_experts, num_parts, groups = 1 + max(expert for _, expert in parts), len(fusion.parts), fusion.num_groups
     missing = [
         (part, expert) for expert in range(num_experts) for part in range(num_parts) if (part, expert) not in parts

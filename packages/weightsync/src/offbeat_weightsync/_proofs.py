@@ -119,7 +119,6 @@ def _checksum(parts: list[Bytes]) -> str:
 
 
 def _read_buckets(plan: BucketPlan, read: Callable[[str], Any], holder: str) -> Iterator[list[Bytes]]:
-    """What the holder has of each bucket: the bytes of its pieces."""
     index, held = -1, None
     for bucket in plan.buckets:
         parts: list[Bytes] = []

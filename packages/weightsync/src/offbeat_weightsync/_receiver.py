@@ -127,7 +127,6 @@ class PeerStream(ArrivingStream):
         self._connection.receive(Accepted, "the sender's answer to the proof")
 
     def _bucket(self, index: int) -> str:
-        """For errors: what is waited for."""
         return f"bucket {index} of {len(self.plan.buckets)}"
 
 

@@ -55,7 +55,6 @@ class SharedSlots:
         return CudaHandle(*values)
 
     def close(self) -> None:
-        """Let go of the memory."""
         self._slots = []
         if self.descriptor >= 0:
             os.close(self.descriptor)
@@ -77,7 +76,6 @@ def open_slots(fd: int, slot_bytes: int, *, writable: bool) -> list[Tensor]:
 
 
 def open_device_slots(handle: CudaHandle, slot_bytes: int) -> list[Tensor]:
-    """Open the sender's slots on a device."""
     _require_cuda()
     here = {_uuid(index): index for index in range(torch.cuda.device_count())}
     if handle.uuid not in here:

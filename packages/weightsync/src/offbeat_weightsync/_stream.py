@@ -181,7 +181,6 @@ class InProcessStream:
         self._specs = {spec.name: spec for spec in self.plan.specs}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) in order."""
         for name in self._specs:
             yield name, self._read(name)
 

@@ -38,7 +38,6 @@ def describe_tensors(named_tensors: Iterable[tuple[str, Tensor]], dtype: str | N
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a spec's dtype name."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -118,7 +117,6 @@ class PlannedTensors:
             yield from piece.cut(run_bytes)
 
     def _take(self, index: int) -> None:
-        """Make the tensor that is due the present one."""
         spec = self._specs[index]
         self._flat = self._bytes = None  # let a tensor made for us go before the next one is made
         name, tensor = next(self._tensors, (None, None))
@@ -175,7 +173,6 @@ class TargetTensor:
 
 
 def find_target(target: Callable[[str], Tensor], spec: TensorSpec) -> Tensor:
-    """The engine's own tensor for one that is sent, checked."""
     try:
         tensor = target(spec.name)
     except KeyError as error:
