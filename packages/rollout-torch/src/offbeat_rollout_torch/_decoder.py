@@ -23,7 +23,7 @@ from torch import Tensor
 from offbeat_rollout_torch._attention import Attention
 from offbeat_rollout_torch._families import Architecture
 from offbeat_rollout_torch._images import ImageInputs, build_tower
-from offbeat_types import ModelError, list_model_files
+from offbeat_types import ExpectedTensors, ModelError, list_model_files
 from offbeat_weightsync import TensorSpec, dequantize_blocks, is_fp8_weight, quantize_blocks
 
 PACK_FROM_ELEMENTS: Final = 1 << 15
@@ -259,22 +259,23 @@ class WeightWriter:
 
     def __init__(self, weights: DecoderWeights, error: type[Exception], source: str) -> None:
         self._weights, self._error, self._source = weights, error, source
-        self.written: set[str] = set()
+        self._expected = ExpectedTensors(source, error)
+
+    @property
+    def has_written(self) -> bool:
+        """Whether anything of what was there is gone."""
+        return bool(self._expected.taken)
 
     def write(self, name: str, tensor: Any) -> None:
-        target = self._weights.aliases.get(name, name)
+        target, taken = self._weights.aliases.get(name, name), self._expected.taken
         parameter = self._weights.parameters.get(target)
-        if parameter is None:
-            raise self._error(f"{self._source}: this model has no tensor {name!r}")
-        if name in self.written:
-            raise self._error(f"{self._source}: the tensor {name!r} came twice")
         source = tensor if isinstance(tensor, Tensor) else torch.as_tensor(tensor)
-        if tuple(source.shape) != parameter.shape:
-            raise self._error(f"{self._source}: {name!r} must have shape {parameter.shape}, got {tuple(source.shape)}")
-        is_tied = target in self.written
-        if not self.written:
+        is_tied, is_first = target in taken and target != name, not taken
+        self._expected.take(name, tuple(source.shape), parameter.shape if parameter else None)
+        assert parameter is not None
+        taken.add(target)
+        if is_first:
             self._weights.discard()
-        self.written |= {name, target}  # what was there is gone, whatever happens now
         view = parameter.view()
         source = source.reshape(view.shape)
         if is_tied and not torch.equal(view, source.to(view)):
@@ -282,10 +283,7 @@ class WeightWriter:
         view.copy_(source)
 
     def finish(self) -> None:
-        missing = [name for name in self._weights.parameters if name not in self.written]
-        if missing:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise self._error(f"{self._source}: missing {', '.join(map(repr, missing[:3]))}{more}")
+        self._expected.finish(self._weights.parameters)
 
 
 def load_weights(weights: DecoderWeights, folder: Path, *, as_fp8: bool = False) -> None:

@@ -160,7 +160,7 @@ class Worker:
             writer.finish()
             proof = stream.prove(runner.weights.read)
         except Exception as error:
-            if writer.written:
+            if writer.has_written:
                 self._mark_unusable(f"the update to version {version} failed half way ({error})")
             if isinstance(error, OffbeatError):
                 raise

@@ -10,11 +10,12 @@ if TYPE_CHECKING:
     from offbeat_rollout_trtllm._engine import TrtllmRolloutEngine
     from offbeat_rollout_trtllm._handles import CudaHandles, HandleFormat
     from offbeat_rollout_trtllm._local_link import LocalLink
-    from offbeat_rollout_trtllm._options import ModelFolder, TrtllmOptions
+    from offbeat_rollout_trtllm._options import TrtllmOptions
     from offbeat_rollout_trtllm._server_link import EngineControl
     from offbeat_rollout_trtllm._versions import SUPPORTED_VERSIONS, USES, Release, Use, find_release
-    from offbeat_rollout_trtllm._weights import ReplicaEngine, ReplicaWeights, is_fp8_weight, plan_flushes
+    from offbeat_rollout_trtllm._weights import ReplicaWeights, is_fp8_weight, plan_flushes
     from offbeat_rollout_trtllm.serve import RolloutApp
+    from offbeat_types import ModelFolder
 
 _HOMES = {
     "SUPPORTED_VERSIONS": "_versions",
@@ -23,9 +24,8 @@ _HOMES = {
     "EngineControl": "_server_link",
     "HandleFormat": "_handles",
     "LocalLink": "_local_link",
-    "ModelFolder": "_options",
+    "ModelFolder": "_engine",
     "Release": "_versions",
-    "ReplicaEngine": "_weights",
     "ReplicaWeights": "_weights",
     "RolloutApp": "serve",
     "TrtllmOptions": "_options",
@@ -45,7 +45,6 @@ __all__ = [
     "LocalLink",
     "ModelFolder",
     "Release",
-    "ReplicaEngine",
     "ReplicaWeights",
     "RolloutApp",
     "TrtllmOptions",

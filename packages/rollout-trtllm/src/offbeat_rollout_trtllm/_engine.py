@@ -10,7 +10,7 @@ import numpy as np
 
 from offbeat_rollout_trtllm._handles import open_cuda_handles
 from offbeat_rollout_trtllm._local_link import EngineLink, LocalLink
-from offbeat_rollout_trtllm._options import ModelFolder, TrtllmOptions, cache_budget
+from offbeat_rollout_trtllm._options import TrtllmOptions, cache_budget, load_tokenizer
 from offbeat_rollout_trtllm._requests import InFlight, Sample, check_cut, to_engine_params
 from offbeat_rollout_trtllm._server_link import ServerLink
 from offbeat_rollout_trtllm._versions import Release, check_same_torch, find_release, installed_version
@@ -22,6 +22,7 @@ from offbeat_types import (
     EngineHealth,
     GenerateRequest,
     LoraAdapter,
+    ModelFolder,
     OffbeatError,
     PauseMode,
     PeerFailedError,
@@ -59,7 +60,7 @@ class TrtllmRolloutEngine:
     ) -> None:
         self._config, self._options = config, TrtllmOptions.parse(config.options)
         self._link, self._release, self._folder = link, release, ModelFolder(config.model_path)
-        self._tokenizer, self._eos_ids = self._folder.tokenizer(), self._folder.eos_ids()
+        self._tokenizer, self._eos_ids = load_tokenizer(self._folder.path), self._folder.eos_ids
         fp8 = self._options.weights == "fp8_blocks"
         if fp8 and self._folder.has_vision:
             raise ConfigError("weights = fp8_blocks is for models of language alone, and this one has a vision_config")
@@ -103,7 +104,7 @@ class TrtllmRolloutEngine:
             PeerFailedError: no server at the address given.
         """
         options = TrtllmOptions.parse(config.options)
-        ModelFolder(config.model_path).tokenizer()  # before minutes pass
+        load_tokenizer(ModelFolder(config.model_path).path)  # before minutes pass
         link: EngineLink
         if options.server:
             link = ServerLink(options.server, deadline_s=options.call_deadline_s)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -79,9 +79,9 @@ LOOK_BACK_TOKENS: Final = 8
 class Sample:
     """Adds up the deltas of one sample."""
 
-    def __init__(self, params: SamplingParams, eos_ids: Sequence[int], tokenizer: Tokenizer) -> None:
+    def __init__(self, params: SamplingParams, eos_ids: frozenset[int], tokenizer: Tokenizer) -> None:
         self._stops, self._tokenizer = params.stop, tokenizer
-        self._eos_ids = frozenset(() if params.ignore_eos else eos_ids) - frozenset(params.stop_token_ids)
+        self._eos_ids = (frozenset() if params.ignore_eos else eos_ids) - frozenset(params.stop_token_ids)
         self._window = max((len(stop.encode()) for stop in params.stop), default=0) + LOOK_BACK_TOKENS
         self.ids: list[int] = []
         self._logprobs: list[float] = []

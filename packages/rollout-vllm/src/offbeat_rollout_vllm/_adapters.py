@@ -15,11 +15,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from offbeat_rollout_vllm._model_folder import FolderStream, ModelFolder
 from offbeat_rollout_vllm._options import SHARED_MEMORY, AdapterLimits
-from offbeat_rollout_vllm._updates import Readback
+from offbeat_rollout_vllm._updates import FolderStream, Readback
 from offbeat_rollout_vllm._workers import Arena, Workers
-from offbeat_types import ConfigError, LoraAdapter, ModelError, OffbeatError, WeightProof, WeightStream, WeightSyncError
+from offbeat_types import (
+    ConfigError,
+    LoraAdapter,
+    ModelError,
+    ModelFolder,
+    OffbeatError,
+    WeightProof,
+    WeightStream,
+    WeightSyncError,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

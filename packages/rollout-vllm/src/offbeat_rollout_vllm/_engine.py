@@ -10,7 +10,7 @@ import numpy as np
 
 from offbeat_rollout_vllm._adapters import Adapters, read_peft_adapter
 from offbeat_rollout_vllm._control import EngineControl
-from offbeat_rollout_vllm._model_folder import read_blocks
+from offbeat_rollout_vllm._fp8_blocks import read_blocks
 from offbeat_rollout_vllm._options import remove_shared_memory
 from offbeat_rollout_vllm._requests import (
     Requests,
@@ -62,7 +62,7 @@ class VllmRolloutEngine:
     cache_budget = staticmethod(cache_budget)
 
     def __init__(self, config: RolloutEngineConfig) -> None:
-        setup = self._setup = Setup.read(config)
+        setup = self._setup = Setup(config)
         self.notices, self.capabilities = setup.notices, setup.capabilities
         for notice in self.notices:
             logger.warning(notice)

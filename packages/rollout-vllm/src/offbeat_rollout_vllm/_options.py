@@ -30,14 +30,6 @@ class Renaming:
     since: str
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def _nothing(_value: Any) -> None:
-    return None
-
-
 RENAMED: Final[Mapping[str, Renaming]] = {
     "disable_mm_preprocessor_cache": Renaming("mm_processor_cache_gb", lambda off: 0 if off else None, "0.13"),
 }

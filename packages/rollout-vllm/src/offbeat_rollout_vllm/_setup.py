@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from offbeat_rollout_vllm._forms import AsyncForm, EngineForm, InProcessForm
-from offbeat_rollout_vllm._model_folder import (
-    FP8,
-    READABLE_KERNELS,
-    ModelFolder,
-    block_arguments,
-    holds_blocks,
-    with_scales,
-)
+from offbeat_rollout_vllm._fp8_blocks import FP8, READABLE_KERNELS, block_arguments, holds_blocks, with_scales
 from offbeat_rollout_vllm._options import (
     GIB,
     AdapterLimits,
@@ -32,6 +25,7 @@ from offbeat_types import (
     BackendError,
     CacheBudget,
     CacheNeeds,
+    ModelFolder,
     RolloutCapabilities,
     RolloutEngineConfig,
     RolloutEngineSettings,
@@ -152,60 +146,45 @@ _DEFAULT_SHARE: Final = 0.92
 """`gpu_memory_utilization` of vllm 0.32.0."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Setup:
-    config: RolloutEngineConfig
-    options: VllmRolloutOptions
-    notices: list[str]
-    folder: ModelFolder
-    limits: AdapterLimits
-    capabilities: RolloutCapabilities
-    traces: WorkerTraces
-    form: EngineForm
-    num_workers: int
-    is_fp8: bool
-    holds_blocks: bool
+    """A configuration, checked, and the engine that it asks for, not started.
 
-    @classmethod
-    def read(cls, config: RolloutEngineConfig) -> "Setup":
+    Attributes:
+        folder: of the model; says what an update must bring.
+        holds_blocks: the engine holds FP8 blocks as such; else as the values that they stand for.
+    """
+
+    def __init__(self, config: RolloutEngineConfig) -> None:
         name, version = installed_engine()
-        options, notices = VllmRolloutOptions.parse(config.options)
+        options, self.notices = VllmRolloutOptions.parse(config.options)
         if not options.any_version:
             supported_version(name, version)
         check_torchvision()
         path = Path(config.model_path).expanduser()
-        config, folder = replace(config, model_path=str(path)), ModelFolder.read(path)
-        is_cpu, limits = is_cpu_build(name, version), AdapterLimits.read(options.engine)
+        self.config, self.folder = replace(config, model_path=str(path)), ModelFolder(path)
+        is_cpu, self.limits = is_cpu_build(name, version), AdapterLimits.read(options.engine)
         if is_cpu:
             options, left_out = drop_expert_layouts(options)
-            notices = [*notices, *left_out]
-        traces, extra = WorkerTraces(config.trace_folder), dict[str, Any]()
-        if is_blocks := holds_blocks(config, is_cpu=is_cpu):
-            extra, folder = block_arguments(config, options.engine, folder), with_scales(folder)
-        needs = engine_needs(LIBRARY, config, releases=(release_of(version),))
-        arguments = {**needs.options, **extra, **traces.arguments}
-        form, num_workers = choose_form(config, options, arguments, needs.variables, is_cpu=is_cpu)
-        return cls(
-            config=config,
-            options=options,
-            notices=[*notices, *filter(None, [needs.notice])],
-            folder=folder,
-            limits=limits,
-            capabilities=RolloutCapabilities(
-                pause_modes=("abort", "wait", "keep"),
-                sleep_levels=sleep_levels(options, is_cpu=is_cpu),
-                shares_prompt_prefix=bool(options.engine.get("enable_prefix_caching", True)),
-                multimodal=folder.has_vision and not options.engine.get("language_model_only", False),
-                lora=limits.num_adapters > 0,
-                fp8_weights=True,
-                scores=not limits.num_adapters,
-                traces=bool(config.trace_folder),
-            ),
-            traces=traces,
-            form=form,
-            num_workers=num_workers,
-            is_fp8=config.weight_format == FP8,
-            holds_blocks=is_blocks,
+            self.notices += left_out
+        self.options, self.is_fp8 = options, config.weight_format == FP8
+        self.traces, extra = WorkerTraces(config.trace_folder), dict[str, Any]()
+        self.holds_blocks = holds_blocks(config, is_cpu=is_cpu)
+        if self.holds_blocks:
+            extra = block_arguments(config, options.engine, self.folder)
+            self.folder = with_scales(self.folder)
+        needs = engine_needs(LIBRARY, self.config, releases=(release_of(version),))
+        self.notices += filter(None, [needs.notice])
+        arguments = {**needs.options, **extra, **self.traces.arguments}
+        self.form, self.num_workers = choose_form(self.config, options, arguments, needs.variables, is_cpu=is_cpu)
+        self.capabilities = RolloutCapabilities(
+            pause_modes=("abort", "wait", "keep"),
+            sleep_levels=sleep_levels(options, is_cpu=is_cpu),
+            shares_prompt_prefix=bool(options.engine.get("enable_prefix_caching", True)),
+            multimodal=self.folder.has_vision and not options.engine.get("language_model_only", False),
+            lora=self.limits.num_adapters > 0,
+            fp8_weights=True,
+            scores=not self.limits.num_adapters,
+            traces=bool(config.trace_folder),
         )
 
 

@@ -7,14 +7,14 @@ and up rows, in] and `experts.down_proj` [experts, out, in], and saves each matr
 Source: transformers 5.19.0, transformers/conversion_mapping.py ("qwen2_moe", which "qwen3_moe" and others share).
 """
 
+import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from offbeat_rollout_vllm._model_folder import ModelFolder
 from offbeat_rollout_vllm._workers import Arena, Workers, aligned
-from offbeat_types import OffbeatError, WeightProof, WeightStream, WeightSyncError
+from offbeat_types import ExpectedTensors, ModelFolder, OffbeatError, WeightProof, WeightStream, WeightSyncError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -219,6 +219,27 @@ def tiny_elements(tensor: Any) -> "Tensor | None":
     return where.cpu() if where.numel() else None
 
 
+class FolderStream:
+    def __init__(self, read: "Callable[[], Iterable[tuple[str, Tensor]]]", version: int) -> None:
+        self._read, self.version = read, version
+
+    def __iter__(self) -> "Iterator[tuple[str, Tensor]]":
+        yield from self._read()
+
+    def prove(self, read: "Callable[[str], Tensor]") -> WeightProof:
+        import torch
+
+        digest, count = hashlib.blake2b(digest_size=8), 0
+        for name, tensor in self:
+            held = read(name).contiguous()
+            sent = tensor.to(held.dtype).contiguous()
+            if not torch.equal(held.flatten().view(torch.uint8), sent.flatten().view(torch.uint8)):
+                raise WeightSyncError(f"the engine holds other numbers than the folder's in {name}")
+            digest.update(name.encode() + held.flatten().view(torch.uint8).numpy().tobytes())
+            count += 1
+        return WeightProof(version=self.version, num_tensors=count, checksums=(digest.hexdigest(),))
+
+
 Entry = tuple[str, str, list[int], int]
 
 
@@ -275,22 +296,13 @@ class WeightLoader:
         """The stream's tensors; raises for a shape, or a name that is unknown, came twice, or is missing at the end."""
         import torch
 
-        seen = set[str]()
+        expected = ExpectedTensors(source)
         for name, value in stream:
             tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-            shape, stored = self._folder.shape_of(name), self._folder.stored_name(name)
-            if shape is None:
-                raise WeightSyncError(f"{source}: this model has no tensor {name!r}")
-            if stored in seen:
-                raise WeightSyncError(f"{source}: the tensor {name!r} came twice")
-            if tuple(tensor.shape) != shape:
-                raise WeightSyncError(f"{source}: {name!r} must have shape {shape}, got {tuple(tensor.shape)}")
-            seen.add(stored)
+            expected.take(name, tuple(tensor.shape), self._folder.shape_of(name), self._folder.stored_name(name))
             readback.expect(name, tensor)
             yield name, tensor
-        if missing := [name for name in self._folder.shapes if name not in seen]:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise WeightSyncError(f"{source}: missing {', '.join(map(repr, missing[:3]))}{more}")
+        expected.finish(self._folder.shapes)
 
     def _buckets(self, tensors: Iterator[tuple[str, Any]]) -> Iterator[list[Entry]]:
         """Fill one half of the arena after the other. A half may be filled again two buckets later: see `_load`."""

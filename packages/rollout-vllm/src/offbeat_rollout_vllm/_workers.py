@@ -2,10 +2,10 @@
 
 import itertools
 import json
+import math
 import mmap
 import os
 import shutil
-import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -44,7 +44,7 @@ class Arena:
     def create(cls, num_bytes: int) -> "Arena":
         """Take memory, zeroed."""
         try:
-            descriptor = _anonymous_file()
+            descriptor = os.memfd_create("offbeat-rollout-vllm")
             os.truncate(descriptor, num_bytes)
             return cls(descriptor, num_bytes)
         except OSError as error:
@@ -63,23 +63,13 @@ class Arena:
         import torch
 
         number_format: torch.dtype = getattr(torch, dtype)
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=number_format)
         return torch.frombuffer(self._map, dtype=number_format, count=count, offset=offset).view(shape)
 
     def close(self) -> None:
         os.close(self.descriptor)
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("offbeat-rollout-vllm")
-    descriptor, path = tempfile.mkstemp(prefix="offbeat-rollout-vllm-")
-    os.unlink(path)
-    return descriptor
 
 
 def aligned(num_bytes: int) -> int:

@@ -45,6 +45,7 @@ from offbeat_types._model_files import (
     tensor_file_header,
     tensor_file_index,
 )
+from offbeat_types._model_folder import ExpectedTensors, ModelFolder
 from offbeat_types._requests import (
     Floats,
     GenerateRequest,
@@ -124,6 +125,7 @@ __all__ = [
     "EngineHealth",
     "EngineNeeds",
     "EngineThread",
+    "ExpectedTensors",
     "Floats",
     "GenerateRequest",
     "GroupError",
@@ -139,6 +141,7 @@ __all__ = [
     "Metrics",
     "MismatchError",
     "ModelError",
+    "ModelFolder",
     "OffbeatError",
     "PauseMode",
     "PeerFailedError",
