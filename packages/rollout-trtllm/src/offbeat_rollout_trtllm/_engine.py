@@ -9,10 +9,10 @@ from typing import ClassVar, Final, Self
 import numpy as np
 
 from offbeat_rollout_trtllm._handles import open_cuda_handles
-from offbeat_rollout_trtllm._local_link import EngineLink, LocalLink
+from offbeat_rollout_trtllm._local_link import LocalLink
 from offbeat_rollout_trtllm._options import TrtllmOptions, cache_budget, load_tokenizer
 from offbeat_rollout_trtllm._requests import InFlight, Sample, check_cut, to_engine_params
-from offbeat_rollout_trtllm._server_link import ServerLink
+from offbeat_rollout_trtllm._server_link import EngineLink, ServerLink
 from offbeat_rollout_trtllm._versions import Release, check_same_torch, find_release, installed_version
 from offbeat_rollout_trtllm._weights import OpenHandles, WeightLoader
 from offbeat_types import (

@@ -12,7 +12,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final
 
 from offbeat_liveness import waiting
-from offbeat_rollout_trtllm._local_link import Delta, EngineLink
+from offbeat_rollout_trtllm._local_link import Delta, LocalLink
 from offbeat_types import ConfigError, DeadlineError, PeerFailedError, WeightSyncError
 
 TOKEN_VARIABLE: Final = "OFFBEAT_TRTLLM_TOKEN"
@@ -99,7 +99,9 @@ class HttpEngine:
             raise PeerFailedError(self.label, f"{name} was refused with {status[1].decode()}: {text}")
 
 
-class ServerLink(EngineLink):
+class ServerLink:
+    """What `LocalLink` is, over HTTP."""
+
     def __init__(self, address: str, *, deadline_s: float) -> None:
         self._engine = HttpEngine(address, deadline_s=deadline_s)
 
@@ -166,6 +168,9 @@ class ServerLink(EngineLink):
 
     async def _post(self, path: str, body: Any = None) -> None:
         await self._engine.call("POST", path, body)
+
+
+EngineLink = LocalLink | ServerLink
 
 
 class EngineControl:

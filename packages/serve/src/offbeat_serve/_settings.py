@@ -9,7 +9,6 @@ Source: https://platform.openai.com/docs/guides/error-codes/api-errors
 
 import hmac
 import ipaddress
-import json
 import logging
 import os
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from offbeat_types import (
     RolloutEngineConfig,
     UserError,
     WeightSyncError,
+    read_model_json,
     setting,
 )
 
@@ -92,7 +92,7 @@ class ServedModel:
             ModelError: config.json is missing or corrupt, or names no vocabulary.
         """
         folder = Path(config.model_path).expanduser()
-        outer = _read_config(folder / "config.json")
+        outer = read_model_json(folder / "config.json")
         inner = outer.get("text_config")
         text = {**outer, **inner} if isinstance(inner, dict) else outer
         vocab_size, positions = text.get("vocab_size"), text.get("max_position_embeddings")
@@ -100,16 +100,6 @@ class ServedModel:
             raise ModelError(f"{folder / 'config.json'} needs vocab_size, an integer: got {vocab_size!r}")
         limits = [config.max_model_len, *([positions] if isinstance(positions, int) else [])]
         return cls(name=name or folder.resolve().name, max_model_len=min(limits), vocab_size=vocab_size)
-
-
-def _read_config(path: Path) -> dict[str, object]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read: {error}; give a Hugging Face model folder") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} needs a JSON object and holds a {type(content).__name__}")
-    return content
 
 
 _log = logging.getLogger(__name__)
