@@ -21,9 +21,8 @@ from offbeat_mesh import Device, Group, current_world
 from offbeat_types import MismatchError, TensorSpec, WeightProof, WeightSyncError
 from offbeat_weightsync._connection import Deadline, reason_of
 from offbeat_weightsync._plan import BucketPlan
-from offbeat_weightsync._proofs import compare_proofs
 from offbeat_weightsync._stream import MAX_RUN_BYTES, ArrivingStream, Room, Runs
-from offbeat_weightsync._tensors import PlannedTensors
+from offbeat_weightsync._tensors import PlannedTensors, compare_proofs
 
 T = TypeVar("T")
 

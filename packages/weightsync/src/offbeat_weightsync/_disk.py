@@ -43,9 +43,8 @@ from offbeat_types import (
 )
 from offbeat_weightsync._connection import Deadline, reason_of
 from offbeat_weightsync._plan import BucketPlan, Piece
-from offbeat_weightsync._proofs import compare_proofs
 from offbeat_weightsync._stream import MAX_RUN_BYTES, ArrivingStream, Room, Runs, read_runs
-from offbeat_weightsync._tensors import PlannedTensors
+from offbeat_weightsync._tensors import PlannedTensors, compare_proofs
 
 MANIFEST: Final = "weights.json"
 PREFIX: Final = "version-"
@@ -216,12 +215,6 @@ def remove_old_versions(root: str | Path, keep: int) -> None:
         hidden = doomed.with_name(f".{doomed.name}.removed")  # first, so that it is never seen half gone
         os.replace(doomed, hidden)
         shutil.rmtree(hidden)
-
-
-def remove_partial_versions(root: str | Path) -> None:
-    """Remove what writers that died have left and nobody will take up."""
-    for path in [*Path(root).glob(".version-*.partial"), *Path(root).glob(".version-*.removed")]:
-        shutil.rmtree(path)
 
 
 class DiskStream(ArrivingStream):
