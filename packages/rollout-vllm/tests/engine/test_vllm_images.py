@@ -77,6 +77,7 @@ async def check_two_turns(engine, trainer):
     assert trainer.error(second, last) < 1e-4
 
 
+@pytest.mark.nightly
 def test_qwen3_vl(tmp_path):
     folder = tiny_vision_model(tmp_path / "model", "qwen3_vl")
     run(folder, check_numbers_of_images, check_refusals, check_updates, check_two_turns)

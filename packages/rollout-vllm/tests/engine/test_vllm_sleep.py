@@ -41,6 +41,7 @@ def fill_cache(self):
         held.fill_(1)
 
 
+@pytest.mark.nightly
 def test_both_levels_give_memory_back_and_leave_no_trace(folder, monkeypatch):
     monkeypatch.setattr(WorkerSide, "fill_cache", fill_cache, raising=False)
     model = reference_model(folder)
