@@ -46,6 +46,7 @@ from offbeat_types._model_files import (
     tensor_file_header,
     tensor_file_index,
 )
+from offbeat_types._model_folder import ExpectedTensors, ModelFolder
 from offbeat_types._requests import (
     Floats,
     GenerateRequest,
@@ -125,6 +126,7 @@ __all__ = [
     "EngineHealth",
     "EngineNeeds",
     "EngineThread",
+    "ExpectedTensors",
     "Floats",
     "GenerateRequest",
     "GroupError",
@@ -140,6 +142,7 @@ __all__ = [
     "Metrics",
     "MismatchError",
     "ModelError",
+    "ModelFolder",
     "OffbeatError",
     "PauseMode",
     "PeerFailedError",
