@@ -61,6 +61,7 @@ def groups_in_another_order(rank: int) -> None:
         dist.all_reduce(torch.ones(1), group=group)
 
 
+@pytest.mark.nightly
 def test_two_groups_in_another_order_are_named_by_their_axes(tmp_path: Path) -> None:
     verdict = launch(groups_in_another_order, 2, tmp_path).only
     assert verdict.kind == "different-order"
@@ -74,6 +75,7 @@ def queue_never_filled(rank: int) -> None:
     time.sleep(100)
 
 
+@pytest.mark.nightly
 def test_a_queue_that_nobody_fills(tmp_path: Path) -> None:
     verdict = launch(queue_never_filled, 2, tmp_path).only
     assert (verdict.kind, verdict.missing) == ("starved", ("rank 1",))
@@ -163,6 +165,7 @@ def rank_1_holds_the_gil(rank: int) -> None:
     step()
 
 
+@pytest.mark.nightly
 def test_a_process_that_holds_the_gil_is_silent(tmp_path: Path) -> None:
     outcome = launch(rank_1_holds_the_gil, 2, tmp_path, ends=(0,))
     verdict = outcome.verdicts[-1]  # it counts as slow before it has been silent in three looks
@@ -180,6 +183,7 @@ def slow_but_moving(rank: int) -> None:
     time.sleep(3)  # for the word that it moves again
 
 
+@pytest.mark.nightly
 def test_a_slow_one_is_told_and_never_killed_and_the_end_of_it_too(tmp_path: Path) -> None:
     outcome = launch(slow_but_moving, 2, tmp_path)
     assert outcome.only.kind == "straggler"
@@ -200,6 +204,7 @@ def receive_posted_early(rank: int) -> None:
         dist.send(torch.ones(1), 0)
 
 
+@pytest.mark.nightly
 def test_a_receive_posted_early_makes_no_circle(tmp_path: Path) -> None:
     outcome = launch(receive_posted_early, 2, tmp_path)
     assert outcome.exit_codes == [0, 0]
@@ -213,6 +218,7 @@ def slow_and_then_raises(rank: int) -> None:
     step()
 
 
+@pytest.mark.nightly
 def test_the_failure_of_a_slow_one_is_told_at_once(tmp_path: Path) -> None:
     verdicts = launch(slow_and_then_raises, 2, tmp_path).verdicts
     assert [verdict.kind for verdict in verdicts] == ["straggler", "dead-peer"]
@@ -231,6 +237,7 @@ def missing_after_point_to_point(rank: int) -> None:
     dist.all_reduce(torch.ones(1), group=pair)
 
 
+@pytest.mark.nightly
 def test_sends_and_receives_do_not_pass_for_collectives(tmp_path: Path) -> None:
     verdict = launch(missing_after_point_to_point, 2, tmp_path).only
     assert (verdict.kind, verdict.missing) == ("missing-member", ("rank 1",))
@@ -240,6 +247,7 @@ def complain(verdict: Verdict) -> None:
     raise ValueError(f"cannot page anybody about {verdict.kind}")
 
 
+@pytest.mark.nightly
 def test_a_program_that_cannot_take_the_verdict_is_ended_all_the_same(tmp_path: Path) -> None:
     outcome = launch(rank_1_sleeps, 2, tmp_path, on_verdict=complain)
     assert outcome.exit_codes == [ABORTED] * 2
@@ -258,6 +266,7 @@ def roots_in_two_forms(rank: int) -> None:
     step()
 
 
+@pytest.mark.nightly
 def test_one_root_named_in_two_forms_is_one_root(tmp_path: Path) -> None:
     outcome = launch(roots_in_two_forms, 4, tmp_path)
     assert outcome.exit_codes == [0] * 4
@@ -286,6 +295,7 @@ def compute_on_rank_1(rank: int) -> None:
         sum(range(1000))
 
 
+@pytest.mark.nightly
 def test_a_worker_that_computes_while_its_main_thread_waits_is_not_killed(tmp_path: Path) -> None:
     outcome = launch(worker_1_computes, 2, tmp_path)
     assert outcome.exit_codes == [0, 0]
@@ -310,6 +320,7 @@ def rank_1_waits_in_the_kernel(rank: int) -> None:
     step()
 
 
+@pytest.mark.nightly
 def test_one_that_waits_for_a_disk_is_slow_and_not_killed(tmp_path: Path) -> None:
     outcome = launch(rank_1_waits_in_the_kernel, 2, tmp_path)
     assert {verdict.kind for verdict in outcome.verdicts} == {"straggler"}
@@ -324,6 +335,7 @@ def sleep_on_rank_1(rank: int) -> None:
     time.sleep(100 * rank)
 
 
+@pytest.mark.nightly
 def test_a_missing_worker_is_told_with_its_own_line(tmp_path: Path) -> None:
     outcome = launch(worker_1_sleeps, 2, tmp_path)
     assert (outcome.only.kind, outcome.only.missing) == ("missing-member", ("rank 1",))
@@ -337,6 +349,7 @@ def slower_by_less_than_half(rank: int) -> None:
         step()
 
 
+@pytest.mark.nightly
 def test_a_healthy_run_with_uneven_ranks_is_left_in_peace(tmp_path: Path) -> None:
     outcome = launch(slower_by_less_than_half, 2, tmp_path, stall_after_s=PEACE_S)
     assert outcome.verdicts == []
@@ -352,6 +365,7 @@ def stuck_then_free(rank: int) -> None:
     time.sleep(3)  # for the word that it moves again
 
 
+@pytest.mark.nightly
 def test_report_tells_once_and_lets_the_run_go_on(tmp_path: Path) -> None:
     outcome = launch(stuck_then_free, 2, tmp_path, policy="report")
     assert outcome.only.kind == "missing-member"
@@ -379,8 +393,8 @@ def store_key_of_nobody(rank: int) -> None:
 @pytest.mark.parametrize(
     ("body", "kind", "words"),
     [
-        (barrier_without_rank_1, "missing-member", "monitored_barrier"),
-        (new_group_without_rank_1, "missing-member", "new_group"),
+        pytest.param(barrier_without_rank_1, "missing-member", "monitored_barrier", marks=pytest.mark.nightly),
+        pytest.param(new_group_without_rank_1, "missing-member", "new_group", marks=pytest.mark.nightly),
         (store_key_of_nobody, "starved", "'ready'"),
     ],
 )
@@ -398,6 +412,7 @@ def reduce_in_a_thread(rank: int) -> None:
     time.sleep(100)
 
 
+@pytest.mark.nightly
 def test_a_thread_that_waits_is_told_with_its_own_line(tmp_path: Path) -> None:
     verdict = launch(reduce_in_a_thread, 2, tmp_path).only
     assert (verdict.kind, verdict.missing) == ("missing-member", ("rank 1",))
@@ -415,12 +430,14 @@ def child_process_of_a_rank(rank: int) -> None:
     os.waitpid(pid, 0)
 
 
+@pytest.mark.nightly
 def test_forked_children_do_not_pass_for_ranks(tmp_path: Path) -> None:
     outcome = launch(child_process_of_a_rank, 2, tmp_path, stall_after_s=PEACE_S)
     assert outcome.exit_codes == [0, 0]
     assert outcome.verdicts == []
 
 
+@pytest.mark.nightly
 def test_with_the_recorder_off_numbers_and_stacks_must_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     verdict = launch(rank_1_sleeps, 2, tmp_path).only

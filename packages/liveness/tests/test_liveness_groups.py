@@ -366,6 +366,7 @@ def sent_and_never_waited_for(rank):
         dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.nightly
 def test_a_delivered_message_that_nobody_waits_for_makes_no_circle(tmp_path):
     outcome = launch(sent_and_never_waited_for, 2, tmp_path, policy="report")
     assert outcome.exit_codes == [0, 0]
@@ -388,6 +389,7 @@ def two_play_while_the_third_waits(rank):
     dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.nightly
 def test_transfers_of_the_others_are_not_taken_for_the_collective_that_one_waits_in(tmp_path):
     outcome = launch(two_play_while_the_third_waits, 3, tmp_path, policy="report")
     assert outcome.exit_codes == [0, 0, 0]

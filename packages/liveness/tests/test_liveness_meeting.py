@@ -53,6 +53,7 @@ def test_a_circle_of_waits_is_named_across_hosts_that_share_no_folder(tmp_path: 
     assert role["listening"] == ["10.76.0.2"]
 
 
+@pytest.mark.nightly
 def test_ranks_that_have_nothing_but_a_store_in_common_reach_each_other_across_hosts(tmp_path: Path) -> None:
     for said in on_two_hosts(tmp_path, "rank"):
         assert said["kind"] == "missing-member"
@@ -60,6 +61,7 @@ def test_ranks_that_have_nothing_but_a_store_in_common_reach_each_other_across_h
         assert said["parties"] == ["rank 0", "rank 1"]
 
 
+@pytest.mark.nightly
 def test_a_head_that_takes_its_name_for_loopback_is_not_taken_for_dead(tmp_path: Path) -> None:
     for said in on_two_hosts(tmp_path, "head"):
         assert said["kind"] == "missing-member"

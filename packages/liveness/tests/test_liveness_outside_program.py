@@ -296,6 +296,7 @@ ray.{call}
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="Ray is not installed there")
 @pytest.mark.parametrize("call", ["get(reference, timeout=55)", "wait([reference], timeout=55)"])

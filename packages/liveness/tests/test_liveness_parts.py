@@ -534,6 +534,7 @@ OwnThread(begins_another).start()
 """
 
 
+@pytest.mark.nightly
 def test_a_thread_that_begins_while_the_process_ends_is_waited_for() -> None:
     """Python 3.11 ends a thread that comes back from C++ too late, and C++ then ends the process with SIGABRT."""
     script = [sys.executable, "-c", BEGINS_ANOTHER_AT_THE_END]

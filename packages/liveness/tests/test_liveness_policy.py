@@ -111,7 +111,13 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     return Programs(HEALTHY, tmp_path_factory.mktemp("healthy"), policy="abort")
 
 
-@pytest.mark.parametrize("body", HEALTHY, ids=lambda body: body.__name__)
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(body, id=body.__name__, marks=[] if number < Programs.AT_A_TIME else pytest.mark.nightly)
+        for number, body in enumerate(HEALTHY)
+    ],
+)
 def test_a_healthy_run_that_pauses_goes_on_and_is_told_of_twice_at_most(body: Body, healthy: Programs) -> None:
     outcome = healthy.outcome(body)
     told = [line for text in outcome.outputs for line in text.splitlines() if line.startswith("offbeat liveness")]
@@ -129,6 +135,7 @@ def pauses_again_and_again(rank: int) -> None:
     time.sleep(STALL_S)
 
 
+@pytest.mark.nightly
 def test_a_pause_that_comes_again_and_again_is_told_once(tmp_path: Path) -> None:
     outcome = launch(pauses_again_and_again, 2, tmp_path, policy="abort")
     told = [line for text in outcome.outputs for line in text.splitlines() if line.startswith("offbeat liveness")]
@@ -160,7 +167,11 @@ def receives_first(rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("body", "kind"),
-    [(calls_something_else, "different-op"), (goes_in_circles, "different-order"), (receives_first, "wait-cycle")],
+    [
+        (calls_something_else, "different-op"),
+        pytest.param(goes_in_circles, "different-order", marks=pytest.mark.nightly),
+        pytest.param(receives_first, "wait-cycle", marks=pytest.mark.nightly),
+    ],
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )
 def test_a_proof_ends_the_run_before_its_timeout(body: Body, kind: str, tmp_path: Path) -> None:
@@ -190,6 +201,7 @@ def fails_while_another_writes(handles: bool) -> Body:
     return body
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("handles", [True, False])
 def test_what_a_rank_writes_while_the_run_is_ended_is_complete(
     handles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -231,6 +243,7 @@ def busy_beside_a_hang(rank: int) -> None:
     dist.barrier()
 
 
+@pytest.mark.nightly
 def test_a_hang_is_told_though_another_thread_goes_on_communicating(tmp_path: Path) -> None:
     verdict = launch(busy_beside_a_hang, 2, tmp_path, policy="strict", stall_after_s=2.0).verdicts[0]
     assert verdict.missing == ("rank 1",)
@@ -402,6 +415,7 @@ def feeder_raises(rank: int) -> None:
     step()
 
 
+@pytest.mark.nightly
 def test_a_thread_that_an_exception_has_ended_is_told_of(tmp_path: Path) -> None:
     text = launch(feeder_raises, 2, tmp_path).only.text
     assert "rank 0: its thread 'feeder' was ended by KeyError: 'no such shard' at" in text
@@ -416,6 +430,7 @@ def cleans_up(rank: int) -> None:
         dist.barrier()
 
 
+@pytest.mark.nightly
 def test_an_exception_that_a_clean_up_hides_is_told(tmp_path: Path) -> None:
     outcome = launch(cleans_up, 2, tmp_path, policy="abort")
     assert outcome.only.kind == "different-op"

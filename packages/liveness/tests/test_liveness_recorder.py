@@ -93,6 +93,7 @@ def test_settled_collectives_are_those_that_were_read_while_nothing_moved(monkey
     assert settled_collectives(patience_s=0.0) is None
 
 
+@pytest.mark.nightly
 def test_other_threads_import_inductor_while_call_sites_are_read():
     ended = subprocess.run(
         [sys.executable, "-c", IMPORTED_WHILE_READING], capture_output=True, text=True, timeout=120, check=False

@@ -103,6 +103,7 @@ dist.all_reduce(torch.ones(1))
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(LIMIT_S)
 def test_torchrun_names_the_rank_that_raised_as_the_cause(tmp_path: Path) -> None:
     """Which takes a while to end, and closes its connections meanwhile: nobody else ends before it."""
@@ -114,6 +115,7 @@ def test_torchrun_names_the_rank_that_raised_as_the_cause(tmp_path: Path) -> Non
     assert "exitcode  : 1 " in cause
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(LIMIT_S)
 def test_ranks_that_a_script_spawns_are_reached(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -71,6 +71,7 @@ def fates(graph: WaitGraph) -> dict[str, str]:
     return {each.name: each.fate for each in graph.absent}
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("is_here", [True, False])
 def test_who_computes_without_answering_is_slow_however_often_one_looks(peers: Peers, is_here: bool) -> None:
@@ -106,6 +107,7 @@ def a_witness(peers: Peers, machine: str) -> Iterator[None]:
         listener.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(60)
 def test_who_is_silent_and_does_nothing_is_so_after_several_looks(peers: Peers) -> None:
     with a_silent_process(SLEEPS) as address:

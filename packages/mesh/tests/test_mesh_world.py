@@ -150,7 +150,7 @@ def killable_store():
         os.waitpid(pid, 0)
 
 
-@pytest.mark.parametrize("step", ["_meet", "find_host"])
+@pytest.mark.parametrize("step", ["_meet", pytest.param("find_host", marks=pytest.mark.nightly)])
 def test_a_store_that_is_lost_while_joining_is_said(run_ranks, step):
     """It is gone after that step."""
 
@@ -177,6 +177,7 @@ def test_a_store_that_is_lost_while_joining_is_said(run_ranks, step):
     assert "waited 2 s for the store, which did not come; it was lost while all were joining" in ended.text
 
 
+@pytest.mark.nightly
 def test_a_rank_0_that_is_lost_while_joining_is_named_and_leaves_no_world_behind(run_ranks):
     def body(rank, num_ranks, store):
         if rank == 0:  # comes, and is gone before it has opened its control server

@@ -260,6 +260,7 @@ def test_the_deadline_ends_a_hang_and_tells_where_each_rank_stands(run):
     )
 
 
+@pytest.mark.nightly
 def test_the_verdict_of_the_liveness_monitor_is_part_of_the_text(run):
     done = run("""
     import offbeat_liveness as liveness
@@ -316,6 +317,7 @@ def test_a_rank_that_dies_is_named_with_how(run):
     done.stdout.fnmatch_lines([line for told in ENDS.values() for line in ("rank 1 of 2 failed first", told)])
 
 
+@pytest.mark.nightly
 def test_a_stopped_rank_is_named(run):
     done = run("""
     @pytest.mark.ranks(2, deadline_s=1)
