@@ -9,7 +9,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,13 @@ def rank_1_sleeps(rank: int) -> None:
     step()
 
 
+def complain(verdict: Verdict) -> None:
+    raise ValueError(f"cannot page anybody about {verdict.kind}")
+
+
 @pytest.fixture(scope="module")
 def without_rank_1(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return launch(rank_1_sleeps, 3, tmp_path_factory.mktemp("without_rank_1"))
+    return launch(rank_1_sleeps, 3, tmp_path_factory.mktemp("without_rank_1"), on_verdict=complain)
 
 
 def test_a_missing_member_is_named_with_its_line_and_everybody_leaves_with_4(without_rank_1: Outcome) -> None:
@@ -51,35 +54,7 @@ def test_a_missing_member_is_named_with_its_line_and_everybody_leaves_with_4(wit
     assert told == [1, 0, 0]
     assert "rank 2: missing-member, told in full by rank 0" in outcome.outputs[2]
     assert {head.name for head in read_heads(outcome.directory / "dumps")} == {"rank 0", "rank 1", "rank 2"}
-
-
-def groups_in_another_order(rank: int) -> None:
-    dp, cp = dist.new_group([0, 1]), dist.new_group([0, 1])
-    liveness.name_group(dp, ("dp",))
-    liveness.name_group(cp, ("cp",))
-    for group in (dp, cp) if rank else (cp, dp):
-        dist.all_reduce(torch.ones(1), group=group)
-
-
-@pytest.mark.nightly
-def test_two_groups_in_another_order_are_named_by_their_axes(tmp_path: Path) -> None:
-    verdict = launch(groups_in_another_order, 2, tmp_path).only
-    assert verdict.kind == "different-order"
-    assert {link.axes for link in verdict.links} == {("dp",), ("cp",)}
-
-
-def queue_never_filled(rank: int) -> None:
-    if rank == 0:
-        with liveness.waiting("sample_queue.get", on="rank 1"):
-            threading.Event().wait(100)
-    time.sleep(100)
-
-
-@pytest.mark.nightly
-def test_a_queue_that_nobody_fills(tmp_path: Path) -> None:
-    verdict = launch(queue_never_filled, 2, tmp_path).only
-    assert (verdict.kind, verdict.missing) == ("starved", ("rank 1",))
-    assert "in queue_never_filled" in verdict.text
+    assert all("cannot page anybody about missing-member" in text for text in outcome.outputs)
 
 
 def rank_0_is_stopped(rank: int) -> None:
@@ -211,49 +186,6 @@ def test_a_receive_posted_early_makes_no_circle(tmp_path: Path) -> None:
     assert {verdict.kind for verdict in outcome.verdicts} == {"straggler"}
 
 
-def slow_and_then_raises(rank: int) -> None:
-    if rank == 1:
-        compute_on_rank_1(1)
-        raise ValueError("no more samples")
-    step()
-
-
-@pytest.mark.nightly
-def test_the_failure_of_a_slow_one_is_told_at_once(tmp_path: Path) -> None:
-    verdicts = launch(slow_and_then_raises, 2, tmp_path).verdicts
-    assert [verdict.kind for verdict in verdicts] == ["straggler", "dead-peer"]
-    assert "no more samples" in verdicts[-1].headline
-
-
-def missing_after_point_to_point(rank: int) -> None:
-    pair = dist.new_group([0, 1])
-    for _ in range(3):
-        if rank == 0:
-            dist.send(torch.ones(1), 1, group=pair)
-        else:
-            dist.recv(torch.ones(1), 0, group=pair)
-    if rank == 1:
-        time.sleep(100)
-    dist.all_reduce(torch.ones(1), group=pair)
-
-
-@pytest.mark.nightly
-def test_sends_and_receives_do_not_pass_for_collectives(tmp_path: Path) -> None:
-    verdict = launch(missing_after_point_to_point, 2, tmp_path).only
-    assert (verdict.kind, verdict.missing) == ("missing-member", ("rank 1",))
-
-
-def complain(verdict: Verdict) -> None:
-    raise ValueError(f"cannot page anybody about {verdict.kind}")
-
-
-@pytest.mark.nightly
-def test_a_program_that_cannot_take_the_verdict_is_ended_all_the_same(tmp_path: Path) -> None:
-    outcome = launch(rank_1_sleeps, 2, tmp_path, on_verdict=complain)
-    assert outcome.exit_codes == [ABORTED] * 2
-    assert all("cannot page anybody about missing-member" in text for text in outcome.outputs)
-
-
 def roots_in_two_forms(rank: int) -> None:
     """Both name rank 3, which is slow: by its number in the world, and in the group."""
     group = dist.new_group([1, 2, 3])
@@ -340,6 +272,7 @@ def test_a_missing_worker_is_told_with_its_own_line(tmp_path: Path) -> None:
     outcome = launch(worker_1_sleeps, 2, tmp_path)
     assert (outcome.only.kind, outcome.only.missing) == ("missing-member", ("rank 1",))
     assert "in sleep_on_rank_1" in outcome.only.text
+    assert "in step" in outcome.only.text, "the line of the worker that waits, too"
     assert outcome.exit_codes == [ABORTED] * 2
 
 
@@ -372,51 +305,6 @@ def test_report_tells_once_and_lets_the_run_go_on(tmp_path: Path) -> None:
     assert outcome.exit_codes == [0, 0]
     assert outcome.outputs[0].count("offbeat liveness: suspicion: missing-member") == 1
     assert "it moves again: rank 1 came after" in outcome.outputs[0]
-
-
-def barrier_without_rank_1(rank: int) -> None:
-    if rank == 1:
-        time.sleep(100)
-    dist.monitored_barrier(timeout=timedelta(seconds=60))
-
-
-def new_group_without_rank_1(rank: int) -> None:
-    if rank == 1:
-        time.sleep(100)
-    dist.new_group([0, 1])
-
-
-def store_key_of_nobody(rank: int) -> None:
-    dist.distributed_c10d._get_default_store().wait(["ready"], timedelta(seconds=60))
-
-
-@pytest.mark.parametrize(
-    ("body", "kind", "words"),
-    [
-        pytest.param(barrier_without_rank_1, "missing-member", "monitored_barrier", marks=pytest.mark.nightly),
-        pytest.param(new_group_without_rank_1, "missing-member", "new_group", marks=pytest.mark.nightly),
-        (store_key_of_nobody, "starved", "'ready'"),
-    ],
-)
-def test_calls_that_the_recorder_does_not_see(body: Body, kind: str, words: str, tmp_path: Path) -> None:
-    verdict = launch(body, 2, tmp_path).only
-    assert verdict.kind == kind
-    assert words in verdict.headline
-
-
-def reduce_in_a_thread(rank: int) -> None:
-    if rank == 0:
-        thread = threading.Thread(target=step, name="gradients")
-        thread.start()
-        thread.join()
-    time.sleep(100)
-
-
-@pytest.mark.nightly
-def test_a_thread_that_waits_is_told_with_its_own_line(tmp_path: Path) -> None:
-    verdict = launch(reduce_in_a_thread, 2, tmp_path).only
-    assert (verdict.kind, verdict.missing) == ("missing-member", ("rank 1",))
-    assert "in step" in verdict.text
 
 
 def child_process_of_a_rank(rank: int) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from offbeat_liveness._network.addresses import Invitation, read_invitation
-from offbeat_liveness._network.peers import Peers
+from offbeat_liveness._network.peers import Invitation, Peers, read_invitation
 from offbeat_liveness._network.side_channel import Address, ask
 from offbeat_liveness._process.proc import HOST as THIS_HOST
 

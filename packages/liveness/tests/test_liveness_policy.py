@@ -156,8 +156,10 @@ def calls_something_else(rank: int) -> None:
 
 
 def goes_in_circles(rank: int) -> None:
-    one, other = dist.new_group([0, 1]), dist.new_group([0, 1])
-    for group in (one, other) if rank else (other, one):
+    dp, cp = dist.new_group([0, 1]), dist.new_group([0, 1])
+    liveness.name_group(dp, ("dp",))
+    liveness.name_group(cp, ("cp",))
+    for group in (dp, cp) if rank else (cp, dp):
         dist.all_reduce(torch.ones(1), group=group)
 
 
@@ -179,6 +181,8 @@ def test_a_proof_ends_the_run_before_its_timeout(body: Body, kind: str, tmp_path
     assert outcome.only.kind == kind
     assert outcome.only.is_proof
     assert outcome.only.stalled_s <= STALL_S + 2
+    if kind == "different-order":
+        assert {link.axes for link in outcome.only.links} == {("dp",), ("cp",)}
     assert outcome.exit_codes == [ABORTED] * 2
 
 
@@ -222,6 +226,7 @@ def raises_alone(rank: int) -> None:
     time.sleep(2)  # in no wait for it, and done without it
 
 
+@pytest.mark.nightly
 def test_a_rank_that_nobody_waits_for_may_raise(tmp_path: Path) -> None:
     outcome = launch(raises_alone, 2, tmp_path, policy="abort")
     assert outcome.exit_codes == [0, 1]
@@ -419,22 +424,6 @@ def feeder_raises(rank: int) -> None:
 def test_a_thread_that_an_exception_has_ended_is_told_of(tmp_path: Path) -> None:
     text = launch(feeder_raises, 2, tmp_path).only.text
     assert "rank 0: its thread 'feeder' was ended by KeyError: 'no such shard' at" in text
-
-
-def cleans_up(rank: int) -> None:
-    try:
-        if rank == 1:
-            raise ValueError("batch 7 is empty")
-        step()
-    finally:
-        dist.barrier()
-
-
-@pytest.mark.nightly
-def test_an_exception_that_a_clean_up_hides_is_told(tmp_path: Path) -> None:
-    outcome = launch(cleans_up, 2, tmp_path, policy="abort")
-    assert outcome.only.kind == "different-op"
-    assert "rank 1: in barrier on the default group, after ValueError: batch 7 is empty (raised at" in outcome.only.text
 
 
 def test_nobody_leaves_before_a_process_that_has_failed_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

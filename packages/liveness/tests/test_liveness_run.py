@@ -93,28 +93,6 @@ def test_a_strangers_deadlock_under_torchrun_is_named_and_the_job_ends(tmp_path:
     assert "exitcode  : 4" in ended.stderr
 
 
-RAISES = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-dist.all_reduce(torch.ones(1))
-if dist.get_rank() == 1:
-    raise ValueError("loss is nan")
-dist.all_reduce(torch.ones(1))
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(LIMIT_S)
-def test_torchrun_names_the_rank_that_raised_as_the_cause(tmp_path: Path) -> None:
-    """Which takes a while to end, and closes its connections meanwhile: nobody else ends before it."""
-    script = tmp_path / "train.py"
-    script.write_text(RAISES)
-    ended = run([*TORCHRUN, "-m", "offbeat_liveness", "run", str(script)], tmp_path)
-    cause = ended.stderr.partition("Root Cause")[2]
-    assert "rank      : 1 (local_rank: 1)" in cause
-    assert "exitcode  : 1 " in cause
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(LIMIT_S)
 def test_ranks_that_a_script_spawns_are_reached(tmp_path: Path) -> None:

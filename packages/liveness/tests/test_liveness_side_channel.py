@@ -25,6 +25,7 @@ from offbeat_liveness._network.side_channel import (
     encode,
     hello,
     open_question,
+    read_hello,
 )
 
 LIMIT_S = 20.0
@@ -189,11 +190,11 @@ def test_a_stranger_that_listens_feeds_nobody() -> None:
         def lie() -> None:
             connection, _ = server.accept()
             with connection, contextlib.suppress(OSError):
-                greeting, nonce = hello()
+                greeting = hello()
                 connection.sendall(greeting)
                 header = connection.recv(HEADER_BYTES)
                 with contextlib.suppress(RefusedError):
-                    open_question(header, nonce, "a guess")
+                    open_question(header, read_hello(greeting), "a guess")
                 connection.sendall(len(body).to_bytes(4, "big") + bytes(64) + body)
 
         thread = threading.Thread(target=lie)
