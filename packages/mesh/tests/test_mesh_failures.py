@@ -237,11 +237,11 @@ def test_a_member_that_ends_early_is_named(run_ranks, how):
 def test_a_deadline_names_who_did_not_come_and_all_raise_it(run_ranks, call):
     def body(rank, num_ranks, store):
         with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
-            group = Mesh(dp=num_ranks, deadline_s=2.5).group("dp")
+            group = Mesh(dp=num_ranks, deadline_s=1.5).group("dp")
             group.all_reduce(torch.ones(1))
             fail_at(store)
             if rank == 1:
-                time.sleep(4.5)
+                time.sleep(2.5)
                 fail_at(store)  # from here on for this rank; the others have raised
                 return survive(group, CALLS["all_reduce"], store)
             return survive(group, CALLS[call], store)
@@ -249,7 +249,7 @@ def test_a_deadline_names_who_did_not_come_and_all_raise_it(run_ranks, call):
     ended = run_ranks(3, body)
     check_survivors(ended, None, "DeadlineError", "rank 1 (dp 1) (last seen in all_reduce)")
     assert f"{call} " in ended[0].value[1]
-    assert "waited 2.5 s for rank 1" in ended[0].value[1]
+    assert "waited 1.5 s for rank 1" in ended[0].value[1]
     assert "rank 0" not in ended[2].value[1].replace("ranks 0", "")
 
 
