@@ -32,7 +32,6 @@ def head_now(progress=None):
 
 
 def waits_when(condition, progress=None):
-    """The waits of this process, as soon as they are what is asked for."""
     end_s = time.monotonic() + LIMIT_S
     progress = progress or ProgressTracker(60.0)
     while time.monotonic() < end_s:
@@ -44,7 +43,6 @@ def waits_when(condition, progress=None):
 
 
 def in_thread(function, *args, **named):
-    """Runs a call that stands, beside the test; it ends with the process."""
     thread = threading.Thread(target=ignoring_errors, args=(function, args, named), daemon=True)
     thread.start()
     return thread

@@ -20,7 +20,6 @@ HOST = ["unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--k
 
 
 def why_not() -> str:
-    """Why there can be no hosts here; "" if there can."""
     if not shutil.which("unshare") or not shutil.which("ip"):
         return "needs the commands unshare and ip"
     probe = subprocess.run([*HOST, "ip", "link", "add", "va", "type", "veth"], capture_output=True, text=True)
@@ -28,7 +27,6 @@ def why_not() -> str:
 
 
 def on_two_hosts(folder: Path, who: str) -> list[dict[str, Any]]:
-    """What liveness_hosts.py prints."""
     if reason := why_not():
         pytest.skip(reason)
     script = Path(__file__).with_name("liveness_hosts.py")
@@ -93,7 +91,6 @@ sys.stdin.readline()
 
 @contextlib.contextmanager
 def running(code: str, *arguments: str, **variables: str) -> Iterator["subprocess.Popen[str]"]:
-    """A process of this code, killed after the block."""
     command = [sys.executable, "-c", code, *arguments]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | variables
@@ -105,13 +102,11 @@ def running(code: str, *arguments: str, **variables: str) -> Iterator["subproces
 
 
 def line_of(process: "subprocess.Popen[str]") -> str:
-    """The next line that it writes, "" if it ends."""
     assert process.stdout
     return process.stdout.readline().strip()
 
 
 def go_on(process: "subprocess.Popen[str]") -> None:
-    """Let it pass a readline."""
     assert process.stdin
     print(file=process.stdin, flush=True)
 

@@ -157,7 +157,6 @@ def read_groups(progress):
 
 
 def entry_of(**changes: Any) -> dict[str, Any]:
-    """One entry as torch 2.13 dumps it."""
     base = {
         "collective_seq_id": 2,
         "frames": [],

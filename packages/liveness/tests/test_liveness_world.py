@@ -42,7 +42,6 @@ os._exit(0)
 
 @contextlib.contextmanager
 def ranks_of(code: str, *environments: dict[str, str]) -> Iterator[list["subprocess.Popen[str]"]]:
-    """Processes of this code, killed after the block."""
     with contextlib.ExitStack() as stack:
         processes = []
         for each in environments:
