@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[1] / "bench" / "weightsync.py"
 
 
+@pytest.mark.nightly
 def test_every_transport_is_measured_beside_its_floor(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--size", "tiny", "--repeats", "2", "--json"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)

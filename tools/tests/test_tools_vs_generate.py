@@ -13,6 +13,7 @@ from offbeat_testing import tiny_model
 SCRIPT = Path(vs_generate.__file__)
 
 
+@pytest.mark.nightly
 def test_both_sides_run_and_every_batch_has_a_row(tmp_path: Path) -> None:
     """On a model that takes no time."""
     folder = tiny_model(tmp_path / "model")
