@@ -270,9 +270,8 @@ if HARDWARE:
 @nox.parametrize("launcher", [nox.param(name, id=name) for name in ("local", "ray")])
 def chaos(session: nox.Session, launcher: str) -> None:
     """Five minutes of a run whose processes are killed at random."""
-    file = "tests/e2e/test_chaos.py"
-    settings: dict[str, str | None] = {"OFFBEAT_CHAOS_S": "300", "OFFBEAT_CHAOS_LAUNCHER": launcher}
-    pytest(session, f"chaos-{launcher}", file, marks=BY_DAY_AND_NIGHT, **settings)
+    name, file = f"chaos-{launcher}", "tests/e2e/test_chaos.py"
+    pytest(session, name, file, marks=BY_DAY_AND_NIGHT, OFFBEAT_CHAOS_S="300", OFFBEAT_CHAOS_LAUNCHER=launcher)
 
 
 @nox.session(tags=["nightly"], default=False)
