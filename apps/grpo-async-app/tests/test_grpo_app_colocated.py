@@ -74,6 +74,7 @@ BETWEEN_TWO_TURNS = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_colocated_run_is_the_synchronous_run_with_memory_handed_over_in_order(
     forked_main: Main, config: Path, tmp_path: Path, larger_model: Path
@@ -118,6 +119,7 @@ async def _refuses(engine: TorchRolloutEngine, level: int) -> None:
     raise OffbeatError("the allocator holds what cannot be given back")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("falls_asleep", "code", "told"),
     [
@@ -150,7 +152,7 @@ def test_an_engine_that_does_not_sleep_is_named_within_its_deadline(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("role", ["rollout-1", "trainer-0"])
+@pytest.mark.parametrize("role", ["rollout-1", pytest.param("trainer-0", marks=pytest.mark.nightly)])
 def test_a_colocated_role_that_is_killed_is_started_again_when_it_is_its_turn(
     forked_main: Main, config: Path, tmp_path: Path, role: str
 ) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 import abacus_standin
 import pytest
 
-from grpo_async_app._config import GrpoConfig
-from grpo_async_app._fleet import Fleet
-from grpo_async_app._placement import find_view, place_run
-from grpo_async_app._preflight import check_run
+from grpo_async_app._config.placement import find_view, place_run
+from grpo_async_app._config.preflight import check_run
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._run.fleet import Fleet
 from offbeat_placement import grid_nodes
 from offbeat_run import load_config
 from offbeat_testing import CommandLine, RunningCommand
@@ -36,6 +36,7 @@ def give_devices(num_devices: int, folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.syspath_prepend(folder)
 
 
+@pytest.mark.nightly
 def test_roles_of_one_machine_each_see_a_device_that_nobody_else_has(
     forked_main: Callable[[], object], config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

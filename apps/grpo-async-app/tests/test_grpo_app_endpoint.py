@@ -39,7 +39,13 @@ def ask_while_it_rises(url: str) -> list[dict]:
     return answers
 
 
-@pytest.mark.parametrize("partial", ["true", "false"], ids=["kept over syncs", "waited for"])
+@pytest.mark.parametrize(
+    "partial",
+    [
+        pytest.param("true", id="kept over syncs", marks=pytest.mark.nightly),
+        pytest.param("false", id="waited for"),
+    ],
+)
 def test_an_agent_outside_samples_the_policy_in_training(
     forked_main: Main, config: Path, model: Path, tmp_path: Path, partial: str
 ) -> None:
@@ -87,6 +93,7 @@ def test_without_the_key_nothing_listens(forked_main: Main, config: Path, tmp_pa
     assert address(run / "logs" / "rollout-0.log") == ""
 
 
+@pytest.mark.nightly
 def test_a_port_in_use_ends_the_run_with_one_clear_line(forked_main: Main, config: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

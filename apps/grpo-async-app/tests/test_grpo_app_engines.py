@@ -9,17 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_async_app._backend import GrpoBackend
-from grpo_async_app._colocation import ColocationSchedule
-from grpo_async_app._config import GrpoConfig
-from grpo_async_app._engine import Engine
-from grpo_async_app._engines import Engines
-from grpo_async_app._evaluation import Validation
-from grpo_async_app._fleet import Fleet
+from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles import rollout as rollout_role
-from grpo_async_app._rollouts import ScoredTrajectory
-from grpo_async_app._scaling import take_asked_engines
-from grpo_async_app._weight_transfer import transfer_weights
+from grpo_async_app._run.backend import GrpoBackend
+from grpo_async_app._run.colocation import ColocationSchedule
+from grpo_async_app._run.engines import Engine, Engines
+from grpo_async_app._run.fleet import Fleet
+from grpo_async_app._run.sampling import ScoredTrajectory, Validation
+from grpo_async_app._run.scaling import take_asked_engines
+from grpo_async_app._run.trainers import transfer_weights
 from offbeat_actors import RestartBudget, wait_gone
 from offbeat_actors._spec import Wait
 from offbeat_async_policy import AsyncPolicy
@@ -135,6 +133,7 @@ def test_an_engine_that_answers_with_errors_alone_is_ended_as_one_that_is_silent
     run(scenario)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(240)
 def test_a_trainer_process_is_free_again_when_an_engine_has_not_come(config: Path, model: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
@@ -354,7 +353,7 @@ def test_a_validation_that_cannot_be_written_down_ends_the_run(
         with pytest.raises(RunFolderError, match="no space left"):
             await backend.finish()
 
-    monkeypatch.setattr("grpo_async_app._backend.validate", answered)
+    monkeypatch.setattr("grpo_async_app._run.backend.validate", answered)
     run(scenario)
 
 

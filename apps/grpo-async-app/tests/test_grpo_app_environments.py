@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_async_app import _environment_process, _quickstart
-from grpo_async_app._lessons import LESSONS, answered, calculated
+from grpo_async_app._commands import quickstart
+from grpo_async_app._commands.quickstart import LESSONS, answered, calculated
+from grpo_async_app._run import environments as environment_process
 from offbeat_data import EpisodeHost, Prompt, RewardScore
 from offbeat_run import RunFolder, read_generations, read_metrics
 from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
@@ -135,6 +136,7 @@ def test_a_trainer_scores_every_turn_in_the_context_it_was_sampled_in(
     assert any("[tool] and now?" in text for text in said)
 
 
+@pytest.mark.nightly
 def test_turns_go_on_across_weight_syncs_and_a_resume(
     forked_main: Main, config: Path, tmp_path: Path, environments: str
 ) -> None:
@@ -147,6 +149,7 @@ def test_turns_go_on_across_weight_syncs_and_a_resume(
     assert max(values_of(run, "train/lag_max")) >= 1.0
 
 
+@pytest.mark.nightly
 def test_environments_that_break_end_their_episodes_and_are_counted(
     forked_main: Main, config: Path, tmp_path: Path, environments: str
 ) -> None:
@@ -178,6 +181,7 @@ def test_an_environment_that_says_what_is_no_text_ends_its_episode_only(
     assert max(values_of(run, "environment/unreadable")) >= 2
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_that_a_reward_has_poisoned_is_resumed(
     forked_main: Main, config: Path, tmp_path: Path, environments: str
 ) -> None:
@@ -198,10 +202,11 @@ def test_a_checkpoint_that_a_reward_has_poisoned_is_resumed(
     assert sum(times.values()) == 2 * NUM_TRAIN - 1
 
 
+@pytest.mark.nightly
 def test_a_process_that_nothing_breaks_into_is_replaced(
     forked_main: Main, config: Path, tmp_path: Path, environments: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_environment_process, "GRACE_S", 1.0)
+    monkeypatch.setattr(environment_process, "GRACE_S", 1.0)
     run = tmp_path / "run"
     words = settings(f"{environments}:TwoTurns", broken=["deaf"])
     limit = ["--environment.step_timeout_s=0.5", "--eval.every_updates=0", "--checkpoint.every=1"]
@@ -215,6 +220,7 @@ def test_a_process_that_nothing_breaks_into_is_replaced(
     assert max(values_of(run, "environment/timed_out")) >= 1
 
 
+@pytest.mark.nightly
 def test_ctrl_c_does_not_wait_for_environments(config: Path, tmp_path: Path, environments: str) -> None:
     run = tmp_path / "run"
     words = [*settings(f"{environments}:TwoTurns", broken=["waits"]), "--environment.step_timeout_s=600"]
@@ -228,6 +234,7 @@ def test_ctrl_c_does_not_wait_for_environments(config: Path, tmp_path: Path, env
         assert "interrupted; resume with" in process.output
 
 
+@pytest.mark.nightly
 def test_an_environment_process_that_is_killed_is_started_again(
     config: Path, tmp_path: Path, environments: str
 ) -> None:
@@ -246,6 +253,7 @@ def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
 
 
+@pytest.mark.nightly
 def test_an_episode_that_nobody_judges_ends_the_run_in_words(
     forked_main: Main, config: Path, tmp_path: Path, environments: str
 ) -> None:
@@ -316,6 +324,7 @@ def test_a_lesson_that_is_not_there_names_the_nearest(command: CommandLine, tmp_
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.nightly
 def test_the_calculator_lesson_calls_its_tool_from_end_to_end(
     forked_main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,8 +332,8 @@ def test_the_calculator_lesson_calls_its_tool_from_end_to_end(
     # Shown calls in every other problem, it soon begins to call, and has yet to learn to copy.
     often = replace(LESSONS["calculator"], transcripts=(calculated, answered))
     monkeypatch.setitem(LESSONS, "calculator", often)
-    monkeypatch.setattr(_quickstart, "WARMUP_MAX_STEPS", 50)
-    monkeypatch.setattr(_quickstart, "WARMUP_BATCH", 32)
+    monkeypatch.setattr(quickstart, "WARMUP_MAX_STEPS", 50)
+    monkeypatch.setattr(quickstart, "WARMUP_BATCH", 32)
     words = [
         "--engine.max_updates=2",
         "--engine.warmup_steps=0",

@@ -36,7 +36,13 @@ def assert_ends_well(process: RunningCommand, run: Path) -> None:
     assert accounting_complaints(run, NUM_TRAIN, NUM_EPOCHS, per_update=4) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.nightly),
+    ],
+)
 @pytest.mark.parametrize("role", ["rollout-1", "trainer-0"])
 def test_a_role_that_dies_or_stops_answering_is_started_again(
     forked_main: Main, config: Path, tmp_path: Path, role: str, number: signal.Signals
@@ -51,6 +57,7 @@ def test_a_role_that_dies_or_stops_answering_is_started_again(
     assert last_value(run, "trainer/restarts" if role == "trainer-0" else "engines/restarts") >= 1.0
 
 
+@pytest.mark.nightly
 def test_a_rank_that_dies_takes_the_others_along_and_all_go_on(forked_main: Main, config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with begun(forked_main, config, run, "--engine.num_ranks=2") as process:
@@ -63,6 +70,7 @@ def test_a_rank_that_dies_takes_the_others_along_and_all_go_on(forked_main: Main
         assert role_pids(process) == {}
 
 
+@pytest.mark.nightly
 def test_a_trainer_that_dies_again_and_again_ends_the_run_with_its_cause(
     forked_main: Main, config: Path, tmp_path: Path
 ) -> None:
@@ -78,6 +86,7 @@ def test_a_trainer_that_dies_again_and_again_ends_the_run_with_its_cause(
         assert_ends_well(process, run)
 
 
+@pytest.mark.nightly
 def test_an_engine_without_memory_is_started_again(forked_main: Main, config: Path, tmp_path: Path) -> None:
     """Whatever cannot be had first: it ends by itself, answers with errors alone, or not at all."""
     run = tmp_path / "run"
@@ -88,6 +97,7 @@ def test_an_engine_without_memory_is_started_again(forked_main: Main, config: Pa
         assert_ends_well(process, run)
 
 
+@pytest.mark.nightly
 def test_an_engine_whose_step_raises_is_started_again(
     forked_main: Main, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +134,7 @@ def reward(prompt, completion):
 """
 
 
+@pytest.mark.nightly
 def test_a_last_validation_that_fails_costs_no_update(
     forked_main: Main, config: Path, tmp_path: Path, own_module: OwnModule
 ) -> None:
@@ -155,6 +166,7 @@ def reward(prompt, completion):
 """
 
 
+@pytest.mark.nightly
 def test_a_reward_that_fails_costs_its_completions_and_the_run_ends(
     forked_main: Main, config: Path, tmp_path: Path, own_module: OwnModule
 ) -> None:
@@ -182,6 +194,7 @@ def reward(prompt, completion):
 """
 
 
+@pytest.mark.nightly
 def test_a_slow_judge_is_no_stall(forked_main: Main, config: Path, tmp_path: Path, own_module: OwnModule) -> None:
     """All wait for it for far longer than `async.stall_after_s`, and it gets on."""
     run = tmp_path / "run"
@@ -194,6 +207,7 @@ def test_a_slow_judge_is_no_stall(forked_main: Main, config: Path, tmp_path: Pat
     assert accounting_complaints(run, NUM_TRAIN, 1, per_update=4) == []
 
 
+@pytest.mark.nightly
 def test_a_scorer_that_dies_is_started_again(forked_main: Main, config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with begun(forked_main, config, run) as process:
@@ -202,6 +216,7 @@ def test_a_scorer_that_dies_is_started_again(forked_main: Main, config: Path, tm
         assert_ends_well(process, run)
 
 
+@pytest.mark.nightly
 def test_a_trainer_that_rests_holds_back_the_engines_and_nothing_is_lost(
     forked_main: Main, config: Path, tmp_path: Path
 ) -> None:
@@ -219,6 +234,7 @@ def test_a_trainer_that_rests_holds_back_the_engines_and_nothing_is_lost(
     assert last_value(run, "train/lag_max") <= 2.0
 
 
+@pytest.mark.nightly
 def test_a_disk_that_is_full_ends_the_run_and_leaves_the_last_checkpoint(
     forked_main: Main, config: Path, tmp_path: Path
 ) -> None:
@@ -243,6 +259,7 @@ def busy_s(run: Path, role: str) -> float:
     return sum(event["dur"] for event in events if event["ph"] == "X" and event["tid"] == track) / 1e6
 
 
+@pytest.mark.nightly
 def test_a_slow_engine_is_named_and_not_ended(forked_main: Main, config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = ["--rollout.num_engines=2", "--rollout.max_tokens=64", "--rollout.max_model_len=128"]
@@ -255,6 +272,7 @@ def test_a_slow_engine_is_named_and_not_ended(forked_main: Main, config: Path, t
     assert last_value(run, "engines/restarts") == 0.0
 
 
+@pytest.mark.nightly
 def test_engines_join_and_leave_while_the_run_goes_on(forked_main: Main, config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with begun(forked_main, config, run, "--data.epochs=20") as process:
@@ -274,6 +292,7 @@ def test_engines_join_and_leave_while_the_run_goes_on(forked_main: Main, config:
     assert last_value(run, "groups/reissued") == 0.0
 
 
+@pytest.mark.nightly
 def test_an_engine_of_another_machine_gets_its_weights_over_tcp_also_from_the_next_trainer(
     forked_main: Main, config: Path, tmp_path: Path
 ) -> None:

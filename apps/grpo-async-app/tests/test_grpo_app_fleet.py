@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from grpo_async_app._config import GrpoConfig
-from grpo_async_app._fleet import Fleet
-from grpo_async_app._speeds import EngineSpeeds
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._run.engines import EngineSpeeds
+from grpo_async_app._run.fleet import Fleet
 from offbeat_actors import RestartBudget
 from offbeat_run import load_config
 from offbeat_types import EngineHealth, PeerFailedError, PlacementError

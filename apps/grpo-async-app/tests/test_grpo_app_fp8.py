@@ -6,14 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grpo_async_app._config import GrpoConfig
-from grpo_async_app._preflight import check_run
+from grpo_async_app._config.preflight import check_run
+from grpo_async_app._config.sections import GrpoConfig
 from offbeat_run import load_config, read_metrics
 from offbeat_testing import RunningCommand, tiny_model
 
 Main = Callable[[], object]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_fp8_weights_are_sampled_from_and_corrected_for(
     forked_main: Main, config: Path, tmp_path: Path, num_ranks: int

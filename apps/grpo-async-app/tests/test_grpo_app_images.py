@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from draw_geometry import main as draw_geometry
 
-from grpo_async_app._groups import SampledGroup, load_groups, save_groups
-from grpo_async_app._rollouts import _later_turn
+from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
+from grpo_async_app._run.sampling import _later_turn
 from offbeat_data import Picture
 from offbeat_run import read_metrics
 from offbeat_testing import RunningCommand, tiny_vision_model

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async_app._config import GrpoConfig
+from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports.command import import_command
 from offbeat_recipes._imports.options import read_program
 from offbeat_recipes._imports.shell.reading import read_shell

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async_app._config import GrpoConfig
+from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
 from offbeat_recipes._imports.options import read_options, read_value

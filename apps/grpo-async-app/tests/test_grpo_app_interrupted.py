@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async_app._interrupt import run_interruptible
+from grpo_async_app._run.session import run_interruptible
 from offbeat_run import read_metrics, read_timeline
 from offbeat_testing import RunningCommand, wait_until_gone
 from offbeat_types import PeerFailedError
@@ -35,6 +35,7 @@ def assert_ended_with_one_line(process: RunningCommand, run: Path, started: list
     assert said.strip() == f"interrupted; resume with: grpo-async-app resume {run}"
 
 
+@pytest.mark.nightly
 def test_ctrl_c_while_a_model_generates(forked_main: Callable[[], object], config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with generating(config, run) as process:
@@ -51,6 +52,7 @@ def test_ctrl_c_while_a_model_generates(forked_main: Callable[[], object], confi
     assert sum("train/reward" in line.values for line in read_metrics(run / "metrics.jsonl")) == 5
 
 
+@pytest.mark.nightly
 def test_sigterm_while_the_trainer_does_not_answer(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with generating(config, run) as process:

@@ -27,6 +27,7 @@ def stand_still(marker: Path) -> None:
     threading.Event().wait()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_an_engine_that_stands_still_is_named_with_the_line_it_stands_in_and_started_again(
     forked_main: Main, config: Path, tmp_path: Path
@@ -58,6 +59,7 @@ def test_an_engine_that_stands_still_is_named_with_the_line_it_stands_in_and_sta
     assert last_value(run, "engines/restarts") >= 1.0
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_ranks_that_cannot_go_on_end_themselves_and_neither_driver_nor_engines(
     forked_main: Main, config: Path, tmp_path: Path
@@ -89,6 +91,7 @@ def test_ranks_that_cannot_go_on_end_themselves_and_neither_driver_nor_engines(
     assert accounting_complaints(run, 20, 8, per_update=4) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_of_a_run_that_goes_well_nothing_is_said(forked_main: Main, config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -9,16 +9,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from grpo_async_app._busy import BusyClock
-from grpo_async_app._config import GrpoConfig
-from grpo_async_app._engines import Engines
-from grpo_async_app._evaluation import validate
-from grpo_async_app._fleet import Fleet
-from grpo_async_app._groups import SampledGroup, load_groups, save_groups
-from grpo_async_app._preflight import check_run, check_same_data
+from grpo_async_app._config.preflight import check_run, check_same_data
+from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.batches import build_batch, split_batch
+from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._roles.trainer import _named
-from grpo_async_app._rollouts import Rollouts
+from grpo_async_app._run.engines import Engines
+from grpo_async_app._run.fleet import Fleet
+from grpo_async_app._run.run_logger import BusyClock
+from grpo_async_app._run.sampling import Rollouts, validate
 from offbeat_data import Prompt, RewardScore
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_objectives import AlgorithmConfig

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async_app._batch import BatchArithmetic
-from grpo_async_app._config import GrpoConfig
-from grpo_async_app._placement import place_run, request_resources
-from grpo_async_app._plan import GrpoPlanner
-from grpo_async_app._preflight import check_run, check_settings
+from grpo_async_app._commands.plan import GrpoPlanner
+from grpo_async_app._config.estimates import BatchArithmetic
+from grpo_async_app._config.placement import place_run, request_resources
+from grpo_async_app._config.preflight import check_run, check_settings
+from grpo_async_app._config.sections import GrpoConfig
 from offbeat_placement import ClusterView, Setting, fit_settings, grid_nodes
 from offbeat_recipes import change_recipe
 from offbeat_recipes._recipe_text import with_settings
@@ -320,6 +320,7 @@ def test_the_batch_arithmetic_adds_up(config: Path) -> None:
     assert "8 samples of a step do not divide among 3 trainer ranks" in notice
 
 
+@pytest.mark.nightly
 def test_a_live_cluster_is_asked_what_it_has(command: CommandLine, tmp_path: Path) -> None:
     ray = pytest.importorskip("ray", reason="pip install 'offbeat-actors[ray]'")
     words = ["--cluster", "live", "--engine.num_ranks", "8", "--rollout.num_engines", "2"]

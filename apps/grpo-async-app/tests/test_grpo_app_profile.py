@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async_app._config import GrpoConfig
-from grpo_async_app._preflight import check_run
+from grpo_async_app._config.preflight import check_run
+from grpo_async_app._config.sections import GrpoConfig
 from offbeat_run import load_config
 from offbeat_testing import RunningCommand
 from offbeat_types import ConfigError
@@ -19,6 +19,7 @@ def names_in(path: Path) -> set[str]:
     return {str(event.get("name")) for event in json.loads(path.read_text())["traceEvents"]}
 
 
+@pytest.mark.nightly
 def test_trainer_and_engines_trace_the_updates_asked_for(forked_main: Main, config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = ["--profile.steps=1:3", '--profile.roles=["trainer", "rollout-0"]', "--rollout.num_engines=2"]

@@ -42,6 +42,7 @@ def test_two_ranks_train_as_one_process_does(forked_main: Main, config: Path, tm
     assert set(trained_prompts(tmp_path / "2").values()) == {1}
 
 
+@pytest.mark.nightly
 def test_a_rank_that_may_not_be_started_again_ends_the_run_by_name_and_it_resumes_with_one(
     forked_main: Main, config: Path, tmp_path: Path
 ) -> None:

@@ -29,12 +29,14 @@ def test_one_key_trains_on_ray_and_leaves_the_same_promises(config: Path, tmp_pa
     check_run(config, tmp_path / "run")
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_run_joins_a_cluster_and_no_two_roles_share_a_machine(nodes: str, config: Path, tmp_path: Path) -> None:
     """With one CPU a node, weights go from the trainer to either engine over TCP."""
     check_run(config, tmp_path / "run", f"--cluster.address={nodes}")
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_driver_without_devices_plans_sixteen_ranks_for_the_nodes(nodes: str, config: Path) -> None:
     wanted = ["--engine.num_ranks=16", "--rollout.num_engines=4", "--rollout.tensor_parallel=4"]
@@ -44,6 +46,7 @@ def test_a_driver_without_devices_plans_sixteen_ranks_for_the_nodes(nodes: str, 
     assert "T8   T9   T10  T11" in ended.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_each_role_computes_on_the_device_that_it_was_given(nodes: str, config: Path, tmp_path: Path) -> None:
     run, env = tmp_path / "run", abacus_standin.register(tmp_path, num_devices=0)

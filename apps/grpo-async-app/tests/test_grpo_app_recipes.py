@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async_app._batch import BatchArithmetic
-from grpo_async_app._config import GrpoConfig
-from grpo_async_app._shrink import shrink_run
+from grpo_async_app._commands.shrink import shrink_run
+from grpo_async_app._config.estimates import BatchArithmetic
+from grpo_async_app._config.sections import GrpoConfig
 from offbeat_run import load_config
 from offbeat_testing import CommandLine, large_model_configs, tiny_model
 from offbeat_types import BackendError, load_backend

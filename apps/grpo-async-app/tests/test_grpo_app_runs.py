@@ -56,6 +56,7 @@ def test_a_run_trains_every_prompt_once_and_leaves_all_it_promises(
     assert command("eval", run).code == 0
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_keeps_what_it_was_told_and_refuses_other_rows(
     forked_main: Main, config: Path, tmp_path: Path
 ) -> None:
@@ -163,6 +164,7 @@ def logger(run: Path) -> dict[int, tuple[dict[str, object], list[tuple[object, .
     }
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_writes_the_journal_of_an_undisturbed_one(
     forked_main: Main, config: Path, tmp_path: Path
 ) -> None:

@@ -30,6 +30,7 @@ def no_umask() -> Iterator[None]:
     os.umask(before)
 
 
+@pytest.mark.nightly
 def test_a_run_shows_nobody_else_anything(
     forked_main: Main, config: Path, tmp_path: Path, secret: str, no_umask: None
 ) -> None:

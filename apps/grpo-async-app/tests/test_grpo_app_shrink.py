@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async_app._config import GrpoConfig
-from grpo_async_app._shrink import shrink_run
+from grpo_async_app._commands.shrink import shrink_run
+from grpo_async_app._config.sections import GrpoConfig
 from offbeat_run import load_config, read_metrics
 from offbeat_testing import CommandLine, RunningCommand
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 ALL = sorted(RECIPES.glob("*.toml"))
 every_recipe = pytest.mark.parametrize("recipe", ALL, ids=lambda path: path.stem)
+REHEARSED_IN_CI = {"math_qwen3_8b_megatron", "smollm2_arithmetic", "smollm2_jsonl"}
+"""The others differ in layout and sizes."""
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +77,13 @@ def test_the_smallest_batch_keeps_the_staleness_in_effect(tmp_path: Path) -> Non
     assert small.max_admitted == small.groups_per_sync + 1
 
 
-@every_recipe
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(path, id=path.stem, marks=[] if path.stem in REHEARSED_IN_CI else pytest.mark.nightly)
+        for path in sorted(RECIPES.glob("*.toml"))
+    ],
+)
 def test_a_recipe_is_rehearsed_with_real_processes(
     recipe: Path, tmp_path: Path, forked_main: Callable[[], object]
 ) -> None:

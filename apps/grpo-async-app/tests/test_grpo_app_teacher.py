@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from role_faults import accounting_complaints, last_value, role_pids, signal_role, updates
 
-from grpo_async_app._config import GrpoConfig
-from grpo_async_app._groups import SampledGroup, load_groups, save_groups
-from grpo_async_app._placement import place_run
-from grpo_async_app._preflight import check_run, check_settings
+from grpo_async_app._commands.shrink import shrink_run
+from grpo_async_app._config.placement import place_run
+from grpo_async_app._config.preflight import check_run, check_settings
+from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles import teacher as teacher_role
 from grpo_async_app._roles.batches import build_batch
+from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._roles.teacher import TeacherRole
-from grpo_async_app._shrink import shrink_run
 from offbeat_objectives import AlgorithmConfig
 from offbeat_placement import ClusterView, Node, grid_nodes
 from offbeat_run import load_config, read_metrics, read_timeline
@@ -55,6 +55,7 @@ def words(taught: Path) -> list[str]:
     ]
 
 
+@pytest.mark.nightly
 def test_a_policy_comes_nearer_to_its_teacher(
     forked_main: Main, config: Path, tmp_path: Path, words: list[str]
 ) -> None:
@@ -73,7 +74,13 @@ def test_a_policy_comes_nearer_to_its_teacher(
     assert scored == {"teacher-0", "teacher-1"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_teacher_that_dies_or_stops_answering_is_started_again_and_nothing_is_lost(
     forked_main: Main, config: Path, tmp_path: Path, words: list[str], number: signal.Signals
 ) -> None:
@@ -90,6 +97,7 @@ def test_a_teacher_that_dies_or_stops_answering_is_started_again_and_nothing_is_
     assert last_value(run, "groups/reissued") == 0.0, "the samples were there: only their scores were asked for again"
 
 
+@pytest.mark.nightly
 def test_a_teacher_that_dies_again_and_again_ends_the_run_with_its_cause(
     forked_main: Main, config: Path, tmp_path: Path, words: list[str]
 ) -> None:

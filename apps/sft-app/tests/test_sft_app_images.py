@@ -67,6 +67,7 @@ def transformers_loss(folder: Path, figures: Path) -> float:
     return total / count
 
 
+@pytest.mark.nightly
 def test_ranks_learn_from_images_with_the_loss_of_transformers(
     command: CommandLine, config: Path, figures: Path, tmp_path: Path
 ) -> None:

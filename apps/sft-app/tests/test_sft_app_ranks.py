@@ -45,6 +45,7 @@ def rank_1(process: RunningCommand) -> int:
     return found
 
 
+@pytest.mark.nightly
 def test_two_ranks_train_as_one_and_end_on_ctrl_c(command: CommandLine, config: Path, tmp_path: Path) -> None:
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
     words = [*WORDS, "--data.epochs=400", "--checkpoint.every=0", "--eval.every_updates=1"]
@@ -81,6 +82,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_one_rank_goes_on(
     assert_same(run, undisturbed)
 
 
+@pytest.mark.nightly
 def test_two_ranks_that_share_every_layer_train_as_one(command: CommandLine, config: Path, tmp_path: Path) -> None:
     words = ["train", config, *WORDS, "--engine.max_updates=3", "--eval.every_updates=1"]
     shared = [*RANKS, "--engine.options", "{tensor_parallel = 2}"]
@@ -98,6 +100,7 @@ def test_the_plan_shows_the_ranks(command: CommandLine, config: Path) -> None:
     assert "a rank: weights" in " ".join(ended.out.split())
 
 
+@pytest.mark.nightly
 def test_the_ranks_that_are_named_are_traced(command: CommandLine, config: Path, tmp_path: Path) -> None:
     words = ["--profile.steps=1:3", "--eval.every_updates=0", "--engine.max_updates=4"]
     ended = command("train", config, "--out", tmp_path / "all", *WORDS, *RANKS, *words)

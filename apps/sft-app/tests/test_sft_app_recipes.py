@@ -11,7 +11,7 @@ from offbeat_run import load_config
 from offbeat_testing import CommandLine, large_model_configs
 from offbeat_types import BackendError, load_backend
 from sft_app._config import SftConfig
-from sft_app._memory import sharing_ranks
+from sft_app._preflight import sharing_ranks
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
 _CLUSTER = re.compile(r"^#     sft-app plan \S+ --cluster 1x(\d+)", re.MULTILINE)

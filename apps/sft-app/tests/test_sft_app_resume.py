@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from offbeat_run import RunFolder, read_metrics
 from offbeat_testing import CommandLine, RunningCommand
-from sft_app._interrupt import deferred_interrupts
+from sft_app._train import deferred_interrupts
 
 LONG = ["--data.epochs=12", "--eval.every_updates=10"]  # 30 updates
 
@@ -64,6 +64,7 @@ def test_a_run_killed_at_a_random_moment_resumes_to_the_same_weights(
     assert_same_end(run, undisturbed)
 
 
+@pytest.mark.nightly
 def test_terminated_it_saves_the_update_in_hand_and_says_how_to_resume(
     command: CommandLine, config: Path, tmp_path: Path
 ) -> None:

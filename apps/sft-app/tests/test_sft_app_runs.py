@@ -121,6 +121,7 @@ def test_a_profile_holds_the_steps_asked_for(command: CommandLine, config: Path,
     assert f"profile/trainer-0-{first}.json" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.nightly
 def test_what_it_writes_is_a_model_for_grpo(command: CommandLine, config: Path, tmp_path: Path) -> None:
     ended = command("train", config, "--out", tmp_path / "run", "--engine.max_updates=1", "--eval.every_updates=0")
     assert ended.code == 0, ended.err

@@ -41,6 +41,6 @@ def _main() -> int:
     if not words or words[0] in ("-h", "--help", "help") or "--help" in words or "-h" in words:
         print(_USAGE)
         return 0
-    from grpo_async_app._commands import dispatch  # imports torch by way of the objectives: not for --help
+    from grpo_async_app._commands.dispatch import dispatch  # imports torch by way of the objectives: not for --help
 
     return dispatch(words)

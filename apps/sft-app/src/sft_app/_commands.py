@@ -19,7 +19,7 @@ from offbeat_run import (
 )
 from offbeat_types import ConfigError
 from sft_app._config import SftConfig
-from sft_app._imports.command import import_command
+from sft_app._import import import_command
 from sft_app._plan import SftPlanner
 from sft_app._preflight import Preflight, check_run
 from sft_app._shrink import shrink_run

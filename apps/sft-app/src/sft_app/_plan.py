@@ -7,8 +7,7 @@ from offbeat_placement import ClusterView, RankGroup, ResourceRequest
 from offbeat_recipes import Planner, RunPlan, layout_elsewhere, layout_row, plan_unseen
 from offbeat_types import ConfigError, TrainLayout
 from sft_app._config import SftConfig
-from sft_app._memory import estimate_memory, sharing_ranks
-from sft_app._preflight import Preflight, check_run
+from sft_app._preflight import Preflight, check_run, estimate_memory, sharing_ranks
 from sft_app._shrink import shrink_run
 
 _LIVE: Final = "live"

@@ -1,11 +1,14 @@
-"""The training loop."""
+"""The training loop, and signals held back until an update is done."""
 
 import json
 import math
+import os
+import signal
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import FrameType
 
 from offbeat_mesh import StepTracer, open_device
 from offbeat_objectives import sft_loss
@@ -19,9 +22,35 @@ from offbeat_types import (
     TrainSequence,
     load_backend,
 )
-from sft_app._interrupt import deferred_interrupts
 from sft_app._preflight import Preflight, Progress
 from sft_app._ranks import RanksEngine
+
+_NOTICE = b"\ninterrupted: the update in hand is finished and saved; once more to end at once\n"
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[Callable[[], bool]]:
+    """Turn the first signal into an answer; the second raises KeyboardInterrupt at once.
+
+    Yields:
+        Whether the run was asked to end.
+    """
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        os.write(2, _NOTICE)  # not print: the signal may have come in the middle of one
+
+    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
 
 STATE_FILE = "loop.json"
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from offbeat_mesh._layout import AXES, Layout
     from offbeat_mesh._mesh import Mesh
     from offbeat_mesh._offload import MemoryOffloader
+    from offbeat_mesh._rendezvous import Rendezvous, open_rendezvous
     from offbeat_mesh._world import World, current_world, join_world, open_store
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Mesh",
     "Profiler",
     "ReduceOp",
+    "Rendezvous",
     "StepTracer",
     "TraceFiles",
     "World",
@@ -42,6 +44,7 @@ __all__ = [
     "current_world",
     "join_world",
     "open_device",
+    "open_rendezvous",
     "open_store",
     "rank_device",
 ]
@@ -53,6 +56,7 @@ _NAMES = {
     "_layout": "AXES Layout",
     "_mesh": "Mesh",
     "_offload": "MemoryOffloader",
+    "_rendezvous": "Rendezvous open_rendezvous",
     "_world": "World current_world join_world open_store",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -1,18 +1,19 @@
 """`grpo-async-app import verl|trl|openrlhf|prime-rl FILE`: writes our TOML, and tells what did not come along."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from grpo_async_app._config import GrpoConfig
-from grpo_async_app._imports.kinds import check_openrlhf, check_trl, check_verl
+from grpo_async_app._config.preflight import check_settings
+from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports.openrlhf import import_openrlhf
 from grpo_async_app._imports.prime_rl import import_prime_rl
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
-from grpo_async_app._preflight import check_settings
-from offbeat_recipes import Draft, Framework, Source, import_recipe, read_command_line, read_options
+from offbeat_recipes import Draft, Framework, Program, Source, import_recipe, read_command_line, read_options
 from offbeat_run import CommandWords, parse_config
+from offbeat_types import ConfigError
 
 
 def _from_verl(source: Source, file: Path) -> tuple[Draft, list[str]]:
@@ -54,3 +55,134 @@ def problems_of(text: str, target: Path) -> Sequence[str]:
         ConfigError: what is wrong with it.
     """
     return check_settings(parse_config(text, GrpoConfig, name=str(target)))
+
+
+_SFT_HERE: Final = "`sft-app import` takes it"
+_NO_CRITIC: Final = "no critic is trained here; with algorithm.adv_estimator=grpo in it, it can be imported"
+_OTHERS: Final = {
+    "sft_trainer": ("SFT", _SFT_HERE),
+    "main_generation": ("generation without training", "`grpo-async-app evaluate RUN` samples from what was trained"),
+    "main_eval": ("scoring without training", "`grpo-async-app evaluate RUN` scores what was trained"),
+    "main_spin": ("SPIN, which learns from preferences", "there is no such trainer here"),
+    "main_sppo": ("SPPO, which learns from preferences", "there is no such trainer here"),
+    "main_prime": ("PRIME, which trains its reward model", "there is no such trainer here"),
+    "main_flowrl": ("FlowRL, which has another objective", "there is no such loss here"),
+    "main_gkd": ("GKD", "write a file with a section teacher: on-policy distillation"),
+    "vla.main_ppo": ("RL of a robot's policy in a simulator", "language models are trained here"),
+    "main_ppo_split": ("PPO with a critic", _NO_CRITIC),
+}
+"""What the end of a program's name says it is, and what to do."""
+_KNOWN_PROGRAMS: Final = (
+    "main_ppo",
+    "main_ppo_sync",
+    "main_ppo_v0",
+    "main_dapo",
+    "main_entropy",
+    "fully_async_main",
+)
+_KNOWN_CONFIGS: Final = re.compile(r"(fully_async_|one_step_off_|transfer_queue_)?(ppo|dapo)(_megatron)?_trainer")
+_OF_A_CRITIC: Final = ("critic.model.path", "critic.optim.lr", "critic.enable")
+
+_TRL_KINDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "RLOO": ("normalize_advantages", "reward_clip_range", "rloo_k"),
+    "PPO with a critic": ("num_ppo_epochs", "vf_coef", "cliprange_value"),
+    "KTO": ("desirable_weight", "undesirable_weight"),
+    "DPO": ("precompute_ref_log_probs", "loss_weights", "f_divergence_type", "rpo_alpha", "ld_alpha", "reference_free"),
+    "reward modelling": ("center_rewards_coefficient",),
+    "GKD": ("lmbda", "teacher_model_name_or_path"),
+    "SFT": (
+        "packing",
+        "assistant_only_loss",
+        "completion_only_loss",
+        "dataset_text_field",
+        "max_seq_length",
+        "max_length",
+        "neftune_noise_alpha",
+    ),
+    "a mixture of data sets": ("datasets", "dataset_mixture", "mixture"),
+    "a configuration of accelerate": ("distributed_type", "mixed_precision", "main_process_port"),
+}
+"""Options that only configurations of this kind have; the first kind with one stands."""
+_DPO_LOSSES: Final = ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "discopop")
+_OF_GRPO: Final = (
+    "num_generations",
+    "reward_funcs",
+    "max_completion_length",
+    "num_iterations",
+    "epsilon",
+    "epsilon_high",
+    "scale_rewards",
+    "steps_per_generation",
+    "use_vllm",
+    "vllm_mode",
+)
+
+
+def check_openrlhf(program: Program, options: Mapping[str, Any], file: Path) -> None:
+    """Refuse what is no run of train_ppo_ray without a critic.
+
+    Raises:
+        ConfigError: another program, older names of options, or PPO with a critic.
+    """
+    if not program.name.endswith("train_ppo_ray"):
+        raise ConfigError(f"{file} starts {program.name}, not openrlhf.cli.train_ppo_ray: give a script of RL")
+    if "actor.model_name_or_path" not in options:
+        raise ConfigError(f"{file} has no --actor.model_name_or_path: options are read by their names of 2026")
+    if options.get("algo.advantage.estimator", "gae") == "gae":
+        raise ConfigError(
+            f"{file} is PPO with a critic (gae), not an RL run to import: no critic is trained here; with "
+            "--algo.advantage.estimator group_norm in it, it can be imported"
+        )
+
+
+def check_verl(program: Program, options: Mapping[str, Any], file: Path) -> list[str]:
+    """Refuse what is no RL run, and tell what is not known of one that is.
+
+    Raises:
+        ConfigError: a program that does something else, or options of something else.
+    """
+    stem = program.name.removesuffix(".py")
+    for end, (what, advice) in _OTHERS.items():
+        if stem.endswith(end) or f".{end}" in stem:
+            raise ConfigError(f"{file} starts {program.name}, which is {what}, not an RL run to import: {advice}")
+    if not any(name.startswith(("actor_rollout_ref.", "algorithm.")) for name in options):
+        kind = "SFT" if any(name.startswith(("optim.", "model.")) for name in options) else "something else"
+        raise ConfigError(
+            f"{file} has no option of actor_rollout_ref or algorithm: it is {kind}, not an RL run to import: "
+            + (_SFT_HERE if kind == "SFT" else "give a script or a configuration of verl's main_ppo")
+        )
+    has_critic = any(options.get(name) for name in _OF_A_CRITIC)
+    if has_critic and options.get("algorithm.adv_estimator", "gae") == "gae":
+        raise ConfigError(f"{file} is PPO with a critic (gae), not an RL run to import: {_NO_CRITIC}")
+    told = []
+    if stem and stem.rsplit(".", 1)[-1].rsplit("/", 1)[-1] not in _KNOWN_PROGRAMS:
+        told.append(f"{program.name}: not known, read as verl.trainer.main_ppo")
+    if program.config and not _KNOWN_CONFIGS.fullmatch(program.config):
+        told.append(f"--config-name={program.config}: what this file sets is not read; verl's defaults stand")
+    return told
+
+
+def check_trl(options: Mapping[str, Any], file: Path) -> None:
+    """Refuse a configuration of another trainer than GRPO.
+
+    Raises:
+        ConfigError: it has options of another, or none that only GRPO has.
+    """
+    losses = options.get("loss_type")
+    is_dpo = any(loss in _DPO_LOSSES for loss in (losses if isinstance(losses, list) else [losses]))
+    is_grpo = any(name in options for name in _OF_GRPO)
+    kind = next((kind for kind, names in _TRL_KINDS.items() if any(name in options for name in names)), "")
+    if is_grpo and not is_dpo and kind not in ("RLOO", "PPO with a critic"):
+        kind = "RLOO" if "rloo" in file.stem.lower() else ""
+        if not kind:
+            return
+    learns_preferences = is_dpo or (kind == "SFT" and "beta" in options)
+    kind = "DPO, or another that learns from preferences" if learns_preferences else kind or "of another trainer"
+    advice = {
+        "SFT": _SFT_HERE,
+        "RLOO": 'take out what only RLOOConfig has, import the rest, and set algorithm.advantage = "rloo"',
+        "of another trainer": f"none of {', '.join(_OF_GRPO[:3])}, … is in it: give a GRPOConfig",
+        "a mixture of data sets": "give the GRPOConfig that it is used with",
+        "a configuration of accelerate": "give the GRPOConfig that it is used with",
+    }.get(kind, "there is no such trainer here")
+    raise ConfigError(f"{file} is {kind}, not GRPO: {advice}")

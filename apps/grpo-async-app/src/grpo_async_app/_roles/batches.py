@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from grpo_async_app._groups import SampledGroup
+from grpo_async_app._roles.groups import SampledGroup
 from offbeat_objectives import AlgorithmConfig, compute_advantages, correct_rollouts, distill, kl_per_token
 from offbeat_types import Floats, Metrics, TrainEngine, TrainSequence
 

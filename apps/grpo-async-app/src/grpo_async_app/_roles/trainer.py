@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_async_app._groups import SampledGroup
 from grpo_async_app._roles.batches import TrainBatch, build_batch, split_batch
+from grpo_async_app._roles.groups import SampledGroup
 from grpo_async_app._roles.rendezvous import Rendezvous, leave
 from grpo_async_app._roles.residence import resident_bytes
 from offbeat_objectives import AlgorithmConfig, build_loss

@@ -1,0 +1,141 @@
+"""What each command does."""
+
+from functools import partial
+from pathlib import Path
+
+from grpo_async_app._commands.plan import GrpoPlanner, describe_plan
+from grpo_async_app._commands.quickstart import find_lesson, make_model, quickstart_config, warm_up
+from grpo_async_app._commands.shrink import shrink_run
+from grpo_async_app._config.preflight import Preflight, check_run, check_same_data
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._imports.command import import_command
+from grpo_async_app._run.sampling import validated_names
+from grpo_async_app._run.scaling import ask_for_engines
+from grpo_async_app._run.session import evaluate, resume, train, with_model
+from offbeat_async_policy import LoopSummary
+from offbeat_recipes import PLAN_OPTIONS, PLAN_SWITCHES, REHEARSAL_BYTES, plan_command
+from offbeat_run import (
+    Command,
+    CommandWords,
+    RunFolder,
+    doctor_command,
+    duration_text,
+    load_config,
+    new_run_folder,
+    print_conclusion,
+    print_table,
+    report_command,
+    run_named_command,
+    whole_number,
+)
+from offbeat_types import ConfigError
+
+QUICKSTART_BYTES = 2**28
+
+
+def dispatch(words: list[str]) -> int:
+    """Run the command that the words name.
+
+    Raises:
+        OffbeatError: whatever it raises.
+    """
+    return run_named_command(["--format=json" if word == "--json" else word for word in words], _COMMANDS, GrpoConfig)
+
+
+def _train(words: CommandWords, file: str) -> int:
+    config = load_config(file, GrpoConfig, words.overrides)
+    if "shrink" in words.switches:
+        return _rehearse(words, config, f"{Path(file).stem}-shrunk")
+    preflight = check_run(config)
+    with RunFolder.create(new_run_folder(words, Path(file).stem), required_bytes=preflight.required_bytes) as run:
+        _show_plan(preflight, run)
+        run.write_config(preflight.config)
+        return _conclude(preflight, train(preflight, run), run)
+
+
+def _rehearse(words: CommandWords, config: GrpoConfig, name: str) -> int:
+    """`train --shrink`: the same structure, tiny, here."""
+    with RunFolder.create(new_run_folder(words, name), required_bytes=REHEARSAL_BYTES) as run:
+        preflight = shrink_run(config, run.path / "model").prepare()
+        _show_plan(preflight, run)
+        run.write_config(preflight.config)
+        return _conclude(preflight, train(preflight, run), run)
+
+
+def _quickstart(words: CommandWords) -> int:
+    seed, lesson = whole_number(words, "seed"), find_lesson(words.options.get("lesson", "addition"))
+    with RunFolder.create(new_run_folder(words, "quickstart"), required_bytes=QUICKSTART_BYTES) as run:
+        config = quickstart_config(lesson, run.path / "model", seed, words.overrides)
+        make_model(lesson, run.path / "model", seed)
+        preflight = check_run(config)
+        _show_plan(preflight, run)
+        warm_folder = run.path / "model-warm"
+        warm_up(lesson, run.path / "model", warm_folder, preflight.prompts.train, seed)
+        preflight = check_run(with_model(config, warm_folder))
+        run.write_config(preflight.config)
+        return _conclude(preflight, train(preflight, run), run)
+
+
+def _resume(words: CommandWords, folder: str) -> int:
+    with RunFolder.open(folder) as run:
+        print("\n".join(run.checkpoints.describe_resume()))
+        config = load_config(run.config, GrpoConfig, words.overrides)
+        check_same_data(load_config(run.config, GrpoConfig, ()), config)
+        preflight = check_run(config)
+        run.write_config(preflight.config)  # the next resume goes on with it
+        return _conclude(preflight, resume(preflight, run), run)
+
+
+def _eval(words: CommandWords, folder: str) -> int:
+    with RunFolder.open(folder, write=False) as run:
+        checkpoint = run.checkpoints.chosen()
+        preflight = check_run(with_model(load_config(run.config, GrpoConfig, words.overrides), checkpoint.path))
+        if not preflight.held_out:
+            raise ConfigError("eval needs held-out prompts: set data.eval_size or data.eval_path")
+        validation = evaluate(preflight, run.logs)
+        print(f"checkpoint of update {checkpoint.step}: {len(validation.samples)} held-out prompts")
+        for name, value in validation.numbers().items():
+            print(f"  {name}  {value:.4f}")
+    return 0
+
+
+def _scale(words: CommandWords, folder: str) -> int:
+    number = whole_number(words, "engines")
+    with RunFolder.open(folder, write=False) as run:
+        ask_for_engines(run, number)
+    print(f"{number} rollout engines asked for; the run says when they have joined or left")
+    return 0
+
+
+_COMMANDS: dict[str, Command] = {
+    "quickstart": Command(_quickstart, options=("lesson", "out", "seed"), overrides=True),
+    "train": Command(_train, "FILE", options=("out",), overrides=True, switches=("shrink",)),
+    "plan": Command(
+        partial(plan_command, GrpoPlanner()), "FILE", options=PLAN_OPTIONS, overrides=True, switches=PLAN_SWITCHES
+    ),
+    "import": Command(import_command, "FRAMEWORK FILE", options=("out", "set")),
+    "resume": Command(_resume, "RUN", overrides=True),
+    "scale": Command(_scale, "RUN", options=("engines",)),
+    "eval": Command(_eval, "RUN", overrides=True),
+    "report": Command(report_command, "RUN", options=("serve",)),
+    "doctor": Command(doctor_command),
+}
+
+
+def _show_plan(preflight: Preflight, run: RunFolder) -> None:
+    rows = describe_plan(preflight)
+    run.write_plan([*rows, ("placement", f"\n{preflight.placement.picture}")])
+    print(preflight.placement.picture)
+    print_table(rows, title="plan")
+    print(f"run folder: {run.path}")
+
+
+def _conclude(preflight: Preflight, summary: LoopSummary, run: RunFolder) -> int:
+    """Where the time went, the table of before and after, and where to look."""
+    print(
+        f"{duration_text(summary.elapsed_s)} of training; trainer idle {summary.trainer_idle_share:.0%}, "
+        f"rollout idle {summary.rollouter_idle_share:.0%}, both at work "
+        f"{summary.overlap_s / max(summary.elapsed_s, 1e-9):.0%}"
+    )
+    print_conclusion(run, validated_names(preflight.config), title="held-out prompts")
+    return 0

@@ -1,0 +1,193 @@
+"""What `grpo-async-app plan` shows: a run here, on another cluster, and in rehearsal. Starts nothing."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar, Final
+
+from grpo_async_app._commands.shrink import shrink_run
+from grpo_async_app._config.estimates import BatchArithmetic, estimate_memory
+from grpo_async_app._config.placement import find_view, request_resources
+from grpo_async_app._config.preflight import Preflight, check_reward, check_run, check_settings
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._run.fleet import plan_threads
+from offbeat_placement import ClusterView, ResourceRequest, Setting, available_cpus
+from offbeat_recipes import Planner, RunPlan, layout_elsewhere, layout_row, plan_unseen
+from offbeat_run import count_text, size_text
+from offbeat_types import BackendError
+
+_IN_TURNS: Final[Mapping[str, Setting]] = {
+    "async.staleness_threshold": 0,
+    "async.trigger_parameter_sync_step": 1,
+    "async.partial_rollout": False,
+}
+"""What goes with cluster.colocate: roles that take turns train synchronously."""
+
+
+class GrpoPlanner(Planner[GrpoConfig]):
+    """Trainer, rollout engines and what belongs to them, in their places."""
+
+    config_type: ClassVar = GrpoConfig
+
+    def plan_here(self, config: GrpoConfig) -> RunPlan:
+        """As before a run."""
+        return _run_plan(check_run(config))
+
+    def plan_elsewhere(self, config: GrpoConfig, view: ClusterView) -> RunPlan:
+        """Settings, places, batches, and memory where the model's config.json is here."""
+        placement = request_resources(config, view).place(view)
+        notices = [*check_settings(config), *_reward_notice(config)]
+        engine = config.engine
+        wanted = config.train_engine(config.model.path, engine.max_updates)
+        layout = layout_elsewhere(wanted, engine.backend, engine.num_ranks)
+        batch = BatchArithmetic.of(config, layout)
+        return plan_unseen(
+            placement,
+            lambda: estimate_memory(config, layout, placement),
+            rows=[*batch.rows(), layout_row(layout, engine.backend)],
+            notices=[*notices, *batch.notices()],
+            facts={"batch": batch.as_data()},
+        )
+
+    def plan_rehearsal(self, config: GrpoConfig, folder: Path) -> RunPlan:
+        """As before a run."""
+        return _run_plan(shrink_run(config, folder).prepare())
+
+    def find_view(self, config: GrpoConfig, words: str) -> ClusterView:
+        """Also "live", the Ray cluster, and "", where the launcher would start."""
+        return find_view(config, words)
+
+    def request_resources(self, config: GrpoConfig, view: ClusterView) -> ResourceRequest:
+        """Groups of all roles."""
+        return request_resources(config, view)
+
+    def companions(self, config: GrpoConfig, settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
+        """Roles that take turns cannot lag."""
+        return _IN_TURNS if "cluster.colocate" in settings and config.async_.mode != "on-policy pipeline" else {}
+
+
+def _reward_notice(config: GrpoConfig) -> list[str]:
+    """Refuse a reward that does not exist; what one needs may be installed where the run will be."""
+    try:
+        check_reward(config)
+    except BackendError as error:
+        return [f"on this machine {error}"]
+    return []
+
+
+def _run_plan(preflight: Preflight) -> RunPlan:
+    batch = BatchArithmetic.of(preflight.config, preflight.layout)
+    return RunPlan(
+        rows=describe_plan(preflight),
+        placement=preflight.placement,
+        memory=preflight.memory,
+        facts={"batch": batch.as_data()},
+    )
+
+
+def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
+    """Rows of (what, how much), in the order to read them."""
+    config, model, prompts = preflight.config, preflight.model, preflight.prompts
+    threads, batch, memory = plan_threads(config), BatchArithmetic.of(config, preflight.layout), preflight.memory
+    memory_rows = memory.rows(preflight.placement)[1:] if memory else [("memory", _weights_text(preflight))]
+    rows = [
+        ("model", f"{model.family}, {count_text(model.num_parameters)} parameters, {model.path}"),
+        ("data", _describe_data(preflight)),
+        ("processes", _describe_processes(preflight, threads)),
+        *memory_rows,
+        *batch.rows(),
+        ("asynchrony", f"{config.async_.mode}, staleness {config.async_.staleness_threshold:g}"),
+        *_describe_environment(preflight),
+        *([("reward", preflight.reward_trial)] if preflight.reward_trial else []),
+        ("length", f"{preflight.num_updates} updates of {batch.groups_per_update} prompts each"),
+        ("objective", _describe_objective(config)),
+        (
+            "checkpoints",
+            f"{size_text(preflight.checkpoint_bytes)} each, {size_text(preflight.required_bytes)} of disk in all",
+        ),
+    ]
+    if config.eval.every_updates:
+        rows.append(
+            ("validation", f"{len(preflight.held_out)} held-out prompts every {config.eval.every_updates} updates")
+        )
+    notices = [
+        *preflight.notices,
+        *batch.notices(),
+        *_thread_notice(preflight, threads),
+        *_colocation_notice(preflight),
+    ]
+    rows += [("notice", notice) for notice in [*notices, *(memory.notices(preflight.placement) if memory else [])]]
+    return [*rows, ("prompt tokens", f"longest {prompts.train_counts.longest}, limit {config.data.max_prompt_tokens}")]
+
+
+def _describe_objective(config: GrpoConfig) -> str:
+    algorithm = config.algorithm
+    taught = f"{algorithm.distillation_coefficient:g} x divergence from {config.teacher.path}"
+    parts = [f"{algorithm.advantage} advantages"] * algorithm.needs_reward + [taught] * algorithm.needs_teacher
+    return f"{' + '.join(parts)}, {algorithm.loss} loss"
+
+
+def _describe_environment(preflight: Preflight) -> list[tuple[str, str]]:
+    environment = preflight.config.environment
+    if not environment.name:
+        return []
+    limits = f"at most {environment.max_turns} turns and {environment.max_tokens} tokens after the prompt"
+    return [("environment", f"{environment.name}: {limits}, {environment.step_timeout_s:g} s for each answer")]
+
+
+def _describe_data(preflight: Preflight) -> str:
+    counts = preflight.prompts.train_counts
+    text = f"{counts.kept} training prompts from {preflight.config.data.path}"
+    if counts.too_long:
+        text += f" ({counts.too_long} of {counts.read} left out: too long)"
+    if counts.held_out:
+        text += f" ({counts.held_out} left out: they ask a held-out question)"
+    return f"{text}, {len(preflight.prompts.eval)} held out"
+
+
+def _describe_processes(preflight: Preflight, threads: dict[str, int]) -> str:
+    config, layout = preflight.config, preflight.layout
+    shared = f"{layout}, " if layout.num_ranks > 1 else ""
+    return (
+        f"{config.engine.num_ranks} x trainer ({config.engine.backend}, {shared}{config.engine.device}, "
+        f"{threads['trainer']} threads), "
+        f"{config.rollout.num_engines} x rollout ({config.rollout.backend}, {config.rollout.device}, "
+        f"{threads['rollout']} threads){_teacher_text(config, threads)}; launcher {config.cluster.launcher}"
+    )
+
+
+def _teacher_text(config: GrpoConfig, threads: dict[str, int]) -> str:
+    teacher = config.teacher
+    if not teacher.is_set:
+        return ""
+    place = "with the rollout engines" if teacher.colocate else "apart"
+    how = f"{teacher.backend}, {teacher.device}, {place}, {threads['teacher']} threads"
+    return f", {teacher.num_replicas} x teacher ({how})"
+
+
+def _thread_notice(preflight: Preflight, threads: dict[str, int]) -> list[str]:
+    config = preflight.config
+    samplers = threads["rollout"] * config.rollout.num_engines
+    if config.teacher.is_set:
+        samplers += threads["teacher"] * config.teacher.num_replicas
+    kinds = threads["trainer"] * config.engine.num_ranks, samplers
+    wanted = max(kinds) if config.cluster.colocate else sum(kinds)  # colocated they take turns
+    if wanted <= available_cpus():
+        return []
+    return [
+        f"the processes want {wanted} threads and there are {available_cpus()} CPUs: they will slow each other down"
+    ]
+
+
+def _colocation_notice(preflight: Preflight) -> list[str]:
+    groups = {group.role: group for group in preflight.placement.groups}
+    if not preflight.config.teacher.colocate or groups["teacher"].shares_devices_with:
+        return []
+    return ["teacher.colocate has no effect: no devices are given out here, each role takes the one that it names"]
+
+
+def _weights_text(preflight: Preflight) -> str:
+    """What can be said of a family whose formulas are not known."""
+    held = preflight.layout.held_bytes(preflight.model.num_parameters, trains_all=False)
+    return (
+        f"of {preflight.model.family} only the weights can be told: {size_text(held)} in float32 on each trainer rank"
+    )

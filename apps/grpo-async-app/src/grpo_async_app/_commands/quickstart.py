@@ -1,0 +1,205 @@
+"""`quickstart`: a small model made on the spot, warmed up on transcripts, then trained with asynchronous GRPO."""
+
+import difflib
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from statistics import fmean
+from typing import Final
+
+import numpy as np
+
+from grpo_async_app._config.sections import GrpoConfig
+from offbeat_data import (
+    ARITHMETIC_ALPHABET,
+    DataConfig,
+    EpochOrder,
+    Prompt,
+    Tokenizer,
+    TurnTemplate,
+    build_character_tokenizer,
+    load_tokenizer,
+)
+from offbeat_objectives import sft_loss
+from offbeat_run import parse_config
+from offbeat_types import (
+    Completion,
+    ConfigError,
+    TrainEngine,
+    TrainEngineConfig,
+    TrainSequence,
+    Trajectory,
+    VersionSegment,
+    load_backend,
+)
+
+Transcript = Callable[[Prompt, Tokenizer], TrainSequence]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """One thing to learn.
+
+    Args:
+        config_file: in this package.
+        alphabet: characters that the model reads and writes.
+        transcripts: shown in the warm-up in turn, one for each problem.
+        wanted: the transcript whose probability is watched.
+        enough: its mean probability at which the warm-up ends, so that there is something left to learn.
+    """
+
+    config_file: str
+    alphabet: str
+    transcripts: tuple[Transcript, ...]
+    wanted: Transcript
+    enough: float
+
+
+def answered(prompt: Prompt, tokenizer: Tokenizer) -> TrainSequence:
+    """The answer at once."""
+    return Trajectory.of(_said(prompt.answer or "", tokenizer)).to_sequence(prompt.ids)
+
+
+def calculated(prompt: Prompt, tokenizer: Tokenizer) -> TrainSequence:
+    """The calculator asked in brackets, and its answer copied; what the calculator says is not learned."""
+    answer = prompt.answer or ""
+    call = _said(f"[{prompt.text.rstrip('=')}]", tokenizer)
+    told = _template(tokenizer).reply(call, [{"role": "tool", "content": answer}])
+    return Trajectory(turns=(call, _said(answer, tokenizer)), replies=(told,)).to_sequence(prompt.ids)
+
+
+@lru_cache(maxsize=1)
+def _template(tokenizer: Tokenizer) -> TurnTemplate:
+    return TurnTemplate(tokenizer, DataConfig(path=""))
+
+
+def _said(text: str, tokenizer: Tokenizer) -> Completion:
+    """A turn as a model would have sampled it."""
+    [ids] = tokenizer.encode([text], add_special_tokens=False)
+    assert tokenizer.eos_id is not None
+    ids = np.append(ids, np.int32(tokenizer.eos_id))
+    return Completion(
+        ids=ids,
+        logprobs=np.zeros(len(ids), np.float32),
+        segments=(VersionSegment(version=0, num_tokens=len(ids)),),
+        stop_reason="eos",
+        text=text,
+    )
+
+
+LESSONS: Final[dict[str, Lesson]] = {
+    "addition": Lesson(
+        config_file="quickstart.toml",
+        alphabet=ARITHMETIC_ALPHABET,
+        transcripts=(answered,),
+        wanted=answered,
+        enough=0.28,  # greedily about 4 of 10 are then right
+    ),
+    # One transcript in eight asks the calculator, so a model that says what it was shown is right about as often.
+    "calculator": Lesson(
+        config_file="quickstart_calculator.toml",
+        alphabet=ARITHMETIC_ALPHABET + "*[]",
+        transcripts=(calculated, *[answered] * 7),
+        wanted=calculated,
+        enough=0.1,
+    ),
+}
+"""By the name that `quickstart --lesson` takes."""
+
+
+WARMUP_BATCH = 128
+WARMUP_LEARNING_RATE = 1e-3
+WARMUP_CHECK_STEPS = 5
+WARMUP_MAX_STEPS = 500
+MODEL_VARIABLE = "OFFBEAT_QUICKSTART_MODEL"
+
+
+def find_lesson(name: str) -> Lesson:
+    """A lesson by name.
+
+    Raises:
+        ConfigError: there is none (nearest name).
+    """
+    if name not in LESSONS:
+        near = difflib.get_close_matches(name, LESSONS, n=1)
+        advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(LESSONS)}"
+        raise ConfigError(f"--lesson {name}: no such lesson; {advice}")
+    return LESSONS[name]
+
+
+def quickstart_config(lesson: Lesson, model_folder: Path, seed: int, overrides: tuple[str, ...]) -> GrpoConfig:
+    """The configuration of a lesson, with a seed for everything random."""
+    os.environ[MODEL_VARIABLE] = str(model_folder)
+    text = files("grpo_async_app").joinpath(lesson.config_file).read_text()
+    config = parse_config(text, GrpoConfig, overrides, name=lesson.config_file)
+    return replace(
+        config,
+        data=replace(config.data, seed=seed),
+        rollout=replace(config.rollout, seed=seed),
+        engine=replace(config.engine, seed=seed),
+    )
+
+
+def make_model(lesson: Lesson, folder: Path, seed: int) -> None:
+    """Write a Qwen3 with random weights and a tokenizer of characters, in Hugging Face format."""
+    import torch  # imported late: only the quickstart's driver needs it
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = build_character_tokenizer(folder, lesson.alphabet)
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_id,
+        pad_token_id=tokenizer.pad_id,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def warm_up(lesson: Lesson, folder: Path, warm_folder: Path, prompts: Sequence[Prompt], seed: int) -> None:
+    """Supervised learning on transcripts of the training problems, until the model begins to do what is wanted.
+
+    Args:
+        lesson: what to show, and what to watch.
+        folder: of the model.
+        warm_folder: where the model goes that has begun.
+        prompts: training problems with their answers.
+        seed: of the order of problems.
+    """
+    tokenizer, order = load_tokenizer(folder), EpochOrder(len(prompts), seed)
+    settings = TrainEngineConfig(
+        model_path=str(folder),
+        learning_rate=WARMUP_LEARNING_RATE,
+        warmup_steps=20,
+        seed=seed,
+        num_threads=1,  # a model this small gains nothing from more
+    )
+    engine: TrainEngine = load_backend("offbeat.engine", "torch").create(settings)
+    for step in range(WARMUP_MAX_STEPS):
+        places = range(step * WARMUP_BATCH, (step + 1) * WARMUP_BATCH)
+        problems = [prompts[order(place)[1]] for place in places]
+        if step % WARMUP_CHECK_STEPS == 0:
+            wanted = [lesson.wanted(problem, tokenizer) for problem in problems]
+            chance = fmean(math.exp(logprobs.sum()) for logprobs in engine.logprobs(wanted))
+            if step % 50 == 0:
+                print(f"warm-up step {step}: what is wanted has probability {chance:.3f}, until {lesson.enough}")
+            if chance >= lesson.enough:
+                break
+        shown = [lesson.transcripts[at % len(lesson.transcripts)] for at in range(len(problems))]
+        batch = [show(problem, tokenizer) for show, problem in zip(shown, problems, strict=True)]
+        engine.forward_backward(batch, sft_loss)
+        engine.step()
+    engine.save_weights(warm_folder)
+    engine.close()

@@ -1,0 +1,192 @@
+"""The arithmetic of batches: what one optimizer step, one update and one sync are made of."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from grpo_async_app._config.placement import trainer_width
+from grpo_async_app._config.sections import GrpoConfig
+from offbeat_placement import (
+    NUMBER_BYTES,
+    MemoryEstimate,
+    ModelShape,
+    Placement,
+    RolloutMemory,
+    read_shape,
+    train_advice,
+    train_memory,
+)
+from offbeat_recipes import RunMemory
+from offbeat_types import CacheBudget, CacheNeeds, RolloutEngineSettings, TrainLayout, installed_backends, load_backend
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchArithmetic:
+    """Numbers that follow from the configuration alone.
+
+    Args:
+        groups_per_step: prompt groups in one optimizer step.
+        steps_per_update: optimizer steps in one update.
+        updates_per_sync: K.
+        samples_per_group: n.
+        max_admitted: groups started between two syncs at most, ⌊R·K·(1+σ)⌋.
+        num_ranks: trainer ranks among which the samples of each step are divided: the data parallel ones.
+        tokens_per_sample: prompt and response at most.
+        tokens_per_microbatch: of one rank.
+        samples_at_once: that all engines together decode.
+    """
+
+    groups_per_step: int
+    steps_per_update: int
+    updates_per_sync: int
+    samples_per_group: int
+    max_admitted: int
+    num_ranks: int
+    tokens_per_sample: int
+    tokens_per_microbatch: int
+    samples_at_once: int
+
+    @classmethod
+    def of(cls, config: GrpoConfig, layout: TrainLayout | None = None) -> "BatchArithmetic":
+        """Work it out.
+
+        Args:
+            config: of the run.
+            layout: how the trainer's ranks share the model; None where its backend cannot be asked: all data parallel.
+        """
+        policy, rollout = config.async_, config.rollout
+        return cls(
+            groups_per_step=policy.mini_batch_size,
+            steps_per_update=policy.require_batches,
+            updates_per_sync=policy.trigger_parameter_sync_step,
+            samples_per_group=rollout.samples_per_prompt,
+            max_admitted=policy.max_admitted,
+            num_ranks=layout.dp if layout else config.engine.num_ranks,
+            tokens_per_sample=config.data.max_prompt_tokens + config.max_response_tokens,
+            tokens_per_microbatch=config.engine.max_tokens_per_microbatch,
+            samples_at_once=rollout.num_engines * rollout.max_running,
+        )
+
+    @property
+    def groups_per_update(self) -> int:
+        """R: prompt groups of one update."""
+        return self.groups_per_step * self.steps_per_update
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of one optimizer step, over all ranks."""
+        return self.groups_per_step * self.samples_per_group
+
+    @property
+    def samples_per_update(self) -> int:
+        """Samples of one update, over all ranks."""
+        return self.groups_per_update * self.samples_per_group
+
+    @property
+    def microbatches_per_rank(self) -> int:
+        """Passes of one rank in one optimizer step, when every sample is as long as it may be."""
+        tokens = self.samples_per_step * self.tokens_per_sample
+        return -(-tokens // (self.num_ranks * self.tokens_per_microbatch))
+
+    def as_data(self) -> dict[str, Any]:
+        """All numbers by name."""
+        derived = ("groups_per_update", "samples_per_step", "samples_per_update", "microbatches_per_rank")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+
+    def rows(self) -> list[tuple[str, str]]:
+        """In words."""
+        ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
+        samples = self.max_admitted * self.samples_per_group
+        return [
+            (
+                "optimizer step",
+                f"{self.groups_per_step} prompts x {self.samples_per_group} samples = {self.samples_per_step} samples, "
+                f"{self.samples_per_step / self.num_ranks:g} on each of {ranks}; at most {self.microbatches_per_rank} "
+                f"micro-batch{'es' * (self.microbatches_per_rank > 1)} of {self.tokens_per_microbatch} tokens a rank",
+            ),
+            (
+                "update",
+                f"R = {self.steps_per_update} steps x {self.groups_per_step} = {self.groups_per_update} prompts, "
+                f"{self.samples_per_update} samples; sync after K = {self.updates_per_sync}",
+            ),
+            (
+                "in the air",
+                f"at most {self.max_admitted} prompts started between two syncs, {samples} samples; the engines decode "
+                f"{self.samples_at_once} at once",
+            ),
+        ]
+
+    def notices(self) -> list[str]:
+        """What works and is probably not meant."""
+        found = []
+        if self.samples_per_step % self.num_ranks:
+            found.append(
+                f"{self.samples_per_step} samples of a step do not divide among {self.num_ranks} trainer ranks: some "
+                "wait for others; choose async.mini_batch_size so that they do"
+            )
+        if self.tokens_per_sample > self.tokens_per_microbatch:
+            found.append(
+                f"a sample may have {self.tokens_per_sample} tokens, more than engine.max_tokens_per_microbatch = "
+                f"{self.tokens_per_microbatch}: the longest need a pass larger than that"
+            )
+        return found
+
+
+_CACHE_ADVICE: Final = "a larger {0}.tensor_parallel, or fewer {0}.max_running"
+
+
+def estimate_memory(
+    config: GrpoConfig, layout: TrainLayout | None = None, placement: Placement | None = None
+) -> RunMemory:
+    """Estimate from the model's config.json.
+
+    Args:
+        config: of the run.
+        layout: how the trainer's ranks share the model; None where its backend cannot be asked: as FSDP does.
+        placement: of the roles; some engines take a share of their device, whatever it has.
+
+    Raises:
+        ModelError: config.json is not there, not readable, or of a family that is not known.
+    """
+    shape, width = read_shape(config.model.path), trainer_width(config)
+    layout = layout or TrainLayout(dp=config.engine.num_ranks // width, tp=width, zero_stage=3)
+    trainer = train_memory(config.engine, layout, shape, keeps_reference=config.algorithm.needs_reference)
+    roles, limits = {"trainer": trainer.estimate(shape)}, {"trainer": 0}
+    advice = {"trainer": train_advice(config.engine, roles["trainer"])}
+    engines: dict[str, tuple[str, RolloutEngineSettings, ModelShape, int]]
+    engines = {"rollout": (config.rollout.backend, config.rollout, shape, 2 * config.rollout.sync_bucket_bytes)}
+    if config.teacher.is_set:
+        teacher = config.teacher_engine(0)
+        engines["teacher"] = (config.teacher.backend, teacher, read_shape(config.teacher.path), 0)
+    for role, (backend, settings, of, sync_bytes) in engines.items():
+        device_bytes = placement.accelerator_bytes(role) if placement else 0
+        roles[role], budget = _estimate_engine(backend, settings, of, sync_bytes, device_bytes)
+        advice[role] = ((budget and budget.advice) or _CACHE_ADVICE).format(role)
+        limits[role] = budget.limit_bytes if budget else 0
+    return RunMemory(shape, roles, advice, limits)
+
+
+def _estimate_engine(
+    backend: str, settings: RolloutEngineSettings, shape: ModelShape, sync_bytes: int, device_bytes: int
+) -> tuple[MemoryEstimate, CacheBudget | None]:
+    """Of one rank of an engine, and what its backend says of its cache, where it can be asked."""
+    number_bytes = NUMBER_BYTES[settings.dtype]
+    memory = RolloutMemory(
+        weight_bytes=number_bytes,
+        kv_bytes=number_bytes,
+        tensor_parallel=settings.tensor_parallel,
+        max_running=settings.max_running,
+        max_model_len=settings.max_model_len,
+        sync_bytes=sync_bytes,
+    )
+    tell = None
+    if backend in installed_backends("offbeat.rollout"):
+        tell = getattr(load_backend("offbeat.rollout", backend), "cache_budget", None)
+    if tell is None:
+        return memory.estimate(shape), None
+    needs = CacheNeeds(
+        device_bytes=device_bytes,
+        weight_bytes=memory.held_weights(shape) + sync_bytes,
+        token_bytes=memory.kv_bytes_per_token(shape),
+    )
+    budget: CacheBudget = tell(settings, needs)
+    return replace(memory, cache_bytes=budget.cache_bytes).estimate(shape), budget

@@ -1,0 +1,348 @@
+"""Everything that can be wrong with a run, found before anything starts."""
+
+from dataclasses import dataclass, fields, replace
+
+from grpo_async_app._config.estimates import estimate_memory
+from grpo_async_app._config.placement import find_view, place_run
+from grpo_async_app._config.sections import GrpoConfig
+from offbeat_actors import check_processes
+from offbeat_data import (
+    Prompt,
+    PromptSet,
+    Tokenizer,
+    TurnTemplate,
+    build_environment,
+    build_reward,
+    load_prompts,
+    load_tokenizer,
+    try_reward,
+)
+from offbeat_objectives import check_algorithm
+from offbeat_placement import ClusterView, Placement
+from offbeat_recipes import RunMemory
+from offbeat_run import ModelFolder, check_trackers, inspect_model
+from offbeat_types import (
+    ConfigError,
+    ModelError,
+    SleepingTrainEngine,
+    TrainBackend,
+    TrainLayout,
+    installed_backends,
+    load_backend,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preflight:
+    """What a run will work with, checked.
+
+    Args:
+        config: of the run.
+        model: the model folder.
+        prompts: training prompts, held-out prompts and their counts.
+        held_out: the held-out prompts a validation uses.
+        placement: every rank in its place, on the nodes that the launcher would start it on.
+        layout: how the ranks of the trainer share the model.
+        memory: estimates of one rank of each role; None for a family whose formulas are not known.
+        template: puts an environment's words into tokens; None without an environment.
+        notices: choices that work and are probably not meant.
+        reward_trial: what the reward made of a made-up completion, in words; empty where no function of the user's own
+            takes part.
+    """
+
+    config: GrpoConfig
+    model: ModelFolder
+    prompts: PromptSet
+    held_out: tuple[Prompt, ...]
+    placement: Placement
+    layout: TrainLayout
+    memory: RunMemory | None = None
+    template: TurnTemplate | None = None
+    notices: tuple[str, ...] = ()
+    reward_trial: str = ""
+
+    @property
+    def num_groups(self) -> int | None:
+        """Groups that the data gives, all epochs together; None: no end."""
+        return self.config.data.epochs * len(self.prompts.train) or None
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a training prompt has any."""
+        return any(prompt.pictures for prompt in self.prompts.train)
+
+    @property
+    def max_updates(self) -> int | None:
+        """Updates after which the run ends; None: with the data."""
+        return self.config.engine.max_updates or None
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of the whole run, when no group is filtered or dropped."""
+        return _count_updates(self.config, len(self.prompts.train))
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Size of one checkpoint."""
+        is_lora = bool(self.config.engine.lora_rank)
+        return self.config.checkpoint.checkpoint_bytes(self.model.num_parameters, is_lora=is_lora)
+
+    @property
+    def required_bytes(self) -> int:
+        """Room on the disk that the run will need."""
+        is_lora = bool(self.config.engine.lora_rank)
+        return self.config.checkpoint.room_bytes(self.model.num_parameters, is_lora=is_lora)
+
+
+def check_run(config: GrpoConfig) -> Preflight:
+    """Check a configuration against the machine, the model folder and the data.
+
+    Raises:
+        UserError: the first thing that is wrong, with what to do.
+    """
+    notices = _check_choices(config)
+    _check_end(config)
+    check_trackers(config.log)
+    model = inspect_model(config.model.path)
+    _check_positions(config, model)
+    check_reward(config)
+    tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
+    template = _turn_template(config, tokenizer)
+    prompts = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer)
+    # From here on torch may be imported, which takes seconds: the mistakes above are told at once.
+    view = find_view(config)
+    if not view.reserves:
+        check_processes(config.processes)
+    placement = place_run(config, view)
+    notices = (*notices, *_engine_notices(config))
+    _check_cut(config)
+    backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
+    _check_turns(config, backend)
+    _check_devices(config, view)
+    _check_teacher(config, tokenizer)
+    num_updates = _count_updates(config, len(prompts.train))
+    config.profile.check(config.traced_roles, num_updates)
+    layout = _plan_trainer(backend, config, num_updates, view)
+    held_out = prompts.eval[: config.eval.max_prompts or None]
+    if config.eval.every_updates and not held_out:
+        raise ConfigError(
+            "eval.every_updates needs held-out prompts: set data.eval_size or data.eval_path, or set it to 0"
+        )
+    return Preflight(
+        config=config,
+        model=model,
+        prompts=prompts,
+        held_out=held_out,
+        placement=placement,
+        layout=layout,
+        memory=_estimate_memory(config, layout, placement),
+        template=template,
+        notices=notices,
+        reward_trial=_try_reward(config, prompts),
+    )
+
+
+def check_settings(config: GrpoConfig) -> tuple[str, ...]:
+    """Check what settings alone tell, wherever the run will be.
+
+    Returns:
+        Choices that work and are probably not meant.
+
+    Raises:
+        ConfigError: the first thing that is wrong, with what to do.
+    """
+    return (*_check_choices(config), *_engine_notices(config))
+
+
+def _check_choices(config: GrpoConfig) -> tuple[str, ...]:
+    """What `check_settings` does without asking the adapters of the engines, some of which import torch."""
+    config.environment.check(has_reward=config.reward.is_set)
+    config.teacher.check(is_learned_from=config.algorithm.needs_teacher)
+    if config.eval.every_updates and not (config.reward.is_set or config.environment.name):
+        raise ConfigError("eval.every_updates needs something that judges: set reward.name, or eval.every_updates = 0")
+    notices = check_algorithm(
+        config.algorithm,
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        max_tokens=config.max_response_tokens,
+    )
+    _check_lengths(config)
+    _check_mode(config)
+    return (*notices, *_fp8_notice(config))
+
+
+def _engine_notices(config: GrpoConfig) -> list[str]:
+    """What the adapters of the engines know against their settings, on devices that need not be here."""
+    teacher = [(config.teacher.backend, config.teacher_engine(0))] if config.teacher.is_set else []
+    notices: dict[str, None] = {}
+    for backend, settings in [(config.rollout.backend, config.rollout), *teacher]:
+        if backend in installed_backends("offbeat.rollout"):
+            tell = getattr(load_backend("offbeat.rollout", backend), "notices_of", None)
+            notices |= dict.fromkeys(tell(settings) if tell else ())
+    return list(notices)
+
+
+def _fp8_notice(config: GrpoConfig) -> list[str]:
+    if config.rollout.weight_format != "fp8" or config.algorithm.correction != "none":
+        return []
+    return [
+        "rollout.weight_format = fp8 samples from coarser weights than are trained, and algorithm.correction = none "
+        "leaves it at that; token_tis is usual"
+    ]
+
+
+def _estimate_memory(config: GrpoConfig, layout: TrainLayout, placement: Placement) -> RunMemory | None:
+    try:
+        return estimate_memory(config, layout, placement)
+    except ModelError:
+        return None  # an estimate is a help: a family without one can be trained all the same
+
+
+def check_same_data(begun: GrpoConfig, now: GrpoConfig) -> None:
+    """Refuse to go on with other prompts than a run was begun with; more or fewer epochs are welcome.
+
+    Raises:
+        ConfigError: with the key that differs.
+    """
+    for each in fields(begun.data):
+        before, after = getattr(begun.data, each.name), getattr(now.data, each.name)
+        if before != after and each.name != "epochs":
+            raise ConfigError(
+                f"data.{each.name} was {before!r} when the run began and would be {after!r}: some prompts would be "
+                "trained twice and others never; resume with the data it was begun with, or start a new run"
+            )
+
+
+def _check_lengths(config: GrpoConfig) -> None:
+    longest = config.data.max_prompt_tokens + config.max_response_tokens
+    limit = "environment.max_tokens" if config.environment.name else "rollout.max_tokens"
+    if longest > config.rollout.max_model_len:
+        raise ConfigError(
+            f"data.max_prompt_tokens + {limit} = {longest} is more than rollout.max_model_len = "
+            f"{config.rollout.max_model_len}: raise the last or lower one of the others"
+        )
+
+
+def _check_positions(config: GrpoConfig, model: ModelFolder) -> None:
+    if model.max_positions and config.rollout.max_model_len > model.max_positions:
+        raise ConfigError(
+            f"rollout.max_model_len = {config.rollout.max_model_len} is more than the {model.max_positions} positions "
+            f"of {model.path}: lower it"
+        )
+
+
+def _check_teacher(config: GrpoConfig, tokenizer: Tokenizer) -> None:
+    """A teacher is there, can be served, and means the same by every token."""
+    teacher = config.teacher
+    if not teacher.is_set:
+        return
+    load_backend("offbeat.rollout", teacher.backend)
+    folder = inspect_model(teacher.path)
+    if folder.max_positions and config.rollout.max_model_len > folder.max_positions:
+        raise ConfigError(
+            f"rollout.max_model_len = {config.rollout.max_model_len} is more than the {folder.max_positions} positions "
+            f"of the teacher {folder.path}: lower it"
+        )
+    difference = tokenizer.first_difference(load_tokenizer(folder.path, config.model.trust_remote_code))
+    if difference:
+        raise ConfigError(
+            f"the teacher {folder.path} has another tokenizer than {config.model.path} ({difference}), so its "
+            "log-probabilities are of other texts: take a teacher of the same family"
+        )
+
+
+_OWN_DATA = {"reasoning_gym": "reasoning-gym:", "verifiers": "verifiers:"}
+"""Environments that judge prompts of their own only, and how data.path begins for those."""
+
+
+def check_reward(config: GrpoConfig) -> None:
+    """Whoever judges is there: the reward section, or the environment, with prompts that it can judge."""
+    name, path = config.environment.name, config.data.path
+    if config.reward.is_set or (config.algorithm.needs_reward and not name):
+        build_reward(config.reward)
+    if name:
+        build_environment(config.environment)
+    if not path.startswith(_OWN_DATA.get(name, "")):
+        raise ConfigError(f'environment.name = {name!r} needs data.path = "{_OWN_DATA[name]}NAME", got {path!r}')
+
+
+def _try_reward(config: GrpoConfig, prompts: PromptSet) -> str:
+    if not config.reward.is_set:
+        return ""
+    return try_reward(config.reward, prompts.train[0], start_timeout_s=config.cluster.start_timeout_s)
+
+
+def _turn_template(config: GrpoConfig, tokenizer: Tokenizer) -> TurnTemplate | None:
+    if not config.environment.name:
+        return None
+    template = TurnTemplate(tokenizer, config.data)
+    if config.environment.name == "calculator":
+        template.check(["tool"])  # others are checked when they first speak
+    return template
+
+
+def _plan_trainer(backend: TrainBackend, config: GrpoConfig, num_updates: int, view: ClusterView) -> TrainLayout:
+    """Ask the trainer's backend whether so many ranks can train this model with these settings, and how."""
+    wanted = config.train_engine(config.model.path, num_updates)
+    if view.reserves:
+        wanted = replace(wanted, device="auto")  # the devices are the nodes', and the driver need have none
+    return backend.plan(wanted, config.engine.num_ranks)
+
+
+def _count_updates(config: GrpoConfig, num_prompts: int) -> int:
+    """Updates of the whole run, when no group is filtered or dropped."""
+    of_data = -(-config.data.epochs * num_prompts // config.async_.groups_per_update) or None
+    return min(number for number in (of_data, config.engine.max_updates or None) if number is not None)
+
+
+def _check_cut(config: GrpoConfig) -> None:
+    """The engines are there, and report the log-probabilities that the trainer scores."""
+    rollout = config.rollout
+    engine = load_backend("offbeat.rollout", rollout.backend)
+    if rollout.sampling(rollout.seed).is_cut and not getattr(engine, "whole_logprobs", False):
+        raise ConfigError(
+            f"rollout.top_p = {rollout.top_p:g}, top_k = {rollout.top_k}, min_p = {rollout.min_p:g} cut the sampled "
+            f"distribution, rollout.backend = {rollout.backend!r} reports log-probabilities of what is left and the "
+            'trainer scores the whole: set them to 1, 0 and 0, or rollout.backend = "torch"'
+        )
+
+
+def _check_turns(config: GrpoConfig, backend: TrainBackend) -> None:
+    """Trainer and engines on the same devices must both be able to give memory back."""
+    if config.cluster.colocate and (not isinstance(backend, type) or not issubclass(backend, SleepingTrainEngine)):
+        raise ConfigError(
+            f"engine.backend = {config.engine.backend!r} cannot give its memory back between updates, which "
+            "cluster.colocate = true needs: take another, or cluster.colocate = false"
+        )
+
+
+def _check_mode(config: GrpoConfig) -> None:
+    """Trainer and engines on the same devices: one of them always waits."""
+    if config.cluster.colocate and config.async_.mode != "on-policy pipeline":
+        raise ConfigError(
+            "cluster.colocate = true: trainer and engines take turns, so nothing can be generated while it trains; "
+            f"async is {config.async_.mode} (staleness_threshold = {config.async_.staleness_threshold:g}, "
+            f"trigger_parameter_sync_step = {config.async_.trigger_parameter_sync_step}): set them to 0 and 1, with "
+            "more steps in one update by async.require_batches; or cluster.colocate = false"
+        )
+
+
+def _check_devices(config: GrpoConfig, view: ClusterView) -> None:
+    """Devices that settings name are here; those of a cluster are its nodes' to open, and here only kinds are known."""
+    named = {key: name for key, name in config.devices.items() if name not in ("auto", "cpu")}
+    if not named:
+        return
+    from offbeat_mesh import open_device, rank_device  # imports torch: only where a device is named
+
+    if not view.reserves:
+        for name in sorted(set(named.values())):
+            open_device(name)
+        rank_device(config.engine.device, 0, config.engine.num_ranks, setting="engine.device")
+    for key, name in named.items():
+        kinds = installed_backends("offbeat.device")
+        if view.reserves and name not in kinds:
+            raise ConfigError(f"{key} = {name!r}: no such kind of device is known; choose auto, {', '.join(kinds)}")
+
+
+def _check_end(config: GrpoConfig) -> None:
+    if not config.data.epochs and not config.engine.max_updates:
+        raise ConfigError("the run would never end: set data.epochs or engine.max_updates above 0")

@@ -1,0 +1,280 @@
+"""The configuration of a run: one section per class, each declared where it is used."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from offbeat_actors import ClusterConfig
+from offbeat_async_policy import AsyncConfig
+from offbeat_data import DataConfig, EnvironmentConfig, RewardConfig
+from offbeat_objectives import AlgorithmConfig
+from offbeat_run import CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
+from offbeat_types import (
+    REQUIRED,
+    ConfigError,
+    RolloutEngineConfig,
+    RolloutEngineSettings,
+    SamplingParams,
+    TrainEngineConfig,
+    TrainEngineSettings,
+    setting,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """Section `teacher`: the model that on-policy distillation learns from, served by replicas of its own."""
+
+    path: str = setting("", "Hugging Face folder of the teacher, with the policy's tokenizer; empty: no teacher.")
+    backend: str = setting("torch", "Rollout engine that serves it: torch (embedded), or another that scores.")
+    num_replicas: int = setting(1, "Replicas side by side, each in a process of its own.", "replicas", ge=1, le=65536)
+    device: str = setting("auto", "auto, cpu, or a device such as cuda:0.")
+    dtype: str = setting("float32", "Number format of its weights.", choices=("float32", "bfloat16", "float16"))
+    tensor_parallel: int = setting(1, "Devices that one replica is split over.", ge=1)
+    colocate: bool = setting(
+        False, "Replicas share the accelerators of the rollout engines, all of them loaded at once."
+    )
+    deadline_s: float = setting(600.0, "Longest time for the scores of one group, once a replica serves.", "s", gt=0)
+    options: dict[str, Any] = setting({}, "Extras of the backend, checked against its own settings.")
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is one."""
+        return bool(self.path)
+
+    def check(self, *, is_learned_from: bool) -> None:
+        """Find what is wrong with these settings before anything starts.
+
+        Args:
+            is_learned_from: the algorithm wants a teacher.
+
+        Raises:
+            ConfigError: one of the two is there without the other, or a setting would have no effect.
+        """
+        if is_learned_from and not self.is_set:
+            raise ConfigError(
+                "algorithm.distillation_coefficient is above 0 and there is no teacher: set teacher.path to its folder"
+            )
+        if self.is_set and not is_learned_from:
+            raise ConfigError(
+                f"teacher.path = {self.path!r} has no effect while algorithm.distillation_coefficient is 0: set it to "
+                "1, or leave the teacher out"
+            )
+        if not self.is_set and self != TeacherConfig():
+            raise ConfigError("the section teacher has no effect without teacher.path: set it or leave the section out")
+
+    def engine(self, max_model_len: int, num_running: int, num_threads: int, *, trust: bool) -> RolloutEngineConfig:
+        """What the backend is given.
+
+        Args:
+            max_model_len: tokens of the longest prompt with its completion.
+            num_running: continuations scored together at most.
+            num_threads: of each replica; 0 leaves the choice to the launcher.
+            trust: run code that comes with the model folder.
+        """
+        return RolloutEngineConfig(
+            model_path=self.path,
+            trust_remote_code=trust,
+            device=self.device,
+            dtype=self.dtype,
+            tensor_parallel=self.tensor_parallel,
+            max_running=num_running,
+            max_model_len=max_model_len + 1,  # vLLM scores a prompt only when it can sample one token more
+            num_threads=num_threads,
+            options=self.options,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Section `model`: the policy to train."""
+
+    path: str = setting(REQUIRED, "Hugging Face folder of a causal language model: config, safetensors, tokenizer.")
+    trust_remote_code: bool = setting(False, "Run code that comes with the model folder.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig(RolloutEngineSettings):
+    """Section `rollout`: the engines that sample, and how they sample."""
+
+    backend: str = setting("torch", "Rollout engine: torch (embedded), or another that is installed.")
+    num_engines: int = setting(1, "Engines side by side, each in a process of its own.", "engines", ge=1, le=65536)
+    samples_per_prompt: int = setting(
+        8, "n: completions of one prompt, which make one group.", "samples", ge=1, le=65536
+    )
+    max_tokens: int = setting(
+        256, "Longest completion; with an environment, the longest turn.", "tokens", ge=1, le=2**30
+    )
+    temperature: float = setting(1.0, "Of the sampled distribution; the trainer scores at the same.", gt=0)
+    top_p: float = setting(1.0, "Sample from the smallest set of tokens with this much probability.", gt=0, le=1)
+    top_k: int = setting(0, "Sample from the k likeliest tokens; 0 from all.", "tokens", ge=0)
+    min_p: float = setting(0.0, "Leave out tokens less likely than this share of the likeliest.", ge=0, lt=1)
+    stop: list[str] = setting([], "Texts that end a completion.", is_text=True)
+    seed: int = setting(0, "Seed of sampling; every sample draws from a stream of its own.", ge=0, lt=2**24)
+    sync_bucket_bytes: int = setting(64 * 2**20, "Weights travel in buckets of this size.", "bytes", ge=4096)
+    serve_port: int | None = setting(
+        None,
+        "Serve the policy in training to agents outside: engine i at loopback, port serve_port + i; 0: free ones.",
+        ge=0,
+        le=65535,
+    )
+
+    def sampling(self, seed: int) -> SamplingParams:
+        """How training samples are drawn, with the seed of one group, and reported as the trainer scores them."""
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            stop=tuple(self.stop),
+            seed=seed,
+            whole_logprobs=True,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(TrainEngineSettings):
+    """Section `engine`: the trainer."""
+
+    backend: str = setting("torch", "Training engine: torch, or another that is installed.")
+    num_ranks: int = setting(1, "Processes that train together, each on a device of its own.", "ranks", ge=1, le=65536)
+    max_updates: int = setting(0, "End the run after so many updates; 0: when the data ends.", "updates", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Section `eval`: validation on held-out prompts while training goes on."""
+
+    every_updates: int = setting(0, "Updates between two validations; 0 turns them off.", "updates", ge=0)
+    max_prompts: int = setting(0, "Held-out prompts used; 0 uses all.", "prompts", ge=0)
+    temperature: float = setting(0.0, "Of the validation samples; 0 is greedy.", ge=0)
+    success_reward: float = setting(0.99, "A completion with at least this reward counts as right in the accuracy.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolesProfileConfig(ProfileConfig):
+    """Section `profile`: traces of some updates, and of the engines that sample under their weights."""
+
+    rollout_s: float = setting(
+        10.0, "Longest stretch of a rollout engine's trace, from the weights of a traced update on.", "s", gt=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolesConfig(ClusterConfig):
+    """Section `cluster`: that of `ClusterConfig`, and how the roles share CPUs and devices and are started again."""
+
+    trainer_threads: int = setting(0, "CPU threads of each trainer; 0 takes a share of all CPUs.", ge=0)
+    rollout_threads: int = setting(0, "CPU threads of each rollout engine; 0 takes a share of all CPUs.", ge=0)
+    colocate: bool = setting(False, "Rollout engines use the trainer's devices: they sleep while it trains.")
+    sleep_level: int = setting(
+        2, "What a colocated engine gives back while it sleeps: 1 its KV cache, 2 its weights too.", ge=1, le=2
+    )
+    turn_timeout_s: float = setting(
+        120.0, "Longest wait for one colocated role to give its memory back, or to take it again.", "s", gt=0
+    )
+    spans_nodes: bool = setting(False, "A rollout engine wider than a node may take several nodes, each whole.")
+    max_restarts: int = setting(
+        5, "Times one role is started again within restart_window_s; the next death ends the run.", "restarts", ge=0
+    )
+    restart_window_s: float = setting(3600.0, "Restarts longer ago than this are forgotten.", "s", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoConfig:
+    """Everything a run of `grpo-async-app` can be told."""
+
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    async_: AsyncConfig = field(default_factory=AsyncConfig)
+    cluster: RolesConfig = field(default_factory=RolesConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    profile: RolesProfileConfig = field(default_factory=RolesProfileConfig)
+
+    @property
+    def traced_roles(self) -> list[str]:
+        """Roles that can trace themselves."""
+        trainers = [f"trainer-{rank}" for rank in range(self.engine.num_ranks)]
+        return [*trainers, *(f"rollout-{number}" for number in range(self.rollout.num_engines))]
+
+    @property
+    def devices(self) -> dict[str, str]:
+        """What each kind of role computes on, by the setting that says so."""
+        teacher = {"teacher.device": self.teacher.device} if self.teacher.is_set else {}
+        return {"engine.device": self.engine.device, "rollout.device": self.rollout.device, **teacher}
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """Processes of each kind of role, by the setting that says how many."""
+        teacher = {"teacher.num_replicas": self.teacher.num_replicas} if self.teacher.is_set else {}
+        return {"engine.num_ranks": self.engine.num_ranks, "rollout.num_engines": self.rollout.num_engines, **teacher}
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Tokens after the prompt at most: of a completion, or of a whole episode."""
+        return self.environment.max_tokens if self.environment.name else self.rollout.max_tokens
+
+    def rollout_engine(self, model_path: str, num_threads: int) -> RolloutEngineConfig:
+        """What the rollout backend is given."""
+        return RolloutEngineConfig(
+            **_shared(self.rollout, RolloutEngineSettings),
+            num_threads=num_threads,
+            model_path=model_path,
+            trust_remote_code=self.model.trust_remote_code,
+        )
+
+    def teacher_engine(self, num_threads: int) -> RolloutEngineConfig:
+        """What the teacher's backend is given."""
+        return self.teacher.engine(
+            self.rollout.max_model_len,
+            self.rollout.samples_per_prompt,
+            num_threads,
+            trust=self.model.trust_remote_code,
+        )
+
+    def endpoint(self, engine: str) -> dict[str, Any]:
+        """What makes a rollout role serve its engine to others too; nothing where `rollout.serve_port` is none.
+
+        A request from outside may be waited for by a sync, and must not use up its deadline.
+
+        Args:
+            engine: its name, such as "rollout-0".
+        """
+        port = self.rollout.serve_port
+        if port is None:
+            return {}
+        number = int(engine.rpartition("-")[2])
+        return {"serve_port": port and port + number, "serve_deadline_s": self.async_.sync_deadline_s / 2}
+
+    def train_engine(self, model_path: str, num_updates: int, num_threads: int = 0) -> TrainEngineConfig:
+        """What the training backend is given: scores at the sampler's temperature.
+
+        Args:
+            model_path: folder it starts from.
+            num_updates: of the whole run, for the learning rate's schedule; each takes `async.require_batches` steps.
+            num_threads: of each rank; 0 leaves the choice to the launcher.
+        """
+        shared = _shared(self.engine, TrainEngineSettings)
+        options = {"temperature": self.rollout.temperature, **self.engine.options}
+        if self.algorithm.needs_entropy_gradient:
+            options["entropy_gradient"] = True
+        return TrainEngineConfig(
+            **{**shared, "options": options},
+            num_threads=num_threads,
+            model_path=model_path,
+            trust_remote_code=self.model.trust_remote_code,
+            total_steps=num_updates * self.async_.require_batches,
+        )
+
+
+def _shared(section: object, settings: type) -> dict[str, Any]:
+    return {each.name: getattr(section, each.name) for each in fields(settings)}

@@ -1,0 +1,353 @@
+"""What the asynchronous loop asks for, done: groups sampled and scored, updates, syncs, checkpoints, validation."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._roles.groups import SampledGroup, save_groups
+from grpo_async_app._run.fleet import Fleet
+from grpo_async_app._run.run_logger import BusyClock, RunLogger
+from grpo_async_app._run.sampling import OutdatedError, Rollouts, ScoredTrajectory, validate
+from offbeat_async_policy import AsyncPolicy, GroupResult
+from offbeat_data import EpochOrder, Prompt, TurnTemplate
+from offbeat_objectives import has_signal, overlong_penalty
+from offbeat_run import RunFolder, clock_s
+from offbeat_types import ConfigError, GenerateRequest, Metrics, SamplingParams, Trajectory
+
+LOOP_FOLDER = "loop"
+"""Beside the model in a checkpoint: what the loop needs to go on. A folder, so that nobody takes it for weights."""
+
+
+class GrpoBackend:
+    """Performs the policy's actions on the fleet: implements `offbeat_async_policy.LoopBackend`.
+
+    Args:
+        config: of the run.
+        fleet: started.
+        policy: the one that the loop drives; asked where it stands, never told.
+        prompts: training prompts.
+        held_out: prompts of a validation; empty turns validation off.
+        run: folder of the run, for checkpoints.
+        logger: takes metrics, generations, timeline and progress.
+        groups: finished groups of a restored run.
+        template: puts an environment's words into tokens; None where the run has no environment.
+    """
+
+    def __init__(
+        self,
+        config: GrpoConfig,
+        fleet: Fleet,
+        policy: AsyncPolicy,
+        *,
+        prompts: tuple[Prompt, ...],
+        held_out: tuple[Prompt, ...],
+        run: RunFolder,
+        logger: RunLogger,
+        groups: dict[int, SampledGroup] | None = None,
+        template: TurnTemplate | None = None,
+    ) -> None:
+        self._config, self._fleet, self._policy, self._run, self._logger = config, fleet, policy, run, logger
+        self._prompts, self._held_out = prompts, held_out
+        self._order = EpochOrder(len(prompts), config.data.seed, config.data.shuffle)
+        self._groups = groups or {}
+        self._where: dict[int, str] = {}
+        self._validating: asyncio.Task[None] | None = None
+        self._trainer_turn = asyncio.Lock()
+        self._trainer_version = policy.version
+        self._clock = BusyClock("trainer-0", lambda: len(fleet.engines.names), clock_s, logger.worked)
+        self._rollouts = Rollouts(config, fleet, template, self._clock.busy)
+        self._template = template
+        fleet.engines.bring_weights = self._bring_weights
+        if fleet.teachers is not None:
+            # A clock of its own: shares of idle time are those of trainer and engines.
+            fleet.teachers.busy = BusyClock("", lambda: config.teacher.num_replicas, clock_s, logger.worked).busy
+
+    # ── rollouter ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def submit(self, group_id: int) -> GroupResult:
+        """Sample and score one group."""
+        prompt = self._prompt(group_id)
+        name = self._where[group_id] = self._fleet.engines.least_loaded()
+        with self._fleet.engines.hold(name):
+            samples = await self._sample(group_id, prompt, name)
+            greedy_reward = await self._sample_greedy(group_id, prompt, name)
+        if not self._can_be_compared(samples):
+            return GroupResult(oldest_version=self._policy.version, filtered=True)
+        group = self._group(group_id, prompt, samples, greedy_reward)
+        filtered = self._config.algorithm.filter_groups and not has_signal(group.rewards)
+        group = group if filtered else await self._taught(group)
+        if group.flaw:
+            self._rollouts.leave_out(
+                "rollout/untrainable", f"group {group_id} has {group.flaw}", len(group.trajectories)
+            )
+            self._logger.left_out(self._rollouts.left_out, self._rollouts.last_left_out)
+            filtered = True
+        if not filtered:
+            self._groups[group_id] = group
+        return GroupResult(oldest_version=group.oldest_version, filtered=filtered)
+
+    async def _taught(self, group: SampledGroup) -> SampledGroup:
+        """The group with what the teacher has to say to it, where there is one."""
+        if (teachers := self._fleet.teachers) is None:
+            return group
+
+        def where(name: str) -> None:
+            self._where[group.group_id] = name
+
+        images = await asyncio.to_thread(lambda: tuple(picture.pixels() for picture in group.pictures))
+        logprobs = await teachers.score(group.group_id, group.prompt_ids, group.trajectories, where, images)
+        return replace(group, teacher_logprobs=logprobs)
+
+    async def _sample(self, group_id: int, prompt: Prompt, name: str) -> list[ScoredTrajectory]:
+        params = self._config.rollout.sampling(self._seed(group_id))
+        request = GenerateRequest(
+            request_id=f"group-{group_id}",
+            prompt_ids=prompt.ids,
+            num_samples=self._config.rollout.samples_per_prompt,
+            params=params,
+        )
+        return await self._rollouts.sample(name, prompt, request)
+
+    async def _sample_greedy(self, group_id: int, prompt: Prompt, name: str) -> float:
+        """Reward of the greedy sample that ReMax compares with; 0 for other advantages."""
+        if not self._config.algorithm.needs_greedy_reward:
+            return 0.0
+        rollout = self._config.rollout
+        params = SamplingParams(max_tokens=rollout.max_tokens, temperature=0.0, stop=tuple(rollout.stop))
+        request = GenerateRequest(request_id=f"greedy-{group_id}", prompt_ids=prompt.ids, params=params)
+        samples = await self._rollouts.sample(name, prompt, request)
+        return self._worth(samples[0]) if samples else 0.0
+
+    def _can_be_compared(self, samples: list[ScoredTrajectory]) -> bool:
+        """Whether enough of a group is left."""
+        if len(samples) < self._config.rollout.samples_per_prompt:
+            self._logger.left_out(self._rollouts.left_out, self._rollouts.last_left_out)
+        return len(samples) >= min(2, self._config.rollout.samples_per_prompt)
+
+    def _group(
+        self, group_id: int, prompt: Prompt, samples: list[ScoredTrajectory], greedy_reward: float
+    ) -> SampledGroup:
+        return SampledGroup(
+            group_id=group_id,
+            item=prompt.index,
+            prompt_ids=prompt.ids,
+            pictures=prompt.pictures,
+            trajectories=[sample.trajectory for sample in samples],
+            rewards=[self._worth(sample) for sample in samples],
+            parts=[sample.parts for sample in samples],
+            greedy_reward=greedy_reward,
+        )
+
+    def _worth(self, sample: ScoredTrajectory) -> float:
+        """What is trained on: the reward, and what is taken off it for length."""
+        return sample.reward + self._overlong_penalty(sample.trajectory)
+
+    def _overlong_penalty(self, trajectory: Trajectory) -> float:
+        algorithm = self._config.algorithm
+        if not algorithm.overlong_buffer_tokens:
+            return 0.0
+        return overlong_penalty(
+            len(trajectory.ids),
+            max_tokens=self._config.max_response_tokens,
+            buffer_tokens=algorithm.overlong_buffer_tokens,
+            factor=algorithm.overlong_penalty_factor or 1.0,
+        )
+
+    async def drop(self, group_id: int) -> None:
+        """Forget a group, aborting it if it is being sampled."""
+        if self._groups.pop(group_id, None) is None:
+            await self._fleet.engines.abort(f"group-{group_id}")
+
+    def where(self, group_id: int) -> str:
+        """The engine that holds a group in flight."""
+        return self._where.get(group_id, "the verifier")
+
+    # ── trainer ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def prepare(self, action: Literal["update", "sync", "checkpoint"]) -> None:
+        """Let a validation end: before a sync, so that it has one version, and before engines that share devices sleep.
+
+        Nothing is locked meanwhile: what it waits for may be an engine that needs weights from the trainer.
+        """
+        if action == "sync" or self._fleet.engines.turns is not None:
+            await self._finish_validation()
+
+    async def update(self, group_ids: tuple[int, ...], version: int) -> None:
+        """Train on these groups, and write down how it went."""
+        groups = [self._groups[group_id] for group_id in group_ids]
+        async with self._trainer_turn:
+            await self._take_devices()
+            with self._clock.busy("trainer-0"):
+                metrics = await self._fleet.trainer.call(
+                    "update",
+                    groups,
+                    self._config.async_.require_batches,
+                    version,
+                    returns=Metrics,
+                    deadline_s=self._config.async_.update_deadline_s,
+                )
+            self._trainer_version = version + 1
+        for group_id in group_ids:
+            del self._groups[group_id]
+        prompts = {group.item: self._prompts[group.item] for group in groups}
+        self._logger.updated(
+            version + 1,
+            groups,
+            prompts,
+            metrics,
+            self._clock.lap(),
+            self._policy.statistics,
+            self._fleet.metrics(),
+            self._rollouts.left_out,
+        )
+
+    async def _take_devices(self) -> None:
+        """Where trainer and engines share devices: let the engines finish and sleep."""
+        if (turns := self._fleet.engines.turns) is not None:
+            await turns.to_training()
+
+    # ── synchroniser ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def sync(self, version: int, interrupt: bool) -> None:
+        """Bring the weights to every engine."""
+        started_s = clock_s()
+        bring = self._bring_all(version, interrupt)
+        await self._fleet.name_who_is_late(bring, f"sync {version}", self._config.async_.sync_deadline_s)
+        self._logger.synced(version, started_s, clock_s())
+        if self._validation_is_due(version):
+            self._validating = asyncio.create_task(self._validate(version))
+
+    async def _bring_all(self, version: int, interrupt: bool) -> None:
+        async with self._trainer_turn:
+            with self._clock.held(self._fleet.engines.names):
+                await self._fleet.engines.sync(self._fleet.offer_weights(version), interrupt)
+
+    async def _bring_weights(self, name: str) -> None:
+        """Give an engine that has come up between two syncs what the trainer holds: maybe newer than what others do."""
+        async with self._trainer_turn:
+            await self._fleet.engines.sync_one(name, self._fleet.offer_weights(self._trainer_version))
+
+    # ── validation ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _validation_is_due(self, version: int) -> bool:
+        every = self._config.eval.every_updates
+        if not every or not self._held_out:
+            return False
+        last = self._logger.last_validated
+        if last < 0:
+            return True
+        return version // every > last // every or (version > last and self._is_last_sync)
+
+    @property
+    def _is_last_sync(self) -> bool:
+        status = self._policy.status
+        return not (status.num_not_started or status.in_flight or status.num_finished or status.num_training)
+
+    async def _finish_validation(self) -> None:
+        if self._validating is not None:
+            validating, self._validating = self._validating, None
+            await validating  # each of its answers has a deadline
+
+    async def _validate(self, version: int) -> None:
+        """Validate, and write it down. `_finish_validation` raises what goes wrong in either."""
+        rollouts = Rollouts(self._config, self._fleet, self._template)
+        try:
+            validation = await validate(rollouts, self._fleet.engines, self._config, self._held_out, version)
+        except OutdatedError as error:
+            self._logger.message(f"the validation of version {version} is left to the next sync: {error}")
+            return
+        finally:
+            self._rollouts.left_out.update(rollouts.left_out)
+        self._run.checkpoints.set_score(validation.version, validation.reward)
+        self._logger.validated(validation)
+
+    async def finish(self) -> None:
+        """Wait for the last validation."""
+        await self._finish_validation()
+
+    async def close(self) -> None:
+        """Leave nothing behind that would go on by itself."""
+        await self._fleet.engines.cancel_transfers()
+        if self._validating is not None:
+            self._validating.cancel()
+            await asyncio.gather(self._validating, return_exceptions=True)
+
+    # ── checkpoints ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def wants_checkpoint(self, version: int) -> bool:
+        """Every `checkpoint.every` updates."""
+        every = self._config.checkpoint.every
+        return every > 0 and version % every == 0
+
+    async def checkpoint(self, state: Mapping[str, Any]) -> None:
+        """Write weights, optimizer, the loop's state and the finished groups as one folder."""
+        groups = [self._groups[int(group_id)] for group_id, _ in state["finished"]]
+        await self.write_checkpoint(state, groups)
+
+    async def write_checkpoint(self, state: Mapping[str, Any], groups: list[SampledGroup]) -> None:
+        """Write a checkpoint of the trainer's weights as they are."""
+        version = self._policy.version
+        async with self._trainer_turn:
+            await self._take_devices()
+            with self._run.checkpoints.write(version) as folder:
+                await self._fleet.trainer.call(
+                    "save",
+                    str(folder),
+                    self._config.checkpoint.save_optimizer,
+                    deadline_s=self._config.async_.update_deadline_s,
+                )
+                save_groups(folder / LOOP_FOLDER, groups)
+                loop = {"policy": dict(state), "prompts": mark_of(self._prompts)}
+                (folder / LOOP_FOLDER / "state.json").write_text(json.dumps(loop))
+        self._run.checkpoints.prune(self._config.checkpoint.keep)
+
+    # ── watching ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def idle(self, wait: str, idle_s: float) -> float:
+        """Show the wait, and raise if a process has died without which nothing goes on."""
+        self._fleet.raise_if_dead()
+        self._logger.waiting(wait, idle_s)
+        return self._fleet.progress
+
+    # ── small things ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _prompt(self, group_id: int) -> Prompt:
+        _, item = self._order(group_id)
+        return self._prompts[item]
+
+    def _seed(self, group_id: int) -> int:
+        """A sampling seed of its own for each group; sample i of the group draws with this plus i."""
+        return (self._config.rollout.seed << 40) + group_id * self._config.rollout.samples_per_prompt
+
+
+def read_loop_state(folder: Path) -> dict[str, Any]:
+    """The loop's state in a checkpoint folder."""
+    return dict(json.loads((folder / LOOP_FOLDER / "state.json").read_text()))
+
+
+def mark_of(prompts: Sequence[Prompt]) -> dict[str, int | str]:
+    """How many prompts there are, and which: with the settings, the order of training is a function of these."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(len(prompt.ids).to_bytes(8, "little") + prompt.ids.tobytes())
+    return {"number": len(prompts), "sha256": digest.hexdigest()}
+
+
+def check_same_prompts(state: Mapping[str, Any], prompts: Sequence[Prompt], run: Path) -> None:
+    """Refuse to go on with other prompts than those that a checkpoint's state was written with.
+
+    Raises:
+        ConfigError: rows were added, removed or changed.
+    """
+    begun, now = state.get("prompts"), mark_of(prompts)  # older checkpoints have none
+    if begun and begun != now:
+        raise ConfigError(
+            f"{run} was begun with {begun['number']} training prompts and would go on with {now['number']}, not all of "
+            "them the same: some would be trained twice and others never; resume with the rows it was begun with, or "
+            "start a new run with model.path set to its latest checkpoint"
+        )

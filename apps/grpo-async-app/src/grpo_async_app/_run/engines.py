@@ -1,0 +1,483 @@
+"""The rollout engines of a run: called, watched, started again, joined by others, and let go."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final
+
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._run.colocation import ColocationSchedule
+from grpo_async_app._run.trainers import WeightOffer, is_lost, transfer_weights
+from offbeat_actors import (
+    ActorHandle,
+    RestartBudget,
+    Supervised,
+    Tell,
+    gather_or_cancel,
+    least_loaded,
+    start_again,
+    wait_gone,
+)
+from offbeat_run import clock_s
+from offbeat_types import (
+    Completion,
+    EngineHealth,
+    GenerateRequest,
+    OffbeatError,
+    PeerFailedError,
+    PlacementError,
+    WeightProof,
+    WeightSyncError,
+)
+
+
+class Engine(Supervised):
+    """One rollout engine, through all its processes; its load is the groups that it works on.
+
+    Attributes:
+        empty: it has nothing to do.
+        leaving: it takes no more groups, and is stopped when it is empty.
+        has_left: it will never serve again.
+        num_tokens: sampled by its process, as it last said.
+    """
+
+    def __init__(self, name: str, actor: ActorHandle) -> None:
+        super().__init__(name, actor)
+        self.empty = asyncio.Event()
+        self.leaving = self.has_left = False
+        self.num_tokens = 0
+
+    async def ask_health(self, *, deadline_s: float) -> None:
+        """Ask its process how it is; it answers at once whatever it computes."""
+        health: EngineHealth = await self.actor.call("health", returns=EngineHealth, deadline_s=deadline_s)
+        self.num_tokens = health.num_tokens
+
+
+async def bring_weights(
+    engine: Engine, offer: WeightOffer, interrupt: bool, deadline_s: float, turns: ColocationSchedule | None
+) -> None:
+    """Pause an engine, let it take the trainer's weights, and let it go on; colocated ones go on all together.
+
+    Args:
+        engine: whose process lives.
+        offer: the weights.
+        interrupt: hold what is in flight, instead of finishing it.
+        deadline_s: of each step.
+        turns: where engines and trainer share devices.
+    """
+    handle = engine.actor
+    source = await offer.source_for(handle.address)
+    if engine.serves.is_set():
+        await handle.call("pause", "keep" if interrupt else "wait", deadline_s=deadline_s)
+    if turns is not None:
+        await turns.make_room(handle)
+    take = handle.call(
+        "receive_weights",
+        source,
+        offer.version,
+        deadline_s,
+        engine.name,
+        returns=WeightProof,
+        deadline_s=deadline_s + 5,
+    )
+    await transfer_weights(take, offer.send(source), offer.withdraw)
+    if turns is None:
+        await handle.call("resume", deadline_s=deadline_s)
+        engine.serves.set()
+
+
+STRAGGLER_FACTOR: Final = 3.0
+"""An engine this many times slower than the median of the others is a straggler."""
+
+ENOUGH_REQUESTS: Final = 4
+"""Answers seen of each engine before it is compared."""
+
+FORGET: Final = 0.8
+"""What was seen before counts so much after each answer: an engine that recovers is soon no straggler any more."""
+
+
+@dataclass
+class _Seen:
+    """What has been seen of one engine, the latest counting most."""
+
+    num_requests: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one sample."""
+        return self.tokens / max(self.seconds, 1e-9)
+
+
+class EngineSpeeds:
+    """Compares how fast a sample grows on each engine, waiting included, as whoever asked for it sees it."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, _Seen] = {}
+
+    def took(self, name: str, num_tokens: int, seconds: float) -> None:
+        """Take in one answer.
+
+        Args:
+            name: of the engine.
+            num_tokens: of the longest sample of the answer.
+            seconds: from question to answer.
+        """
+        seen = self._seen.setdefault(name, _Seen())
+        seen.num_requests += 1
+        seen.tokens = FORGET * seen.tokens + num_tokens
+        seen.seconds = FORGET * seen.seconds + seconds
+
+    def forget(self, name: str) -> None:
+        """Begin anew with an engine: it is another process now."""
+        self._seen.pop(name, None)
+
+    def stragglers(self, among: Collection[str]) -> dict[str, float]:
+        """Engines much slower than the others, and how many times.
+
+        Args:
+            among: names of the engines to compare.
+        """
+        known = {
+            name: seen for name in among if (seen := self._seen.get(name)) and seen.num_requests >= ENOUGH_REQUESTS
+        }
+        slow = {}
+        for name, seen in known.items():
+            others = [other.tokens_per_s for its_name, other in known.items() if its_name != name]
+            if others and median(others) > STRAGGLER_FACTOR * seen.tokens_per_s:
+                slow[name] = median(others) / max(seen.tokens_per_s, 1e-9)
+        return slow
+
+
+BringWeights = Callable[[str], Coroutine[Any, Any, None]]
+"""Brings the trainer's weights to the engine of this name, when no update and no other sync runs."""
+
+
+class Engines:
+    """Rollout engines, which may die, stop answering, come and go while the run goes on.
+
+    Args:
+        config: of the run.
+        start: starts the process of the engine of this name.
+        budget: of restarts.
+        tell: takes a line when something has happened to an engine.
+
+    Attributes:
+        bring_weights: called for an engine that has come up between two syncs; None while nobody can: it then gets its
+            weights with the next sync.
+        turns: where the engines share their devices with the trainer; None where they have their own.
+    """
+
+    def __init__(
+        self, config: GrpoConfig, start: Callable[[str], Awaitable[ActorHandle]], budget: RestartBudget, tell: Tell
+    ) -> None:
+        self._config, self._start_process, self._budget, self._tell = config, start, budget, tell
+        self._num_starting = 0
+        self._engines: dict[str, Engine] = {}
+        self._joining: set[str] = set()
+        self._wanted = config.rollout.num_engines
+        self._serve_as_started = False
+        self._all_started = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._transfers: set[asyncio.Task[None]] = set()  # bring weights
+        self._speeds = EngineSpeeds()
+        self._stragglers: dict[str, float] = {}
+        self.bring_weights: BringWeights | None = None
+        self.turns: ColocationSchedule | None = None
+
+    async def start(self) -> None:
+        """Start as many as the configuration says. None serves before it has got weights, or `serve` is called."""
+        names = [f"rollout-{number}" for number in range(self._wanted)]
+        for name, handle in zip(names, await gather_or_cancel([self._start(name) for name in names]), strict=True):
+            self._add(name, handle)
+
+    async def _start(self, name: str) -> ActorHandle:
+        self._num_starting += 1
+        try:
+            return await self._start_process(name)
+        finally:
+            self._num_starting -= 1
+
+    @property
+    def are_starting(self) -> bool:
+        """Whether the process of one of them is being started."""
+        return self._num_starting > 0
+
+    def let_others_join(self) -> None:
+        """All roles are there: begin with what `scale` was asked for meanwhile."""
+        self._all_started = True
+        self._adjust()
+
+    def serve(self) -> None:
+        """Let all serve the weights that they start with, now and after a restart."""
+        self._serve_as_started = True
+        for engine in self._engines.values():
+            engine.serves.set()
+
+    async def close(self) -> None:
+        """Look after them no longer."""
+        await self.cancel_transfers()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ── who is there ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def names(self) -> list[str]:
+        """Those that take part, in order; one that is being started again is among them, one that leaves is not."""
+        return sorted((engine.name for engine in self._engines.values() if not engine.leaving), key=_number)
+
+    @property
+    def living(self) -> list[Engine]:
+        """Those whose process lives."""
+        return [engine for engine in self._engines.values() if engine.actor.alive]
+
+    @property
+    def num_tokens(self) -> int:
+        """A sum that changes while any of them samples: it tells slow from stuck."""
+        return sum(engine.num_tokens for engine in self._engines.values())
+
+    @property
+    def num_restarts(self) -> int:
+        """Times one of them was started again."""
+        return sum(times for role, times in self._budget.spent.items() if role.startswith("rollout-"))
+
+    @property
+    def stragglers(self) -> dict[str, float]:
+        """Those much slower than the others, and how many times."""
+        return {name: times for name, times in self._stragglers.items() if name in self._engines}
+
+    def least_loaded(self) -> str:
+        """The serving engine with the fewest groups; any one when none serves."""
+        there = [self._engines[name] for name in self.names]
+        return least_loaded(there).name
+
+    @contextlib.contextmanager
+    def hold(self, name: str) -> Iterator[None]:
+        """Give an engine a group to work on: it does not leave before the block ends."""
+        engine = self._engines[name]
+        engine.load += 1
+        engine.empty.clear()
+        try:
+            yield
+        finally:
+            engine.load -= 1
+            if not engine.load:
+                engine.empty.set()
+
+    # ── sampling ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def generate(self, name: str, request: GenerateRequest, deadline_s: float) -> list[Completion]:
+        """Sample on one engine, once it serves.
+
+        Raises:
+            PeerFailedError: the engine died, or failed so that only a new process mends it; it is started again.
+        """
+        engine = self._find(name)
+        await engine.ready("generate", deadline_s)
+        actor = self._find(name).actor  # it may have left instead
+        began_s = clock_s()
+        try:
+            completions = await actor.call("generate", request, returns=list[Completion], deadline_s=deadline_s)
+        except PeerFailedError as error:
+            self._give_up(engine, actor, error.reason)
+            raise
+        self._note_speed(name, max((len(each.ids) for each in completions), default=0), clock_s() - began_s)
+        return completions
+
+    def _note_speed(self, name: str, num_tokens: int, seconds: float) -> None:
+        self._speeds.took(name, num_tokens, seconds)
+        slow = self._speeds.stragglers(self.names)
+        for slower in slow.keys() - self._stragglers.keys():
+            self._tell(f"{slower} is a straggler: {slow[slower]:.1f} times slower than the others; it gets less to do")
+        self._stragglers = slow
+
+    async def abort(self, request_id: str) -> None:
+        """End a request wherever it runs. An engine that is gone has ended it."""
+        handles = [engine.actor for engine in self._engines.values() if engine.actor.alive]
+        for outcome in await asyncio.gather(
+            *(handle.call("abort", request_id) for handle in handles), return_exceptions=True
+        ):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, PeerFailedError):
+                raise outcome
+
+    def _find(self, name: str) -> Engine:
+        engine = self._engines.get(name)
+        if engine is not None and engine.failure is not None:
+            raise engine.failure
+        if engine is None or engine.has_left:
+            raise PeerFailedError(name, "it has left the run")
+        return engine
+
+    # ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def sync(self, offer: WeightOffer, interrupt: bool) -> None:
+        """Bring weights to every engine, one after the other: with devices of their own they never stop all at once."""
+        if self.turns is not None:
+            await self.turns.to_training()
+        # One that does not live gets its weights when it is up again.
+        await self._sync_each(self.living, offer, interrupt)
+
+    async def sync_one(self, name: str, offer: WeightOffer) -> None:
+        """Bring weights to an engine that has come up between two syncs."""
+        engine = self._engines.get(name)
+        late = self.turns is not None and self.turns.is_training  # the next sync is about to do it
+        if engine is not None and engine.actor.alive and not engine.serves.is_set() and not late:
+            await self._sync_each([engine], offer, interrupt=False)
+
+    async def _sync_each(self, engines: list[Engine], offer: WeightOffer, interrupt: bool) -> None:
+        if self.turns is not None:
+            await self.turns.show_weights()
+        synced = [engine for engine in engines if await self._sync_unless_lost(engine, offer, interrupt)]
+        if self.turns is not None:
+            await self.turns.to_generation(synced)
+
+    async def _sync_unless_lost(self, engine: Engine, offer: WeightOffer, interrupt: bool) -> bool:
+        handle = engine.actor
+        try:
+            await bring_weights(engine, offer, interrupt, self._config.async_.sync_deadline_s, self.turns)
+        except (PeerFailedError, WeightSyncError) as error:
+            if not await is_lost(handle, error):
+                raise  # it is not a matter of starting the engine again
+            self._give_up(engine, handle, str(error))
+            return False
+        return True
+
+    async def cancel_transfers(self) -> None:
+        """Bring no weights any more: the trainer that they would come from is gone."""
+        self.bring_weights = None
+        for transfer in self._transfers:
+            transfer.cancel()
+        await asyncio.gather(*self._transfers, return_exceptions=True)
+        self._transfers.clear()
+
+    # ── life and death ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def raise_if_failed(self) -> None:
+        """Raise what went wrong with an engine and is not to be mended by starting it again.
+
+        Each time: the run may take it for the trainer's fault, go on, and would have an engine that nobody looks after.
+        """
+        for tasks in (self._tasks, self._transfers):
+            for task in [task for task in tasks if task.done()]:
+                if not task.cancelled() and (error := task.exception()):
+                    raise error
+                tasks.discard(task)
+
+    def _add(self, name: str, handle: ActorHandle) -> Engine:
+        engine = self._engines[name] = Engine(name, handle)
+        engine.empty.set()
+        self._tasks.add(asyncio.create_task(self._look_after(engine)))
+        return engine
+
+    def _give_up(self, engine: Engine, actor: ActorHandle, why: str) -> None:
+        """End what is left of a process that has failed; who looks after the engine starts it again."""
+        if engine.give_up(actor):
+            self._tell(f"{engine.name} is ended, because only a new process mends this: {why}")
+
+    async def _look_after(self, engine: Engine) -> None:
+        """Watch an engine through all its lives. Who waits for it to serve hears why it never will."""
+        try:
+            await self._keep_alive(engine)
+        except Exception as error:
+            engine.failure = error
+            raise
+        finally:
+            engine.has_left = True
+            engine.serves.set()
+        del self._engines[engine.name]
+        self._tell(f"{engine.name} has left: {_count(self.names)}")
+
+    async def _keep_alive(self, engine: Engine) -> None:
+        """Start an engine again whenever it ends, until it leaves."""
+        while True:
+            cause = await wait_gone(engine.actor, engine.ask_health, self._config.cluster.silent_after_s)
+            engine.serves.clear()
+            self._speeds.forget(engine.name)
+            if engine.leaving or not await self._is_started_again(engine, cause):
+                break
+
+    async def _is_started_again(self, engine: Engine, cause: str) -> bool:
+        try:
+            engine.actor = await start_again(
+                self._budget, engine.name, cause, lambda: self._start(engine.name), self._tell
+            )
+        except PlacementError as error:
+            if self.names == [engine.name]:
+                raise
+            self._wanted -= 1
+            self._tell(f"{engine.name} has no place any more, and the others go on: {error}")
+            return False
+        if engine.leaving:  # it was asked to while it was started: it has nothing to finish
+            await self._stop(engine)
+            return False
+        self._send_for_weights(engine)
+        return True
+
+    def _send_for_weights(self, engine: Engine) -> None:
+        if self._serve_as_started:
+            engine.serves.set()
+        elif self.bring_weights is not None:
+            self._transfers.add(asyncio.ensure_future(self.bring_weights(engine.name)))
+
+    # ── coming and going ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def scale(self, number: int) -> None:
+        """Let engines join or leave until there are so many. One that leaves finishes first what it has.
+
+        Args:
+            number: of engines wanted, at least 1.
+        """
+        self._wanted = number
+        if self._all_started:
+            self._adjust()
+
+    def _adjust(self) -> None:
+        if self._joining:
+            return  # each comes back here
+        staying = self.names
+        for name in staying[self._wanted :]:
+            self._engines[name].leaving = True
+            self._tasks.add(asyncio.create_task(self._dismiss(self._engines[name])))
+        for _ in range(self._wanted - len(staying)):
+            name = next(name for name in map("rollout-{}".format, range(1 << 20)) if self._is_free(name))
+            self._joining.add(name)
+            self._tasks.add(asyncio.create_task(self._join(name)))
+
+    def _is_free(self, name: str) -> bool:
+        return name not in self._engines and name not in self._joining
+
+    async def _join(self, name: str) -> None:
+        try:
+            handle = await self._start(name)
+        except OffbeatError as error:
+            self._wanted -= 1
+            self._tell(f"{name} cannot be started, so {_count(self.names)} go on: {error}")
+        else:
+            self._send_for_weights(self._add(name, handle))
+            self._tell(f"{name} has joined: {_count(self.names)}")
+        self._joining.discard(name)
+        self._adjust()
+
+    async def _dismiss(self, engine: Engine) -> None:
+        await engine.empty.wait()
+        await self._stop(engine)
+
+    async def _stop(self, engine: Engine) -> None:
+        """Stop its process. What goes wrong is told: it is gone anyway, and nobody needs it."""
+        try:
+            await engine.actor.stop()
+        except OffbeatError as error:
+            self._tell(f"{engine.name} did not close well: {error}")
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("-")[2])
+
+
+def _count(names: list[str]) -> str:
+    return f"{len(names)} rollout engine{'s' if len(names) != 1 else ''}"

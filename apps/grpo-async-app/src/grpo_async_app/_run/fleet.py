@@ -1,0 +1,431 @@
+"""The processes of a run: trainer, rollout engines, environments, a verifier; started, called, restarted, stopped."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Coroutine
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._run.colocation import ColocationSchedule
+from grpo_async_app._run.engines import Engines
+from grpo_async_app._run.environments import EnvironmentProcess
+from grpo_async_app._run.teachers import Teachers
+from grpo_async_app._run.trainers import Trainers, WeightOffer, start_trainers
+from offbeat_actors import (
+    ActorHandle,
+    Launcher,
+    RestartBudget,
+    RoleSpec,
+    Tell,
+    available_cpus,
+    gather_or_cancel,
+    split_threads,
+    start_again,
+)
+from offbeat_data import Prompt, RewardPool, RewardScore
+from offbeat_placement import Placement
+from offbeat_run import clock_s
+from offbeat_types import (
+    ConfigError,
+    DeadlineError,
+    Metric,
+    Metrics,
+    PeerFailedError,
+    PlacementError,
+    TracePlan,
+    WeightProof,
+    load_backend,
+)
+from offbeat_weightsync import new_socket_path
+
+_log = logging.getLogger(__name__)
+
+QUICK_STOP_S = 2.0
+"""Time for all roles to stop when the run has failed or was interrupted: nobody waits for an update to finish then."""
+
+TOLD_BEFORE_S: Final = 2.0
+"""So long before the deadline of a sync the driver looks who it waits for: afterwards all calls are cancelled."""
+
+_OTHER_CALLS: Final = (".generate", ".score", ".health", ".beat")
+"""Calls that run beside a sync and are no part of it."""
+
+
+class Fleet:
+    """All role processes of one run. Use it in an `async with` block, which ends with all of them stopped.
+
+    Args:
+        config: of the run.
+        model_path: folder the engines start from.
+        log_folder: takes one log file per role.
+        has_images: prompts have some.
+
+    Attributes:
+        tell: takes a line when something has happened to a role.
+        engines: the rollout engines.
+        environment: where the run has one.
+        teachers: replicas of the teacher, where the run has one.
+    """
+
+    def __init__(self, config: GrpoConfig, model_path: str, log_folder: Path, *, has_images: bool = False) -> None:
+        self._config = config
+        self._roles = RoleSpecs(config, model_path, log_folder, has_images=has_images)
+        self._launcher: Launcher = load_backend("offbeat.launcher", config.cluster.launcher)("grpo", config.cluster)
+        self._socket_path = new_socket_path()
+        self._trainer: Trainers | None = None
+        self._transfer_ids = itertools.count(1)
+        self._gives_devices = False
+        self.tell: Tell = _log.warning
+        self._budget = RestartBudget(config.cluster.max_restarts, config.cluster.restart_window_s)
+        self.engines = Engines(config, self._start_rollout, self._budget, self.say)
+        if config.cluster.colocate:
+            self.engines.turns = ColocationSchedule(config, lambda: self.engines.living, lambda: self.trainer)
+        self.environment = self._environment() if config.environment.name else None
+        self.teachers = Teachers(config, self._start_teacher, self._budget, self.say) if config.teacher.is_set else None
+        self._reward = (
+            RewardPool(
+                config.reward, start_timeout_s=config.cluster.start_timeout_s, log=log_folder / "reward_errors.log"
+            )
+            if config.reward.is_set
+            else None
+        )
+
+    async def __aenter__(self) -> "Fleet":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.engines.close()
+        if self.teachers is not None:
+            await self.teachers.close()
+        if self._trainer is not None:
+            await self._trainer.forget()
+        await self._launcher.close(QUICK_STOP_S if error else None)
+        if self._reward is not None:
+            self._reward.close()
+
+    def kill(self) -> None:
+        """End every role now; leaving the block then takes no time."""
+        self._launcher.kill()
+
+    def say(self, line: str) -> None:
+        """Tell it to whoever listens now: `tell` changes with each logger."""
+        self.tell(line)
+
+    async def start_training(self, placement: Placement, num_updates: int, checkpoint: Path | None) -> None:
+        """Start every role at once, and wait until all are ready. No engine samples before its first weight sync.
+
+        Args:
+            placement: of the roles.
+            num_updates: of the whole run, for the learning rate's schedule.
+            checkpoint: folder the trainer goes on from.
+        """
+        await self._place(placement)
+        if (turns := self.engines.turns) is not None:  # one after the other: there is room for one only
+            self._trainer = await self._start_trainers(num_updates, checkpoint)
+            await turns.trainer_started()
+            await self._start_serving()
+            await turns.engines_started()
+            await gather_or_cancel(self._starting_teachers())
+        else:
+            self._trainer, *_ = await gather_or_cancel(
+                [self._start_trainers(num_updates, checkpoint), self._start_serving(), *self._starting_teachers()]
+            )
+        self.engines.let_others_join()
+
+    async def start(self, placement: Placement) -> None:
+        """Start the rollout engines alone, each in its place: they serve the model folder as it is."""
+        await self._place(placement.only("rollout", "environment"))
+        await self._start_serving()
+        self.engines.serve()
+
+    async def _place(self, placement: Placement) -> None:
+        await self._launcher.place(placement.plan, placement.groups)
+        self._gives_devices = any(rank.role == "rollout" and rank.device is not None for rank in placement.plan.ranks)
+
+    async def _start_serving(self) -> None:
+        environments = [self.environment.start()] if self.environment else []
+        await gather_or_cancel([self.engines.start(), *environments])
+
+    def _starting_teachers(self) -> list[Coroutine[Any, Any, None]]:
+        return [self.teachers.start()] if self.teachers is not None else []
+
+    async def _start_teacher(self, name: str) -> ActorHandle:
+        return await self._launcher.start(self._roles.teacher(name))
+
+    def _environment(self) -> EnvironmentProcess:
+        return EnvironmentProcess(self._launcher, self._roles.environment(), self._config.environment.step_timeout_s)
+
+    async def _start_rollout(self, name: str) -> ActorHandle:
+        is_planned = int(name.rpartition("-")[2]) < self._config.rollout.num_engines
+        if not is_planned and (self._launcher.reserves or self._gives_devices):
+            raise PlacementError(
+                f"devices were reserved for {self._config.rollout.num_engines} rollout engines (rollout.num_engines), "
+                f"and none for {name}: end the run and resume it with as many as it shall have"
+            )
+        turns = self.engines.turns if self._trainer is not None else None  # without a trainer nobody takes turns
+        if turns is None:
+            return await self._launcher.start(self._roles.rollout(name))
+        async with turns.starting(name) as started:
+            handle = await self._launcher.start(self._roles.rollout(name))
+            await started(handle)
+        return handle
+
+    # ── scoring ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def last_reward_error(self) -> str:
+        """Why the latest completion without a score has none."""
+        return self._reward.last_error if self._reward is not None else ""
+
+    async def score(self, prompt: Prompt, texts: list[str]) -> list[RewardScore | None]:
+        """Rewards of completions of one prompt. One that takes its verifier too long gets 0 and is counted.
+
+        Returns:
+            In order; None for one that could not be scored and shall be left out.
+
+        Raises:
+            RewardError: too many could not be scored.
+            ConfigError: an environment left this to the `reward` section, which names no reward.
+        """
+        reward = self._reward
+        if reward is None and not self._config.environment.name:  # a teacher alone is learned from
+            return [RewardScore(value=0.0, parts={}) for _ in texts]
+        if reward is None:
+            raise ConfigError(
+                f"environment.name = {self._config.environment.name!r} leaves the last turn to the reward section: "
+                "give reward.name, or return a RewardScore from the environment"
+            )
+        return list(await asyncio.gather(*(asyncio.wrap_future(reward.submit(prompt, text)) for text in texts)))
+
+    # ── the trainer ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def trainer(self) -> Trainers:
+        """The trainer, started."""
+        assert self._trainer is not None
+        return self._trainer
+
+    async def trainer_death(self) -> PeerFailedError | None:
+        """How the trainer has ended; None when it goes on, or was never started."""
+        return await self._trainer.death() if self._trainer is not None else None
+
+    async def restart_trainer(self, cause: str, num_updates: int, checkpoint: Path | None) -> None:
+        """Start all ranks of a trainer again that has died; the engines wait meanwhile.
+
+        Args:
+            cause: how it has ended, in words.
+            num_updates: of the whole run.
+            checkpoint: folder the trainer goes on from; None: from the beginning.
+
+        Raises:
+            PeerFailedError: it has died too often; with the cause.
+        """
+        await self.trainer.destroy()
+        if self.engines.turns is not None:
+            await self.engines.turns.trainer_is_gone()
+        start = partial(self._start_trainers, num_updates, checkpoint)
+        self._trainer = await start_again(self._budget, "trainer", cause, start, self.say)
+
+    async def _start_trainers(self, num_updates: int, checkpoint: Path | None) -> Trainers:
+        cluster = self._config.cluster
+        self._socket_path = new_socket_path()  # what still looks for a former trainer shall not find this one
+        return await start_trainers(
+            self._launcher,
+            self._roles.trainer(self._socket_path, num_updates, checkpoint),
+            self._config.engine.num_ranks,
+            start_deadline_s=cluster.start_timeout_s,
+            call_deadline_s=self._config.async_.update_deadline_s,
+            silent_after_s=cluster.silent_after_s,
+        )
+
+    def offer_weights(self, version: int) -> WeightOffer:
+        """The weights the trainer holds, under this version, for engines to fetch: through memory where that can be."""
+        trainer, shared, deadline_s = self.trainer, self._socket_path, self._config.async_.sync_deadline_s
+
+        async def source_for(host: str) -> str:
+            return shared if host == trainer.address else await trainer.listen(deadline_s)
+
+        transfer_id = 0
+
+        async def send(source: str) -> None:
+            nonlocal transfer_id
+            transfer_id = next(self._transfer_ids)
+            where = ("" if source == shared else source, transfer_id)
+            await trainer.call(
+                "send_weights", version, deadline_s, *where, returns=list[WeightProof], deadline_s=deadline_s + 5
+            )
+
+        async def withdraw() -> None:
+            await trainer.call("withdraw", transfer_id, deadline_s=deadline_s)
+
+        return WeightOffer(version=version, source_for=source_for, send=send, withdraw=withdraw)
+
+    async def name_who_is_late(self, work: Coroutine[Any, Any, None], waiting: str, deadline_s: float) -> None:
+        """Await work that calls roles; shortly before its deadline, raise who has not answered.
+
+        Args:
+            work: cancelled then.
+            waiting: its name.
+            deadline_s: of the work; who awaits this knows less when it is over.
+
+        Raises:
+            DeadlineError: names the call that has waited longest.
+        """
+        task = asyncio.ensure_future(work)
+        early_s = max(deadline_s - TOLD_BEFORE_S, deadline_s / 2)
+        try:
+            await asyncio.wait({task}, timeout=early_s)
+            if task.done():
+                return task.result()
+            waits = [
+                f"{wait.name} ({wait.lasted_s:.0f} s)"
+                for wait in self._launcher.waits()
+                if not wait.name.endswith(_OTHER_CALLS)
+            ]
+            raise DeadlineError(waiting, ", ".join(waits[:3]) or "the trainer's turn", early_s, "see the role's log")
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    # ── how it goes ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def progress(self) -> float:
+        """A number that changes while anybody gets on: engines that sample or start, judges, environments."""
+        scored = self._reward.num_scored if self._reward is not None else 0
+        answered = self.environment.num_answers if self.environment is not None else 0
+        starting_s = clock_s() if self.engines.are_starting else 0.0  # which has a deadline of its own
+        return self.engines.num_tokens + scored + answered + starting_s
+
+    def raise_if_dead(self) -> None:
+        """Raise when a role is gone without which the run cannot go on."""
+        self.engines.raise_if_failed()
+        if self.teachers is not None:
+            self.teachers.raise_if_failed()
+        self.trainer.raise_if_dead()
+
+    def metrics(self) -> Metrics:
+        """What has happened to the roles, where anything has: the line of a run without accidents holds none of it."""
+        num_engines = len(self.engines.names)
+        counts = {
+            "engines/restarts": self.engines.num_restarts,
+            "engines/stragglers": len(self.engines.stragglers),
+            "engines/serving": num_engines if num_engines != self._config.rollout.num_engines else 0,
+            "trainer/restarts": self._budget.spent["trainer"],
+            "teacher/restarts": self.teachers.num_restarts if self.teachers is not None else 0,
+        }
+        metrics = {name: Metric(value=float(count), how="last") for name, count in counts.items() if count}
+        if self.engines.turns is not None:
+            metrics["perf/handover_s"] = Metric(value=self.engines.turns.take_spent_s())
+        return metrics
+
+
+class RoleSpecs:
+    """Makes the spec of each role.
+
+    Args:
+        config: of the run.
+        model_path: folder that trainer and engines start from.
+        log_folder: takes one log file per role; traces go beside it.
+        has_images: prompts have some.
+    """
+
+    def __init__(self, config: GrpoConfig, model_path: str, log_folder: Path, *, has_images: bool = False) -> None:
+        self._config, self._model_path, self._log_folder = config, model_path, log_folder
+        self._has_images = has_images
+        self._threads = plan_threads(config)
+
+    def trainer(self, socket_path: str, num_updates: int, checkpoint: Path | None) -> RoleSpec:
+        """Rank 0 of the trainer; the others differ by their number.
+
+        Args:
+            socket_path: where engines on its machine fetch weights.
+            num_updates: of the whole run, for the learning rate's schedule.
+            checkpoint: folder it goes on from.
+        """
+        config = self._config
+        return RoleSpec(
+            name="trainer-0",
+            target="grpo_async_app._roles.trainer:TrainerRole",
+            kwargs={
+                "backend": config.engine.backend,
+                "config": config.train_engine(self._model_path, num_updates, self._threads["trainer"]),
+                "algorithm": config.algorithm,
+                "socket_path": socket_path,
+                "rollout_dtype": config.rollout.dtype,
+                "as_fp8": config.rollout.weight_format == "fp8",
+                "bucket_bytes": config.rollout.sync_bucket_bytes,
+                "checkpoint": str(checkpoint or ""),
+                "stall_after_s": config.liveness.stall_after_s,
+                "traces": [plan for role in config.traced_roles if (plan := self._trace_plan(role))],
+            },
+            num_threads=self._threads["trainer"],
+            log_path=self._log_folder / "trainer-0.log",
+        )
+
+    def rollout(self, name: str) -> RoleSpec:
+        """The rollout engine of this name."""
+        return RoleSpec(
+            name=name,
+            target="grpo_async_app._roles.rollout:RolloutRole",
+            kwargs={
+                "backend": self._config.rollout.backend,
+                "config": self._config.rollout_engine(self._model_path, self._threads["rollout"]),
+                **self._config.endpoint(name),
+                "trace": self._trace_plan(name),
+                "trace_s": self._config.profile.rollout_s,
+                "interrupts": self._config.async_.partial_rollout,
+            },
+            num_threads=self._threads["rollout"],
+            log_path=self._log_folder / f"{name}.log",
+        )
+
+    def teacher(self, name: str) -> RoleSpec:
+        """The replica of the teacher of this name."""
+        return RoleSpec(
+            name=name,
+            target="grpo_async_app._roles.teacher:TeacherRole",
+            kwargs={
+                "backend": self._config.teacher.backend,
+                "config": self._config.teacher_engine(self._threads["teacher"]),
+                "temperature": self._config.rollout.temperature,
+                "images": self._has_images,
+            },
+            num_threads=self._threads["teacher"],
+            log_path=self._log_folder / f"{name}.log",
+        )
+
+    def environment(self) -> RoleSpec:
+        """The process of all environments."""
+        return RoleSpec(
+            name="environment-0",
+            target="grpo_async_app._roles.environment:EnvironmentRole",
+            kwargs={"config": self._config.environment},
+            num_threads=1,
+            log_path=self._log_folder / "environment-0.log",
+        )
+
+    def _trace_plan(self, role: str) -> TracePlan | None:
+        return self._config.profile.plan(role, self._log_folder.with_name("profile"))
+
+
+def plan_threads(config: GrpoConfig) -> dict[str, int]:
+    """CPU threads of a trainer rank, a rollout engine and a teacher; colocated, each kind has all CPUs in its turn."""
+    trainers = [f"trainer-{rank}" for rank in range(config.engine.num_ranks)]
+    rollouts = [f"rollout-{number}" for number in range(config.rollout.num_engines)]
+    teachers = [f"teacher-{number}" for number in range(config.teacher.num_replicas if config.teacher.is_set else 0)]
+    samplers = [*rollouts, *teachers]  # teachers score while engines sample
+    turns = [trainers, samplers] if config.cluster.colocate else [[*trainers, *samplers]]
+    shares: dict[str, int] = {}
+    for roles in turns:
+        shares |= split_threads(available_cpus(), dict.fromkeys(roles, 1.0))
+    return {
+        "trainer": config.cluster.trainer_threads or shares["trainer-0"],
+        "rollout": config.cluster.rollout_threads or shares["rollout-0"],
+        "teacher": config.cluster.rollout_threads or shares.get("teacher-0", 1),
+    }

@@ -1,0 +1,293 @@
+"""Samples of one prompt, scored: a completion each or, where there is an environment, an episode each."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import count
+
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._run.engines import Engines
+from grpo_async_app._run.fleet import Fleet
+from offbeat_actors import gather_or_cancel
+from offbeat_data import EnvironmentFailedError, EpisodeLimits, Prompt, RewardScore, TurnTemplate, play_episode
+from offbeat_types import (
+    Completion,
+    DataError,
+    GenerateRequest,
+    Ids,
+    OffbeatError,
+    PeerFailedError,
+    SamplingParams,
+    Trajectory,
+)
+
+TURN_SEEDS = 1 << 36
+"""Turn t draws with the seed of its sample plus t times this: far beyond the seeds of other groups."""
+
+Busy = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredTrajectory:
+    """One sample and what it was worth.
+
+    Args:
+        trajectory: one turn without an environment.
+        reward: its reward.
+        parts: the reward's parts, for the log.
+    """
+
+    trajectory: Trajectory
+    reward: float
+    parts: dict[str, float]
+
+
+class Rollouts:
+    """Samples and scores on the fleet.
+
+    Args:
+        config: of the run.
+        fleet: started.
+        template: puts an environment's words into tokens; None where the run has no environment.
+        busy: wraps each use of the rollout engine it is called with.
+
+    Attributes:
+        left_out: samples that are not trained on, by the metric that counts them: their environment or reward failed,
+            or the engine did not let them come to an end.
+        last_left_out: the latest of them, in words.
+    """
+
+    def __init__(
+        self, config: GrpoConfig, fleet: Fleet, template: TurnTemplate | None, busy: Busy = lambda _: nullcontext()
+    ) -> None:
+        self._fleet, self._template, self._busy = fleet, template, busy
+        self._deadline_s = config.async_.group_deadline_s
+        self._limits = EpisodeLimits.of(config.environment, config.rollout.max_tokens)
+        self.left_out: Counter[str] = Counter()
+        self.last_left_out = ""
+
+    async def sample(self, name: str, prompt: Prompt, request: GenerateRequest) -> list[ScoredTrajectory]:
+        """Sample and score.
+
+        Args:
+            name: of the rollout engine.
+            prompt: what the samples are of.
+            request: for the first turn of all of them; the prompt's images are put into it here.
+
+        Returns:
+            In order; fewer than asked for where environments or rewards failed or samples were aborted, which is
+            counted.
+
+        Raises:
+            DataError: an image is broken.
+            PeerFailedError: the engine died; it is being started again.
+        """
+        request = replace(request, images=await asyncio.to_thread(lambda: prompt.images))
+        if self._template is None:
+            completions = self._ended(await self._generate(name, request))
+            scores = await self._scores(prompt, completions)
+            return [
+                ScoredTrajectory(trajectory=Trajectory.of(completion), reward=score.value, parts=score.parts)
+                for completion, score in zip(completions, scores, strict=True)
+                if score is not None
+            ]
+        # All samples begin with one request, so that an engine computes their prompt once; then each goes its own way.
+        max_tokens = min(request.params.max_tokens, self._limits.max_tokens)
+        request = replace(request, params=replace(request.params, max_tokens=max_tokens))
+        first = asyncio.ensure_future(self._generate(name, request))
+        try:
+            play = [self._play(name, prompt, request, index, first) for index in range(request.num_samples)]
+            return [sample for sample in await gather_or_cancel(play) if sample is not None]
+        finally:
+            first.cancel()
+
+    async def _play(
+        self, name: str, prompt: Prompt, request: GenerateRequest, index: int, first: Awaitable[list[Completion]]
+    ) -> ScoredTrajectory | None:
+        """One episode; None when its environment or its reward failed."""
+        assert self._template is not None
+        assert self._fleet.environment is not None
+        turns = count()
+
+        async def sample(context_ids: Ids, max_tokens: int) -> Completion:
+            turn = next(turns)
+            if not turn:
+                return (await asyncio.shield(first))[index]
+            [completion] = await self._generate(name, _later_turn(request, context_ids, index, turn, max_tokens))
+            return completion
+
+        try:
+            async with self._fleet.environment.episode(prompt) as episode:
+                trajectory = await play_episode(prompt.ids, sample, episode.step, self._template, self._limits)
+                if not self._ended([trajectory.turns[-1]]):
+                    return None
+                score = await episode.finish()
+        except EnvironmentFailedError as error:
+            self.leave_out(f"environment/{error.reason}", str(error))
+            return None
+        except DataError as error:  # it said what is no text, or in a role that the chat template refuses
+            self.leave_out("environment/unreadable", str(error))
+            return None
+        if score is None:
+            [score] = await self._scores(prompt, [trajectory.turns[-1]])
+        if score is None:
+            return None
+        return ScoredTrajectory(trajectory=trajectory, reward=score.value, parts=score.parts)
+
+    async def _scores(self, prompt: Prompt, completions: list[Completion]) -> list[RewardScore | None]:
+        scores = await self._fleet.score(prompt, [completion.text for completion in completions])
+        if failed := scores.count(None):
+            self.leave_out("reward/dropped", self._fleet.last_reward_error, failed)
+        return scores
+
+    def _ended(self, completions: list[Completion]) -> list[Completion]:
+        """Those that came to an end: what an engine has aborted is no answer, and has no worth."""
+        ended = [completion for completion in completions if completion.stop_reason != "aborted"]
+        for completion in completions:
+            if completion.stop_reason == "aborted":
+                self.leave_out("rollout/aborted", f"an engine ended a sample after {len(completion.ids)} tokens")
+        return ended
+
+    def leave_out(self, metric: str, why: str, num_samples: int = 1) -> None:
+        """Count samples that are not trained on."""
+        self.left_out[metric] += num_samples
+        self.last_left_out = why
+
+    async def _generate(self, name: str, request: GenerateRequest) -> list[Completion]:
+        with self._busy(name):
+            return await self._fleet.engines.generate(name, request, self._deadline_s)
+
+
+def _later_turn(request: GenerateRequest, context_ids: Ids, index: int, turn: int, max_tokens: int) -> GenerateRequest:
+    """The request for one more turn of one sample: it sees the images that the first one saw."""
+    params = request.params
+    seed = None if params.seed is None else params.seed + index + turn * TURN_SEEDS
+    return replace(
+        request,
+        request_id=f"{request.request_id}-{index}-{turn}",
+        prompt_ids=context_ids,
+        num_samples=1,
+        params=replace(params, max_tokens=max_tokens, seed=seed),
+    )
+
+
+VALIDATED = {
+    "eval/accuracy": "accuracy",
+    "eval/reward": "reward",
+    "eval/response_tokens": "response tokens",
+}
+"""What every validation measures: names by metric."""
+
+Answered = tuple[Prompt, Trajectory, float]
+"""A held-out prompt, what the model made of it, and its reward."""
+
+
+class OutdatedError(OffbeatError):
+    """An engine that died while it answered was started again with newer weights: the answers are of two versions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """What one validation gave.
+
+    Args:
+        version: policy version that answered.
+        accuracy: share of samples with at least `eval.success_reward`.
+        reward: mean reward.
+        mean_tokens: mean number of tokens the model wrote.
+        mean_turns: mean number of turns; None without an environment.
+        samples: (prompt, trajectory, reward) of each held-out prompt, but for those whose environment failed.
+    """
+
+    version: int
+    accuracy: float
+    reward: float
+    mean_tokens: float
+    mean_turns: float | None
+    samples: list[Answered]
+
+    def numbers(self) -> dict[str, float]:
+        """The figures by metric name."""
+        numbers = {"eval/accuracy": self.accuracy, "eval/reward": self.reward, "eval/response_tokens": self.mean_tokens}
+        return numbers if self.mean_turns is None else {**numbers, "eval/turns": self.mean_turns}
+
+
+def validated_names(config: GrpoConfig) -> dict[str, str]:
+    """What a validation of this run measures: names by metric."""
+    return {**VALIDATED, "eval/turns": "turns"} if config.environment.name else VALIDATED
+
+
+async def validate(
+    rollouts: Rollouts, engines: Engines, config: GrpoConfig, prompts: tuple[Prompt, ...], version: int
+) -> Validation:
+    """Sample and score every prompt once; a prompt whose engine dies is asked again.
+
+    Args:
+        rollouts: samples and scores.
+        engines: share the prompts by load.
+        config: of the run.
+        prompts: held out.
+        version: policy version that the engines serve.
+
+    Raises:
+        DeadlineError: one answer took longer than `async.group_deadline_s`.
+        OutdatedError: an engine serves another version by now.
+        PeerFailedError: the engines died over one prompt more than `async.max_group_retries` times.
+    """
+    params = SamplingParams(
+        max_tokens=config.rollout.max_tokens,
+        temperature=config.eval.temperature,
+        stop=tuple(config.rollout.stop),
+    )
+
+    async def answer(number: int, prompt: Prompt) -> Answered | None:
+        # A seed of its own: with one for all, every prompt would be answered by the same draw.
+        own = replace(params, seed=config.rollout.seed + number)
+        request = GenerateRequest(request_id=f"eval-{version}-{number}", prompt_ids=prompt.ids, params=own)
+        for sample in await _sample(rollouts, engines, prompt, request, config.async_.max_group_retries):
+            served = {segment.version for turn in sample.trajectory.turns for segment in turn.segments}
+            if served - {version}:
+                raise OutdatedError(f"version {max(served)} has answered a prompt of the validation of {version}")
+            return prompt, sample.trajectory, sample.reward
+        return None
+
+    samples = await _bounded(answer, prompts, limit=2 * config.rollout.max_running * len(engines.names))
+    count, has_turns = max(len(samples), 1), bool(config.environment.name)
+    return Validation(
+        version=version,
+        accuracy=sum(reward >= config.eval.success_reward for _, _, reward in samples) / count,
+        reward=sum(reward for _, _, reward in samples) / count,
+        mean_tokens=sum(trajectory.num_tokens for _, trajectory, _ in samples) / count,
+        mean_turns=sum(len(trajectory.turns) for _, trajectory, _ in samples) / count if has_turns else None,
+        samples=samples,
+    )
+
+
+async def _sample(
+    rollouts: Rollouts, engines: Engines, prompt: Prompt, request: GenerateRequest, max_retries: int
+) -> list[ScoredTrajectory]:
+    """One sample, from another engine when one dies over it."""
+    for retries_left in reversed(range(max_retries + 1)):
+        name = engines.least_loaded()
+        try:
+            with engines.hold(name):
+                return await rollouts.sample(name, prompt, request)
+        except PeerFailedError:
+            if not retries_left:
+                raise
+    raise AssertionError  # the last attempt returns or raises
+
+
+async def _bounded(
+    answer: Callable[[int, Prompt], Awaitable[Answered | None]], prompts: tuple[Prompt, ...], limit: int
+) -> list[Answered]:
+    gate = asyncio.Semaphore(limit)
+
+    async def one(number: int, prompt: Prompt) -> Answered | None:
+        async with gate:
+            return await answer(number, prompt)
+
+    answers = await gather_or_cancel([one(number, prompt) for number, prompt in enumerate(prompts)])
+    return [answered for answered in answers if answered is not None]

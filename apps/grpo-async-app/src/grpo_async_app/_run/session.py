@@ -1,0 +1,253 @@
+"""A training run from checked configuration to report: new, resumed, or only evaluated."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import offbeat_liveness as liveness
+from grpo_async_app._config.preflight import Preflight
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._roles.groups import SampledGroup, load_groups
+from grpo_async_app._run.backend import LOOP_FOLDER, GrpoBackend, check_same_prompts, read_loop_state
+from grpo_async_app._run.fleet import Fleet
+from grpo_async_app._run.run_logger import RunLogger
+from grpo_async_app._run.sampling import Rollouts, Validation, validate
+from grpo_async_app._run.scaling import scale_as_asked, take_asked_engines
+from offbeat_async_policy import AsyncPolicy, LoopSummary, run_loop
+from offbeat_run import Checkpoint, LivenessConfig, RunFolder, disk_errors
+from offbeat_types import OffbeatError, PeerFailedError, RunFolderError
+
+
+def train(preflight: Preflight, run: RunFolder) -> LoopSummary:
+    """Train from the first policy to the end of the data."""
+    return _run(_Session.from_start(preflight, run))
+
+
+def resume(preflight: Preflight, run: RunFolder) -> LoopSummary:
+    """Go on from the latest whole checkpoint; from the beginning when the run was killed before its first.
+
+    Raises:
+        RunFolderError: the run was told not to keep its optimizer.
+    """
+    if not preflight.config.checkpoint.save_optimizer:
+        raise RunFolderError(f"{run.path} was run with checkpoint.save_optimizer = false: it cannot be resumed")
+    return _run(_Session.from_latest(preflight, run))
+
+
+def evaluate(preflight: Preflight, log_folder: Path) -> Validation:
+    """Validate the model of the configuration once."""
+
+    async def once(fleet: Fleet) -> Validation:
+        async with fleet:
+            await fleet.start(preflight.placement)
+            rollouts = Rollouts(preflight.config, fleet, preflight.template)
+            return await validate(rollouts, fleet.engines, preflight.config, preflight.held_out, 0)
+
+    with watched_driver(preflight.config.liveness, log_folder):
+        fleet = Fleet(preflight.config, str(preflight.model.path), log_folder)
+        return run_interruptible(once(fleet), fleet.kill)
+
+
+@dataclass(frozen=True)
+class _Session:
+    """A run from one point on, with one trainer."""
+
+    preflight: Preflight
+    run: RunFolder
+    policy: AsyncPolicy
+    groups: dict[int, SampledGroup]
+    checkpoint: Checkpoint | None
+
+    @classmethod
+    def from_start(cls, preflight: Preflight, run: RunFolder) -> "_Session":
+        """The whole run."""
+        policy = AsyncPolicy(preflight.config.async_, preflight.num_groups, preflight.max_updates)
+        policy.request_sync()  # the engines prove that they hold the trainer's weights before anything is sampled
+        return cls(preflight, run, policy, {}, None)
+
+    @classmethod
+    def from_latest(cls, preflight: Preflight, run: RunFolder) -> "_Session":
+        """What is left after the latest whole checkpoint; the whole run when there is none."""
+        checkpoint = run.checkpoints.latest()
+        if checkpoint is None:
+            return cls.from_start(preflight, run)
+        config, state = preflight.config.async_, read_loop_state(checkpoint.path)
+        check_same_prompts(state, preflight.prompts.train, run.path)
+        policy = AsyncPolicy.restore(config, state["policy"], preflight.num_groups, preflight.max_updates)
+        groups = load_groups(checkpoint.path / LOOP_FOLDER)
+        flawed = {group_id for group_id, group in groups.items() if group.flaw}
+        policy.discard(flawed)  # of a run that was begun before rewards were looked at
+        sound = {group_id: group for group_id, group in groups.items() if group_id not in flawed}
+        return cls(preflight, run, policy, sound, checkpoint)
+
+    @property
+    def folder(self) -> Path | None:
+        """Of the checkpoint."""
+        return self.checkpoint.path if self.checkpoint else None
+
+    @property
+    def step(self) -> int:
+        """Updates done at its beginning; -1 when it is the whole run."""
+        return self.checkpoint.step if self.checkpoint else -1
+
+
+def _run(session: _Session) -> LoopSummary:
+    preflight, logs = session.preflight, session.run.logs
+    with watched_driver(preflight.config.liveness, logs):
+        fleet = Fleet(preflight.config, str(preflight.model.path), logs, has_images=preflight.has_images)
+        return run_interruptible(_train(session, fleet), fleet.kill)
+
+
+async def _train(session: _Session, fleet: Fleet) -> LoopSummary:
+    """Train to the end. A trainer that dies is started again, and goes on as a resumed run does; engines stay up."""
+    death: PeerFailedError | None = None
+    async with fleet, _scaling(session.run, fleet):
+        while True:
+            preflight, run = session.preflight, session.run
+            with (
+                disk_errors(run.path),
+                RunLogger(run, preflight.config, preflight.num_updates, session.step) as logger,
+            ):
+                fleet.tell = logger.message
+                if fleet.engines.turns is not None:
+                    fleet.engines.turns.note = logger.handed_over
+                await _start(session, fleet, logger, death)
+                try:
+                    return await _go_on(session, fleet, logger)
+                except OffbeatError:
+                    death = await fleet.trainer_death()
+                    if death is None or not preflight.config.checkpoint.save_optimizer:
+                        raise
+            session = _Session.from_latest(preflight, run)
+
+
+@contextlib.asynccontextmanager
+async def _scaling(run: RunFolder, fleet: Fleet) -> AsyncIterator[None]:
+    """Take note of how many engines are asked for, also while a trainer starts or the last validation runs."""
+    take_asked_engines(run, fleet.say)  # asked of a driver that is gone
+    looking = asyncio.create_task(scale_as_asked(run, fleet.engines.scale, fleet.say))
+    try:
+        yield
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+
+
+async def _start(session: _Session, fleet: Fleet, logger: RunLogger, death: PeerFailedError | None) -> None:
+    """Start all roles, or the trainer alone after its death."""
+    num_updates = session.preflight.num_updates
+    if death is not None:
+        await fleet.restart_trainer(f"{death.peer} failed: {death.reason}", num_updates, session.folder)
+        logger.message(f"the run goes on from update {max(session.step, 0)}: what was trained since is trained again")
+        return
+    logger.message("starting trainer and rollout engines ...")
+    await fleet.start_training(session.preflight.placement, num_updates, session.folder)
+    session.run.keep()
+
+
+async def _go_on(session: _Session, fleet: Fleet, logger: RunLogger) -> LoopSummary:
+    """Train to the end with the trainer there is."""
+    preflight, policy = session.preflight, session.policy
+    backend = GrpoBackend(
+        preflight.config,
+        fleet,
+        policy,
+        prompts=preflight.prompts.train,
+        held_out=preflight.held_out,
+        run=session.run,
+        logger=logger,
+        groups=session.groups,
+        template=preflight.template,
+    )
+    try:
+        summary = await run_loop(policy, backend)
+        if policy.ended_early:
+            logger.message(f"ended early: {policy.ended_early}")
+        try:
+            await backend.prepare("checkpoint")
+        finally:  # the last validation may fail, or be interrupted: what was trained is kept
+            if session.step < policy.version:
+                await backend.checkpoint(policy.state())
+        await backend.finish()
+        return summary
+    finally:
+        await backend.close()
+
+
+def with_model(config: GrpoConfig, path: Path) -> GrpoConfig:
+    """The same configuration for another model folder."""
+    return replace(config, model=replace(config.model, path=str(path)))
+
+
+@contextlib.contextmanager
+def watched_driver(config: LivenessConfig, log_folder: Path) -> Iterator[None]:
+    """Watch this process, and the roles that it starts under their names, while the block lasts.
+
+    Whoever stands still is named in `liveness.log`, and in the log of whichever role finds it out. Nothing is ended for
+    that: the ranks of a trainer end themselves, and for the others there is a supervisor.
+
+    Args:
+        config: section `liveness`.
+        log_folder: of the run.
+    """
+
+    def write_down(verdict: liveness.Verdict) -> None:
+        log_folder.mkdir(parents=True, exist_ok=True)
+        with (log_folder / "liveness.log").open("a") as file:
+            file.write(verdict.text + "\n")
+
+    if liveness.current_monitor() is not None:  # as whoever has started the driver wants it
+        yield
+        return
+    monitor = liveness.watch(config.stall_after_s, policy="report", name="driver", on_verdict=write_down)
+    try:
+        yield
+    finally:
+        monitor.close()
+
+
+T = TypeVar("T")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def run_interruptible(work: Coroutine[Any, Any, T], kill: Callable[[], None]) -> T:
+    """Run asynchronous work to its end, or until it is asked to end.
+
+    Args:
+        work: cancelled by the first signal; what it puts away then should take seconds.
+        kill: called at the second signal, to leave the work nothing to wait for. A third ends this process at once.
+
+    Raises:
+        KeyboardInterrupt: asked to end; whatever the work raised after that is of no interest any more.
+        Exception: what the work raises by itself.
+    """
+    signals_seen = 0
+
+    async def run() -> T:
+        task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
+
+        def take_signal() -> None:
+            nonlocal signals_seen
+            signals_seen += 1
+            if signals_seen == 1:
+                task.cancel()
+            else:
+                kill()
+                for number in SIGNALS:
+                    loop.remove_signal_handler(number)
+
+        for number in SIGNALS:
+            loop.add_signal_handler(number, take_signal)
+        return await task
+
+    try:
+        return asyncio.run(run())
+    except BaseException:
+        if signals_seen:
+            raise KeyboardInterrupt from None
+        raise

@@ -1,0 +1,26 @@
+"""Ranks that one process starts meet where it tells them."""
+
+import subprocess
+import sys
+from dataclasses import asdict
+
+from offbeat_mesh import open_rendezvous
+
+RANK = """
+import sys
+from offbeat_mesh import Rendezvous, current_world
+place = Rendezvous(**eval(sys.argv[1]))
+mesh = place.join("cpu", name=f"trainer-{place.rank}", stall_after_s=60.0)
+print(mesh.group("dp").all_gather_data(place.rank))
+current_world().leave()
+"""
+
+
+def test_ranks_that_one_process_starts_meet_and_call_each_other() -> None:
+    store, places = open_rendezvous("127.0.0.1", 2, start_deadline_s=60.0, call_deadline_s=60.0)
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK, repr(asdict(place))], stdout=subprocess.PIPE, text=True)
+        for place in places
+    ]
+    assert [rank.communicate(timeout=90)[0] for rank in ranks] == ["[0, 1]\n", "[0, 1]\n"]
+    assert store.port == places[0].port
