@@ -310,8 +310,8 @@ def test_a_pause_is_told_again_when_it_lasts_twice_as_long_as_it_ever_did(
 
 
 def test_that_a_missing_rank_moves_is_no_news(announcer: Announcer, capfd: pytest.CaptureFixture[str]) -> None:
-    """On a busy machine a rank that sleeps seems to, now and then."""
-    for kind, seq in (("missing-member", 1), ("straggler", 1), ("missing-member", 2)):
+    """On a busy machine a rank that sleeps seems to, now and then; nor is it that the same rank stands again."""
+    for kind, seq in (("missing-member", 1), ("straggler", 1), ("missing-member", 1), ("missing-member", 2)):
         announcer.announce(verdict(kind=kind, seq=seq), ends_run=False, is_due=False)
         announcer._spoke_s -= 1000.0
     assert capfd.readouterr().err.count("suspicion") == 2

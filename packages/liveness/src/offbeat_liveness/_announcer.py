@@ -158,6 +158,7 @@ class Announcer:
         if self._spoken is None:
             before_s = self._longest_s.get(verdict.topic)
             return before_s is None or verdict.stalled_s >= LONGER * before_s
+        is_known = is_known or self._spoken.key == verdict.key  # it was told, whatever was seen since
         if is_known or not verdict.may_end or time.monotonic() - self._spoke_s < self._quiet_s:
             return False  # that a missing rank moves now is not told either
         self._quiet_s *= LONGER
