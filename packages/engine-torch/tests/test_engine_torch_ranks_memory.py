@@ -42,9 +42,8 @@ def allocations(body):
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
-@pytest.mark.parametrize(
-    "mesh", [{"tp": 2}, pytest.param({"dp": 2}, marks=pytest.mark.nightly)], ids=str, indirect=True
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2}], ids=str, indirect=True)
 def test_weights_are_gathered_one_after_another(large_tensors, mesh, tmp_path):
     """Whole tensors: the one asked for, and the one before, which the caller may hold. All else is small pieces."""
     engine = TorchTrainEngine.create(TrainEngineConfig(model_path=str(large_tensors), device="cpu"), mesh)
