@@ -36,6 +36,7 @@ TWO_WORKERS: Final = {
     "engine-megatron-engine": "loadfile",
 }
 PER_TEST_TIMEOUT_S: Final = 120
+BY_DAY_AND_NIGHT: Final = "nightly or not nightly"
 OLDEST_TORCH: Final = "2.11.0"
 # What the tests of offbeat-liveness use; offbeat-mesh itself wants a newer torch, and only lends its names here.
 BESIDE_LIVENESS: Final = {"liveness", "mesh", "testing", "types"}
@@ -217,13 +218,28 @@ def long(session: nox.Session, package: Package, engine: bool) -> None:
     test_package(session, package, engine=engine, marks="nightly")
 
 
+ENGINE_PAIRS: Final = [nox.param(folder, id=folder.name) for folder in sorted(ROOT.glob("tests/engines/*+*"))]
+
+
 @nox.session(tags=["cpu"])
-@nox.parametrize("folder", [nox.param(folder, id=folder.name) for folder in sorted(ROOT.glob("tests/engines/*+*"))])
+@nox.parametrize("folder", ENGINE_PAIRS)
 def engines(session: nox.Session, folder: Path) -> None:
     """Two engines whose environments exclude each other: tests run in that of the first, and get the other's Python."""
+    test_engine_pair(session, folder, marks="not nightly")
+
+
+@nox.session(tags=["nightly"], default=False)
+@nox.parametrize("folder", ENGINE_PAIRS)
+def long_engines(session: nox.Session, folder: Path) -> None:
+    """Those of `engines` that are too long for CI."""
+    test_engine_pair(session, folder, marks="nightly")
+
+
+def test_engine_pair(session: nox.Session, folder: Path, *, marks: str) -> None:
+    """Run what `engines` runs, or the tests of it that are marked nightly."""
     found = {package.key: package for package in PACKAGES}
     first, other = (engine_environment(session, found[key]) for key in folder.name.split("+"))
-    pytest(session, folder.name, folder, bin_folder=first, OFFBEAT_PARTNER_PYTHON=str(other / "python"))
+    pytest(session, folder.name, folder, bin_folder=first, marks=marks, OFFBEAT_PARTNER_PYTHON=str(other / "python"))
 
 
 def chromium(session: nox.Session) -> str | None:
@@ -269,8 +285,8 @@ if HARDWARE:
 @nox.parametrize("launcher", [nox.param(name, id=name) for name in ("local", "ray")])
 def chaos(session: nox.Session, launcher: str) -> None:
     """Five minutes of a run whose processes are killed at random."""
-    file = "tests/e2e/test_chaos.py"
-    pytest(session, f"chaos-{launcher}", file, OFFBEAT_CHAOS_S="300", OFFBEAT_CHAOS_LAUNCHER=launcher)
+    name, file = f"chaos-{launcher}", "tests/e2e/test_chaos.py"
+    pytest(session, name, file, marks=BY_DAY_AND_NIGHT, OFFBEAT_CHAOS_S="300", OFFBEAT_CHAOS_LAUNCHER=launcher)
 
 
 @nox.session(tags=["nightly"], default=False)
@@ -296,7 +312,8 @@ def simulation(session: nox.Session) -> None:
 def healthy(session: nox.Session) -> None:
     """Healthy programs with pauses of minutes, and random ones for as long as OFFBEAT_HEALTHY_HOURS says."""
     pytest(session, "healthy", "tests/nightly/test_healthy_zoo_long.py")
-    pytest(session, "healthy-agents", "tests/e2e/test_healthy_agents.py", OFFBEAT_HEALTHY_EXITS="50")
+    file = "tests/e2e/test_healthy_agents.py"
+    pytest(session, "healthy-agents", file, marks=BY_DAY_AND_NIGHT, OFFBEAT_HEALTHY_EXITS="50")
 
 
 @nox.session(tags=["nightly"], default=False)
@@ -317,7 +334,7 @@ def oldest_torch(session: nox.Session) -> None:
     run(session, *command, f"torch=={OLDEST_TORCH}", "numpy", "msgspec", *TEST_TOOLS)
     own = [f"--editable={package.folder}" for package in PACKAGES if package.key in BESIDE_LIVENESS]
     run(session, *command, "--no-deps", *own)
-    pytest(session, "oldest-torch", "packages/liveness/tests", bin_folder=venv / "bin")
+    pytest(session, "oldest-torch", "packages/liveness/tests", bin_folder=venv / "bin", marks=BY_DAY_AND_NIGHT)
 
 
 @nox.session(default=False)

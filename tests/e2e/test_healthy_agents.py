@@ -18,7 +18,7 @@ ENVIRONMENT = {
     # Without it an agent that is new waits for an address that torch 2.13 sets in the first round alone.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.nightly]
 
 
 def listens(port: int) -> bool:

@@ -1,7 +1,7 @@
 """Healthy programs with long pauses, as people write them: the monitor ends none, and speaks at most twice of each.
 
-In small: pauses are a few stalls long, on the fewest ranks that each program needs. The nightly tier has more
-ranks, and pauses of minutes (tests/nightly/test_healthy_zoo_long.py).
+In small: pauses are a few stalls long, and by day only programs of different kinds run, on the fewest ranks that each
+needs. At night all run, on more ranks, and with pauses of minutes (tests/nightly/test_healthy_zoo_long.py).
 """
 
 import pytest
@@ -13,6 +13,12 @@ PAUSE_S = 4.0
 # They mostly sleep.
 NUM_RANKS_AT_ONCE = 24
 pytestmark = pytest.mark.timeout(400)
+BY_DAY = {
+    *("evaluates_on_rank0", "asks_an_engine", "debugger", "asyncio_orchestrator", "declared_wait"),
+    *("exits_holding_the_gil", "holds_the_gil"),
+    *("unwatched_rank", "stopped_and_continued", "async_checkpoint", "stateless_world", "ping_pong", "delivered_isend"),
+    *("transfers_slowly", "ddp_unused_parameters"),
+}
 EVERY = [(healthy, size) for size in (4, 3, 2) for healthy in reversed(HEALTHY) if size in healthy.sizes]
 
 
@@ -31,7 +37,7 @@ def results(request):
 
 
 def marks_of(healthy: Healthy, size: int) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.nightly] if size > min(healthy.sizes) else []
+    return [] if healthy.name in BY_DAY and size == min(healthy.sizes) else [pytest.mark.nightly]
 
 
 @pytest.mark.parametrize(

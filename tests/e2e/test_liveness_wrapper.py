@@ -32,6 +32,7 @@ def test_a_script_that_deadlocks_is_ended_with_its_fault_named(tmp_path):
     assert ranks_at(verdict, fault, "waits") == {1}
 
 
+@pytest.mark.nightly
 def test_a_script_whose_rank_0_prepares_the_data_first_ends_well(tmp_path):
     done = run(tmp_path, PROGRAMS / "main_process_first.py", PAUSE_S="8")
     assert done.process.returncode == 0, done.output
@@ -56,6 +57,7 @@ dist.all_reduce(torch.ones(1))
 """
 
 
+@pytest.mark.nightly
 def test_the_rank_that_raised_is_the_cause_that_torchrun_names(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(RAISES)

@@ -23,6 +23,7 @@ def batch(seed: int, size: int) -> FaultRun:
     )
 
 
+@pytest.mark.nightly
 def test_healthy_runs_raise_no_alarm():
     batches = [batch(seed, size) for seed, size in enumerate((2, 2, 2, 2, 4, 4, 4, 4), start=1)]
     ended = dict(run_faults(batches, num_ranks_at_once=24))

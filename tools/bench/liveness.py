@@ -9,7 +9,6 @@ with a training step of offbeat-engine-torch on a small Qwen3. `monitor` is the 
 now and then and sleep, with the monitor less without.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -23,6 +22,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench.harness import parser_of, show
 from fault_runs import FaultRun, run_faults
 
 PART: Final = "BENCH_LIVENESS"
@@ -203,41 +203,20 @@ def make_model() -> str:
     return str(tiny_model(folder, hidden_size=256, num_layers=4))
 
 
-def report(results: dict[str, Any]) -> None:
-    """Print the tables."""
-    print(f"{'all_reduce':>12} {'ranks':>6} {'without us':>12} {'with us':>12} {'more us':>9} {'ratio':>7}")
-    for row in results["all_reduce"]:
-        more = row["with_us"] - row["without_us"]
-        print(
-            f"{row['bytes']:>10} B {row['ranks']:>6} {row['without_us']:>12.1f} {row['with_us']:>12.1f} "
-            f"{more:>9.1f} {row['ratio']:>7.3f}"
-        )
-    for row in results.get("step", []):
-        print(f"training step, {row['ranks']} ranks: {row['without_us'] / 1000:.1f} ms without, "
-              f"{row['with_us'] / 1000:.1f} ms with, ratio {row['ratio']:.3f}")  # fmt: skip
-    for row in results["monitor"]:
-        where = f"monitor at stall_after_s = {row['stall_after_s']:g}, {row['threads']:g} threads"
-        print(f"{where}: {row['share']:.2%} of a core per process")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=30)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--step", action="store_true", help="measure a training step too")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    results: dict[str, Any] = {"all_reduce": [], "monitor": measure("monitor", 2, min(options.rounds, 10))}
-    for size in options.ranks:
-        results["all_reduce"] += [{"ranks": size, **row} for row in measure("all_reduce", size, options.rounds)]
+    results = {"monitor": measure("monitor", 2, min(options.rounds, 10))}
+    results["all_reduce"] = [
+        {"ranks": size, **row} for size in options.ranks for row in measure("all_reduce", size, options.rounds)
+    ]
     if options.step:
-        model = make_model()
-        results["step"] = [{"ranks": 2, **row} for row in measure("step", 2, options.rounds, model)]
-    if options.json:
-        print(json.dumps(results))
-    else:
-        report(results)
+        results["training step"] = [{"ranks": 2, **row} for row in measure("step", 2, options.rounds, make_model())]
+    for title, rows in results.items():
+        show(rows, as_json=options.json, title=title)
 
 
 if __name__ == "__main__":

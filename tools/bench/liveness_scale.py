@@ -7,11 +7,16 @@ run does; `brief_s` reads all in brief and the few that matter in full. `answer_
 own answer. No network: bodies are handed over in memory.
 """
 
-import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.harness import parser_of, show
 
 from offbeat_liveness._diagnosis import find_verdict
 from offbeat_liveness._diagnosis.graph import WaitGraph
@@ -135,18 +140,11 @@ def measure(num_ranks: int, num_groups: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print one line for each size, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1024)
+    """Print one row for each number of groups."""
+    parser = parser_of(__doc__, ranks=1024)
     parser.add_argument("--groups", type=int, nargs="+", default=[8, 30])
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    rows = [measure(options.ranks, each) for each in options.groups]
-    if options.json:
-        print(json.dumps(rows))
-        return
-    for row in rows:
-        print("  ".join(f"{name} {value:.3g}" for name, value in row.items()))
+    show([measure(options.ranks, each) for each in options.groups], as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -10,30 +10,24 @@ with CPUs a rank, a third with groups that share devices. Counted is how many we
 there is none.
 """
 
-import argparse
-import json
 import random
 import statistics
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.harness import parser_of, show
 
 from offbeat_placement import Node, RankGroup, grid_nodes, plan_placement
 from offbeat_placement._planner import find_plan
 from offbeat_types import PlacementError
 
 Case = tuple[str, list[Node], list[RankGroup]]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table."""
-
-    case: str
-    ranks: int
-    outcome: str
-    median_s: float
 
 
 def group(role: str, num_replicas: int, width: int, **more: object) -> RankGroup:
@@ -88,7 +82,7 @@ def cases(num_nodes: int) -> list[Case]:
     ]
 
 
-def measure(case: Case, repeats: int) -> Row:
+def measure(case: Case, repeats: int) -> dict[str, Any]:
     """Time one case."""
     name, nodes, groups = case
     seconds, outcome = [], ""
@@ -100,7 +94,8 @@ def measure(case: Case, repeats: int) -> Row:
         except PlacementError as error:
             outcome = f"refused, {len(error.changes)} changes that fit"
         seconds.append(time.perf_counter() - start_s)
-    return Row(name, sum(each.num_ranks for each in groups), outcome, statistics.median(seconds))
+    num_ranks = sum(each.num_ranks for each in groups)
+    return {"case": name, "ranks": num_ranks, "outcome": outcome, "median_s": statistics.median(seconds)}
 
 
 def random_case(rng: random.Random, most_nodes: int) -> tuple[list[Node], list[RankGroup]]:
@@ -154,27 +149,12 @@ def decide(num_cases: int, most_nodes: int) -> tuple[Counter[str], float]:
     return outcomes, longest_s
 
 
-def main(arguments: Sequence[str] | None = None, say: Callable[[str], None] = print) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--random", type=int, default=1000)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(arguments)
-    rows = [measure(case, options.repeats) for case in cases(options.nodes)]
+    options = parser_of(__doc__, nodes=512, repeats=5, random=1000).parse_args(arguments)
+    show([measure(case, options.repeats) for case in cases(options.nodes)], as_json=options.json)
     outcomes, longest_s = decide(options.random, options.nodes)
-    if options.json:
-        random_part = {"outcomes": outcomes, "longest_s": longest_s}
-        say(
-            json.dumps({"nodes": options.nodes, "rows": [asdict(row) for row in rows], "random": random_part}, indent=1)
-        )
-        return
-    say(f"{options.nodes} nodes of 8\n\n| wanted | ranks | outcome | median |\n|---|---|---|---|")
-    for row in rows:
-        say(f"| {row.case} | {row.ranks} | {row.outcome} | {row.median_s * 1000:.0f} ms |")
-    counted = ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items()))
-    say(f"\nof {options.random} random cases: {counted}; the longest took {longest_s * 1000:.0f} ms")
+    show([{**outcomes, "longest_s": longest_s}], as_json=options.json, title=f"{options.random} random cases")
 
 
 if __name__ == "__main__":

@@ -20,35 +20,34 @@ On a machine that does other things too, run it at real-time priority: chrt -f 5
 Floor and sync take turns; the ratio is that of the medians, and that of the fastest of each.
 """
 
-import argparse
-import json
-import os
 import socket
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the modules beside this one, here and in the other process
 
 import torch
+from bench.harness import Row, parser_of, show
 from bench.weightsync_floors import (
     DEADLINE_S,
     SIZES,
-    Between,
-    Folder,
-    FreePort,
     Weights,
+    between,
     broadcast_all,
     copy,
     copy_in,
     copy_tensors,
     drop_from_cache,
+    folder_on_disk,
+    free_port,
     read_plain,
     send_all,
+    whole,
     write_plain,
 )
 from bench.weightsync_peers import Peer, be_broadcast_engine, be_shared_memory_engine, be_tcp_engine, take
@@ -79,41 +78,24 @@ class Times:
         self.seconds.setdefault(what, []).append(time.perf_counter() - start)
 
 
-@dataclass(frozen=True)
-class Result:
-    """One transport at one size, by medians. Ratios are floor / sync; the first, cold repeat does not count."""
-
-    size: str
-    transport: str
-    num_bytes: int
-    sync_s: float
-    sync_gb_per_s: float
-    floor: str
-    floor_gb_per_s: float
-    ratio_of_fastest: float
-    ratio_of_medians: float
-    all_sync_s: list[float]
-
-
-def results_of(size: str, transport: str, times: Times) -> Iterator[Result]:
-    """One result for each floor."""
+def rows_of(size: str, transport: str, times: Times) -> Iterator[Row]:
+    """One for each floor, by medians. Ratios are floor / sync; the first, cold repeat does not count."""
     sync = times.seconds["sync"][1:] or times.seconds["sync"]
+    sync_s = statistics.median(sync)
     for floor, seconds in times.seconds.items():
         if floor == "sync":
             continue
         warm = seconds[1:] or seconds
-        yield Result(
-            size=size,
-            transport=transport,
-            num_bytes=times.num_bytes,
-            sync_s=round(statistics.median(sync), 4),
-            sync_gb_per_s=round(times.num_bytes / statistics.median(sync) / 1e9, 2),
-            floor=floor,
-            floor_gb_per_s=round(times.num_bytes / statistics.median(warm) / 1e9, 2),
-            ratio_of_fastest=round(min(warm) / min(sync), 3),
-            ratio_of_medians=round(statistics.median(warm) / statistics.median(sync), 3),
-            all_sync_s=[round(each, 4) for each in times.seconds["sync"]],
-        )
+        yield {
+            "size": size,
+            "transport": transport,
+            "sync_s": sync_s,
+            "sync_gb_per_s": times.num_bytes / sync_s / 1e9,
+            "floor": floor,
+            "floor_gb_per_s": times.num_bytes / statistics.median(warm) / 1e9,
+            "ratio_of_medians": statistics.median(warm) / sync_s,
+            "ratio_of_fastest": min(warm) / min(sync),
+        }
 
 
 def time_shared_memory(size: str, repeats: int) -> Times:
@@ -123,13 +105,13 @@ def time_shared_memory(size: str, repeats: int) -> Times:
     times = Times(weights.plan.num_bytes)
     with (
         SharedMemorySender(new_socket_path(), weights.plan, deadline_s=DEADLINE_S) as sender,
-        Between() as shared,
+        between() as shared,
         Peer(be_shared_memory_engine, sender.socket_path, shared.name, size, repeats) as peer,
     ):
         for version in range(repeats):
             times.measure("memcpy", lambda: copy(weights))
             times.measure("tensors", lambda: copy_tensors(weights))
-            times.measure("two-copy", lambda: peer.do_with(lambda: copy_in(weights, shared.bytes)))
+            times.measure("two-copy", lambda: peer.do_with(lambda: copy_in(weights, whole(shared))))
             times.measure("sync", partial(sender.send, weights.tensors.items(), version, 1))
     return times
 
@@ -155,7 +137,7 @@ def time_broadcast(size: str, repeats: int) -> Times:
     """Two ranks over gloo."""
     weights = Weights(size)
     times = Times(weights.plan.num_bytes)
-    with socket.create_server(("127.0.0.1", 0)) as listener, FreePort() as port:
+    with socket.create_server(("127.0.0.1", 0)) as listener, free_port() as port:
         address = f"127.0.0.1:{port}"
         with Peer(be_broadcast_engine, address, listener.getsockname()[1], size, repeats) as peer:
             plain, _ = listener.accept()
@@ -177,7 +159,7 @@ def time_disk_write(size: str, repeats: int) -> Times:
     def write(version: int) -> None:
         write_weights(folder / "weights", weights.plan, weights.tensors.items(), version, keep=1)
 
-    with Folder() as folder:
+    with folder_on_disk() as folder:
         for version in range(repeats):
             times.measure("write", lambda: write_plain(folder / "plain", weights))
             (folder / "plain").unlink()
@@ -194,7 +176,7 @@ def time_disk_read(size: str, repeats: int) -> Times:
         with read_weights(folder / "weights", 0, deadline_s=DEADLINE_S) as stream:
             take(weights, stream)
 
-    with Folder() as folder:
+    with folder_on_disk() as folder:
         write_plain(folder / "plain", weights)
         final = write_weights(folder / "weights", weights.plan, weights.tensors.items(), 0)
         for _ in range(repeats):
@@ -213,36 +195,18 @@ TRANSPORTS: dict[str, Callable[[str, int], Times]] = {
 }
 
 
-def print_table(results: list[Result], load: float, repeats: int) -> None:
-    """For docs/weights.md."""
-    print(f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} after, {os.cpu_count()} cores, {repeats} repeats")
-    print("| size | transport | sync, proved | floor | floor's rate | of the medians | of the fastest |")
-    print("|---|---|---|---|---|---|---|")
-    for each in results:
-        print(
-            f"| {each.size} | {each.transport} | {each.sync_s} s, {each.sync_gb_per_s} GB/s | {each.floor} "
-            f"| {each.floor_gb_per_s} GB/s | {each.ratio_of_medians:.2f} | {each.ratio_of_fastest:.2f} |"
-        )
-
-
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="Speed of weight sync by each transport, beside its floors.")
+    parser = parser_of(__doc__, repeats=8)
     parser.add_argument("--size", choices=(*SIZES, "all"), default="all")
     parser.add_argument("--transport", choices=TRANSPORTS, nargs="+", default=list(TRANSPORTS))
-    parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    load = os.getloadavg()[0]
     sizes = list(SIZES) if arguments.size == "all" else [arguments.size]
-    results: list[Result] = []
+    rows: list[Row] = []
     for size in sizes:
         for transport in arguments.transport:
-            results += results_of(size, transport, TRANSPORTS[transport](size, arguments.repeats))
-    if arguments.json:
-        print(json.dumps([asdict(result) for result in results], indent=2))
-    else:
-        print_table(results, load, arguments.repeats)
+            rows += rows_of(size, transport, TRANSPORTS[transport](size, arguments.repeats))
+    show(rows, as_json=arguments.json, title=f"{arguments.repeats} repeats")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """What no weight sync can undercut: plain copies, hashes, sockets and files of as many bytes, in the same memory."""
 
 import os
-import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
@@ -159,48 +159,32 @@ def whole(shared: SharedMemory) -> memoryview:
     return shared.buf
 
 
-class Between(SharedMemory):
-    """Shared memory for a floor."""
-
-    def __init__(self) -> None:
-        super().__init__(create=True, size=SHARED_BYTES)
-        self.bytes[:] = bytes(len(self.bytes))  # so that its pages are there
-
-    @property
-    def bytes(self) -> memoryview:
-        """All of it."""
-        return whole(self)
-
-    def __enter__(self) -> "Between":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-        self.unlink()
+@contextmanager
+def between() -> Iterator[SharedMemory]:
+    """Shared memory for a floor, whose pages are there."""
+    shared = SharedMemory(create=True, size=SHARED_BYTES)
+    whole(shared)[:] = bytes(SHARED_BYTES)
+    try:
+        yield shared
+    finally:
+        shared.close()
+        shared.unlink()
 
 
-class FreePort:
-    """Holds a port, without listening, until the block ends."""
-
-    def __enter__(self) -> int:
-        self._socket = socket.socket()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind(("127.0.0.1", 0))
-        return int(self._socket.getsockname()[1])
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
+@contextmanager
+def free_port() -> Iterator[int]:
+    """Hold a port, without listening, until the block ends."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
 
 
-class Folder:
+@contextmanager
+def folder_on_disk() -> Iterator[Path]:
     """A temporary folder on the disk of the current directory: /tmp may be memory."""
-
-    def __enter__(self) -> Path:
-        self._path = Path(tempfile.mkdtemp(prefix=".weightsync-bench-", dir="."))
-        return self._path
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._path)
+    with tempfile.TemporaryDirectory(prefix=".weightsync-bench-", dir=".") as folder:
+        yield Path(folder)
 
 
 def _own(memory: Bytes, start: int, length: int) -> Bytes:

@@ -67,6 +67,7 @@ else:
 """
 
 
+@pytest.mark.nightly  # it is stopped a moment after its start
 def test_a_rank_is_typed_at_stopped_and_continued_and_leaves_nothing_behind(tmp_path):
     script = tmp_path / "acted_upon.py"
     script.write_text(ACTED_UPON)

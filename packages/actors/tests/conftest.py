@@ -64,6 +64,12 @@ def launchers(request: pytest.FixtureRequest) -> Launchers:
     return Launchers("ray", place, make, 240, cluster.address)
 
 
+# For a test that takes seconds on each launcher and whose subject does not depend on which.
+ray_at_night = pytest.mark.parametrize(
+    "launchers", ["local", pytest.param("ray", marks=[pytest.mark.nightly, pytest.mark.timeout(400)])], indirect=True
+)
+
+
 @pytest.fixture
 def role_env(tmp_path: Path) -> dict[str, str]:
     """Environment of every role of a test: it finds actor_roles.py, and is found by `role_processes`."""

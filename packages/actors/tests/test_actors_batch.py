@@ -6,7 +6,7 @@ import signal
 from typing import Any
 
 import pytest
-from conftest import Launchers
+from conftest import Launchers, ray_at_night
 from test_actors_failures import error_of, needs_linux
 
 from offbeat_actors import RoleSpec, call_all
@@ -31,6 +31,7 @@ def test_all_answers_come_in_the_order_of_the_roles(launchers: Launchers, role_e
 
 
 @needs_linux
+@ray_at_night
 def test_sleep_on_all_engines_names_each_that_does_not_answer(launchers: Launchers, role_env: dict[str, str]) -> None:
     async def scenario() -> None:
         async with launchers.make() as launcher:
@@ -39,7 +40,7 @@ def test_sleep_on_all_engines_names_each_that_does_not_answer(launchers: Launche
             assert launcher.waits() == []
             await roles[1].call("get_stuck")
             os.kill(roles[2].pid, signal.SIGSTOP)
-            sleeping = asyncio.create_task(call_all(roles, "sleep", 2, deadline_s=8))
+            sleeping = asyncio.create_task(call_all(roles, "sleep", 2, deadline_s=3))
             await roles[0].call("sleep", 2)
             assert {wait.name for wait in launcher.waits()} >= {"rollout-1.sleep", "rollout-2.sleep"}
             with pytest.raises(DeadlineError) as waited:

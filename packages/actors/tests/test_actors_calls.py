@@ -84,6 +84,7 @@ def test_the_constructor_takes_dataclasses_and_arrays(start_role: Any) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.nightly
 def test_a_hundred_megabytes_go_there_and_back(start_role: Any) -> None:
     async def scenario() -> None:
         async with start_role("Echo") as role:
@@ -183,6 +184,7 @@ def test_a_wrong_call_is_refused_and_named(start_role: Any) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.nightly
 def test_num_threads_holds_for_torch(start_role: Any) -> None:
     pytest.importorskip("torch", reason="the package does without torch")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Launchers
+from conftest import Launchers, ray_at_night
 from role_processes import role_processes
 
 from offbeat_actors import ActorHandle, RoleSpec, _local
@@ -194,6 +194,7 @@ def test_a_role_that_cannot_start_says_why(
 
 
 @needs_linux
+@ray_at_night
 def test_a_role_that_is_not_ready_in_time_is_ended(
     launchers: Launchers, role_env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -286,7 +287,15 @@ def test_an_error_while_closing_reaches_whoever_stops(start_role: Any) -> None:
 
 
 @needs_linux
-@pytest.mark.parametrize(("target", "busy"), [("Stubborn", ""), ("Patient", "compute"), ("Faulty", "hold_lock")])
+@ray_at_night
+@pytest.mark.parametrize(
+    ("target", "busy"),
+    [
+        ("Stubborn", ""),
+        pytest.param("Patient", "compute", marks=pytest.mark.nightly),
+        pytest.param("Faulty", "hold_lock", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_role_that_does_not_leave_is_killed_within_the_deadline(
     start_role: Any, tmp_path: Path, target: str, busy: str
 ) -> None:
@@ -304,6 +313,7 @@ def test_a_role_that_does_not_leave_is_killed_within_the_deadline(
 
 
 @needs_linux
+@ray_at_night
 def test_a_launcher_closes_within_its_deadline_or_at_once_when_told_to_kill(
     launchers: Launchers, role_env: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -391,6 +401,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 @needs_linux
+@ray_at_night
 def test_kill_9_of_the_driver_ends_every_role(launchers: Launchers, role_env: dict[str, str]) -> None:
     command = [sys.executable, "-c", DRIVER, launchers.kind, launchers.address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **role_env}) as driver:

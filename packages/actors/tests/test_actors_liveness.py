@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Launchers
+from conftest import Launchers, ray_at_night
 
 import offbeat_liveness as liveness
 from offbeat_actors import RoleSpec
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes meet through /proc and a folder")
+@ray_at_night
 def test_a_circle_of_waits_through_calls_is_named(
     launchers: Launchers, role_env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -24,7 +25,7 @@ def test_a_circle_of_waits_through_calls_is_named(
         found: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
         monitor = liveness.watch(
-            stall_after_s=2,
+            stall_after_s=1,
             directory=folder,
             name="driver",
             on_verdict=lambda verdict: loop.call_soon_threadsafe(_once(found), verdict),
@@ -47,6 +48,7 @@ def test_a_circle_of_waits_through_calls_is_named(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="who has died is known by /proc")
+@ray_at_night
 def test_roles_that_share_no_folder_meet_at_the_monitor_of_the_driver(
     launchers: Launchers, role_env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -61,7 +63,7 @@ def test_roles_that_share_no_folder_meet_at_the_monitor_of_the_driver(
         found: asyncio.Future[Any] = loop.create_future()
         told = _once(found)
         monitor = liveness.watch(
-            stall_after_s=2, name="driver", on_verdict=lambda verdict: loop.call_soon_threadsafe(told, verdict)
+            stall_after_s=1, name="driver", on_verdict=lambda verdict: loop.call_soon_threadsafe(told, verdict)
         )
         try:
             async with launchers.make() as launcher, asyncio.timeout(90):
@@ -114,6 +116,7 @@ def test_a_role_of_a_watched_driver_is_watched_under_its_name_and_one_of_another
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes meet through /proc")
+@ray_at_night
 def test_a_role_that_stands_still_in_a_method_is_named_with_the_line_it_stands_in(
     launchers: Launchers, role_env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -126,7 +129,7 @@ def test_a_role_that_stands_still_in_a_method_is_named_with_the_line_it_stands_i
                 found.set_result(verdict)
 
         monitor = liveness.watch(
-            stall_after_s=2, name="driver", on_verdict=lambda verdict: loop.call_soon_threadsafe(tell, verdict)
+            stall_after_s=1, name="driver", on_verdict=lambda verdict: loop.call_soon_threadsafe(tell, verdict)
         )
         try:
             async with launchers.make() as launcher, asyncio.timeout(90):

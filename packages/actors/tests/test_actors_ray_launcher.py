@@ -198,6 +198,7 @@ def test_a_program_that_is_connected_already_is_not_connected_elsewhere(ray_clus
     assert ray_cluster.ray.is_initialized()
 
 
+@pytest.mark.nightly
 def test_a_agent_that_dies_takes_its_roles_along_and_is_replaced(
     ray_cluster: RayCluster, role_env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -279,6 +280,7 @@ def test_a_log_that_cannot_be_written_here_does_not_make_its_role_deaf(
     assert caplog.text.count("what rollout-0 writes is lost") == 1
 
 
+@pytest.mark.nightly
 def test_a_driver_that_was_suspended_goes_on_with_its_roles(
     ray_cluster: RayCluster, role_env: dict[str, str], tmp_path: Path
 ) -> None:

@@ -98,6 +98,7 @@ def test_every_role_sits_on_its_node_and_sees_its_own_devices(
     assert [devices for _, *devices in placed[:4]] == sorted(devices for _, *devices in placed[:4])
 
 
+@pytest.mark.nightly
 def test_colocated_roles_share_their_devices(ray_cluster: RayCluster, role_env: dict[str, str], tmp_path: Path) -> None:
     groups = [
         RankGroup(role="trainer", num_replicas=2, tensor_parallel=2),
@@ -137,6 +138,7 @@ def test_what_no_single_node_has_is_refused_and_named_before_anything_waits(ray_
         assert "127.0.0.3" in str(refused.value)
 
 
+@pytest.mark.nightly
 def test_a_node_that_is_busy_meanwhile_is_named_at_the_deadline_and_nothing_stays_reserved(
     ray_cluster: RayCluster,
 ) -> None:
@@ -175,6 +177,7 @@ def _with_cpus(node: Any) -> Any:
     return replace(node, num_cpus=1e6)
 
 
+@pytest.mark.nightly
 def test_an_engine_that_is_never_ready_is_named_within_its_deadline(
     ray_cluster: RayCluster, role_env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -203,6 +206,7 @@ def doomed_node(ray_cluster: RayCluster) -> Iterator[Any]:
         ray_cluster.nodes.cluster.remove_node(node, allow_graceful=False)
 
 
+@pytest.mark.nightly
 def test_a_node_lost_under_an_engine_is_named_and_the_engine_starts_again_where_there_is_room(
     ray_cluster: RayCluster, doomed_node: Any, role_env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -235,6 +239,7 @@ def test_a_node_lost_under_an_engine_is_named_and_the_engine_starts_again_where_
     asyncio.run(scenario())
 
 
+@pytest.mark.nightly
 def test_a_node_lost_while_an_engine_starts_ends_the_start(
     ray_cluster: RayCluster, doomed_node: Any, role_env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -281,6 +286,7 @@ def test_roles_whose_agent_dies_start_again_in_their_own_place(
     asyncio.run(scenario())
 
 
+@pytest.mark.nightly
 @needs_linux
 def test_a_role_whose_driver_is_not_heard_of_ends_in_time(
     ray_cluster: RayCluster, role_env: dict[str, str], tmp_path: Path
@@ -296,6 +302,7 @@ def test_a_role_whose_driver_is_not_heard_of_ends_in_time(
     asyncio.run(scenario())
 
 
+@pytest.mark.nightly
 @needs_linux
 def test_a_agent_that_is_not_heard_of_is_given_up_in_time(
     ray_cluster: RayCluster, role_env: dict[str, str], tmp_path: Path

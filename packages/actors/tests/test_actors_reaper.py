@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Launchers
+from conftest import Launchers, ray_at_night
 from role_processes import parent_of, role_processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
@@ -74,6 +74,7 @@ def test_kill_9_of_the_driver_ends_what_its_roles_have_started(
         wait_until_none(tmp_path, within_s=10 if launchers.kind == "local" else 30)
 
 
+@ray_at_night
 def test_kill_9_of_a_role_ends_what_it_has_started_also_under_a_driver_that_does_nothing(
     launchers: Launchers, role_env: dict[str, str], tmp_path: Path
 ) -> None:

@@ -231,6 +231,7 @@ def test_slow_is_not_stuck_while_the_backend_reports_movement():
     assert policy.statistics.trained == 7
 
 
+@pytest.mark.nightly
 def test_what_the_trainer_has_to_wait_for_first_is_not_in_its_deadlines():
     class WithValidation(Backend):
         async def prepare(self, action):

@@ -278,6 +278,7 @@ def test_a_template_that_cannot_be_continued_ends_the_run_and_not_only_the_episo
         play(model, Answers("12"), tokenizer)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_the_tiny_models_of_the_tests_can_be_continued(family: Any, tmp_path: Path) -> None:
     from offbeat_data import load_tokenizer

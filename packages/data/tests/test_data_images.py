@@ -158,6 +158,7 @@ def test_a_picture_is_brought_to_the_size_the_model_sees(
         assert 4 <= height * width // SQUARE**2 <= 64
 
 
+@pytest.mark.nightly
 def test_sizes_are_those_of_transformers(rules: ImageRules) -> None:
     code = (
         "import json, sys\n"

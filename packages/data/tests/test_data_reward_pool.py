@@ -185,6 +185,7 @@ def test_a_busy_child_ends_by_itself_when_its_parent_is_killed(config: RewardCon
     pytest.fail("the child outlived its parent by 30 s")
 
 
+@pytest.mark.nightly
 def test_a_child_that_takes_its_time_to_die_shows_its_own_code(
     config: RewardConfig, prompt: Prompt, tmp_path: Path
 ) -> None:
@@ -228,6 +229,7 @@ def test_a_worker_whose_child_did_not_start_again_goes_on_with_the_next(
         assert worker.score(prompt, "fine").value == 1.0
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="processes meet through /proc")
 def test_a_function_that_stands_still_is_named_where_the_asking_process_is_watched(
     config: RewardConfig, prompt: Prompt
@@ -302,6 +304,7 @@ def test_one_process_serves_a_quick_reward(slow: RewardConfig) -> None:
     pool.close()
 
 
+@pytest.mark.nightly
 def test_a_slow_judge_gets_as_many_processes_as_there_may_be(slow: RewardConfig) -> None:
     pool = RewardPool(slow)
     assert len(judges_of(pool, [1.5] * 9)) == 3

@@ -54,6 +54,7 @@ def test_what_cannot_be_drawn_is_refused(digits: int, held_out: int) -> None:
         draw_problems("+", 10, held_out, digits=digits)
 
 
+@pytest.mark.nightly
 def test_the_character_tokenizer_loads_in_transformers_too(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

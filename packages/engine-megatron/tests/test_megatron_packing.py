@@ -44,11 +44,11 @@ def test_the_ranks_answers_laid_end_to_end_are_those_of_the_pack(lengths, parall
     parts = [cut(pack, rank, parallel.cp) for rank in range(parallel.cp)]
     everywhere = np.zeros((parallel.cp * max(parts[0].width, 1), 2), np.int64)
     for rank, part in enumerate(parts):
-        assert len(part.ids_L) * parallel.cp == len(pack.ids_T)
-        pairs = np.stack([part.ids_L[part.predictor_n], part.target_n], 1)
+        assert part.ids_1L.numel() * parallel.cp == len(pack.ids_T)
+        pairs = torch.stack([part.ids_1L[0, part.predictor_n], part.target_n], 1)
         everywhere[rank * part.width : rank * part.width + len(pairs)] = pairs
-    assert [tuple(pair) for pair in everywhere[parts[0].place_N]] == wanted
-    joined = np.concatenate([part.ids_L for part in parts])
+    assert [tuple(pair) for pair in everywhere[parts[0].place_N.numpy()]] == wanted
+    joined = torch.cat([part.ids_1L[0] for part in parts])
     if parallel.cp > 1:
         np.testing.assert_array_equal(joined[parts[0].gathered_T], pack.ids_T)
 
@@ -106,8 +106,8 @@ def test_context_parallel_ranks_gather_what_each_has_found(mesh):
     group = mesh.group("cp")
     pack = lay_out(sequences_of([9, 14, 6], 3), [0, 1, 2], Parallel(cp=group.size))
     local = cut(pack, group.rank, group.size)
-    own = torch.from_numpy(local.target_n.astype(np.float64)).requires_grad_()
-    found = gather_values(own, torch.from_numpy(local.place_N), local.width, group)
+    own = local.target_n.double().requires_grad_()
+    found = gather_values(own, local.place_N, local.width, group)
     np.testing.assert_array_equal(found.detach().numpy(), pack.target_N)
     (found * torch.from_numpy(pack.target_N)).sum().backward()
-    np.testing.assert_array_equal(own.grad.numpy(), local.target_n)
+    assert torch.equal(own.grad, local.target_n.double())

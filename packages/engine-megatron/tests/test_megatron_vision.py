@@ -66,11 +66,11 @@ def test_each_placeholder_lies_on_one_rank(cp):
     pack = lay_out(sequences, [2, 1, 0], Parallel(cp=cp), images=Marked())
     assert (pack.ids_T[pack.place_M] == 7).all()
     assert (len(pack.place_M), len(pack.images)) == (5, 2)
-    assert (np.diff(pack.positions_3T, axis=0) == 100)[:, pack.place_M].all()
+    assert (np.diff(pack.positions_T, axis=0) == 100)[:, pack.place_M].all()
     found = []
     for rank in range(cp):
         local = cut(pack, rank, cp)
-        assert (local.ids_L[local.place_m] == 7).all()
+        assert (local.ids_1L[0, local.place_m] == 7).all()
         found += local.seen_m.tolist()
     assert sorted(found) == list(range(5))
 

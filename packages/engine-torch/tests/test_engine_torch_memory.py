@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -30,6 +31,7 @@ print(few, peak(counts[1]))
 """
 
 
+@pytest.mark.nightly
 def test_peak_memory_does_not_grow_with_tokens_times_vocabulary(tmp_path):
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

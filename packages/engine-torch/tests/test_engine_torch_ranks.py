@@ -71,7 +71,7 @@ def of_one_process(family, make_groups):
 
 TIED, UNTIED = True, False
 RUNS = [
-    *((family, {"dp": 4}) for family in FAMILIES),
+    *(pytest.param(family, {"dp": 4}, marks=pytest.mark.nightly) for family in FAMILIES),
     *((family, {"dp": 2, "tp": 2}) for family in FAMILIES),
     (("qwen3", TIED), {"dp": 2}),
     (("llama", UNTIED), {"dp": 2}),
@@ -120,8 +120,9 @@ CHANGES = {
 }
 
 
-@pytest.mark.mesh(dp=2)
-@pytest.mark.mesh(dp=2, tp=2)
+@pytest.mark.parametrize(
+    "mesh", [{"dp": 2}, pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.nightly)], ids=name_run, indirect=True
+)
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_settings_mean_the_same_on_ranks(model_folder, mesh, make_groups, changes):
     settings = config(model_folder, **changes)

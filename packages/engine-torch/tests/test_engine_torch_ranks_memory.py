@@ -42,8 +42,8 @@ def allocations(body):
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
-@pytest.mark.mesh(dp=2)
-@pytest.mark.mesh(tp=2)
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2}], ids=str, indirect=True)
 def test_weights_are_gathered_one_after_another(large_tensors, mesh, tmp_path):
     """Whole tensors: the one asked for, and the one before, which the caller may hold. All else is small pieces."""
     engine = TorchTrainEngine.create(TrainEngineConfig(model_path=str(large_tensors), device="cpu"), mesh)
@@ -62,6 +62,7 @@ def test_weights_are_gathered_one_after_another(large_tensors, mesh, tmp_path):
     assert max(sizes) == TENSOR_BYTES > 2 * GATHER_BYTES
 
 
+@pytest.mark.nightly
 @pytest.mark.mesh(dp=4)
 def test_a_rank_never_holds_the_whole_model_while_it_loads(many_layers, mesh):
     """Beside the mapped file, which counts as the whole model: a quarter, and one layer at a time."""

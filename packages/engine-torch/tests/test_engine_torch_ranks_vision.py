@@ -58,8 +58,9 @@ def run(request, folder, weighted_loss):
     return settings, updates, train(TorchTrainEngine.create(settings), updates, weighted_loss)
 
 
-@pytest.mark.mesh(dp=2)
-@pytest.mark.mesh(dp=4)
+@pytest.mark.parametrize(
+    "mesh", [{"dp": 2}, pytest.param({"dp": 4}, marks=pytest.mark.nightly)], ids=str, indirect=True
+)
 def test_ranks_without_images_keep_the_others_company(run, mesh, weighted_loss):
     settings, updates, of_one_process = run
     assert_same(train(TorchTrainEngine.create(settings, mesh), updates, weighted_loss), of_one_process)
@@ -70,7 +71,9 @@ CHANGES = {"lora": {"lora_rank": 4}, "checkpointing": {"activation_checkpointing
 
 @pytest.mark.mesh(dp=2)
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("train_vision", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize(
+    "train_vision", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["trained", "frozen"]
+)
 def test_settings_mean_the_same_on_ranks(qwen3, mesh, changes, train_vision, weighted_loss):
     updates = [Pictures(qwen3).groups(counts, samples=1) for counts in UPDATES.values()]
     settings = config(qwen3, options={"train_vision": train_vision}, **changes)

@@ -24,12 +24,10 @@ PATIENCE_S = 30.0
 
 
 def ip(command: str) -> None:
-    """Configure the network of this host."""
     subprocess.run(["ip", *command.split()], check=True, capture_output=True, timeout=30)
 
 
 def watch(name: str, folder: Path) -> liveness.Monitor:
-    """Watch this process, with a dump folder that no other has."""
     return liveness.watch(stall_after_s=STALL_AFTER_S, directory=folder / name, name=name)
 
 
@@ -44,7 +42,6 @@ def listening() -> list[str]:
 
 
 def wait_for(monitor: liveness.Monitor, what: str, on: str) -> dict[str, object]:
-    """Wait for somebody until there is a verdict."""
     with liveness.waiting(what, on=on):
         return tell(monitor)
 
@@ -65,7 +62,6 @@ def tell(monitor: liveness.Monitor) -> dict[str, object]:
 
 
 def be_driver(there: "Orders", folder: Path) -> dict[str, object]:
-    """Call the role there."""
     monitor = watch("driver", folder)
     there.give(monitor.invite(HERE))
     there.hear()  # it waits
@@ -73,7 +69,6 @@ def be_driver(there: "Orders", folder: Path) -> dict[str, object]:
 
 
 def be_role(driver: "Orders", folder: Path) -> dict[str, object]:
-    """Be started on the other host with the variables of an invitation."""
     os.environ |= driver.hear()
     monitor = watch("rollout-0", folder)
     driver.give("ready")
@@ -81,7 +76,6 @@ def be_role(driver: "Orders", folder: Path) -> dict[str, object]:
 
 
 def be_first_rank(there: "Orders", folder: Path) -> dict[str, object]:
-    """Keep the store, and wait in a collective to which the other rank does not come."""
     from offbeat_mesh import open_store
 
     store = open_store(HERE)
@@ -90,26 +84,22 @@ def be_first_rank(there: "Orders", folder: Path) -> dict[str, object]:
 
 
 def be_second_rank(here: "Orders", folder: Path) -> dict[str, object]:
-    """Do something else."""
     from torch.distributed import TCPStore
 
     return be_rank(1, "vb", folder, is_waiting=False, store=TCPStore(HERE, here.hear(), is_master=False))
 
 
 def be_head(there: "Orders", folder: Path) -> dict[str, object]:
-    """Be the head, and do something else."""
     name_head(folder, "127.0.1.1")
     return be_rank(0, "va", folder, is_waiting=False)
 
 
 def be_far_from_head(head: "Orders", folder: Path) -> dict[str, object]:
-    """Wait in a collective to which the head does not come."""
     name_head(folder, HERE)
     return be_rank(1, "vb", folder, is_waiting=True)
 
 
 def name_head(folder: Path, address: str) -> None:
-    """Have "head" mean this address on this host alone."""
     hosts = folder / f"hosts-{address}"
     hosts.write_text(f"127.0.0.1 localhost\n{address} head\n")
     subprocess.run(["mount", "--bind", hosts, "/etc/hosts"], check=True, capture_output=True, timeout=30)
@@ -136,16 +126,13 @@ class Orders:
         self._reader, self._writer = reader, writer
 
     def give(self, value: object) -> None:
-        """Say something."""
         print(json.dumps(value), file=self._writer, flush=True)
 
     def hear(self) -> Any:
-        """Wait for it; an error if the other one is gone."""
         return json.loads(self._reader.readline())
 
 
 def connect(card: str, address: str) -> None:
-    """Put this host into the network."""
     ip("link set lo up")
     ip(f"addr add {address}/24 dev {card}")
     ip(f"link set {card} up")
@@ -174,7 +161,6 @@ def be_here(folder: Path, who: str) -> None:
 
 
 def be_there(folder: Path, who: str) -> None:
-    """Be the other host."""
     orders = Orders(sys.stdin, sys.stdout)
     orders.give("started")
     orders.hear()

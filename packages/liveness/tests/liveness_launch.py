@@ -27,8 +27,6 @@ Body = Callable[[int], None]
 
 @dataclass
 class Outcome:
-    """What was left of a run."""
-
     exit_codes: list[int | None]
     outputs: list[str]
     verdicts: list[Verdict]
@@ -159,7 +157,6 @@ class Programs:
 
 
 def is_running(pid: int | None) -> bool:
-    """Whether a child has neither ended nor been stopped."""
     return state_of(pid) not in ("Z", "X", "T", "")
 
 

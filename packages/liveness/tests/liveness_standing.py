@@ -17,7 +17,6 @@ PATIENCE_S = 30.0
 
 
 def wait_of(thread: threading.Thread) -> OutsideWait | None:
-    """What a thread waits for now."""
     frames = current_frames()
     frame = frames.get(thread.ident or 0)
     frames.clear()
@@ -25,7 +24,6 @@ def wait_of(thread: threading.Thread) -> OutsideWait | None:
 
 
 def acts(thread: threading.Thread) -> bool:
-    """Whether a thread may act."""
     frames = current_frames()
     frame = frames.get(thread.ident or 0)
     frames.clear()
@@ -33,7 +31,6 @@ def acts(thread: threading.Thread) -> bool:
 
 
 def until(found: Callable[[], Any], what: str = "") -> Any:
-    """The first answer that is not false; AssertionError after some time."""
     end_s = time.monotonic() + PATIENCE_S
     while not (answer := found()):
         assert time.monotonic() < end_s, what

@@ -36,7 +36,6 @@ def join_across(rank: int, world: int, port: int) -> Any:
 
 
 def run_two_worlds(body: Callable[[Any], Any]) -> list[Any]:
-    """What `body(group)` returns on the four processes."""
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(4)]
     starts = [context.Pipe(duplex=False) for _ in range(4)]
@@ -69,5 +68,4 @@ def _wait_and_tell(rank: int, world: int, start: Any, body: Callable[[Any], Any]
 
 
 def use(group: Any) -> None:
-    """One collective across both worlds."""
     dist.all_reduce(torch.ones(1), group=group)

@@ -339,7 +339,6 @@ def test_a_cycle_is_found_exactly_if_there_is_one(pairs: list[tuple[int, int]]) 
 
 
 def has_cycle(pairs: list[tuple[int, int]]) -> bool:
-    """By taking away whatever waits for nothing."""
     left = set(pairs)
     while removable := {pair for pair in left if pair[1] not in {a for a, _ in left}}:
         left -= removable
@@ -424,7 +423,6 @@ def test_a_service_that_refuses_a_rank_is_its_own_failure() -> None:
 
 
 def role(name: str, **more: object) -> ProcessSnapshot:
-    """A process outside of any torch world."""
     outside: dict[str, object] = {"rank": None, "world": "", "world_size": 0, "name": name}
     return dataclasses.replace(head(0), **(outside | more))  # type: ignore[arg-type]
 

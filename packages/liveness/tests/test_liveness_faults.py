@@ -9,7 +9,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,13 @@ def rank_1_sleeps(rank: int) -> None:
     step()
 
 
+def complain(verdict: Verdict) -> None:
+    raise ValueError(f"cannot page anybody about {verdict.kind}")
+
+
 @pytest.fixture(scope="module")
 def without_rank_1(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return launch(rank_1_sleeps, 3, tmp_path_factory.mktemp("without_rank_1"))
+    return launch(rank_1_sleeps, 3, tmp_path_factory.mktemp("without_rank_1"), on_verdict=complain)
 
 
 def test_a_missing_member_is_named_with_its_line_and_everybody_leaves_with_4(without_rank_1: Outcome) -> None:
@@ -51,33 +54,7 @@ def test_a_missing_member_is_named_with_its_line_and_everybody_leaves_with_4(wit
     assert told == [1, 0, 0]
     assert "rank 2: missing-member, told in full by rank 0" in outcome.outputs[2]
     assert {head.name for head in read_heads(outcome.directory / "dumps")} == {"rank 0", "rank 1", "rank 2"}
-
-
-def groups_in_another_order(rank: int) -> None:
-    dp, cp = dist.new_group([0, 1]), dist.new_group([0, 1])
-    liveness.name_group(dp, ("dp",))
-    liveness.name_group(cp, ("cp",))
-    for group in (dp, cp) if rank else (cp, dp):
-        dist.all_reduce(torch.ones(1), group=group)
-
-
-def test_two_groups_in_another_order_are_named_by_their_axes(tmp_path: Path) -> None:
-    verdict = launch(groups_in_another_order, 2, tmp_path).only
-    assert verdict.kind == "different-order"
-    assert {link.axes for link in verdict.links} == {("dp",), ("cp",)}
-
-
-def queue_never_filled(rank: int) -> None:
-    if rank == 0:
-        with liveness.waiting("sample_queue.get", on="rank 1"):
-            threading.Event().wait(100)
-    time.sleep(100)
-
-
-def test_a_queue_that_nobody_fills(tmp_path: Path) -> None:
-    verdict = launch(queue_never_filled, 2, tmp_path).only
-    assert (verdict.kind, verdict.missing) == ("starved", ("rank 1",))
-    assert "in queue_never_filled" in verdict.text
+    assert all("cannot page anybody about missing-member" in text for text in outcome.outputs)
 
 
 def rank_0_is_stopped(rank: int) -> None:
@@ -163,6 +140,7 @@ def rank_1_holds_the_gil(rank: int) -> None:
     step()
 
 
+@pytest.mark.nightly
 def test_a_process_that_holds_the_gil_is_silent(tmp_path: Path) -> None:
     outcome = launch(rank_1_holds_the_gil, 2, tmp_path, ends=(0,))
     verdict = outcome.verdicts[-1]  # it counts as slow before it has been silent in three looks
@@ -180,6 +158,7 @@ def slow_but_moving(rank: int) -> None:
     time.sleep(3)  # for the word that it moves again
 
 
+@pytest.mark.nightly
 def test_a_slow_one_is_told_and_never_killed_and_the_end_of_it_too(tmp_path: Path) -> None:
     outcome = launch(slow_but_moving, 2, tmp_path)
     assert outcome.only.kind == "straggler"
@@ -200,50 +179,11 @@ def receive_posted_early(rank: int) -> None:
         dist.send(torch.ones(1), 0)
 
 
+@pytest.mark.nightly
 def test_a_receive_posted_early_makes_no_circle(tmp_path: Path) -> None:
     outcome = launch(receive_posted_early, 2, tmp_path)
     assert outcome.exit_codes == [0, 0]
     assert {verdict.kind for verdict in outcome.verdicts} == {"straggler"}
-
-
-def slow_and_then_raises(rank: int) -> None:
-    if rank == 1:
-        compute_on_rank_1(1)
-        raise ValueError("no more samples")
-    step()
-
-
-def test_the_failure_of_a_slow_one_is_told_at_once(tmp_path: Path) -> None:
-    verdicts = launch(slow_and_then_raises, 2, tmp_path).verdicts
-    assert [verdict.kind for verdict in verdicts] == ["straggler", "dead-peer"]
-    assert "no more samples" in verdicts[-1].headline
-
-
-def missing_after_point_to_point(rank: int) -> None:
-    pair = dist.new_group([0, 1])
-    for _ in range(3):
-        if rank == 0:
-            dist.send(torch.ones(1), 1, group=pair)
-        else:
-            dist.recv(torch.ones(1), 0, group=pair)
-    if rank == 1:
-        time.sleep(100)
-    dist.all_reduce(torch.ones(1), group=pair)
-
-
-def test_sends_and_receives_do_not_pass_for_collectives(tmp_path: Path) -> None:
-    verdict = launch(missing_after_point_to_point, 2, tmp_path).only
-    assert (verdict.kind, verdict.missing) == ("missing-member", ("rank 1",))
-
-
-def complain(verdict: Verdict) -> None:
-    raise ValueError(f"cannot page anybody about {verdict.kind}")
-
-
-def test_a_program_that_cannot_take_the_verdict_is_ended_all_the_same(tmp_path: Path) -> None:
-    outcome = launch(rank_1_sleeps, 2, tmp_path, on_verdict=complain)
-    assert outcome.exit_codes == [ABORTED] * 2
-    assert all("cannot page anybody about missing-member" in text for text in outcome.outputs)
 
 
 def roots_in_two_forms(rank: int) -> None:
@@ -258,6 +198,7 @@ def roots_in_two_forms(rank: int) -> None:
     step()
 
 
+@pytest.mark.nightly
 def test_one_root_named_in_two_forms_is_one_root(tmp_path: Path) -> None:
     outcome = launch(roots_in_two_forms, 4, tmp_path)
     assert outcome.exit_codes == [0] * 4
@@ -286,6 +227,7 @@ def compute_on_rank_1(rank: int) -> None:
         sum(range(1000))
 
 
+@pytest.mark.nightly
 def test_a_worker_that_computes_while_its_main_thread_waits_is_not_killed(tmp_path: Path) -> None:
     outcome = launch(worker_1_computes, 2, tmp_path)
     assert outcome.exit_codes == [0, 0]
@@ -310,6 +252,7 @@ def rank_1_waits_in_the_kernel(rank: int) -> None:
     step()
 
 
+@pytest.mark.nightly
 def test_one_that_waits_for_a_disk_is_slow_and_not_killed(tmp_path: Path) -> None:
     outcome = launch(rank_1_waits_in_the_kernel, 2, tmp_path)
     assert {verdict.kind for verdict in outcome.verdicts} == {"straggler"}
@@ -324,10 +267,12 @@ def sleep_on_rank_1(rank: int) -> None:
     time.sleep(100 * rank)
 
 
+@pytest.mark.nightly
 def test_a_missing_worker_is_told_with_its_own_line(tmp_path: Path) -> None:
     outcome = launch(worker_1_sleeps, 2, tmp_path)
     assert (outcome.only.kind, outcome.only.missing) == ("missing-member", ("rank 1",))
     assert "in sleep_on_rank_1" in outcome.only.text
+    assert "in step" in outcome.only.text, "the line of the worker that waits, too"
     assert outcome.exit_codes == [ABORTED] * 2
 
 
@@ -337,6 +282,7 @@ def slower_by_less_than_half(rank: int) -> None:
         step()
 
 
+@pytest.mark.nightly
 def test_a_healthy_run_with_uneven_ranks_is_left_in_peace(tmp_path: Path) -> None:
     outcome = launch(slower_by_less_than_half, 2, tmp_path, stall_after_s=PEACE_S)
     assert outcome.verdicts == []
@@ -352,56 +298,13 @@ def stuck_then_free(rank: int) -> None:
     time.sleep(3)  # for the word that it moves again
 
 
+@pytest.mark.nightly
 def test_report_tells_once_and_lets_the_run_go_on(tmp_path: Path) -> None:
     outcome = launch(stuck_then_free, 2, tmp_path, policy="report")
     assert outcome.only.kind == "missing-member"
     assert outcome.exit_codes == [0, 0]
     assert outcome.outputs[0].count("offbeat liveness: suspicion: missing-member") == 1
     assert "it moves again: rank 1 came after" in outcome.outputs[0]
-
-
-def barrier_without_rank_1(rank: int) -> None:
-    if rank == 1:
-        time.sleep(100)
-    dist.monitored_barrier(timeout=timedelta(seconds=60))
-
-
-def new_group_without_rank_1(rank: int) -> None:
-    if rank == 1:
-        time.sleep(100)
-    dist.new_group([0, 1])
-
-
-def store_key_of_nobody(rank: int) -> None:
-    dist.distributed_c10d._get_default_store().wait(["ready"], timedelta(seconds=60))
-
-
-@pytest.mark.parametrize(
-    ("body", "kind", "words"),
-    [
-        (barrier_without_rank_1, "missing-member", "monitored_barrier"),
-        (new_group_without_rank_1, "missing-member", "new_group"),
-        (store_key_of_nobody, "starved", "'ready'"),
-    ],
-)
-def test_calls_that_the_recorder_does_not_see(body: Body, kind: str, words: str, tmp_path: Path) -> None:
-    verdict = launch(body, 2, tmp_path).only
-    assert verdict.kind == kind
-    assert words in verdict.headline
-
-
-def reduce_in_a_thread(rank: int) -> None:
-    if rank == 0:
-        thread = threading.Thread(target=step, name="gradients")
-        thread.start()
-        thread.join()
-    time.sleep(100)
-
-
-def test_a_thread_that_waits_is_told_with_its_own_line(tmp_path: Path) -> None:
-    verdict = launch(reduce_in_a_thread, 2, tmp_path).only
-    assert (verdict.kind, verdict.missing) == ("missing-member", ("rank 1",))
-    assert "in step" in verdict.text
 
 
 def child_process_of_a_rank(rank: int) -> None:
@@ -415,12 +318,14 @@ def child_process_of_a_rank(rank: int) -> None:
     os.waitpid(pid, 0)
 
 
+@pytest.mark.nightly
 def test_forked_children_do_not_pass_for_ranks(tmp_path: Path) -> None:
     outcome = launch(child_process_of_a_rank, 2, tmp_path, stall_after_s=PEACE_S)
     assert outcome.exit_codes == [0, 0]
     assert outcome.verdicts == []
 
 
+@pytest.mark.nightly
 def test_with_the_recorder_off_numbers_and_stacks_must_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     verdict = launch(rank_1_sleeps, 2, tmp_path).only

@@ -32,7 +32,6 @@ def head_now(progress=None):
 
 
 def waits_when(condition, progress=None):
-    """The waits of this process, as soon as they are what is asked for."""
     end_s = time.monotonic() + LIMIT_S
     progress = progress or ProgressTracker(60.0)
     while time.monotonic() < end_s:
@@ -44,7 +43,6 @@ def waits_when(condition, progress=None):
 
 
 def in_thread(function, *args, **named):
-    """Runs a call that stands, beside the test; it ends with the process."""
     thread = threading.Thread(target=ignoring_errors, args=(function, args, named), daemon=True)
     thread.start()
     return thread
@@ -366,6 +364,7 @@ def sent_and_never_waited_for(rank):
         dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.nightly
 def test_a_delivered_message_that_nobody_waits_for_makes_no_circle(tmp_path):
     outcome = launch(sent_and_never_waited_for, 2, tmp_path, policy="report")
     assert outcome.exit_codes == [0, 0]
@@ -388,6 +387,7 @@ def two_play_while_the_third_waits(rank):
     dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.nightly
 def test_transfers_of_the_others_are_not_taken_for_the_collective_that_one_waits_in(tmp_path):
     outcome = launch(two_play_while_the_third_waits, 3, tmp_path, policy="report")
     assert outcome.exit_codes == [0, 0, 0]

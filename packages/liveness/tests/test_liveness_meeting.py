@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from offbeat_liveness._network.addresses import Invitation, read_invitation
-from offbeat_liveness._network.peers import Peers
+from offbeat_liveness._network.peers import Invitation, Peers, read_invitation
 from offbeat_liveness._network.side_channel import Address, ask
 from offbeat_liveness._process.proc import HOST as THIS_HOST
 
@@ -21,7 +20,6 @@ HOST = ["unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--k
 
 
 def why_not() -> str:
-    """Why there can be no hosts here; "" if there can."""
     if not shutil.which("unshare") or not shutil.which("ip"):
         return "needs the commands unshare and ip"
     probe = subprocess.run([*HOST, "ip", "link", "add", "va", "type", "veth"], capture_output=True, text=True)
@@ -29,7 +27,6 @@ def why_not() -> str:
 
 
 def on_two_hosts(folder: Path, who: str) -> list[dict[str, Any]]:
-    """What liveness_hosts.py prints."""
     if reason := why_not():
         pytest.skip(reason)
     script = Path(__file__).with_name("liveness_hosts.py")
@@ -53,6 +50,7 @@ def test_a_circle_of_waits_is_named_across_hosts_that_share_no_folder(tmp_path: 
     assert role["listening"] == ["10.76.0.2"]
 
 
+@pytest.mark.nightly
 def test_ranks_that_have_nothing_but_a_store_in_common_reach_each_other_across_hosts(tmp_path: Path) -> None:
     for said in on_two_hosts(tmp_path, "rank"):
         assert said["kind"] == "missing-member"
@@ -60,6 +58,7 @@ def test_ranks_that_have_nothing_but_a_store_in_common_reach_each_other_across_h
         assert said["parties"] == ["rank 0", "rank 1"]
 
 
+@pytest.mark.nightly
 def test_a_head_that_takes_its_name_for_loopback_is_not_taken_for_dead(tmp_path: Path) -> None:
     for said in on_two_hosts(tmp_path, "head"):
         assert said["kind"] == "missing-member"
@@ -92,7 +91,6 @@ sys.stdin.readline()
 
 @contextlib.contextmanager
 def running(code: str, *arguments: str, **variables: str) -> Iterator["subprocess.Popen[str]"]:
-    """A process of this code, killed after the block."""
     command = [sys.executable, "-c", code, *arguments]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | variables
@@ -104,13 +102,11 @@ def running(code: str, *arguments: str, **variables: str) -> Iterator["subproces
 
 
 def line_of(process: "subprocess.Popen[str]") -> str:
-    """The next line that it writes, "" if it ends."""
     assert process.stdout
     return process.stdout.readline().strip()
 
 
 def go_on(process: "subprocess.Popen[str]") -> None:
-    """Let it pass a readline."""
     assert process.stdin
     print(file=process.stdin, flush=True)
 

@@ -207,7 +207,6 @@ def test_a_sleep_is_told_with_what_is_left_of_it() -> None:
 
 
 def told_apart(kind: str, code: str, *, text: str = "", stdin: int = subprocess.PIPE) -> str:
-    """What the main thread of a program of its own waits for, once it is of a kind and says a text."""
     watcher = with_watcher(code)
     process = subprocess.Popen(
         [sys.executable, "-c", watcher, kind, text], stdin=stdin, stdout=subprocess.PIPE, text=True
@@ -227,7 +226,6 @@ def told_apart(kind: str, code: str, *, text: str = "", stdin: int = subprocess.
 
 
 def with_watcher(code: str) -> str:
-    """A program with a thread that prints what the main thread waits for."""
     return (
         "import sys, threading, time, os\n"
         "from offbeat_liveness._process.stacks import current_frames\n"
@@ -296,6 +294,7 @@ ray.{call}
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="Ray is not installed there")
 @pytest.mark.parametrize("call", ["get(reference, timeout=55)", "wait([reference], timeout=55)"])
@@ -309,7 +308,6 @@ def test_ray_objects_are_told_by_their_ids(call: str) -> None:
 
 
 def idle_threads() -> Iterator[tuple[str, Callable[[], threading.Thread], Callable[[], object]]]:
-    """Name, start and end of threads that wait for work."""
     executor = concurrent.futures.ThreadPoolExecutor(1)
     executor.submit(int).result()
     yield "executor", lambda: next(iter(executor._threads)), executor.shutdown

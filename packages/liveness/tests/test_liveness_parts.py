@@ -1,4 +1,4 @@
-"""Parts of the monitor by themselves: settings, ledger, stacks, side channel, fates."""
+"""Parts of the monitor by themselves: settings, ledger, stacks, progress, exceptions, fates."""
 
 import contextlib
 import gc
@@ -6,15 +6,13 @@ import hashlib
 import linecache
 import os
 import queue
-import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ import pytest
 
 import offbeat_liveness as liveness
 from offbeat_liveness import LivenessError, _watch
-from offbeat_liveness._network.side_channel import Address, Listener, Message, ask, ask_all
 from offbeat_liveness._process import ledger
 from offbeat_liveness._process.exceptions import describe, exception_in_flight
 from offbeat_liveness._process.ledger import LEDGER, Entry, Ledger
@@ -32,11 +29,6 @@ from offbeat_liveness._process.progress import ProgressTracker
 from offbeat_liveness._process.reading import read_snapshot
 from offbeat_liveness._process.stacks import is_machinery, stack_of, thread_frames
 from offbeat_liveness._settings import read_settings
-
-
-def test_the_public_names_are_these() -> None:
-    assert liveness.__all__ == sorted(liveness.__all__)
-    assert {"watch", "waiting", "name_group", "Verdict", "Monitor", "recent_collectives"} <= set(liveness.__all__)
 
 
 def test_importing_liveness_imports_no_torch() -> None:
@@ -316,103 +308,6 @@ def test_a_process_that_was_suspended_begins_anew() -> None:
     assert progress.still_s() < 1.0
 
 
-def address_of(listener: Listener, name: str = "rank 0") -> Address:
-    return Address(host=listener.host, port=listener.port, machine="vm", pid=1, born=0, name=name)
-
-
-def echo(message: Message) -> Message:
-    return {"heard": message["ask"]}
-
-
-def test_a_question_is_answered_to_those_who_know_the_secret() -> None:
-    listener = Listener("127.0.0.1", lambda: "s3cret", echo)
-    try:
-        assert ask(address_of(listener), {"ask": "ping"}, "s3cret", 5.0) == {"heard": "ping"}
-        assert ask(address_of(listener), {"ask": "ping"}, "guess", 5.0) is None
-    finally:
-        listener.close()
-
-
-def test_all_are_asked_at_once_and_the_silent_are_left_out() -> None:
-    listeners = [Listener("127.0.0.1", lambda: "s", echo) for _ in range(20)]
-    silent = socket.create_server(("127.0.0.1", 0))  # accepts in the kernel, never answers: like a stopped process
-    closed = Listener("127.0.0.1", lambda: "s", echo)
-    closed.close()
-    addresses = {number: address_of(each) for number, each in enumerate([*listeners, closed])}
-    addresses[99] = Address(host="127.0.0.1", port=silent.getsockname()[1], machine="vm", pid=1, born=0, name="x")
-    try:
-        replies = ask_all(addresses, {"ask": "ping", "padding": "x" * 200_000}, "s", 4.0)
-        assert set(replies) == set(range(20))
-    finally:
-        silent.close()
-        for listener in listeners:
-            listener.close()
-
-
-def test_without_a_secret_nobody_is_answered() -> None:
-    listener = Listener("127.0.0.1", lambda: "", echo)
-    try:
-        assert ask(address_of(listener), {"ask": "ping"}, "", 2.0) is None
-    finally:
-        listener.close()
-
-
-@contextlib.contextmanager
-def descriptors_up_to(limit: int) -> Iterator[None]:
-    """Let this process have no descriptor from `limit` on."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_more_are_asked_than_there_are_descriptors() -> None:
-    listener = Listener("127.0.0.1", lambda: "s", echo)
-    code = (
-        "import resource, sys\n"
-        "from offbeat_liveness._network.side_channel import Address, ask_all\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))\n"
-        "one = Address(host='127.0.0.1', port=int(sys.argv[1]), machine='vm', pid=1, born=0, name='rank 0')\n"
-        "print(len(ask_all(dict.fromkeys(range(100), one), {'ask': 'ping'}, 's', 20.0)))\n"
-    )
-    try:
-        asked = subprocess.run([sys.executable, "-c", code, str(listener.port)], capture_output=True, check=True)
-        assert asked.stdout == b"100\n"
-    finally:
-        listener.close()
-
-
-def test_a_listener_outlives_a_lack_of_descriptors() -> None:
-    listener = Listener("127.0.0.1", lambda: "s", echo)
-    stranger = socket.socket()
-    try:
-        with descriptors_up_to(stranger.fileno() + 1):
-            stranger.connect((listener.host, listener.port))
-            time.sleep(0.3)  # for the listener to try, and fail
-        assert ask(address_of(listener), {"ask": "ping"}, "s", 5.0) == {"heard": "ping"}
-    finally:
-        stranger.close()
-        listener.close()
-
-
-NO_SECRET = '{"ask": "ping", "secret": "é"}\n'.encode()
-DEEP = b"[" * 200_000 + b"\n"
-
-
-@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_garbage_does_not_end_the_listener() -> None:
-    listener = Listener("127.0.0.1", lambda: "s", echo)
-    try:
-        for garbage in (b"", b"\n", b"{not json\n", b"[1]\n", b"\xff\xfe\n", NO_SECRET, DEEP):
-            with socket.create_connection((listener.host, listener.port)) as stranger:
-                stranger.sendall(garbage)
-        assert ask(address_of(listener), {"ask": "ping"}, "s", 5.0) == {"heard": "ping"}
-    finally:
-        listener.close()
-
-
 def test_fates_by_pid() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
@@ -439,8 +334,6 @@ def test_an_exception_in_one_line_without_gloos_place() -> None:
 
 
 class ToldError(Exception):
-    """Notes who asks for its text."""
-
     asked = 0
 
     def __str__(self) -> str:
@@ -464,6 +357,7 @@ def test_an_exception_in_flight_is_read_without_its_code_and_without_a_file(monk
     assert (text, ToldError.asked) == (f"{name}: told on shard 3", 1), "asked by who describes the end alone"
 
 
+@pytest.mark.nightly
 def test_a_look_costs_little() -> None:
     """At the default tick of 2 s, 1 ms a look is 0.05 % of a core; measured here: 0.05 ms."""
     progress = ProgressTracker(longest_gap_s=60.0)
@@ -534,6 +428,7 @@ OwnThread(begins_another).start()
 """
 
 
+@pytest.mark.nightly
 def test_a_thread_that_begins_while_the_process_ends_is_waited_for() -> None:
     """Python 3.11 ends a thread that comes back from C++ too late, and C++ then ends the process with SIGABRT."""
     script = [sys.executable, "-c", BEGINS_ANOTHER_AT_THE_END]

@@ -199,6 +199,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     return Programs(HEALTHY, tmp_path_factory.mktemp("healthy"), policy="abort")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("body", HEALTHY, ids=lambda body: body.__name__)
 def test_a_run_with_a_pause_ends_by_itself(body: Body, healthy: Programs) -> None:
     assert_in_peace(healthy.outcome(body))
@@ -210,6 +211,7 @@ def enter_again(path: Path, rank: int, size: int) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(path), size), rank=rank, world_size=size)
 
 
+@pytest.mark.nightly
 def test_what_the_recorder_has_of_an_earlier_world_says_nothing_of_this_one(tmp_path: Path) -> None:
     """Ranks 0 and 1 send and receive, which gloo's recorder does not have, and rank 2 waits in a first collective."""
 
@@ -230,6 +232,7 @@ def test_what_the_recorder_has_of_an_earlier_world_says_nothing_of_this_one(tmp_
     assert set(outcome.verdicts[0].missing) <= {"rank 0", "rank 1"}
 
 
+@pytest.mark.nightly
 def test_ranks_that_enter_the_next_world_at_their_own_pace_are_left_in_peace(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         for number in range(2):
@@ -243,6 +246,7 @@ def test_ranks_that_enter_the_next_world_at_their_own_pace_are_left_in_peace(tmp
     assert_in_peace(launch(body, 2, tmp_path, policy="abort"))
 
 
+@pytest.mark.nightly
 def test_who_tries_again_and_again_to_enter_is_not_at_the_end_of_its_timeout(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
@@ -263,7 +267,7 @@ WITHOUT_DESCRIPTORS = """
 import errno, sys, threading, time
 import torch.distributed as dist
 import offbeat_liveness as liveness
-from offbeat_liveness._network import addresses
+from offbeat_liveness._network import peers
 from offbeat_liveness._process import process_groups
 
 tries = []
@@ -274,7 +278,7 @@ def fails(*_):
 
 seen = []
 threading.excepthook = seen.append
-addresses.Listener = fails
+peers.Listener = fails
 monitor = liveness.watch(stall_after_s=60, directory=sys.argv[1])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 end_s = time.monotonic() + 20

@@ -93,6 +93,7 @@ def test_settled_collectives_are_those_that_were_read_while_nothing_moved(monkey
     assert settled_collectives(patience_s=0.0) is None
 
 
+@pytest.mark.nightly
 def test_other_threads_import_inductor_while_call_sites_are_read():
     ended = subprocess.run(
         [sys.executable, "-c", IMPORTED_WHILE_READING], capture_output=True, text=True, timeout=120, check=False
@@ -156,7 +157,6 @@ def read_groups(progress):
 
 
 def entry_of(**changes: Any) -> dict[str, Any]:
-    """One entry as torch 2.13 dumps it."""
     base = {
         "collective_seq_id": 2,
         "frames": [],

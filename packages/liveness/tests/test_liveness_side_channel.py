@@ -2,7 +2,10 @@
 
 import contextlib
 import json
+import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +28,7 @@ from offbeat_liveness._network.side_channel import (
     encode,
     hello,
     open_question,
+    read_hello,
 )
 
 LIMIT_S = 20.0
@@ -36,8 +40,6 @@ def address_of(host: str, port: int) -> Address:
 
 
 class Counted:
-    """A listener, and how often it has answered."""
-
     def __init__(self) -> None:
         self.num_answers = 0  # one of the threads may overwrite another's count: no test counts many
         self.listener = Listener("127.0.0.1", lambda: SECRET, self._answer)
@@ -189,11 +191,11 @@ def test_a_stranger_that_listens_feeds_nobody() -> None:
         def lie() -> None:
             connection, _ = server.accept()
             with connection, contextlib.suppress(OSError):
-                greeting, nonce = hello()
+                greeting = hello()
                 connection.sendall(greeting)
                 header = connection.recv(HEADER_BYTES)
                 with contextlib.suppress(RefusedError):
-                    open_question(header, nonce, "a guess")
+                    open_question(header, read_hello(greeting), "a guess")
                 connection.sendall(len(body).to_bytes(4, "big") + bytes(64) + body)
 
         thread = threading.Thread(target=lie)
@@ -214,3 +216,55 @@ def test_a_thousand_who_come_at_once_are_all_answered(counted: Counted) -> None:
     while num_own_threads() and time.monotonic() < end_s:
         time.sleep(0.01)
     assert num_own_threads() == 0
+
+
+def test_without_a_secret_nobody_is_answered() -> None:
+    with contextlib.closing(Listener("127.0.0.1", lambda: "", lambda message: message)) as listener:
+        assert ask(address_of(listener.host, listener.port), {"ask": "ping"}, "", 2.0) is None
+
+
+@pytest.mark.nightly
+def test_all_are_asked_at_once_and_the_silent_are_left_out(counted: Counted) -> None:
+    closed = Listener("127.0.0.1", lambda: SECRET, lambda message: message)
+    closed.close()
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts in the kernel, as a stopped process does
+        doors = {**dict.fromkeys(range(20), counted.address), 20: address_of(closed.host, closed.port)}
+        doors[99] = address_of("127.0.0.1", silent.getsockname()[1])
+        replies = ask_all(doors, {"ask": "ping", "padding": "x" * 200_000}, SECRET, 4.0)
+    assert set(replies) == set(range(20))
+
+
+def test_more_are_asked_than_there_are_descriptors(counted: Counted) -> None:
+    code = (
+        "import resource, sys\n"
+        "from offbeat_liveness._network.side_channel import Address, ask_all\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))\n"
+        "one = Address(host='127.0.0.1', port=int(sys.argv[1]), machine='vm', pid=1, born=0, name='rank 0')\n"
+        "print(len(ask_all(dict.fromkeys(range(100), one), {'ask': 'ping'}, sys.argv[2], 20.0)))\n"
+    )
+    command = [sys.executable, "-c", code, str(counted.listener.port), SECRET]
+    assert subprocess.run(command, capture_output=True, check=True).stdout == b"100\n"
+
+
+def test_a_listener_outlives_a_lack_of_descriptors(counted: Counted) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as stranger:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (stranger.fileno() + 1, hard))
+            stranger.connect((counted.listener.host, counted.listener.port))
+            time.sleep(0.3)  # for the listener to try, and fail
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert counted.ping() == {"heard": "ping"}
+
+
+NO_SECRET = '{"ask": "ping", "secret": "é"}\n'.encode()
+DEEP = b"[" * 200_000 + b"\n"
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_garbage_does_not_end_the_listener(counted: Counted) -> None:
+    for garbage in (b"", b"\n", b"{not json\n", b"[1]\n", b"\xff\xfe\n", NO_SECRET, DEEP):
+        with counted.connect() as stranger:
+            stranger.sendall(garbage)
+    assert counted.ping() == {"heard": "ping"}

@@ -14,8 +14,7 @@ import pytest
 
 from offbeat_liveness._diagnosis import find_verdict
 from offbeat_liveness._diagnosis.graph import WaitGraph
-from offbeat_liveness._network.addresses import Key
-from offbeat_liveness._network.peers import Peers
+from offbeat_liveness._network.peers import Key, Peers
 from offbeat_liveness._network.side_channel import Address, Listener, Message
 from offbeat_liveness._network.survey import (
     FEW,
@@ -71,6 +70,7 @@ def fates(graph: WaitGraph) -> dict[str, str]:
     return {each.name: each.fate for each in graph.absent}
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("is_here", [True, False])
 def test_who_computes_without_answering_is_slow_however_often_one_looks(peers: Peers, is_here: bool) -> None:
@@ -106,6 +106,7 @@ def a_witness(peers: Peers, machine: str) -> Iterator[None]:
         listener.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(60)
 def test_who_is_silent_and_does_nothing_is_so_after_several_looks(peers: Peers) -> None:
     with a_silent_process(SLEEPS) as address:

@@ -38,7 +38,6 @@ def a_tree(leaf: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 def rates_until(pid: int, is_enough: Callable[[UsageRates], bool]) -> UsageRates:
-    """Rates since the first look, as soon as they are enough."""
     before, end_s = tree_usage(pid), time.monotonic() + LIMIT_S
     while True:
         time.sleep(0.05)

@@ -42,7 +42,6 @@ os._exit(0)
 
 @contextlib.contextmanager
 def ranks_of(code: str, *environments: dict[str, str]) -> Iterator[list["subprocess.Popen[str]"]]:
-    """Processes of this code, killed after the block."""
     with contextlib.ExitStack() as stack:
         processes = []
         for each in environments:
@@ -94,6 +93,7 @@ def test_workers_of_agents_that_have_counted_different_restarts_find_each_other(
     assert first[3] == second[3] == f"['{first[2]}']"
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(LIMIT_S)
 def test_after_a_restart_on_the_same_store_nobody_meets_the_dead(server: dist.TCPStore) -> None:
     """torchrun's agents keep their store, and with it what the workers before have written."""
@@ -269,7 +269,7 @@ os._exit(0)
 
 
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize("in_a_folder", [False, True])
+@pytest.mark.parametrize("in_a_folder", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_wrapped_rank_is_known_long_before_it_enters_the_world(
     server: dist.TCPStore, tmp_path: Path, in_a_folder: bool
 ) -> None:

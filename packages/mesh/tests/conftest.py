@@ -53,8 +53,6 @@ class Ended:
 
 @dataclass
 class RankTeam:
-    """Forks and reaps."""
-
     pids: dict[int, int] = field(default_factory=dict)
 
     def run(self, num_ranks: int, body: Callable[[int, int, Store], Any]) -> list[Ended]:
@@ -97,7 +95,6 @@ class RankTeam:
         return ended
 
     def kill(self) -> None:
-        """Leave no rank behind."""
         for pid in self.pids.values():
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

@@ -22,17 +22,14 @@ HEAD, OTHER = "10.78.0.1", "10.78.0.2"
 
 
 def run(*command: str) -> None:
-    """Configure this namespace."""
     subprocess.run(command, check=True, capture_output=True, timeout=30)
 
 
 def ip(command: str) -> None:
-    """Configure its network."""
     run("ip", *command.split())
 
 
 def name_head(folder: Path, address: str) -> None:
-    """Have "head" mean this address on this host alone."""
     hosts = folder / f"hosts-{address}"
     hosts.write_text(f"127.0.0.1 localhost\n{address} head\n")
     run("mount", "--bind", str(hosts), "/etc/hosts")

@@ -26,7 +26,11 @@ REFERENCE = {
     "product": lambda rows: rows.prod(0),
 }
 
-pytestmark = pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=["2", "4"], indirect=True)
+pytestmark = pytest.mark.parametrize(
+    "mesh",
+    [pytest.param({"dp": 2}, id="2", marks=pytest.mark.nightly), pytest.param({"dp": 2, "tp": 2}, id="4")],
+    indirect=True,
+)
 
 
 def of_member(index, shape, dtype=torch.float32):

@@ -12,7 +12,6 @@ ISOLATED = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
 
 
 def why_not() -> str:
-    """Why there can be no namespaces here; "" if there can."""
     if not shutil.which("unshare") or not shutil.which("ip"):
         return "needs the commands unshare and ip"
     probe = subprocess.run([*ISOLATED, "ip", "link", "add", "va", "type", "veth"], capture_output=True, text=True)

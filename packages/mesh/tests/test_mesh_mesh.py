@@ -1,24 +1,22 @@
 """The mesh, its groups, and what it refuses."""
 
 import time
+from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributed import distributed_c10d
 
 from offbeat_mesh import AXES, Mesh, join_world, open_device
 from offbeat_types import ConfigError, DeadlineError
 
 
-@settings(deadline=None)
-@given(st.lists(st.sampled_from(AXES)))
-def test_every_group_of_one_process_is_itself(axes):
-    group = Mesh().group(*axes)
-    assert (group.size, group.rank, group.ranks) == (1, 0, (0,))
-    assert set(group.axes) == set(axes)
-    assert list(group.axes) == sorted(group.axes, key=AXES.index)
+def test_every_group_of_one_process_is_itself():
+    mesh = Mesh()
+    for axes in (axes for length in range(4) for axes in product(AXES, repeat=length)):
+        group = mesh.group(*axes)
+        assert (group.size, group.rank, group.ranks) == (1, 0, (0,))
+        assert group.axes == tuple(sorted(set(axes), key=AXES.index))
 
 
 def test_mesh_of_one_process_needs_no_world():
@@ -117,7 +115,7 @@ def test_fsdp_runs_on_a_group(mesh):
 def test_members_that_do_not_ask_for_a_group_are_named(run_ranks):
     def body(rank, num_ranks, store):
         with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=40):
-            mesh = Mesh(dp=num_ranks, deadline_s=4.0)
+            mesh = Mesh(dp=num_ranks, deadline_s=1.5)
             if rank == 1:
                 store.get("done")
                 return ""
@@ -130,7 +128,7 @@ def test_members_that_do_not_ask_for_a_group_are_named(run_ranks):
     for rank in (0, 2):
         assert not ended[rank].error, ended[rank].text
         assert "making the group" in ended[rank].value
-        assert "waited 4 s for rank 1, which did not come" in ended[rank].value
+        assert "waited 1.5 s for rank 1, which did not come" in ended[rank].value
 
 
 def test_a_member_that_dies_before_a_group_is_made_is_named(run_ranks):

@@ -65,12 +65,12 @@ def test_a_world_can_be_joined_again_after_it_was_left(run_ranks):
 def test_ranks_that_do_not_come_are_named(run_ranks):
     def body(rank, num_ranks, store):
         if rank in (0, 2):
-            join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=4.0)
+            join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=1.5)
 
     ended = run_ranks(4, body)
     for rank in (0, 2):
         assert ended[rank].error == "DeadlineError"
-        assert "join_world: waited 4 s for rank 1, 3 of 4, which did not come" in ended[rank].text
+        assert "join_world: waited 1.5 s for rank 1, 3 of 4, which did not come" in ended[rank].text
 
 
 def test_nobody_at_the_address_is_said(run_ranks):
@@ -100,7 +100,7 @@ def test_a_rank_that_comes_twice_is_refused(run_ranks):
     def body(rank, num_ranks, store):
         if rank == 0:
             with contextlib.suppress(DeadlineError):
-                join_world(rank=0, size=2, store=store, device="cpu", deadline_s=2.0)
+                join_world(rank=0, size=2, store=store, device="cpu", deadline_s=1.0)
             return ""
         store.wait(["offbeat/world/1/joined/0"])
         with pytest.raises(ConfigError) as caught:
@@ -150,7 +150,7 @@ def killable_store():
         os.waitpid(pid, 0)
 
 
-@pytest.mark.parametrize("step", ["_meet", "find_host"])
+@pytest.mark.parametrize("step", ["_meet", pytest.param("find_host", marks=pytest.mark.nightly)])
 def test_a_store_that_is_lost_while_joining_is_said(run_ranks, step):
     """It is gone after that step."""
 
@@ -177,6 +177,7 @@ def test_a_store_that_is_lost_while_joining_is_said(run_ranks, step):
     assert "waited 2 s for the store, which did not come; it was lost while all were joining" in ended.text
 
 
+@pytest.mark.nightly
 def test_a_rank_0_that_is_lost_while_joining_is_named_and_leaves_no_world_behind(run_ranks):
     def body(rank, num_ranks, store):
         if rank == 0:  # comes, and is gone before it has opened its control server

@@ -153,7 +153,14 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize(("first", "expected"), ORDERS.values(), ids=ORDERS)
+LONG = ("in time", "groups exist")
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [pytest.param(*each, marks=[pytest.mark.nightly] * (name in LONG)) for name, each in ORDERS.items()],
+    ids=ORDERS,
+)
 def test_mindspeed_comes_before_megatron_or_not_at_all(tmp_path, first, expected):
     """The order alone: neither MindSpeed nor torch_npu can run here, so modules of their names stand in for them."""
     modules = {

@@ -37,7 +37,7 @@ def where_it_is_installed(site, main):
     return run
 
 
-@pytest.mark.parametrize("device", ["auto", "npu"])
+@pytest.mark.parametrize("device", ["auto", pytest.param("npu", marks=pytest.mark.nightly)])
 def test_a_run_trains_and_samples_on_the_device(standin, tmp_path, device):
     npu_standin.write_plugin(tmp_path / "site", standin)
     main = forked_main("grpo_async_app", "offbeat_engine_torch", "offbeat_rollout_torch")

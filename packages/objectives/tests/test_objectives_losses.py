@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat_objectives import AlgorithmConfig, build_loss, kl_per_token, sft_loss
+from offbeat_objectives import AlgorithmConfig, build_loss, check_algorithm, kl_per_token, sft_loss
 from offbeat_types import LossTokens, ShapeError, merge_metrics
 
 LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "gmpo")
@@ -381,6 +381,32 @@ def test_a_missing_input_is_named_rather_than_left_out_of_the_loss(changes, miss
     extras = dict.fromkeys(loss.required_extras, values_N) | {missing: torch.zeros(3)}
     with pytest.raises(ShapeError, match="3"):
         loss(replace(tokens, extras=extras))
+
+
+def test_a_function_of_ones_own_is_the_objective(tmp_path, monkeypatch):
+    (tmp_path / "my_losses.py").write_text(
+        "from offbeat_objectives import Surrogate\n"
+        "def unclipped(tokens, config):\n"
+        "    ratio_N = tokens.log_ratio().exp()\n"
+        "    return Surrogate(objective_N=ratio_N * tokens.advantages_N, ratio_N=ratio_N)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = AlgorithmConfig(loss="my_losses:unclipped", aggregation="token_mean")
+    check_algorithm(config, samples_per_prompt=2)
+    logprobs_N = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    advantages_N = torch.tensor([2.0, 2.0, -1.0])
+    extras = {"advantages": advantages_N, "old_logprobs": logprobs_N.detach() - 1}
+    tokens = LossTokens(
+        logprobs_N=logprobs_N,
+        entropy_N=torch.zeros(3),
+        sequence_N=torch.tensor([0, 0, 1]),
+        num_sequences=2,
+        extras=extras,
+        total_tokens=3,
+        total_sequences=2,
+    )
+    value, _ = build_loss(config)(tokens)
+    torch.testing.assert_close(value, -math.e * advantages_N.mean())
 
 
 def test_a_loss_can_be_sent_to_another_process():

@@ -1,3 +1,5 @@
+import pytest
+
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_testing import RolloutConformance
 from offbeat_types import load_backend
@@ -12,10 +14,12 @@ class TestQwen3(Torch):
     family = "qwen3"
 
 
+@pytest.mark.nightly
 class TestQwen2(Torch):
     family = "qwen2"
 
 
+@pytest.mark.nightly
 class TestLlama(Torch):
     family = "llama"
 

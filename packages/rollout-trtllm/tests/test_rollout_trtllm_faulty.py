@@ -16,7 +16,9 @@ def line_of(mark):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2), (2, 4)])
+@pytest.mark.parametrize(
+    ("dp", "tp"), [(2, 2), *(pytest.param(*each, marks=pytest.mark.nightly) for each in [(1, 2), (2, 4)])]
+)
 def test_a_replica_whose_leader_alone_was_asked_is_named(start_engine, tmp_path, dp, tp):
     addresses = ",".join(start_engine(tmp_path / "no-model", tp).address for _ in range(dp))
     environment = (("ENGINES", addresses), ("no_proxy", "127.0.0.1"))

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from offbeat_testing import tiny_model
 
 LOOK = """
@@ -25,6 +27,7 @@ import offbeat_rollout_trtllm._handles
 """
 
 
+@pytest.mark.nightly
 def test_the_server_needs_nothing_that_wants_another_torch_than_the_container_s():
     done = subprocess.run([sys.executable, "-c", SERVE], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

@@ -37,7 +37,11 @@ def build(mesh, address, folder, *, has_vision=True, plan=PLAN, call_s=10.0, dea
 
 every_replica = pytest.mark.parametrize(
     "mesh",
-    [{"dp": dp, "tp": tp} for dp in (1, 2, 4) for tp in (1, 2, 4)],
+    [
+        pytest.param({"dp": dp, "tp": tp}, marks=[pytest.mark.nightly] * (4 in (dp, tp)))
+        for dp in (1, 2, 4)
+        for tp in (1, 2, 4)
+    ],
     ids=lambda axes: f"dp{axes['dp']}-tp{axes['tp']}",
     indirect=True,
 )

@@ -8,10 +8,9 @@ import pytest
 
 from offbeat_rollout_vllm._adapters import AdapterReadback, check_adapter_shapes, read_peft_adapter
 from offbeat_rollout_vllm._control import ServedVersions
-from offbeat_rollout_vllm._model_folder import ModelFolder
 from offbeat_rollout_vllm._vllm_objects import _embedded, check_request
 from offbeat_testing import tiny_model
-from offbeat_types import Completion, DataError, GenerateRequest, ModelError, WeightSyncError
+from offbeat_types import Completion, DataError, GenerateRequest, ModelError, ModelFolder, WeightSyncError
 
 LAYERS = {"model.q_proj.weight": (6, 4), "model.norm.weight": (4,)}
 DOWN, UP = (f"base_model.model.model.q_proj.lora_{part}.weight" for part in "AB")
@@ -162,8 +161,8 @@ def test_separators_between_an_images_tokens_are_not_placeholders():
 
 def test_a_model_folder_says_whether_it_takes_images(tmp_path):
     folder = tiny_model(tmp_path / "model")
-    assert not ModelFolder.read(folder).has_vision
+    assert not ModelFolder(folder).has_vision
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "vision_config": {}, "image_token_id": 7}))
-    found = ModelFolder.read(folder)
+    found = ModelFolder(folder)
     assert (found.has_vision, found.image_token_id) == (True, 7)

@@ -42,7 +42,7 @@ def config(tmp_path, monkeypatch):
 @pytest.mark.parametrize("form", ["in_process", "async"])
 def test_vllm_starts_with_what_the_device_asks_for(config, form, monkeypatch):
     config.options.update(form=form, additional_config={"layer": 3, "refresh": False})
-    made = Setup.read(config)
+    made = Setup(config)
     assert made.form._arguments["additional_config"] == {"layer": 3, "refresh": True}
     assert made.notices == ["vllm 0.32 is too new for [1, 2]"]
     monkeypatch.setenv("OFFBEAT_LAYOUT", "blocks")  # a user's choice that would spoil updates

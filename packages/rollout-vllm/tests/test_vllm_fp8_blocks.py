@@ -1,6 +1,6 @@
 """What makes vLLM take FP8 blocks, and what of them can be read back; `tests/engine` has it on vLLM itself."""
 
-from dataclasses import replace
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,27 +8,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from offbeat_rollout_vllm._model_folder import (  # noqa: E402
-    ModelFolder,
-    block_arguments,
-    with_scales,
-)
+from offbeat_rollout_vllm._fp8_blocks import block_arguments, with_scales  # noqa: E402
 from offbeat_rollout_vllm._worker_weights import HeldWeights  # noqa: E402
-from offbeat_types import ConfigError, RolloutEngineConfig  # noqa: E402
+from offbeat_types import ConfigError, ModelFolder, RolloutEngineConfig  # noqa: E402
 
-FOLDER = ModelFolder(
-    path=Path("model"),
-    shapes={
-        "model.embed_tokens.weight": (512, 256),
-        "model.layers.0.self_attn.o_proj.weight": (256, 320),
-        "model.layers.0.mlp.gate.weight": (8, 256),
-        "model.layers.0.input_layernorm.weight": (256,),
-        "model.visual.pos_embed.weight": (256, 256),
-    },
-    optional={},
-    eos_ids=frozenset(),
-    vocab_size=512,
-)
+FOLDER = ModelFolder.__new__(ModelFolder)
+FOLDER.path = Path("model")
+FOLDER.shapes = {
+    "model.embed_tokens.weight": (512, 256),
+    "model.layers.0.self_attn.o_proj.weight": (256, 320),
+    "model.layers.0.mlp.gate.weight": (8, 256),
+    "model.layers.0.input_layernorm.weight": (256,),
+    "model.visual.pos_embed.weight": (256, 256),
+}
 
 
 def config(dtype="bfloat16"):
@@ -59,9 +51,10 @@ def test_what_cannot_be_is_refused():
     for name in ("quantization", "hf_overrides", "load_format"):
         with pytest.raises(ConfigError, match=f"option {name} .* rollout.weight_format = fp8 decides it"):
             block_arguments(config(), {name: "auto"}, FOLDER)
-    shapes = {**FOLDER.shapes, "model.layers.0.mlp.experts.0.up_proj.weight": (128, 256)}
+    mixture = copy(FOLDER)
+    mixture.shapes = {**FOLDER.shapes, "model.layers.0.mlp.experts.0.up_proj.weight": (128, 256)}
     with pytest.raises(ConfigError, match=r"blocks of experts cannot be proved, and model has experts; leave it out"):
-        block_arguments(config(), {}, replace(FOLDER, shapes=shapes))
+        block_arguments(config(), {}, mixture)
 
 
 class Joined(torch.nn.Module):

@@ -7,7 +7,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from offbeat_rollout_vllm._model_folder import ModelFolder  # noqa: E402 - needs torch
 from offbeat_rollout_vllm._updates import (  # noqa: E402
     Part,
     Readback,
@@ -15,6 +14,7 @@ from offbeat_rollout_vllm._updates import (  # noqa: E402
 )
 from offbeat_rollout_vllm._worker_weights import HeldWeights  # noqa: E402
 from offbeat_testing import FakeWeightStream  # noqa: E402
+from offbeat_types import ModelFolder  # noqa: E402
 
 NUM_EXPERTS, WIDTH, HIDDEN = 4, 8, 6
 SHAPES = {"gate_proj": (WIDTH, HIDDEN), "up_proj": (WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
@@ -165,4 +165,6 @@ def test_a_stack_that_the_folder_has_too_stays_one():
 
 
 def folder_of(shapes):
-    return ModelFolder(path=Path("m"), shapes=shapes, optional={}, eos_ids=frozenset(), vocab_size=9)
+    folder = ModelFolder.__new__(ModelFolder)
+    folder.path, folder.shapes, folder.optional = Path("m"), shapes, {}
+    return folder

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_rollout_vllm._model_folder import ModelFolder
 from offbeat_rollout_vllm._options import environment, remove_shared_memory, start_variables
 from offbeat_rollout_vllm._updates import tiny_elements
 from offbeat_rollout_vllm._workers import Arena, Workers
 from offbeat_testing import tiny_model
-from offbeat_types import DeadlineError, ModelError, PeerFailedError, RolloutEngineConfig, WeightSyncError
+from offbeat_types import DeadlineError, ModelError, ModelFolder, PeerFailedError, RolloutEngineConfig, WeightSyncError
 
 
 class ScriptedWorkers:
@@ -91,7 +90,7 @@ def test_a_folder_says_what_an_update_must_bring(tmp_path, tied, shard_bytes):
     from offbeat_testing import reference_model
 
     path = tiny_model(tmp_path / "model", tied=tied, max_shard_bytes=shard_bytes)
-    folder = ModelFolder.read(path)
+    folder = ModelFolder(path)
     model = reference_model(path)
     assert folder.shapes == {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
     assert folder.optional == ({"lm_head.weight": (320, 64)} if tied else {})
@@ -113,7 +112,9 @@ def test_names_of_a_folder_and_of_the_model_in_memory_are_one():
 
 
 def _folder_with(shapes, optional=None):
-    return ModelFolder(path=Path("m"), shapes=shapes, optional=optional or {}, eos_ids=frozenset(), vocab_size=9)
+    folder = ModelFolder.__new__(ModelFolder)
+    folder.path, folder.shapes, folder.optional = Path("m"), shapes, optional or {}
+    return folder
 
 
 @pytest.mark.parametrize("spoil", ["config.json", "model.safetensors"])
@@ -121,10 +122,10 @@ def test_a_folder_that_lacks_a_file_or_has_half_of_it_is_refused(tmp_path, spoil
     path = tiny_model(tmp_path / "model")
     (path / spoil).write_bytes((path / spoil).read_bytes()[:5])
     with pytest.raises(ModelError, match=spoil):
-        ModelFolder.read(path)
+        ModelFolder(path)
     (path / spoil).unlink()
     with pytest.raises(ModelError, match=spoil):
-        ModelFolder.read(path)
+        ModelFolder(path)
 
 
 def test_another_process_sees_the_arena_and_no_file_system_does():

@@ -48,6 +48,7 @@ def test_a_damaged_model_folder_is_named(model: Path, damage: str) -> None:
         inspect_model(str(model))
 
 
+@pytest.mark.nightly
 def test_the_doctor_names_python_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(INSTALL_LINES, ("offbeat.engine", "abacus"), "pip install offbeat-engine-abacus")
     found = dict(examine())

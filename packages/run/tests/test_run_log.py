@@ -240,6 +240,7 @@ def test_a_tracker_that_does_not_start_is_one_line(tmp_path: Path, monkeypatch: 
     monkeypatch.delitem(__import__("sys").modules, "wandb", raising=False)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is an extra: offbeat-run[mlflow]")
 def test_mlflow_gets_the_finite_numbers_and_goes_on_with_the_same_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

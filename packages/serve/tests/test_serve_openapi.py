@@ -43,6 +43,7 @@ def test_the_description_is_of_this_model_and_these_limits(url):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.nightly
 def test_schemathesis_finds_nothing(url, command, tmp_path):
     """Every check it has: statuses, media types, headers, schemas, refusal of wrong data, acceptance of right data,
     methods, and that nothing is told without the token."""

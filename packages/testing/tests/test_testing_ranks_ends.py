@@ -121,6 +121,7 @@ def test_nothing_is_left_after_the_deadline(session, tmp_path):
     assert_nothing_is_left(*started, tmp_path)
 
 
+@pytest.mark.nightly
 def test_nothing_is_left_after_a_pass_that_forgot_its_child(session, tmp_path):
     run = session(end="block.close(), block.unlink()")
     started = run.started()
@@ -128,6 +129,7 @@ def test_nothing_is_left_after_a_pass_that_forgot_its_child(session, tmp_path):
     assert_nothing_is_left(*started, tmp_path)
 
 
+@pytest.mark.nightly
 def test_nothing_is_left_after_ctrl_c(session, tmp_path):
     run = session()
     started = run.started()
@@ -136,6 +138,7 @@ def test_nothing_is_left_after_ctrl_c(session, tmp_path):
     assert_nothing_is_left(*started, tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["signal", "thread"])
 def test_pytest_timeout_ends_the_ranks_too(session, tmp_path, method):
     run = session("--timeout=4", f"--timeout-method={method}")
@@ -158,6 +161,7 @@ def test_the_ranks_go_when_the_tests_process_is_killed(session, tmp_path):
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.nightly
 def test_workers_of_xdist_have_ranks_of_their_own(tmp_path):
     (tmp_path / "test_two.py").write_text(
         "import pytest\n@pytest.mark.ranks(2)\n@pytest.mark.parametrize('n', [1, 2])\ndef test_it(n): pass"

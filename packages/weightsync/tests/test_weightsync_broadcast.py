@@ -244,6 +244,7 @@ def test_a_sender_that_dies_between_two_buckets_is_named_on_all_ranks(
         assert text.startswith("PeerFailedError: rank 0 (dp 0) failed: its process ended"), text
 
 
+@pytest.mark.nightly
 def test_an_engine_that_stands_still_is_named_at_the_deadline(weights: dict[str, Tensor], run_ranks: RunRanks) -> None:
     def body(group: Group) -> str:
         if group.rank == 0:

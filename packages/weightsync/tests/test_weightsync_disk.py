@@ -20,7 +20,6 @@ from offbeat_weightsync import (
     describe_tensors,
     list_versions,
     read_weights,
-    remove_partial_versions,
     wait_for_proofs,
     write_weights,
 )
@@ -147,9 +146,6 @@ def test_a_writer_that_died_with_other_weights_leaves_nothing_of_them(
     die_in("write_and_die", tmp_path, {**weights, "embed": weights["embed"] + 1, "wide": weights["wide"] * 2}, "head")
     write(tmp_path, weights, 2)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in take(tmp_path, 2).items())
-    die_in("write_and_die", tmp_path / "other", weights, "head")
-    remove_partial_versions(tmp_path / "other")
-    assert list((tmp_path / "other").iterdir()) == []
 
 
 def test_a_reader_that_dies_disturbs_nobody(tmp_path: Path, weights: dict[str, Tensor]) -> None:

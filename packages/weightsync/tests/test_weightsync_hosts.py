@@ -37,6 +37,7 @@ def test_weights_cross_from_host_to_host() -> None:
     assert sides["engine"]["said"] == f"holds {sum(range(24))}"
 
 
+@pytest.mark.nightly
 def test_a_cable_that_is_cut_ends_the_sync_on_both_hosts_at_their_deadlines() -> None:
     sides = run_hosts("cut")
     assert sides["trainer"]["said"].startswith("DeadlineError: weight sync of version 1: waited 4 s for rollout-0")

@@ -17,6 +17,13 @@ from weightsync_peers import be_trainer_that_dies, in_thread, receive_all
 from offbeat_types import DeadlineError, WeightSyncError
 from offbeat_weightsync import PeerStream, describe_tensors, receive, tensor_checksums
 
+# For tests that wait for a deadline.
+tcp_at_night = pytest.mark.parametrize(
+    "host",
+    ["", pytest.param("127.0.0.1", marks=pytest.mark.nightly)],
+    ids=["shared-memory", "tcp"],
+)
+
 
 def total(tensors: Iterable[Tensor]) -> str:
     return f"{sum(float(tensor.double().sum()) for tensor in tensors):.6f}"
@@ -179,6 +186,7 @@ def test_an_engine_that_dies_is_named_at_once_on_all_sides(
         assert "trainer-0 gave up: rollout-7 hung up or died" in other.next_text()
 
 
+@tcp_at_night
 def test_an_engine_that_stands_still_is_named_at_the_deadline(
     listen: Any, host: str, weights: dict[str, Tensor], start_engine: Any
 ) -> None:
@@ -206,6 +214,7 @@ def test_an_engine_that_is_given_up_in_the_middle_of_a_sync_is_waited_for_no_lon
             sender.send(weights.items(), 1, num_receivers, deadline_s=60, is_withdrawn=engine.is_stopped)
 
 
+@tcp_at_night
 def test_engines_that_do_not_come_are_counted_at_the_deadline(
     listen: Any, weights: dict[str, Tensor], start_engine: Any
 ) -> None:

@@ -93,6 +93,7 @@ def test_vllm_samples_with_the_log_probabilities_of_the_trainer(mesh, folder, vl
     check_updates(mesh, folder, vllm, tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("folder", ["qwen3-moe"], indirect=True)
 @pytest.mark.mesh(tp=2, pp=2, ep=2, deadline_s=100, compare=False)
 def test_experts_of_different_ranks_are_joined_in_vllms_stacks(mesh, folder, vllm, tmp_path):

@@ -23,11 +23,11 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from offbeat_data._prompts import Prompt
-from offbeat_data._rewards import RewardScore, find_function
+from offbeat_data._rewards import RewardScore
 from offbeat_data._rows import to_plain
 from offbeat_data._tokenizer import Message
 from offbeat_data._tools import calculator
-from offbeat_types import ConfigError, OffbeatError, setting
+from offbeat_types import ConfigError, OffbeatError, find_function, setting
 
 
 class Environment(Protocol):

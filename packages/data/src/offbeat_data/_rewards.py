@@ -2,20 +2,17 @@
 
 import asyncio
 import difflib
-import importlib
 import inspect
 import logging
 import math
-import os
 import re
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from decimal import Context, Decimal, InvalidOperation
 from typing import Any, Final
 
 from offbeat_data._prompts import Prompt
-from offbeat_types import BackendError, ConfigError, DataError, OffbeatError, setting
+from offbeat_types import BackendError, ConfigError, DataError, OffbeatError, find_function, setting
 
 NEEDS_ANSWER = frozenset({"exact_match", "number_match", "math_verify"})
 """Rewards that compare with `Prompt.answer`."""
@@ -204,31 +201,6 @@ def without_units(text: str) -> str:
 def has_variables(text: str) -> bool:
     """Whether letters stand in it that are no commands of LaTeX: those of a unit may then be meant."""
     return re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", as_latex(text))) is not None
-
-
-def find_function(section: str, name: str) -> Callable[..., Any]:
-    """Import `module:function` that a section names, looking in the working folder too, as a script beside it would."""
-    module_name, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ConfigError(
-            f"{section} {name}: importing {module_name} failed: {type(error).__name__}: {error}; "
-            f"Python looks in the working folder {os.getcwd()} and in what is installed"
-        ) from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        if hasattr(module, attribute):
-            raise ConfigError(
-                f"{section} {name}: {module_name} has no function {attribute!r}: what it has of that name is of type "
-                f"{type(function).__name__}, which cannot be called"
-            )
-        near = difflib.get_close_matches(attribute, vars(module), n=3)
-        advice = f"; nearest: {', '.join(near)}" if near else ""
-        raise ConfigError(f"{section} {name}: {module_name} has no function {attribute!r}{advice}")
-    return function  # type: ignore[no-any-return]
 
 
 Scorer = Callable[[Prompt, str], float | None]

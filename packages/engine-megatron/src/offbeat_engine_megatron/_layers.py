@@ -15,7 +15,6 @@ placeholder tokens of this rank; K layers of DeepStack.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Final
 
@@ -26,6 +25,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from offbeat_engine_megatron._packing import PassInputs
 from offbeat_engine_megatron._shape import rotary_axes
 from offbeat_mesh import Group
 from offbeat_training import ImageProcessor
@@ -142,23 +142,6 @@ def leave_out_padding(embedding: nn.Module, padding_id: int, tp: Group, *, cuts_
     embedding.register_forward_hook(detach, with_kwargs=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class View:
-    """What the tower is given for one pack, on this rank's device.
-
-    Args:
-        pixels_PC: patches of all images, as the model's image processor cuts them.
-        grid_I3: patches of each image in time, height and width.
-        seen_m: which of what the tower sees lies on this rank; empty where the patches stand for no image.
-        place_m: index among this rank's tokens of each.
-    """
-
-    pixels_PC: Tensor
-    grid_I3: Tensor
-    seen_m: Tensor
-    place_m: Tensor
-
-
 def make_tower(hf_config: Any, dtype: torch.dtype, device: torch.device, *, trained: bool, recompute: bool) -> Any:
     """A tower without weights yet, the whole of it on every rank.
 
@@ -208,7 +191,9 @@ def add_tower(
             layer.register_forward_hook(partial(_add_deeper, number), with_kwargs=True)
 
 
-def look(tower: Any, view: View, embeds_L1E: Tensor, *, tp: Group, cuts_tokens: bool) -> tuple[Tensor, Tensor | None]:
+def look(
+    tower: Any, asked: PassInputs, embeds_L1E: Tensor, *, tp: Group, cuts_tokens: bool
+) -> tuple[Tensor, Tensor | None]:
     """Embeddings with what the tower sees in the places of images; and [L, K, E] for the first layers, if there are K.
 
     Of patches that stand nowhere nothing is taken, but they are part of the graph: the backward pass goes through the
@@ -216,17 +201,18 @@ def look(tower: Any, view: View, embeds_L1E: Tensor, *, tp: Group, cuts_tokens: 
 
     Args:
         tower: of transformers.
-        view: of the pack.
+        asked: of the pack, with pixels.
         embeds_L1E: of this rank's tokens; with `cuts_tokens` those that it holds of L.
         tp: the ranks that share the pack.
         cuts_tokens: sequence parallel.
     """
-    seen = tower(view.pixels_PC.to(tower.dtype), grid_thw=view.grid_I3)
+    assert asked.pixels_PC is not None
+    seen = tower(asked.pixels_PC.to(tower.dtype), grid_thw=asked.grid_I3)
     layers = torch.stack([seen.pooler_output, *(getattr(seen, "deepstack_features", None) or ())], 1)
     num_tokens = len(embeds_L1E) * (tp.size if cuts_tokens else 1)
     empty = layers.new_zeros(num_tokens, *layers.shape[1:])
-    found = empty.index_copy(0, view.place_m, layers.index_select(0, view.seen_m)).to(embeds_L1E.dtype)
-    marked = torch.zeros(num_tokens, dtype=torch.bool, device=found.device).index_fill(0, view.place_m, value=True)
+    found = empty.index_copy(0, asked.place_m, layers.index_select(0, asked.seen_m)).to(embeds_L1E.dtype)
+    marked = torch.zeros(num_tokens, dtype=torch.bool, device=found.device).index_fill(0, asked.place_m, value=True)
     if cuts_tokens:
         found = scatter_to_sequence_parallel_region(found, group=tp.process_group)
         marked = marked.chunk(tp.size)[tp.rank]

@@ -19,56 +19,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from offbeat_engine_megatron._layers import PackedAttention, PackedParams, SequenceNorm, View, leave_out_padding
+from offbeat_engine_megatron._layers import PackedAttention, PackedParams, SequenceNorm, leave_out_padding
 from offbeat_engine_megatron._layout import MegatronEngineOptions, Parallel
-from offbeat_engine_megatron._mtp import Ahead, TokensAhead, block_spec
-from offbeat_engine_megatron._packing import LocalMicroBatch, gather_values, token_logprobs
+from offbeat_engine_megatron._mtp import TokensAhead, block_spec
+from offbeat_engine_megatron._packing import PassInputs, gather_values, token_logprobs
 from offbeat_engine_megatron._shape import ModelShape, angles_of
 from offbeat_mesh import Group, Mesh
 
-Look = Callable[[View, Tensor], tuple[Tensor, Tensor | None]]
-"""See `_looking.look`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PassInputs:
-    """What a pass over one pack computes with, on this rank's device.
-
-    Args:
-        ids_1L: tokens of this rank.
-        packed: where sequences begin and end.
-        predictor_n: index among all tokens of this context parallel rank of those whose successor is asked for.
-        target_n: the ids asked for.
-        place_N: see `LocalMicroBatch`.
-        width: see `LocalMicroBatch`.
-        ahead: of each layer of multi-token prediction, where they train.
-        positions_3T: of all tokens of the pack, where positions have three axes.
-        view: of the images, where the tower takes part.
-    """
-
-    ids_1L: Tensor
-    packed: PackedParams
-    predictor_n: Tensor
-    target_n: Tensor
-    place_N: Tensor
-    width: int
-    ahead: tuple[Ahead, ...] = ()
-    positions_3T: Tensor | None = None
-    view: View | None = None
-
-
-def ask(local: LocalMicroBatch, device: torch.device) -> PassInputs:
-    """Bring one rank's part of a pack onto its device."""
-    tensors = [torch.from_numpy(each).to(device) for each in (local.predictor_n, local.target_n, local.place_N)]
-    order = None if local.gathered_T is None else torch.from_numpy(local.gathered_T).to(device)
-    return PassInputs(
-        ids_1L=torch.from_numpy(local.ids_L).to(device)[None],
-        packed=PackedParams(local.lengths, order, device),
-        predictor_n=tensors[0],
-        target_n=tensors[1],
-        place_N=tensors[2],
-        width=local.width,
-    )
+Look = Callable[[PassInputs, Tensor], tuple[Tensor, Tensor | None]]
+"""See `_layers.look`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +99,11 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
     def forward(self, asked: PassInputs) -> Tensor:
         """Hidden states [L, 1, E], or on the last part of the model [2, N] log-probabilities and entropies."""
-        packed = asked.packed
+        packed = PackedParams(asked.lengths, asked.gathered_T, asked.ids_1L.device)
         first: Any = self.embedding(input_ids=asked.ids_1L, position_ids=None) if self.pre_process else None
         deeper: Tensor | None = None
-        if self.look is not None and asked.view is not None:
-            first, deeper = self.look(asked.view, first)
+        if self.look is not None and asked.pixels_PC is not None:
+            first, deeper = self.look(asked, first)
         rotary = self._angles(asked)
         hidden: Tensor = self.decoder(
             hidden_states=first, attention_mask=None, context=deeper, rotary_pos_emb=rotary, packed_seq_params=packed
@@ -162,7 +121,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     def _angles(self, asked: PassInputs) -> Tensor:
         """[T, 1, 1, D] of all tokens; or of the longest sequence's, which megatron-core takes for each of them."""
         if asked.positions_3T is None:
-            longest: Tensor = self.rotary_pos_emb.get_emb(asked.packed.max_seqlen_q)
+            longest: Tensor = self.rotary_pos_emb.get_emb(max(asked.lengths))
             return longest  # its forward keeps every model alive in a cache
         assert self.axes_F is not None, "a pack with three axes of positions reached a model for text"
         return angles_of(asked.positions_3T, self.axes_F, self.rotary_pos_emb.inv_freq)

@@ -32,9 +32,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from offbeat_engine_megatron._layers import SequenceNorm
-from offbeat_engine_megatron._packing import MicroBatch, token_logprobs, zigzag
+from offbeat_engine_megatron._packing import token_logprobs, zigzag
 from offbeat_engine_megatron._slots import Slot
 from offbeat_mesh import Mesh
+from offbeat_training import MicroBatch
 from offbeat_types import Metric, Metrics, TrainSequence
 
 METRIC: Final = "mtp_loss"

@@ -8,76 +8,57 @@ Shapes: T packed tokens, L of them on one rank, N loss tokens, t a token's index
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 import offbeat_training as training
 from offbeat_engine_megatron._layout import Parallel
 from offbeat_mesh import Group
-from offbeat_training import ImageInputs, fill_evenly
-from offbeat_types import Image, TrainSequence
+from offbeat_training import Family, ImageInputs, Indices, MicroBatch, fill_evenly
+from offbeat_types import TrainSequence
 
-Indices = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """One micro-batch, laid out for all context parallel ranks.
-
-    Args:
-        ids_T: token ids, padding included.
-        lengths: of the sequences, each padded to a multiple of 2·cp; those without a member are padding.
-        predictor_N: packed index of the token whose hidden state predicts each loss token.
-        target_N: id of each loss token.
-        sequence_N: which of `members` each loss token belongs to, sorted.
-        members: index of each sequence among those given.
-        positions_3T: of each token in time, height and width; None of a model for text, where they follow from lengths.
-        images: in the order of their placeholders.
-        place_M: packed index of each placeholder token.
-    """
-
-    ids_T: Indices
-    lengths: tuple[int, ...]
-    predictor_N: Indices
-    target_N: Indices
-    sequence_N: Indices
-    members: tuple[int, ...]
-    positions_3T: Indices | None = None
-    images: tuple[Image, ...] = ()
-    place_M: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
+if TYPE_CHECKING:
+    from offbeat_engine_megatron._mtp import Ahead
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalMicroBatch:
-    """What one context parallel rank computes of a pack.
+class PassInputs:
+    """What one rank computes of a micro-batch, on its device.
 
     Args:
-        ids_L: its tokens.
-        lengths: of the whole sequences.
+        ids_1L: its tokens.
+        lengths: of the whole sequences, each a multiple of 2·cp.
         predictor_n: index among its tokens of the predictors that it holds.
         target_n: the ids they predict.
         place_N: for each loss token of the pack its place in the ranks' answers laid end to end, each `width` long.
         width: the most loss tokens that a rank holds.
         gathered_T: for each token of the pack its place in the ranks' tokens laid end to end; None for one rank.
+        positions_3T: of all tokens of the pack, where positions have three axes.
         seen_m: which of the pack's placeholder tokens it holds.
         place_m: index among its tokens of each.
+        pixels_PC: patches of all images, as the model's image processor cuts them, where the tower takes part.
+        grid_I3: patches of each image in time, height and width.
+        ahead: of each layer of multi-token prediction, where they train.
     """
 
-    ids_L: Indices
+    ids_1L: Tensor
     lengths: tuple[int, ...]
-    predictor_n: Indices
-    target_n: Indices
-    place_N: Indices
+    predictor_n: Tensor
+    target_n: Tensor
+    place_N: Tensor
     width: int
-    gathered_T: Indices | None = None
-    seen_m: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
-    place_m: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
+    gathered_T: Tensor | None
+    positions_3T: Tensor | None
+    seen_m: Tensor
+    place_m: Tensor
+    pixels_PC: Tensor | None = None
+    grid_I3: Tensor | None = None
+    ahead: "tuple[Ahead, ...]" = ()
 
 
 def used_tokens(sequence: TrainSequence) -> int:
@@ -124,7 +105,7 @@ def lay_out(
     members: Sequence[int],
     parallel: Parallel,
     *,
-    length: int = 0,
+    length: int = 1,
     images: ImageInputs | None = None,
 ) -> MicroBatch:
     """Lay out one micro-batch; one without members is padding, for a rank that only meets the others in it.
@@ -136,49 +117,9 @@ def lay_out(
         length: tokens of the pack at least.
         images: what is known of the model's; None for one that takes none.
     """
-    ids: list[npt.NDArray[np.int32]] = []
-    lengths: list[int] = []
-    predictor: list[Indices] = []
-    target: list[npt.NDArray[np.int32]] = []
-    numbers: list[Indices] = []
-    start = 0
-    for number, member in enumerate(members):
-        sequence, used = sequences[member], used_tokens(sequences[member])
-        token = np.flatnonzero(sequence.loss_mask)
-        size = _padded(used, parallel.sequence_multiple)
-        ids.append(np.pad(sequence.ids[:used], (0, size - used)))
-        lengths.append(size)
-        predictor.append(token - 1 + start)
-        target.append(sequence.ids[token])
-        numbers.append(np.full(len(token), number))
-        start += size
-    if rest := _padded(max(start, length, 1), parallel.pack_multiple) - start:
-        ids.append(np.zeros(rest, np.int32))
-        lengths.append(rest)
-    return MicroBatch(
-        ids_T=np.concatenate(ids).astype(np.int64),
-        lengths=tuple(lengths),
-        predictor_N=_joined(predictor),
-        target_N=_joined([each.astype(np.int64) for each in target]),
-        sequence_N=_joined(numbers),
-        members=tuple(members),
-        **({} if images is None else _lay_out_images([sequences[each] for each in members], lengths, images)),
-    )
-
-
-def _lay_out_images(sequences: Sequence[TrainSequence], lengths: Sequence[int], known: ImageInputs) -> dict[str, Any]:
-    """Positions, images and their places in a pack whose lengths are those of `sequences`, and perhaps of padding."""
-    positions_3T = np.zeros((3, sum(lengths)), np.int64)
-    images: list[Image] = []
-    places: list[Indices] = []
-    for sequence, start in zip(sequences, np.cumsum([0, *lengths]).tolist(), strict=False):
-        used = used_tokens(sequence)
-        positions_3T[:, start : start + used] = known.positions(sequence)[:, :used]
-        for image, (first, end) in zip(sequence.images, known.spans(sequence), strict=True):
-            if first < used:  # and so end <= used: what is used ends before a loss token, not within an image
-                images.append(image)
-                places.append(np.arange(start + first, start + end))
-    return {"positions_3T": positions_3T, "images": tuple(images), "place_M": _joined(places)}
+    families = [Family(members=(each,), prefix=0, num_tokens=used_tokens(sequences[each])) for each in members]
+    multiples = {"segment_multiple": parallel.sequence_multiple, "pack_multiple": parallel.pack_multiple}
+    return training.lay_out(sequences, families, images, num_tokens=length, **multiples)
 
 
 def lay_out_all(
@@ -189,19 +130,20 @@ def lay_out_all(
 ) -> list[MicroBatch]:
     """Lay out the micro-batches of a share; for interleaved stages all of one length."""
     packs = [lay_out(sequences, members, parallel, images=images) for members in share]
-    if parallel.vpp > 1:
-        longest = max((len(pack.ids_T) for pack in packs), default=0)
+    if parallel.vpp > 1 and packs:
+        longest = max(len(pack.ids_T) for pack in packs)
         packs = [lay_out(sequences, members, parallel, length=longest, images=images) for members in share]
     return packs
 
 
-def cut(pack: MicroBatch, rank: int, num_ranks: int) -> LocalMicroBatch:
+def cut(pack: MicroBatch, rank: int, num_ranks: int, device: torch.device | None = None) -> PassInputs:
     """The part of one context parallel rank.
 
     Args:
         pack: with lengths divisible by twice the number of ranks.
         rank: in [0, num_ranks).
         num_ranks: that share the pack.
+        device: of the rank; None for main memory.
     """
     places = [zigzag(pack.lengths, each, num_ranks) for each in range(num_ranks)]
     owner_T, index_T = np.empty(len(pack.ids_T), np.int64), np.empty(len(pack.ids_T), np.int64)
@@ -214,16 +156,21 @@ def cut(pack: MicroBatch, rank: int, num_ranks: int) -> LocalMicroBatch:
         mine = np.flatnonzero(owner_N == each)
         place_N[mine] = each * width + np.arange(len(mine))
     here, seen_m = owner_N == rank, np.flatnonzero(owner_T[pack.place_M] == rank)
-    return LocalMicroBatch(
-        ids_L=pack.ids_T[places[rank]],
+
+    def tensor(array: Indices) -> Tensor:
+        return torch.as_tensor(array, device=device)
+
+    return PassInputs(
+        ids_1L=tensor(pack.ids_T[places[rank]])[None],
         lengths=pack.lengths,
-        predictor_n=index_T[pack.predictor_N[here]],
-        target_n=pack.target_N[here],
-        place_N=place_N,
+        predictor_n=tensor(index_T[pack.predictor_N[here]]),
+        target_n=tensor(pack.target_N[here]),
+        place_N=tensor(place_N),
         width=width,
-        gathered_T=np.argsort(np.concatenate(places)) if num_ranks > 1 else None,
-        seen_m=seen_m,
-        place_m=index_T[pack.place_M[seen_m]],
+        gathered_T=tensor(np.argsort(np.concatenate(places))) if num_ranks > 1 else None,
+        positions_3T=tensor(pack.positions_T) if pack.positions_T.ndim > 1 else None,
+        seen_m=tensor(seen_m),
+        place_m=tensor(index_T[pack.place_M[seen_m]]),
     )
 
 
@@ -238,14 +185,6 @@ def zigzag(lengths: Sequence[int], rank: int, num_ranks: int) -> Indices:
         numbers = (rank, 2 * num_ranks - 1 - rank)
         parts += [np.arange(start + number * chunk, start + (number + 1) * chunk) for number in numbers]
     return np.concatenate(parts)
-
-
-def _padded(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
-
-
-def _joined(parts: list[Indices]) -> Indices:
-    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
 
 def token_logprobs(
@@ -289,8 +228,8 @@ def gather_values(values_n: Tensor, place_N: Tensor, width: int, cp: Group) -> T
 
     Args:
         values_n: [..., n] of this rank, n at most `width`.
-        place_N: see `LocalMicroBatch`.
-        width: see `LocalMicroBatch`.
+        place_N: see `PassInputs`.
+        width: see `PassInputs`.
         cp: the ranks that share the pack.
 
     Returns:

@@ -15,13 +15,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from offbeat_engine_megatron._groups import Ranks
-from offbeat_engine_megatron._layers import View
 from offbeat_engine_megatron._layout import Parallel
-from offbeat_engine_megatron._model import PassInputs, ask
 from offbeat_engine_megatron._mtp import TokensAhead
-from offbeat_engine_megatron._packing import LocalMicroBatch, MicroBatch, Share, cut, lay_out_all, plan_shares
+from offbeat_engine_megatron._packing import PassInputs, Share, cut, lay_out_all, plan_shares
 from offbeat_mesh import Mesh
-from offbeat_training import ImageProcessor, LossCalls, count_tokens
+from offbeat_training import ImageProcessor, LossCalls, MicroBatch, count_tokens
 from offbeat_types import DataError, Floats, TrainSequence, check_token_ids, spread_values
 
 Found = Callable[[int, Tensor], Tensor]
@@ -83,9 +81,7 @@ class Passes:
         return [answers[number] for number in sorted(answers)]
 
     def _schedule(self, packs: Sequence[MicroBatch], found: Found, *, forward_only: bool) -> None:
-        asked = [self._inputs(pack) for pack in packs]
-        if self._ahead is not None and not forward_only:
-            asked = [replace(each, ahead=self._ahead.look(pack)) for each, pack in zip(asked, packs, strict=True)]
+        asked = [self._inputs(pack, trains=not forward_only) for pack in packs]
 
         def forward(numbered: Any, part: Any) -> tuple[Tensor, Callable[..., Any]]:
             number, this = next(numbered)
@@ -102,20 +98,12 @@ class Passes:
             collect_non_loss_data=forward_only,
         )
 
-    def _inputs(self, pack: MicroBatch) -> PassInputs:
-        local = cut(pack, self._cp.rank, self._cp.size)
-        asked = ask(local, self._device)
-        if pack.positions_3T is None:
-            return asked
-        positions_3T = torch.from_numpy(pack.positions_3T).to(self._device)
-        return replace(asked, positions_3T=positions_3T, view=self._view(pack, local))
-
-    def _view(self, pack: MicroBatch, local: LocalMicroBatch) -> View | None:
-        if self._images is None or not (pack.images or self._sees_always):
-            return None
-        tensors = [*self._images.pixels(pack.images), torch.from_numpy(local.seen_m), torch.from_numpy(local.place_m)]
-        pixels, grid, seen, place = (each.to(self._device) for each in tensors)
-        return View(pixels_PC=pixels, grid_I3=grid, seen_m=seen, place_m=place)
+    def _inputs(self, pack: MicroBatch, *, trains: bool) -> PassInputs:
+        asked = cut(pack, self._cp.rank, self._cp.size, self._device)
+        if self._images is not None and (pack.images or self._sees_always):
+            pixels, grid = self._images.pixels(pack.images)
+            asked = replace(asked, pixels_PC=pixels.to(self._device), grid_I3=grid.to(self._device))
+        return replace(asked, ahead=self._ahead.look(pack)) if self._ahead is not None and trains else asked
 
 
 def _report(found: Found, number: int, values_2N: Tensor, non_loss_data: bool = False) -> Any:

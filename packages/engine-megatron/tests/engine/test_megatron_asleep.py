@@ -11,13 +11,13 @@ from offbeat_types import ConfigError, OffbeatError, SleepingTrainEngine
 
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 KINDS = [
-    pytest.param(layout, marks=pytest.mark.mesh(**layout.axes, deadline_s=120))
-    for layout in (
-        Layout(axes={"tp": 2, "pp": 2}),
-        Layout(axes={"dp": 2}, options=OVERLAP),
-        Layout(axes={"dp": 2}, options={"distributed_optimizer": False}),
-        Layout(axes={"pp": 2}, lora=True),
-        Layout(model="qwen3-moe", axes={"dp": 2, "ep": 2}),
+    pytest.param(layout, marks=[pytest.mark.mesh(**layout.axes, deadline_s=120), *marks])
+    for layout, *marks in (
+        (Layout(axes={"tp": 2, "pp": 2}), pytest.mark.nightly),
+        (Layout(axes={"dp": 2}, options=OVERLAP),),
+        (Layout(axes={"dp": 2}, options={"distributed_optimizer": False}), pytest.mark.nightly),
+        (Layout(axes={"pp": 2}, lora=True),),
+        (Layout(model="qwen3-moe", axes={"dp": 2, "ep": 2}), pytest.mark.nightly),
     )
 ]
 

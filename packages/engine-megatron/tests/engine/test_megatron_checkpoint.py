@@ -52,6 +52,7 @@ def place_of(runs, layout):
     return runs / str(layout).replace(" ", "-").replace(",", "")
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("layout", on(WRITERS), ids=str)
 def test_a_layout_saves(runs, layout, mesh):
@@ -68,6 +69,7 @@ def test_a_layout_saves(runs, layout, mesh):
     engine.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("layout", on(READERS), ids=str)
 def test_a_layout_goes_on_from_what_any_other_saved(runs, layout, mesh):
@@ -79,6 +81,25 @@ def test_a_layout_goes_on_from_what_any_other_saved(runs, layout, mesh):
         assert engine.steps_taken == 2
         wanted = json.loads((place_of(runs, writer) / "told.json").read_text())
         np.testing.assert_allclose(train_steps(engine, 2, 4), wanted, rtol=1e-5, atol=1e-5, err_msg=str(writer))
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.mesh(dp=4, deadline_s=120)
+def test_ranks_go_on_in_another_layout(runs, mesh):
+    """One of the pairs above, in the same processes one after the other."""
+
+    def create(**sizes):
+        return MegatronTrainEngine.create(engine_config(runs / "qwen3", Layout(options=sizes)), mesh)
+
+    engine = create(tensor_parallel=2, pipeline_parallel=2)
+    train_steps(engine, 0, 1)
+    engine.save(runs / "shared")
+    told = train_steps(engine, 1, 2)
+    engine.close()
+    engine = create(context_parallel=2)
+    engine.load(runs / "shared")
+    np.testing.assert_allclose(train_steps(engine, 1, 2), told, rtol=1e-5, atol=1e-5)
+    engine.close()
 
 
 def test_one_process_goes_on_bit_for_bit(runs, tmp_path):

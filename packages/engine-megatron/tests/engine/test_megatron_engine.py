@@ -89,8 +89,10 @@ def test_overlapped_reduction_allows_one_pass_an_update(model_folder, mesh):
     assert engine.step()["steps_refused"].value == 0
 
 
-@pytest.mark.mesh(tp=2, cp=2)
-@pytest.mark.mesh(pp=2, dp=2)
+@pytest.mark.parametrize(
+    "mesh", [{"pp": 2, "dp": 2}, pytest.param({"tp": 2, "cp": 2}, marks=pytest.mark.nightly)], ids=str, indirect=True
+)
+@pytest.mark.mesh
 def test_each_rank_returns_the_same_bits(model_folder, mesh):
     engine = MegatronTrainEngine.create(config(model_folder), mesh)
     told = []
@@ -127,8 +129,10 @@ UPDATES = {
 }
 
 
-@pytest.mark.mesh(dp=2, pp=2)
-@pytest.mark.mesh(cp=2, tp=2)
+@pytest.mark.parametrize(
+    "mesh", [{"dp": 2, "pp": 2}, pytest.param({"cp": 2, "tp": 2}, marks=pytest.mark.nightly)], ids=str, indirect=True
+)
+@pytest.mark.mesh
 def test_updates_that_do_not_divide(model_folder, mesh):
     options = {"virtual_pipeline": 2} if mesh.axes["pp"] > 1 else {}
     settings = dataclasses.replace(config(model_folder, **options), learning_rate=0.0)
@@ -151,9 +155,17 @@ def test_updates_that_do_not_divide(model_folder, mesh):
             np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.mesh(dp=2, compare=False)
-@pytest.mark.mesh(pp=2, dp=2, compare=False)
-@pytest.mark.mesh(tp=2, dp=2, compare=False)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"pp": 2, "dp": 2},
+        pytest.param({"dp": 2}, marks=pytest.mark.nightly),
+        pytest.param({"tp": 2, "dp": 2}, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+    indirect=True,
+)
+@pytest.mark.mesh(compare=False)
 def test_a_loss_that_raises_on_one_share_is_raised_on_all_and_training_goes_on(model_folder, mesh):
     engine = MegatronTrainEngine.create(config(model_folder), mesh)
     share = mesh.group("dp").rank

@@ -44,9 +44,17 @@ class Memory(TorchDispatchMode):
             self.peak = max(self.peak, sum(self.held.values()))
 
 
-@pytest.mark.mesh(tp=2, dp=2, ep=2)
-@pytest.mark.mesh(pp=2, dp=2, ep=2)
-@pytest.mark.mesh(tp=2, pp=2)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"pp": 2, "dp": 2, "ep": 2},
+        {"tp": 2, "pp": 2},
+        pytest.param({"tp": 2, "dp": 2, "ep": 2}, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+    indirect=True,
+)
+@pytest.mark.mesh
 def test_experts_and_cut_tensors_come_bit_for_bit_in_buckets_of_any_size(sparse_folder, mesh, monkeypatch):
     """1000 bytes: every tensor is larger than a bucket, and travels in rows."""
     engine = create(sparse_folder, mesh)

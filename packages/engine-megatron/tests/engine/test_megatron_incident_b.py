@@ -68,6 +68,7 @@ def look(found):
         time.sleep(1)
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(2, deadline_s=90, compare=False)
 def test_the_guard_that_needs_cp_rank_0_hangs_and_the_verdict_names_it(model_path):
     engine = make_engine(model_path, Mesh(cp=2, deadline_s=DEADLINE_S))

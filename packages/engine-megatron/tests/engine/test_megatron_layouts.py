@@ -10,6 +10,19 @@ from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_mesh import Mesh
 
 TOLERANCE = 1e-5
+IN_CI = {
+    "qwen3, one rank",
+    "qwen3, tp2",
+    "qwen3, cp2",
+    "qwen3, dp2, overlap_grad_reduce=True, overlap_param_gather=True",
+    "qwen3, tp2 cp2 pp2",
+    "qwen3, pp2 dp2, virtual_pipeline=2",
+    "qwen3, tp2, lora",
+    "qwen2, tp2 pp2",
+    "llama, one rank",
+    "qwen3-moe, dp2 ep2",
+}
+"""One layout for each kind of parallelism and each family; the others only vary them further."""
 
 
 @pytest.fixture(scope="session")
@@ -32,12 +45,13 @@ def yardstick(request, trained):
     return trained(request.getfixturevalue("layout"))
 
 
+def on_ranks(layout):
+    marks = [pytest.mark.mesh(**({"dp": 1} | layout.axes), deadline_s=120)]
+    return pytest.param(layout, marks=marks if str(layout) in IN_CI else [*marks, pytest.mark.nightly])
+
+
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(each, marks=pytest.mark.mesh(**({"dp": 1} | each.axes), deadline_s=120)) for each in LAYOUTS],
-    ids=str,
-)
+@pytest.mark.parametrize("layout", [on_ranks(each) for each in LAYOUTS], ids=str)
 def test_a_layout_trains_as_transformers_does(layout, mesh, yardstick):
     folder, wanted = yardstick
     engine = MegatronTrainEngine.create(engine_config(folder, layout), mesh)
@@ -50,8 +64,10 @@ def test_a_layout_trains_as_transformers_does(layout, mesh, yardstick):
 
 def test_there_are_as_many_layouts_as_promised():
     assert len({str(layout) for layout in LAYOUTS}) == len(LAYOUTS) >= 40
+    assert {str(layout) for layout in LAYOUTS} > IN_CI
 
 
+@pytest.mark.nightly
 @pytest.mark.mesh(dp=8, deadline_s=120)
 def test_a_mesh_of_data_parallel_ranks_is_cut_by_the_options(mesh, yardstick):
     """As the applications make it: so many ranks, and the options say how they share the model."""

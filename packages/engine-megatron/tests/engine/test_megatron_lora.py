@@ -64,8 +64,10 @@ def test_a_layer_is_merged_once_however_many_rounds_it_travels_in(mesh, model_fo
     assert 0 < len(merged) <= num_slots
 
 
-@pytest.mark.mesh(tp=2)
-@pytest.mark.mesh(pp=2, dp=2)
+@pytest.mark.parametrize(
+    "mesh", [{"pp": 2, "dp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.nightly)], ids=str, indirect=True
+)
+@pytest.mark.mesh
 def test_the_first_policy_is_the_base_without_a_second_copy(mesh, model_folder, shared):
     engine = MegatronTrainEngine.create(config(model_folder), mesh)
     trained = {name for part in engine._optimizer.parts for name, each in part.named_parameters() if each.requires_grad}
@@ -87,6 +89,7 @@ def test_the_first_policy_is_the_base_without_a_second_copy(mesh, model_folder, 
 WRITER, READERS = {"tp": 2, "pp": 2}, ({"dp": 2}, {"tp": 2})
 
 
+@pytest.mark.nightly
 @pytest.mark.mesh(**WRITER)
 def test_a_layout_saves_adapters(mesh, model_folder, shared):
     engine = MegatronTrainEngine.create(config(model_folder), mesh)
@@ -105,6 +108,7 @@ def test_a_layout_saves_adapters(mesh, model_folder, shared):
         assert settings["target_modules"] == modules
 
 
+@pytest.mark.nightly
 @pytest.mark.mesh(**READERS[0])
 @pytest.mark.mesh(**READERS[1])
 def test_another_layout_goes_on_from_them(mesh, model_folder, shared):
@@ -115,6 +119,7 @@ def test_another_layout_goes_on_from_them(mesh, model_folder, shared):
     np.testing.assert_allclose(train_steps(engine, 2, 4), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.mesh(dp=2, compare=False)
 @pytest.mark.parametrize("rank", [0, LORA_RANK + 1])
 def test_a_checkpoint_of_another_rank_is_refused(mesh, model_folder, shared, rank):

@@ -42,6 +42,14 @@ LAYOUTS = [
 ]
 
 
+IN_CI = [LAYOUTS[0], layout(axes={"cp": 2, "pp": 2}), layout("qwen3-moe", axes={"dp": 2, "ep": 2})]
+
+
+def on_ranks(layout):
+    marks = [pytest.mark.mesh(**({"dp": 1} | layout.axes), deadline_s=150)]
+    return pytest.param(layout, marks=marks if layout in IN_CI else [*marks, pytest.mark.nightly])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Told:
     """Two steps: losses of the model and of each layer, norms, first gradients and last weights by name."""
@@ -186,7 +194,7 @@ def apart(found, wanted):
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(each, marks=pytest.mark.mesh(**({"dp": 1} | each.axes), deadline_s=150)) for each in LAYOUTS],
+    [on_ranks(each) for each in LAYOUTS],
     ids=lambda each: str(each).replace(f", mtp_layers={NUM_LAYERS}, mtp_loss_weight={WEIGHT}", ""),
 )
 def test_a_layout_trains_the_layers_as_one_process_does(layout, mesh, models):
@@ -203,8 +211,10 @@ def test_a_layout_trains_the_layers_as_one_process_does(layout, mesh, models):
     engine.close()
 
 
-@pytest.mark.mesh(tp=2, pp=2, deadline_s=120)
-@pytest.mark.mesh(dp=2, deadline_s=120)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.nightly), {"dp": 2}], ids=str, indirect=True
+)
+@pytest.mark.mesh(deadline_s=120)
 def test_new_layers_are_the_same_in_every_layout_and_come_back_with_a_checkpoint(mesh, models):
     """Made anew, trained, saved beside the model and loaded; what engines are sent is the model alone."""
     place, _ = models

@@ -56,12 +56,14 @@ def go_on(engine, place):
     np.testing.assert_allclose(train_steps(engine, done, done + 2), told, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("model", "axes"), on(TORCH))
 def test_the_torch_engine_saves(runs, mesh, model, axes):
     save_and_go_on(TorchTrainEngine.create(config(runs / model), mesh), place_of(runs, "torch", model, axes))
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("model", "axes"), on(MEGATRON))
 def test_this_engine_goes_on_from_there_and_saves(runs, mesh, model, axes):
@@ -71,6 +73,7 @@ def test_this_engine_goes_on_from_there_and_saves(runs, mesh, model, axes):
     engine.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("model", "axes"), on(TORCH))
 def test_the_torch_engine_goes_on_from_there(runs, mesh, model, axes):

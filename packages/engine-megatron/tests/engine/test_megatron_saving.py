@@ -55,9 +55,13 @@ def slowly(monkeypatch, ready):
     monkeypatch.setattr(FileWriter, "add", wait_and_add)
 
 
-@pytest.mark.mesh(tp=2, dp=2, deadline_s=DEADLINE_S)
-@pytest.mark.mesh(pp=2, cp=2, deadline_s=DEADLINE_S)
-@pytest.mark.mesh(dp=2, deadline_s=DEADLINE_S)
+@pytest.mark.parametrize(
+    "mesh",
+    [{"dp": 2}, *(pytest.param(each, marks=pytest.mark.nightly) for each in ({"tp": 2, "dp": 2}, {"pp": 2, "cp": 2}))],
+    ids=str,
+    indirect=True,
+)
+@pytest.mark.mesh(deadline_s=DEADLINE_S)
 def test_training_goes_on_while_a_checkpoint_is_written(folder, mesh, monkeypatch):
     make_files_small(monkeypatch)
     place, ready = folder / f"background-{'-'.join(map(str, mesh.axes.values()))}", threading.Event()
@@ -209,6 +213,7 @@ engine.save_in_background(Path(sys.argv[2]))
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(180)
 def test_the_end_of_a_process_waits_for_its_write(folder, tmp_path):
     command = [sys.executable, "-c", SCRIPT, str(folder / "qwen3"), str(tmp_path / "place")]
@@ -224,8 +229,10 @@ def large(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("large") / "model", hidden_size=256, num_layers=16, num_kv_heads=4)
 
 
-@pytest.mark.mesh(tp=2, pp=2, deadline_s=DEADLINE_S)
-@pytest.mark.mesh(dp=2, deadline_s=DEADLINE_S)
+@pytest.mark.parametrize(
+    "mesh", [{"dp": 2}, pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.nightly)], ids=str, indirect=True
+)
+@pytest.mark.mesh(deadline_s=DEADLINE_S)
 def test_a_save_holds_buckets_not_the_model(mesh, large, monkeypatch):
     """Resident memory, as the system counts it."""
     monkeypatch.setattr("offbeat_engine_megatron._weights.BUCKET_BYTES", 2**20)

@@ -18,8 +18,7 @@ from typing import Final
 
 from offbeat_liveness._diagnosis.verdict import Verdict, join_names
 from offbeat_liveness._dumps import DumpWriter
-from offbeat_liveness._network.addresses import Key
-from offbeat_liveness._network.peers import Peers
+from offbeat_liveness._network.peers import Key, Peers
 from offbeat_liveness._network.side_channel import Address, Message, ask_all
 from offbeat_liveness._process.exceptions import describe
 from offbeat_liveness._process.nccl_recorder import remove_folder
@@ -159,6 +158,7 @@ class Announcer:
         if self._spoken is None:
             before_s = self._longest_s.get(verdict.topic)
             return before_s is None or verdict.stalled_s >= LONGER * before_s
+        is_known = is_known or self._spoken.key == verdict.key  # it was told, whatever was seen since
         if is_known or not verdict.may_end or time.monotonic() - self._spoke_s < self._quiet_s:
             return False  # that a missing rank moves now is not told either
         self._quiet_s *= LONGER

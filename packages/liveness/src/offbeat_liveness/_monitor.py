@@ -14,8 +14,7 @@ from offbeat_liveness._diagnosis.graph import LATE_S, WaitGraph
 from offbeat_liveness._diagnosis.proofs import find_failure, is_secondary
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._dumps import DumpWriter
-from offbeat_liveness._network.addresses import Key
-from offbeat_liveness._network.peers import Peers
+from offbeat_liveness._network.peers import Key, Peers
 from offbeat_liveness._network.side_channel import LOOPBACK, Address, Message, ask, ask_all
 from offbeat_liveness._network.survey import Survey, head_answer, states_of_pids
 from offbeat_liveness._process import flight_recorder, ledger
@@ -169,25 +168,24 @@ class Monitor:
 
     def close(self) -> None:
         """Stop watching: the others hear nothing more of this process."""
-        self._closed.set()
+        self._unhook()
+        self._alarm.set()
+        self._peers.close()
         if self._crash_file:
             self._crash_file.close()
-        self._alarm.set()
-        self._left_groups.close()
-        self._exit_hook.close()
-        self._thread_errors.close()
-        self._peers.close()
 
     def forget(self) -> None:
         """In a forked child: the threads are gone, the sockets are the parent's, and a lock may be held for ever."""
         self._closed = threading.Event()
-        self._closed.set()
-        self._left_groups.close()
-        self._exit_hook.close()
-        self._thread_errors.close()
+        self._unhook()
         self._peers.forget()
         if self._crash_file:
             self._crash_file.forget()
+
+    def _unhook(self) -> None:
+        self._closed.set()
+        for hook in (self._left_groups, self._exit_hook, self._thread_errors):
+            hook.close()
 
     def _look_around(self, stall_after_s: float) -> WaitGraph:
         return self._survey.look(self.head(), self._left, stall_after_s=stall_after_s)

@@ -19,7 +19,7 @@ from typing import Any, Final
 from offbeat_liveness._announcer import say
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._monitor import Monitor
-from offbeat_liveness._network.addresses import read_invitation
+from offbeat_liveness._network.peers import read_invitation
 from offbeat_liveness._process import ledger, process_groups
 from offbeat_liveness._process.ledger import LEDGER, Entry
 from offbeat_liveness._settings import Policy, Settings, read_settings
@@ -60,11 +60,7 @@ def _announcing(entry: Callable[..., Any]) -> Callable[..., Any]:
     def enter(*args: Any, **named: Any) -> Any:
         for call in _BEFORE_WORLD.copy():
             call()
-        number = LEDGER.enter(Entry(kind="rendezvous", what=entry.__name__))
-        try:
-            return entry(*args, **named)
-        finally:
-            LEDGER.leave(number)
+        return LEDGER.during(Entry(kind="rendezvous", what=entry.__name__), entry, *args, **named)
 
     enter._offbeat_liveness = True  # type: ignore[attr-defined]
     return enter

@@ -20,8 +20,6 @@ Dump = dict[str, Any]
 
 @dataclass
 class GroupCounters:
-    """The numbers of one group of one process."""
-
     seq: int = 0
     p2p: int = 0
     op: int = 0
@@ -42,7 +40,6 @@ class RankRecorder:
     counters: dict[str, GroupCounters] = field(default_factory=dict)
 
     def collective(self, op: str, group: str = "0", *, state: str = "completed", shape: list[int] = SHAPE) -> None:
-        """One collective by itself."""
         count = self._count(group)
         count.seq += 1
         count.op += 1
@@ -56,7 +53,6 @@ class RankRecorder:
         self._record(group, self._way(op, peer, group), state=state, is_p2p=True)
 
     def batch(self, *calls: tuple[str, int], group: str = "0", state: str = "completed") -> None:
-        """batch_isend_irecv of (op, peer)."""
         count = self._count(group)
         count.p2p += 1
         for op, peer in calls:
@@ -65,7 +61,6 @@ class RankRecorder:
         self._record(group, "coalesced", state=state, shape=None)
 
     def coalesced(self, *ops: str, group: str = "0", state: str = "completed") -> None:
-        """Collectives within `_coalescing_manager`."""
         count = self._count(group)
         count.seq += 1
         for op in ops:
@@ -138,7 +133,6 @@ def _desc(group: str) -> str:
 
 
 def ranks_of(size: int, **groups: list[int]) -> list[RankRecorder]:
-    """A recorder for each rank of a world, with its groups."""
     all_groups = {"0": list(range(size)), **groups}
     return [RankRecorder(rank, all_groups) for rank in range(size)]
 

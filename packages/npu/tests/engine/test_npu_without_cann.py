@@ -73,6 +73,7 @@ def test_a_device_says_what_is_missing() -> None:
     assert "fits torch" in found["npu torch-npu"]
 
 
+@pytest.mark.nightly
 def test_doctor_says_it_too() -> None:
     ended = application("doctor")
     assert ended.returncode == 0, ended.stderr
@@ -82,6 +83,7 @@ def test_doctor_says_it_too() -> None:
     assert "device cpu 1 here" in said
 
 
+@pytest.mark.nightly
 def test_a_run_plans_trains_and_is_reported(job: Path, tmp_path: Path) -> None:
     assert application("plan", str(job)).returncode == 0
     trained = application("train", str(job), "--out", str(tmp_path / "run"))
@@ -151,6 +153,7 @@ def test_training_on_an_npu_is_refused_with_the_devices_there_are(job: Path, tmp
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.nightly
 def test_a_run_is_resumed_and_evaluated(job: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     short = ("--engine.max_updates", "1", "--checkpoint.every", "1")

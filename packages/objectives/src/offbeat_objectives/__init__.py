@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from offbeat_objectives._divergence import Distillation, distill, kl_per_token
     from offbeat_objectives._losses import PolicyLoss, build_loss, sft_loss
     from offbeat_objectives._packing import Packed, aggregate, pack, sequence_of_tokens, unpack
+    from offbeat_objectives._surrogates import PolicyTokens, Surrogate
 
 __all__ = [
     "AlgorithmConfig",
@@ -23,6 +24,8 @@ __all__ = [
     "Distillation",
     "Packed",
     "PolicyLoss",
+    "PolicyTokens",
+    "Surrogate",
     "aggregate",
     "build_loss",
     "check_algorithm",
@@ -39,7 +42,7 @@ __all__ = [
     "unpack",
 ]
 
-_NEED_TORCH = ("_advantages", "_correction", "_divergence", "_losses", "_packing")
+_NEED_TORCH = ("_advantages", "_correction", "_divergence", "_losses", "_packing", "_surrogates")
 
 
 def __getattr__(name: str) -> Any:

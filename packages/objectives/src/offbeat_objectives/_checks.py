@@ -7,13 +7,14 @@ from typing import Final
 
 from offbeat_objectives._config import (
     LOG_RATIO_BOUND,
+    LOSSES,
     REJECTIONS,
     SEQUENCE_LOSSES,
     AlgorithmConfig,
     Preset,
     read_preset,
 )
-from offbeat_types import METADATA_KEY, ConfigError
+from offbeat_types import METADATA_KEY, ConfigError, find_function
 
 GROUP_ADVANTAGES: Final = ("grpo", "dr_grpo", "rloo", "opo")
 LEAST_RATIO: Final = math.exp(-LOG_RATIO_BOUND)
@@ -85,14 +86,18 @@ def _advantage(config: AlgorithmConfig, samples_per_prompt: int) -> Complaints:
 
 
 def _loss(config: AlgorithmConfig) -> Complaints:
+    if config.has_own_loss:
+        find_function("algorithm.loss", config.loss)
+    elif config.loss not in LOSSES:
+        yield f"loss must be one of {', '.join(LOSSES)}, or a function as module:function: got {config.loss!r}"
     for name in ("clip_low", "clip_high"):
         if config.loss == "sapo" and getattr(config, name) is not None:
             yield f"{name} has no effect: sapo has soft gates, set by sapo_tau"
     if config.loss in ("ppo_clip", "gspo", "cispo") and config.clip_range()[0] > 1:
         yield f"clip_low must be at most 1, where the bound 1 - clip_low is 0: got {config.clip_low:g}"
-    if config.dual_clip is not None and config.loss != "ppo_clip":
+    if config.dual_clip is not None and config.loss != "ppo_clip" and not config.has_own_loss:
         yield f"dual_clip has no effect with loss = {config.loss}: it belongs to ppo_clip"
-    if config.sapo_tau and config.loss != "sapo":
+    if config.sapo_tau and config.loss != "sapo" and not config.has_own_loss:
         yield f"sapo_tau has no effect with loss = {config.loss}: it belongs to sapo"
     if config.sapo_tau and (len(config.sapo_tau) != 2 or min(config.sapo_tau) <= 0):
         yield f"sapo_tau must be two numbers above 0: got {list(config.sapo_tau)}"

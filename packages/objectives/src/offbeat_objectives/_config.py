@@ -22,6 +22,7 @@ CORRECTIONS: Final = (
 )
 SEQUENCE_LOSSES: Final = ("gspo", "sapo", "gmpo")
 """Losses that weigh all sequences alike, by their definition."""
+LOSSES: Final = ("ppo_clip", "gspo", "cispo", "sapo", "gmpo")
 DEFAULT_CLIPS: Final = {
     "ppo_clip": (0.2, 0.2),
     "gspo": (3e-4, 4e-4),
@@ -49,8 +50,8 @@ class AlgorithmConfig:
     )
     loss: str = setting(
         "ppo_clip",
-        "The policy objective. sapo has gates where the others clip.",
-        choices=("ppo_clip", "gspo", "cispo", "sapo", "gmpo"),
+        "The policy objective: ppo_clip, gspo, cispo, sapo (gates where the others clip), gmpo, or a Python function "
+        "as module:function, which gets PolicyTokens and this section and returns a Surrogate.",
     )
     clip_low: float | None = setting(
         None,
@@ -167,6 +168,11 @@ class AlgorithmConfig:
         return self.advantage == "remax"
 
     @property
+    def has_own_loss(self) -> bool:
+        """Whether the policy objective is a function that the user wrote."""
+        return ":" in self.loss
+
+    @property
     def resolved_kl_estimator(self) -> str:
         """The KL estimator in use: given, or the usual one of its place."""
         return self.kl_estimator or ("k3" if self.kl_in == "loss" else "k1")
@@ -177,8 +183,8 @@ class AlgorithmConfig:
         return self.aggregation or ("sequence_mean" if self.loss in SEQUENCE_LOSSES else "token_mean")
 
     def clip_range(self) -> tuple[float, float]:
-        """(clip_low, clip_high) in use; the loss must be one that clips."""
-        low, high = DEFAULT_CLIPS[self.loss]
+        """(clip_low, clip_high) in use; those of ppo_clip for a loss of one's own. The loss must be one that clips."""
+        low, high = DEFAULT_CLIPS["ppo_clip" if self.has_own_loss else self.loss]
         return (low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high)
 
 

@@ -14,8 +14,8 @@ from offbeat_objectives._config import AlgorithmConfig, read_preset
 from offbeat_objectives._correction import correct_rollouts
 from offbeat_objectives._divergence import kl_per_token
 from offbeat_objectives._packing import Measure, aggregate, read_metrics, require_tokens
-from offbeat_objectives._surrogates import SURROGATES, PolicyTokens, Surrogate
-from offbeat_types import LossTokens, Metrics, ShapeError
+from offbeat_objectives._surrogates import OBJECTIVES, Objective, PolicyTokens, Surrogate
+from offbeat_types import LossTokens, Metrics, ShapeError, find_function
 
 ADVANTAGES: Final = "advantages"
 OLD: Final = "old_logprobs"
@@ -42,6 +42,11 @@ class PolicyLoss:
     """
 
     config: AlgorithmConfig
+
+    @property
+    def _objective(self) -> Objective:
+        loss = self.config.loss
+        return find_function("algorithm.loss", loss) if self.config.has_own_loss else OBJECTIVES[loss]
 
     @property
     def required_extras(self) -> tuple[str, ...]:
@@ -81,7 +86,7 @@ class PolicyLoss:
             sequence_N=tokens.sequence_N,
             num_sequences=tokens.num_sequences,
         )
-        surrogate = SURROGATES[self.config.loss](policy_tokens, self.config)
+        surrogate = self._objective(policy_tokens, self.config)
         terms = self._terms(tokens, policy_tokens, surrogate)
         loss = torch.stack(list(terms.values())).sum()
         measures: dict[str, Measure] = {"loss/total": (loss, 1.0, "sum")}

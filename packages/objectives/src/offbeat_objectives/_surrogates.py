@@ -148,7 +148,8 @@ def _clipped(ratio_N: Tensor, advantages_N: Tensor, clip_range: tuple[float, flo
     )
 
 
-SURROGATES: Final[dict[str, Callable[[PolicyTokens, AlgorithmConfig], Surrogate]]] = {
+Objective = Callable[[PolicyTokens, AlgorithmConfig], Surrogate]
+OBJECTIVES: Final[dict[str, Objective]] = {
     "ppo_clip": ppo_clip,
     "gspo": gspo,
     "cispo": cispo,

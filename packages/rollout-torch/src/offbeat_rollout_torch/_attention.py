@@ -33,12 +33,10 @@ class Row:
 
     @property
     def block(self) -> "Block":
-        """The memory it lies in."""
         return self.band.blocks[self.index // self.band.block_rows]
 
     @property
     def slot(self) -> int:
-        """Its number in the block."""
         return self.index % self.band.block_rows
 
     @property
@@ -61,15 +59,6 @@ class Block:
 
 
 class Band:
-    """All rows of one capacity.
-
-    Args:
-        capacity: tokens of a row.
-        block_rows: rows of a full block.
-        architecture: of the model.
-        like: a tensor of the dtype and device wanted.
-    """
-
     def __init__(self, capacity: int, block_rows: int, architecture: Architecture, like: Tensor) -> None:
         self.capacity, self.block_rows = capacity, block_rows
         self.rows, self.blocks = list[Row](), list[Block]()
@@ -77,7 +66,6 @@ class Band:
 
     @property
     def num_allocated(self) -> int:
-        """Rows there is memory for."""
         return sum(block.num_rows for block in self.blocks)
 
     @property
@@ -114,12 +102,6 @@ class KVCache:
 
     What is allocated is never more than the budget and one block: while rows move, a row of half the capacity and half
     a block at most are held twice.
-
-    Args:
-        architecture: of the model.
-        budget_tokens: sum of the capacities of all rows in use, at most.
-        max_length: longest sequence.
-        like: a tensor of the dtype and device wanted.
     """
 
     def __init__(self, architecture: Architecture, budget_tokens: int, max_length: int, like: Tensor) -> None:
@@ -134,16 +116,13 @@ class KVCache:
 
     @property
     def allocated_tokens(self) -> int:
-        """Tokens there is memory for."""
         return sum(band.capacity * band.num_allocated for band in self.bands)
 
     @property
     def held_tokens(self) -> int:
-        """Sum of the capacities of all rows in use."""
         return sum(band.capacity * len(band.rows) for band in self.bands)
 
     def band_for(self, length: int) -> Band:
-        """Return the smallest band that holds `length` tokens."""
         return next(band for band in self.bands if band.capacity >= length)
 
     def fits(self, length: int, freed_tokens: int = 0) -> bool:
@@ -151,7 +130,6 @@ class KVCache:
         return self.held_tokens - freed_tokens + self.band_for(length).capacity <= self.budget_tokens
 
     def add(self, length: int) -> Row:
-        """Take a row for `length` tokens."""
         band = self.band_for(length)
         row = Row(band, len(band.rows))
         band.rows.append(row)
@@ -209,7 +187,6 @@ class KVCache:
             band.resize(len(band.rows) + more)
 
     def drop(self) -> None:
-        """Forget all keys and values and give their memory back."""
         for band in self.bands:
             band.drop()
 
@@ -240,7 +217,6 @@ class Attention(Protocol):
 
     def __call__(self, layer: int, qkv_NhD: Tensor) -> Tensor:
         """[N, H + 2 K, D], positions applied, to [N, H * D]."""
-        ...
 
 
 class DecodeAttention:
@@ -328,8 +304,6 @@ def prefill_group(chunk: Chunk) -> tuple[int, int, int]:
 
 
 class _PrefillGroup:
-    """Chunks that attend in one call."""
-
     def __init__(self, chunks: Sequence[Chunk], positions: Tensor, num_kv_heads: int, like: Tensor) -> None:
         self._block, self._num_kv_heads = chunks[0].row.block, num_kv_heads
         counts = [chunk.num_tokens for chunk in chunks]

@@ -23,7 +23,7 @@ from torch import Tensor
 from offbeat_rollout_torch._attention import Attention
 from offbeat_rollout_torch._families import Architecture
 from offbeat_rollout_torch._images import ImageInputs, build_tower
-from offbeat_types import ModelError, list_model_files
+from offbeat_types import ExpectedTensors, ModelError, list_model_files
 from offbeat_weightsync import TensorSpec, dequantize_blocks, is_fp8_weight, quantize_blocks
 
 PACK_FROM_ELEMENTS: Final = 1 << 15
@@ -32,7 +32,6 @@ PACK_FOR_ROWS: Final = 32
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether packed products exist here."""
     is_available: Any = torch.backends.mkldnn.is_available
     on_x86 = platform.machine().lower() in ("x86_64", "amd64")
     if device.type != "cpu" or not on_x86 or not is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
@@ -43,16 +42,7 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class Linear:
-    """y = x W^T + b, with the weight held plain [out, in] or packed, never both for long.
-
-    Args:
-        out_size: rows of the weight.
-        in_size: columns of the weight.
-        bias: whether there is one.
-        like: a tensor of the dtype and device wanted.
-        pack: hold it packed while serving, if it is large enough.
-        shared: use this plain weight, which someone else reads too (tied embeddings), and keep it when packing.
-    """
+    """y = x W^T + b, with the weight held plain [out, in] or packed, never both for long."""
 
     def __init__(
         self, out_size: int, in_size: int, *, bias: bool, like: Tensor, pack: bool, shared: Tensor | None = None
@@ -64,7 +54,6 @@ class Linear:
         self.bias: Tensor | None = like.new_empty(out_size) if bias else None
 
     def weight(self) -> Tensor:
-        """Return the plain weight to write to or read from; it is packed again by `freeze`."""
         if self._plain is None:
             self._plain = self._like.new_empty(self._size) if self._packed is None else self._packed.to_dense()
         if not self._shared:
@@ -90,19 +79,16 @@ class Linear:
         return _packed_product(x, self._packed, self.bias, "none")
 
     def silu(self, x: Tensor) -> Tensor:
-        """Return y * sigmoid(y)."""
         if self._packed is None:
             return F.silu(self(x), inplace=True)
         return _packed_product(x, self._packed, self.bias, "swish")
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
-        """Return y * other, element by element."""
         if self._packed is None:
             return self(x).mul_(other)
         return _packed_product_with(x, other, self._packed, self.bias, "mul")
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """Return y + other."""
         if self._packed is not None:
             return _packed_product_with(x, other, self._packed, self.bias, "add")
         if self.bias is not None:
@@ -146,8 +132,6 @@ class Parameter:
 
 
 class LayerWeights:
-    """One decoder layer."""
-
     def __init__(self, architecture: Architecture, like: Tensor, pack: bool) -> None:
         a = architecture
         q_rows, kv_rows = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
@@ -168,7 +152,6 @@ class LayerWeights:
 
     @property
     def matrices(self) -> tuple[Linear, ...]:
-        """All linear maps."""
         return self.qkv, self.out, self.gate, self.up, self.down
 
     def freeze(self, architecture: Architecture) -> None:
@@ -204,7 +187,6 @@ def _vector(storage: Callable[[], Tensor], size: int, rotary: int = 0) -> Parame
 
 
 def _matrix(name: str, linear: Linear, rows: slice, in_size: int, rotary: int = 0) -> dict[str, Parameter]:
-    """Name the rows of a linear map, and of its bias if it has one."""
     size = rows.stop - rows.start
     found = {f"{name}.weight": Parameter(linear.weight, rows, (size, in_size), rotary)}
     if (bias := linear.bias) is not None:
@@ -213,14 +195,7 @@ def _matrix(name: str, linear: Linear, rows: slice, in_size: int, rotary: int = 
 
 
 class DecoderWeights:
-    """All weights of a model. Made empty; filled by name; `freeze` makes them ready to serve.
-
-    Args:
-        architecture: of the model.
-        dtype: number format held.
-        device: where they are held.
-        pack: hold large matrices packed where the device can.
-    """
+    """All weights of a model. Made empty; filled by name; `freeze` makes them ready to serve."""
 
     def __init__(
         self, architecture: Architecture, dtype: torch.dtype, device: torch.device, *, pack: bool = True
@@ -255,11 +230,6 @@ class DecoderWeights:
         return found
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor held under a Hugging Face name, in its shape.
-
-        Raises:
-            KeyError: no such name.
-        """
         parameter = self.parameters[self.aliases.get(name, name)]
         return parameter.view().reshape(parameter.shape)
 
@@ -285,33 +255,27 @@ class DecoderWeights:
 
 
 class WeightWriter:
-    """Writes named tensors into place and checks that each name comes once, in its shape, and none is missing.
-
-    Args:
-        weights: written in place.
-        error: raised for whatever is wrong.
-        source: where the tensors come from, for the text of the error.
-    """
+    """Writes named tensors into place and checks that each name comes once, in its shape, and none is missing."""
 
     def __init__(self, weights: DecoderWeights, error: type[Exception], source: str) -> None:
         self._weights, self._error, self._source = weights, error, source
-        self.written: set[str] = set()
+        self._expected = ExpectedTensors(source, error)
+
+    @property
+    def has_written(self) -> bool:
+        """Whether anything of what was there is gone."""
+        return bool(self._expected.taken)
 
     def write(self, name: str, tensor: Any) -> None:
-        """Copy one tensor into place, converted to the dtype held."""
-        target = self._weights.aliases.get(name, name)
+        target, taken = self._weights.aliases.get(name, name), self._expected.taken
         parameter = self._weights.parameters.get(target)
-        if parameter is None:
-            raise self._error(f"{self._source}: this model has no tensor {name!r}")
-        if name in self.written:
-            raise self._error(f"{self._source}: the tensor {name!r} came twice")
         source = tensor if isinstance(tensor, Tensor) else torch.as_tensor(tensor)
-        if tuple(source.shape) != parameter.shape:
-            raise self._error(f"{self._source}: {name!r} must have shape {parameter.shape}, got {tuple(source.shape)}")
-        is_tied = target in self.written
-        if not self.written:
+        is_tied, is_first = target in taken and target != name, not taken
+        self._expected.take(name, tuple(source.shape), parameter.shape if parameter else None)
+        assert parameter is not None
+        taken.add(target)
+        if is_first:
             self._weights.discard()
-        self.written |= {name, target}  # what was there is gone, whatever happens now
         view = parameter.view()
         source = source.reshape(view.shape)
         if is_tied and not torch.equal(view, source.to(view)):
@@ -319,11 +283,7 @@ class WeightWriter:
         view.copy_(source)
 
     def finish(self) -> None:
-        """Check that nothing is missing."""
-        missing = [name for name in self._weights.parameters if name not in self.written]
-        if missing:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise self._error(f"{self._source}: missing {', '.join(map(repr, missing[:3]))}{more}")
+        self._expected.finish(self._weights.parameters)
 
 
 def load_weights(weights: DecoderWeights, folder: Path, *, as_fp8: bool = False) -> None:
@@ -333,9 +293,6 @@ def load_weights(weights: DecoderWeights, folder: Path, *, as_fp8: bool = False)
         weights: empty.
         folder: in Hugging Face format.
         as_fp8: round the matrices that FP8 updates will round, too.
-
-    Raises:
-        ModelError: a file is missing or corrupt; a tensor is missing, unknown, or of another shape.
     """
     writer = WeightWriter(weights, ModelError, str(folder))
     for path in list_model_files(folder):

@@ -72,11 +72,7 @@ class TorchRolloutOptions:
 
 
 def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBudget:
-    """What this engine takes of a device: its budget of tokens, or what its samples need up to a share of the memory.
-
-    Raises:
-        ConfigError: options that cannot be.
-    """
+    """What this engine takes of a device: its budget of tokens, or what its samples need, up to a share of memory."""
     options = TorchRolloutOptions.parse(settings.options)
     wanted = (options.kv_cache_tokens or settings.max_running * settings.max_model_len) * needs.token_bytes
     if needs.device_bytes and not options.kv_cache_tokens:
@@ -169,7 +165,6 @@ class TorchRolloutEngine:
         return await self._generate(request, None)
 
     async def stream(self, request: GenerateRequest, tell: TellToken) -> list[Completion]:
-        """See `StreamingEngine`."""
         loop = asyncio.get_running_loop()
 
         def pass_on(sample: int, token: int, logprob: float) -> None:
@@ -190,7 +185,6 @@ class TorchRolloutEngine:
             raise
 
     async def _call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run in the thread that owns the model."""
         return await asyncio.wrap_future(self._worker.thread.call(lambda: function(*arguments)))
 
     async def score(self, request: ScoreRequest) -> list[Floats]:
@@ -222,16 +216,13 @@ class TorchRolloutEngine:
             )
 
     async def abort(self, request_id: str) -> None:
-        """See `RolloutEngine`."""
         await self._call(self._worker.abort, request_id)
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `RolloutEngine`."""
         self.capabilities.check_pause(mode)
         await asyncio.wrap_future(await self._call(self._worker.pause, mode))
 
     async def resume(self) -> None:
-        """See `RolloutEngine`."""
         await self._call(self._worker.resume)
 
     async def update_weights(
@@ -257,11 +248,9 @@ class TorchRolloutEngine:
         await self._call(self._worker.sleep, level)
 
     async def wake(self, tags: tuple[str, ...] = ()) -> None:
-        """See `RolloutEngine`."""
         await self._call(self._worker.wake, wake_tags(tags))
 
     async def health(self) -> EngineHealth:
-        """See `RolloutEngine`."""
         return self._worker.health()
 
     async def close(self) -> None:

@@ -73,11 +73,6 @@ class Architecture:
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """Read `config.json` of a Hugging Face folder.
-
-    Raises:
-        ModelError: no such folder, no readable config, or a family or variant that is not supported.
-    """
     if not folder.is_dir():
         raise ModelError(f"no model folder {folder}; give a folder with config.json, safetensors and a tokenizer")
     config = read_model_json(folder / "config.json")
@@ -184,11 +179,6 @@ def _llama3_scaled(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load `tokenizer.json`.
-
-    Raises:
-        ModelError: missing or unreadable.
-    """
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no tokenizer.json; save the tokenizer into the model folder")

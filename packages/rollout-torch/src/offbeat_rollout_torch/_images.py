@@ -61,14 +61,7 @@ def build_tower(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 class ImageProcessor:
-    """What a model's folder says of images. Holds no weights; may be used from several threads.
-
-    Args:
-        folder: of a vision-language model.
-
-    Raises:
-        BackendError: transformers is not installed.
-    """
+    """What a model's folder says of images. Holds no weights; may be used from several threads."""
 
     def __init__(self, folder: Path) -> None:
         self._backbone = _empty_model(folder, torch.float32).model
@@ -78,11 +71,6 @@ class ImageProcessor:
         self._merged: int = config.vision_config.spatial_merge_size**2
 
     def prepare(self, request: GenerateRequest | ScoreRequest, device: torch.device) -> RequestImages | None:
-        """Prepare the images of a request; None when it has none.
-
-        Raises:
-            DataError: the prompt holds other placeholder tokens than the images take.
-        """
         ids = np.asarray(request.prompt_ids)
         placeholders_M = np.flatnonzero(ids == self._image_id)
         runs = np.split(placeholders_M, np.flatnonzero(np.diff(placeholders_M) > 1) + 1) if len(placeholders_M) else []

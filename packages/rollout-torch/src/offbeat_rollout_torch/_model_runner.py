@@ -33,14 +33,6 @@ HEAD_TOKENS: Final = 256
 
 
 class ModelRunner:
-    """Runs the scheduler's choice through the model.
-
-    Args:
-        scheduler: whose samples run.
-        weights: frozen.
-        stop_criteria: when samples end.
-    """
-
     def __init__(self, scheduler: Scheduler, weights: DecoderWeights, stop_criteria: StopCriteria) -> None:
         self.scheduler, self.weights, self._stop_criteria = scheduler, weights, stop_criteria
         self.version = 0
@@ -67,13 +59,6 @@ class ModelRunner:
         """Score tokens that others have sampled, in a cache that goes when it is done.
 
         It has the room that the samples leave; where that is too little they give up theirs, and are computed again.
-
-        Args:
-            request: checked.
-            images: its images, prepared.
-
-        Raises:
-            ModelError: the weights give logits that are not finite.
         """
         start_s = time.monotonic()
         weights, samples = self.weights, self.scheduler.cache
@@ -159,7 +144,6 @@ class ModelRunner:
 
 
 def _token_range(sample: Sample, num_tokens: int) -> TokenRange:
-    """The next tokens of a sample to compute."""
     return TokenRange(sample.request.images, sample.num_cached, num_tokens)
 
 

@@ -48,8 +48,6 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class Drawn:
-    """One token per sample and its log-probability, nats."""
-
     ids: list[int]
     logprobs: list[float]
 

@@ -56,7 +56,6 @@ class Sample:
 
     @property
     def num_drawn(self) -> int:
-        """Tokens sampled so far."""
         return len(self.logprobs)
 
     @property
@@ -70,7 +69,6 @@ class Sample:
         return len(self.tokens) - self.num_cached
 
     def push(self, token: int, logprob: float, version: int, criteria: StopCriteria) -> None:
-        """Add a drawn token and decide whether it is the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -85,7 +83,6 @@ class Sample:
             self.request.tell(self.index, token, logprob)
 
     def completion(self, tokenizer: Tokenizer) -> Completion:
-        """What the sample became."""
         ids = self.tokens[len(self.request.prompt) :]
         text = tokenizer.decode(ids, skip_special_tokens=True)
         return Completion.join(ids, self.logprobs, [(version, 1) for version in self.versions], self.stop_reason, text)
@@ -99,9 +96,6 @@ class RequestState:
         tokenizer: for stop strings and text.
         images: the request's images, prepared; None without any.
         tell: called for each token in the engine's thread; None: nobody listens.
-
-    Attributes:
-        done: gets the completions, or the error that ended the request.
     """
 
     def __init__(
@@ -123,7 +117,6 @@ class RequestState:
 
     @property
     def is_done(self) -> bool:
-        """Whether every sample has ended."""
         return all(sample.stop_reason for sample in self.samples)
 
     def finish(self) -> None:
@@ -137,11 +130,6 @@ class Scheduler:
     A step is either a prefill (samples with more than one token to compute, up to a token budget) or, when there is
     none, a decoding step of every running sample. What must be computed again, after new weights or after a sample
     was set back for lack of room, is a prefill like any other.
-
-    Args:
-        cache: rows and budget.
-        max_running: samples decoded together at most.
-        max_prefill_tokens: tokens of one prefill step at most; longer prompts take several.
     """
 
     def __init__(self, cache: KVCache, max_running: int, max_prefill_tokens: int) -> None:
@@ -152,12 +140,10 @@ class Scheduler:
         self._hold_admission = False
 
     def add(self, request: RequestState) -> None:
-        """Queue the samples of a request."""
         self.requests[request.request_id] = request
         self.waiting.extend(request.samples)
 
     def remove(self, request: RequestState) -> None:
-        """Forget a request, whatever its samples are doing."""
         del self.requests[request.request_id]
         self._hold_admission = False
         for sample in request.samples:

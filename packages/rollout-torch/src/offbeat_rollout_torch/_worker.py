@@ -110,7 +110,6 @@ class Worker:
         return self._runner.score(request, images)
 
     def abort(self, request_id: str) -> None:
-        """End one request with what it has."""
         scheduler = self._runner.scheduler
         if request := scheduler.requests.get(request_id):
             scheduler.remove(request)
@@ -121,7 +120,6 @@ class Worker:
         self._tell_drained()
 
     def abort_all(self) -> None:
-        """End everything in flight with what it has."""
         for request_id in list(self._runner.scheduler.requests):
             self.abort(request_id)
 
@@ -162,7 +160,7 @@ class Worker:
             writer.finish()
             proof = stream.prove(runner.weights.read)
         except Exception as error:
-            if writer.written:
+            if writer.has_written:
                 self._mark_unusable(f"the update to version {version} failed half way ({error})")
             if isinstance(error, OffbeatError):
                 raise
@@ -214,7 +212,6 @@ class Worker:
         self._asleep -= wanted
 
     def close(self) -> None:
-        """End everything in flight and the thread."""
         self.abort_all()
         for request in self._held:
             request.finish()

@@ -10,31 +10,12 @@ if TYPE_CHECKING:
     from offbeat_rollout_trtllm._engine import TrtllmRolloutEngine
     from offbeat_rollout_trtllm._handles import CudaHandles, HandleFormat
     from offbeat_rollout_trtllm._local_link import LocalLink
-    from offbeat_rollout_trtllm._options import ModelFolder, TrtllmOptions
+    from offbeat_rollout_trtllm._options import TrtllmOptions
     from offbeat_rollout_trtllm._server_link import EngineControl
     from offbeat_rollout_trtllm._versions import SUPPORTED_VERSIONS, USES, Release, Use, find_release
-    from offbeat_rollout_trtllm._weights import ReplicaEngine, ReplicaWeights, is_fp8_weight, plan_flushes
+    from offbeat_rollout_trtllm._weights import ReplicaWeights, is_fp8_weight, plan_flushes
     from offbeat_rollout_trtllm.serve import RolloutApp
-
-_HOMES = {
-    "SUPPORTED_VERSIONS": "_versions",
-    "USES": "_versions",
-    "CudaHandles": "_handles",
-    "EngineControl": "_server_link",
-    "HandleFormat": "_handles",
-    "LocalLink": "_local_link",
-    "ModelFolder": "_options",
-    "Release": "_versions",
-    "ReplicaEngine": "_weights",
-    "ReplicaWeights": "_weights",
-    "RolloutApp": "serve",
-    "TrtllmOptions": "_options",
-    "TrtllmRolloutEngine": "_engine",
-    "Use": "_versions",
-    "find_release": "_versions",
-    "is_fp8_weight": "_weights",
-    "plan_flushes": "_weights",
-}
+    from offbeat_types import ModelFolder
 
 __all__ = [
     "SUPPORTED_VERSIONS",
@@ -45,7 +26,6 @@ __all__ = [
     "LocalLink",
     "ModelFolder",
     "Release",
-    "ReplicaEngine",
     "ReplicaWeights",
     "RolloutApp",
     "TrtllmOptions",
@@ -56,13 +36,17 @@ __all__ = [
     "plan_flushes",
 ]
 
+_HOMES = ("_versions", "_options", "_handles", "_local_link", "_server_link", "serve", "_weights", "_engine")
+"""Modules that hold these names, those that import least first."""
+
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+    homes = _HOMES if name in __all__ else ()
+    for module in homes:
+        found = import_module(f"{__name__}.{module}")
+        if hasattr(found, name):
+            return getattr(found, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -9,10 +9,10 @@ from typing import ClassVar, Final, Self
 import numpy as np
 
 from offbeat_rollout_trtllm._handles import open_cuda_handles
-from offbeat_rollout_trtllm._local_link import EngineLink, LocalLink
-from offbeat_rollout_trtllm._options import ModelFolder, TrtllmOptions, cache_budget
+from offbeat_rollout_trtllm._local_link import LocalLink
+from offbeat_rollout_trtllm._options import TrtllmOptions, cache_budget, load_tokenizer
 from offbeat_rollout_trtllm._requests import InFlight, Sample, check_cut, to_engine_params
-from offbeat_rollout_trtllm._server_link import ServerLink
+from offbeat_rollout_trtllm._server_link import EngineLink, ServerLink
 from offbeat_rollout_trtllm._versions import Release, check_same_torch, find_release, installed_version
 from offbeat_rollout_trtllm._weights import OpenHandles, WeightLoader
 from offbeat_types import (
@@ -22,6 +22,7 @@ from offbeat_types import (
     EngineHealth,
     GenerateRequest,
     LoraAdapter,
+    ModelFolder,
     OffbeatError,
     PauseMode,
     PeerFailedError,
@@ -59,7 +60,7 @@ class TrtllmRolloutEngine:
     ) -> None:
         self._config, self._options = config, TrtllmOptions.parse(config.options)
         self._link, self._release, self._folder = link, release, ModelFolder(config.model_path)
-        self._tokenizer, self._eos_ids = self._folder.tokenizer(), self._folder.eos_ids()
+        self._tokenizer, self._eos_ids = load_tokenizer(self._folder.path), self._folder.eos_ids
         fp8 = self._options.weights == "fp8_blocks"
         if fp8 and self._folder.has_vision:
             raise ConfigError("weights = fp8_blocks is for models of language alone, and this one has a vision_config")
@@ -103,7 +104,7 @@ class TrtllmRolloutEngine:
             PeerFailedError: no server at the address given.
         """
         options = TrtllmOptions.parse(config.options)
-        ModelFolder(config.model_path).tokenizer()  # before minutes pass
+        load_tokenizer(ModelFolder(config.model_path).path)  # before minutes pass
         link: EngineLink
         if options.server:
             link = ServerLink(options.server, deadline_s=options.call_deadline_s)
@@ -147,7 +148,6 @@ class TrtllmRolloutEngine:
     async def _follow(
         self, request: GenerateRequest, sample_id: str, seed: int, sample: Sample, aborted: asyncio.Event
     ) -> None:
-        """Take the engine's tokens until the sample ends, or is told to."""
         self._check_awake()
         room = self._config.max_model_len - len(request.prompt_ids)
         params = to_engine_params(
@@ -190,7 +190,6 @@ class TrtllmRolloutEngine:
             raise OffbeatError(f"the engine has released {', '.join(sorted(self._asleep))}: wake it first")
 
     async def abort(self, request_id: str) -> None:
-        """See `RolloutEngine`."""
         self._in_flight.abort(request_id)
 
     async def pause(self, mode: PauseMode) -> None:
@@ -207,7 +206,6 @@ class TrtllmRolloutEngine:
         await self._in_flight.drained("rollout.pause", self._options.call_deadline_s)
 
     async def resume(self) -> None:
-        """See `RolloutEngine`."""
         self._in_flight.open(PAUSED)
 
     async def update_weights(
@@ -263,7 +261,6 @@ class TrtllmRolloutEngine:
         ]
 
     async def health(self) -> EngineHealth:
-        """See `RolloutEngine`."""
         counts = self._in_flight
         return EngineHealth(
             version=self._version,

@@ -15,12 +15,7 @@ from offbeat_types import WeightSyncError
 
 
 class Packed(NamedTuple):
-    """Handles of some tensors. The engine may open them as long as `tensors` live.
-
-    Args:
-        text: what the engine's worker decodes.
-        tensors: the memory behind the handles.
-    """
+    """Handles of some tensors. The engine may open them as long as `tensors` live."""
 
     text: str
     tensors: tuple[Tensor, ...]
@@ -33,7 +28,6 @@ class HandleFormat(Protocol):
 
     def pack(self, tensors: Sequence[tuple[str, Tensor]]) -> Packed:
         """Make the handles of named tensors, copying to the device what is not there."""
-        ...
 
 
 class CudaHandles:
@@ -67,20 +61,11 @@ class CudaHandles:
 
 
 def encode_handles(handles: list[tuple[str, Any]]) -> str:
-    """Base64 of a pickle: what TensorRT-LLM 1.2 asks for.
-
-    Args:
-        handles: name, and what `reduce_tensor` made: (function, arguments).
-    """
+    """Base64 of a pickle: what TensorRT-LLM 1.2 asks for."""
     return base64.b64encode(pickle.dumps(handles)).decode()
 
 
 def open_cuda_handles(device_ids: Sequence[str]) -> list[HandleFormat]:
-    """Handles for every worker of a replica whose devices this process sees.
-
-    Raises:
-        WeightSyncError: a worker's device is not visible here.
-    """
     seen = [CudaHandles(index) for index in range(torch.cuda.device_count())]
     by_id: dict[str, HandleFormat] = {each.device_id: each for each in seen}
     for device_id in device_ids:
@@ -122,7 +107,6 @@ class ProvenUpdates:
         return "allow_partial_loading" in inspect.signature(load_weights).parameters
 
     def begin_weights(self) -> None:
-        """Forget what a failed update has left."""
         self._arrivals: list[str] = []
 
     def update_weights(self, ipc_handles: dict[str, str] | None = None) -> None:
@@ -145,5 +129,4 @@ class ProvenUpdates:
         return self.weights_device(), list(getattr(self, "_arrivals", []))
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached keys and values."""
         self.engine.reset_prefix_cache()

@@ -1,8 +1,8 @@
-"""What an engine must answer, and an engine in this process: TensorRT-LLM's AsyncLLM, whose workers are Ray actors."""
+"""An engine in this process: TensorRT-LLM's AsyncLLM, whose workers are Ray actors."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol, Self
+from typing import Any, Final, NamedTuple, Self
 
 from offbeat_rollout_trtllm._options import FP8_QUANTIZATION, TrtllmOptions
 from offbeat_rollout_trtllm._versions import Release, find_release, import_engine
@@ -27,68 +27,6 @@ class Delta(NamedTuple):
     stop_reason: int | None = None
 
 
-class EngineLink(Protocol):
-    """An engine of one replica: `LocalLink` in this process, `ServerLink` in another."""
-
-    async def version_of_engine(self) -> str:
-        """TensorRT-LLM's version."""
-        ...
-
-    async def served_version(self) -> int | None:
-        """Policy version it serves; None while it holds no whole set of weights."""
-        ...
-
-    async def device_ids(self) -> list[str]:
-        """The device of each worker."""
-        ...
-
-    def stream(
-        self, sample_id: str, prompt_ids: Sequence[int], params: Mapping[str, Any]
-    ) -> AsyncGenerator[Delta, None]:
-        """Generate one sample; closing the stream ends it. `params` are arguments of TensorRT-LLM's SamplingParams."""
-        ...
-
-    async def abort(self, sample_id: str) -> None:
-        """End a sample now; its stream ends with `cancelled`. Unknown ids are ignored."""
-        ...
-
-    async def supports_partial_loading(self) -> bool:
-        """Whether it can load some of the model's tensors at a time."""
-        ...
-
-    async def begin_weights(self) -> None:
-        """Refuse to generate until `finish_weights`."""
-        ...
-
-    async def update_weights(self, handles: Mapping[str, str]) -> None:
-        """Load the tensors behind the handles of each device."""
-        ...
-
-    async def weight_arrivals(self) -> dict[str, list[str]]:
-        """For each device a checksum of each flush since `begin_weights`, as its worker opened it."""
-        ...
-
-    async def finish_weights(self, version: int) -> None:
-        """Make the weights ready, forget cached keys and values, and serve `version`."""
-        ...
-
-    async def release(self, tags: Sequence[str]) -> None:
-        """Give memory back."""
-        ...
-
-    async def resume(self, tags: Sequence[str]) -> None:
-        """Take memory again."""
-        ...
-
-    async def reset_prefix_cache(self) -> None:
-        """Forget cached keys and values."""
-        ...
-
-    async def close(self) -> None:
-        """Let go of the engine."""
-        ...
-
-
 WORKER: Final = "offbeat_rollout_trtllm.worker.WorkerExtension"
 
 
@@ -97,9 +35,6 @@ def engine_arguments(config: RolloutEngineConfig, options: TrtllmOptions, releas
 
     The sampler is TRTLLMSampler: it honours a request's seed, and its log-probabilities are those at the temperature
     used; those of 1.2's default sampler are at temperature 1.
-
-    Raises:
-        ConfigError: an argument is given that the adapter sets itself.
     """
     sleep_name, sleep_value = release.sleep_argument
     arguments: dict[str, Any] = {
@@ -122,7 +57,7 @@ def engine_arguments(config: RolloutEngineConfig, options: TrtllmOptions, releas
     return arguments | options.engine_args
 
 
-class LocalLink(EngineLink):
+class LocalLink:
     """Generates and loads through an AsyncLLM that has been started. Make it with `start`.
 
     Args:
@@ -171,6 +106,7 @@ class LocalLink(EngineLink):
         return self._engine_version
 
     async def served_version(self) -> int | None:
+        """Policy version it serves; None while it holds no whole set of weights."""
         return None if self.loading else self.version
 
     async def device_ids(self) -> list[str]:
@@ -179,7 +115,7 @@ class LocalLink(EngineLink):
     async def stream(
         self, sample_id: str, prompt_ids: Sequence[int], params: Mapping[str, Any]
     ) -> AsyncGenerator[Delta, None]:
-        """Generate one sample.
+        """Generate one sample; closing the stream ends it. `params` are arguments of TensorRT-LLM's SamplingParams.
 
         Raises:
             WeightSyncError: it holds no whole set of weights.
@@ -205,6 +141,7 @@ class LocalLink(EngineLink):
                 result.abort()
 
     async def abort(self, sample_id: str) -> None:
+        """End a sample now; its stream ends with `cancelled`. Unknown ids are ignored."""
         if (result := self._running.get(sample_id)) is not None:
             result.abort()
 
@@ -213,6 +150,7 @@ class LocalLink(EngineLink):
         return all(await self._on_workers("supports_partial_loading"))
 
     async def begin_weights(self) -> None:
+        """Refuse to generate until `finish_weights`."""
         self.loading = True
         await self._on_workers("begin_weights")
 
@@ -221,9 +159,11 @@ class LocalLink(EngineLink):
         await self._on_workers("update_weights", dict(handles))
 
     async def weight_arrivals(self) -> dict[str, list[str]]:
+        """For each device a checksum of each flush since `begin_weights`, as its worker opened it."""
         return {device: list(checksums) for device, checksums in await self._on_workers("weight_arrivals")}
 
     async def finish_weights(self, version: int) -> None:
+        """Make the weights ready, forget cached keys and values, and serve `version`."""
         await self._on_workers("update_weights", None)  # which forgets cached keys and values too
         self.version, self.loading = version, False
 

@@ -1,4 +1,4 @@
-"""What a user may set of this engine beyond the common settings, and what the adapter reads of a model folder."""
+"""What a user may set of this engine beyond the common settings, and the tokenizer of a model folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +11,7 @@ from offbeat_types import (
     CacheNeeds,
     ModelError,
     RolloutEngineSettings,
-    list_model_files,
-    read_eos_ids,
-    read_model_json,
     read_options,
-    read_tensor_shapes,
     setting,
 )
 
@@ -51,11 +47,7 @@ class TrtllmOptions:
 
 
 def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBudget:
-    """What TensorRT-LLM takes of a device: a share of what the weights leave. See `CacheBudget`.
-
-    Raises:
-        ConfigError: options that cannot be.
-    """
+    """What TensorRT-LLM takes of a device: a share of what the weights leave. See `CacheBudget`."""
     options = TrtllmOptions.parse(settings.options)
     left = max(needs.device_bytes - needs.weight_bytes, 0)
     advice = "a larger {0}.tensor_parallel, a smaller {0}.max_model_len, or a larger kv_cache_fraction in {0}.options"
@@ -71,39 +63,9 @@ FP8_QUANTIZATION: Final = {
 """As DeepSeek-V3's config.json has it; TensorRT-LLM reads it as FP8_BLOCK_SCALES."""
 
 
-class ModelFolder:
-    """A Hugging Face model folder.
-
-    Args:
-        path: holds config.json, tokenizer.json and safetensors.
-
-    Raises:
-        ModelError: something is missing or unreadable.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser()
-        self.config = read_model_json(self.path / "config.json")
-        text = self.config.get("text_config", self.config)
-        self.vocab_size = int(text.get("vocab_size", 0))
-        self.tied = bool(self.config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
-
-    @property
-    def has_vision(self) -> bool:
-        """Whether the model sees: only then is an engine asked whether it loads in parts."""
-        return "vision_config" in self.config
-
-    def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a sample."""
-        return tuple(sorted(read_eos_ids(self.path)))
-
-    def tokenizer(self) -> Tokenizer:
-        """For stop strings and text."""
-        try:
-            return Tokenizer.from_file(str(self.path / "tokenizer.json"))
-        except Exception as error:  # tokenizers raises nothing more precise
-            raise ModelError(f"{self.path}: tokenizer.json is missing or unreadable: {error}") from error
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of each tensor, from the headers of the safetensors files."""
-        return {name: shape for file in list_model_files(self.path) for name, shape in read_tensor_shapes(file).items()}
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """For stop strings and text."""
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises nothing more precise
+        raise ModelError(f"{folder}: tokenizer.json is missing or unreadable: {error}") from error

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -41,12 +41,6 @@ def to_engine_params(params: SamplingParams, *, seed: int, eos_ids: Iterable[int
 
     The end of sequence is given as a stop token, for then the token stays in the output; stop strings are found by the
     adapter, because the engine compares tokens and would miss a string that lies across a token border.
-
-    Args:
-        params: what was asked for, checked.
-        seed: of this sample; what 64 bits hold of it is used.
-        eos_ids: tokens that end a sample.
-        max_tokens: room there is.
     """
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
     chosen: dict[str, Any] = {
@@ -67,11 +61,7 @@ def to_engine_params(params: SamplingParams, *, seed: int, eos_ids: Iterable[int
 
 
 def check_cut(params: SamplingParams, *, allow_cut: bool) -> None:
-    """Refuse a cut that the engine would change, and one that its log-probabilities do not show, if not allowed.
-
-    Raises:
-        ConfigError: with the parameters.
-    """
+    """Refuse a cut that the engine would change, and one that its log-probabilities do not show, if not allowed."""
     if params.top_k > MAX_TOP_K:
         raise ConfigError(f"top_k must be at most {MAX_TOP_K}, to which TensorRT-LLM clips it, got {params.top_k}")
     is_cut = params.top_p < 1 or params.top_k > 1 or params.min_p > 0
@@ -87,17 +77,11 @@ LOOK_BACK_TOKENS: Final = 8
 
 
 class Sample:
-    """Adds up the deltas of one sample.
+    """Adds up the deltas of one sample."""
 
-    Args:
-        params: what was asked for.
-        eos_ids: tokens that end a sample as `eos`.
-        tokenizer: for stop strings and text.
-    """
-
-    def __init__(self, params: SamplingParams, eos_ids: Sequence[int], tokenizer: Tokenizer) -> None:
+    def __init__(self, params: SamplingParams, eos_ids: frozenset[int], tokenizer: Tokenizer) -> None:
         self._stops, self._tokenizer = params.stop, tokenizer
-        self._eos_ids = frozenset(() if params.ignore_eos else eos_ids) - frozenset(params.stop_token_ids)
+        self._eos_ids = (frozenset() if params.ignore_eos else eos_ids) - frozenset(params.stop_token_ids)
         self._window = max((len(stop.encode()) for stop in params.stop), default=0) + LOOK_BACK_TOKENS
         self.ids: list[int] = []
         self._logprobs: list[float] = []
@@ -156,12 +140,10 @@ class InFlight:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which there was something to decode."""
         return self._busy_s + (time.monotonic() - self._busy_since_s if self.num_running else 0.0)
 
     @property
     def request_ids(self) -> list[str]:
-        """Requests that have not returned."""
         return list(self._aborts)
 
     def shut(self, reason: str) -> None:
@@ -175,11 +157,7 @@ class InFlight:
 
     @asynccontextmanager
     async def request(self, request_id: str) -> AsyncIterator[asyncio.Event]:
-        """A request's life; the event is set when it is to end.
-
-        Raises:
-            OffbeatError: a request of this id is in flight.
-        """
+        """A request's life; the event is set when it is to end."""
         if request_id in self._aborts:
             raise OffbeatError(f"request_id {request_id!r} is in flight already; give each request its own")
         self._aborts[request_id] = aborted = asyncio.Event()
@@ -218,11 +196,6 @@ class InFlight:
             self._tell()
 
     async def drained(self, waiting: str, deadline_s: float) -> None:
-        """Return when no sample is at the engine.
-
-        Raises:
-            DeadlineError: some still are.
-        """
         try:
             async with asyncio.timeout(deadline_s):
                 while self.num_running:

@@ -12,7 +12,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final
 
 from offbeat_liveness import waiting
-from offbeat_rollout_trtllm._local_link import Delta, EngineLink
+from offbeat_rollout_trtllm._local_link import Delta, LocalLink
 from offbeat_types import ConfigError, DeadlineError, PeerFailedError, WeightSyncError
 
 TOKEN_VARIABLE: Final = "OFFBEAT_TRTLLM_TOKEN"
@@ -23,16 +23,6 @@ MAX_ERROR_CHARS: Final = 400
 
 
 class HttpEngine:
-    """One engine server.
-
-    Args:
-        address: host:port.
-        deadline_s: for each answer, or each line of one.
-
-    Raises:
-        ConfigError: the address is none.
-    """
-
     def __init__(self, address: str, *, deadline_s: float) -> None:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
@@ -42,16 +32,10 @@ class HttpEngine:
 
     @property
     def label(self) -> str:
-        """For people."""
         return f"the TensorRT-LLM server {self.address}"
 
     async def call(self, method: str, path: str, body: Any = None) -> Any:
-        """Send a request, and return the JSON it is answered with; None for an empty answer.
-
-        Raises:
-            PeerFailedError: the server is not there, dies, or refuses, with what it says.
-            DeadlineError: it does not answer.
-        """
+        """Send a request, and return the JSON it is answered with; None for an empty answer."""
         async with self._named(f"{method} {path}"):
             reader, writer = await self._open(method, path, body)
             try:
@@ -105,7 +89,6 @@ class HttpEngine:
         return reader, writer
 
     async def _take_head(self, reader: asyncio.StreamReader, name: str) -> None:
-        """Read up to the body of a good answer."""
         status = (await reader.readline()).split(maxsplit=2)
         if len(status) < 2:
             raise ConnectionResetError("the connection ended before an answer came")
@@ -116,20 +99,14 @@ class HttpEngine:
             raise PeerFailedError(self.label, f"{name} was refused with {status[1].decode()}: {text}")
 
 
-class ServerLink(EngineLink):
-    """Generates and loads over HTTP.
-
-    Args:
-        address: host:port.
-        deadline_s: for each answer, and between two tokens.
-    """
+class ServerLink:
+    """What `LocalLink` is, over HTTP."""
 
     def __init__(self, address: str, *, deadline_s: float) -> None:
         self._engine = HttpEngine(address, deadline_s=deadline_s)
 
     @property
     def label(self) -> str:
-        """For people."""
         return self._engine.label
 
     async def version_of_engine(self) -> str:
@@ -145,12 +122,6 @@ class ServerLink(EngineLink):
     async def stream(
         self, sample_id: str, prompt_ids: Sequence[int], params: Mapping[str, Any]
     ) -> AsyncGenerator[Delta, None]:
-        """Generate one sample.
-
-        Raises:
-            WeightSyncError: the engine refuses: it holds no whole set of weights.
-            PeerFailedError: the server died, or its stream ended early.
-        """
         body = {"sample_id": sample_id, "prompt_ids": list(prompt_ids), "params": dict(params)}
         async with aclosing(self._engine.lines("/offbeat/generate", body)) as lines:
             async for line in lines:
@@ -197,6 +168,9 @@ class ServerLink(EngineLink):
 
     async def _post(self, path: str, body: Any = None) -> None:
         await self._engine.call("POST", path, body)
+
+
+EngineLink = LocalLink | ServerLink
 
 
 class EngineControl:

@@ -55,11 +55,6 @@ CONTAINER: Final = "NVIDIA's tensorrt-llm release container, tag 1.2.0 or 1.2.1"
 
 
 def installed_version() -> str:
-    """The version of TensorRT-LLM in this environment.
-
-    Raises:
-        BackendError: there is none.
-    """
     try:
         return metadata.version("tensorrt-llm")
     except metadata.PackageNotFoundError:
@@ -69,11 +64,7 @@ def installed_version() -> str:
 
 
 def check_same_torch() -> None:
-    """See whether an engine could run in this process: its wheels pin a torch.
-
-    Raises:
-        ConfigError: no series in the table pins the torch that is here.
-    """
+    """See whether an engine could run in this process: its wheels pin a torch."""
     found, releases = metadata.version("torch"), SUPPORTED_VERSIONS.values()
     if not any(found.startswith(f"{each.torch}.") for each in releases):
         pinned = ", ".join(f"TensorRT-LLM {each.series} pins torch {each.torch}" for each in releases)
@@ -199,11 +190,6 @@ USES: Final = (
 
 
 def import_engine(module: str = "tensorrt_llm") -> ModuleType:
-    """Import a module of TensorRT-LLM.
-
-    Raises:
-        BackendError: it is not installed, with what to do.
-    """
     try:
         return import_module(module)
     except ImportError as error:

@@ -9,16 +9,15 @@ group, never by global rank 0. So every rank makes the same calls, and an error 
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from offbeat_mesh import Mesh
 from offbeat_rollout_trtllm._handles import HandleFormat, Packed, tensors_checksum
-from offbeat_rollout_trtllm._local_link import EngineLink
-from offbeat_rollout_trtllm._options import ModelFolder
-from offbeat_types import OffbeatError, WeightProof, WeightStream, WeightSyncError
+from offbeat_rollout_trtllm._server_link import EngineControl, EngineLink
+from offbeat_types import ExpectedTensors, ModelFolder, OffbeatError, WeightProof, WeightStream, WeightSyncError
 from offbeat_weightsync import BucketPlan, TensorSpec, describe_tensors, quantize_tensors
 from offbeat_weightsync import is_fp8_weight as is_fp8_matrix
 
@@ -81,10 +80,6 @@ class WeightLoader:
 
         The stream's proof is of copies in host memory, kept until then: the engine fuses and splits what it loads, so
         it cannot be read back by name.
-
-        Raises:
-            WeightSyncError: a name, a shape or the count differs, or a worker opened other bytes. The engine then
-                refuses to serve until a whole update arrives.
         """
         if self._in_parts is None:
             self._in_parts = not self._folder.has_vision or await self._link.supports_partial_loading()
@@ -95,32 +90,20 @@ class WeightLoader:
         flushes = self._flushes(self._checked(stream, held))
         while (packed := await asyncio.to_thread(_pack_next, flushes, formats, checksums)) is not None:
             await self._link.update_weights({device: each.text for device, each in packed.items()})
-        self._check_complete(held)
         proof = await asyncio.to_thread(stream.prove, _reader(held))
         _compare(await self._link.weight_arrivals(), [each.device_id for each in formats], checksums)
         await self._link.finish_weights(version)
         return proof
 
     def _checked(self, stream: WeightStream, held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The stream's tensors, copied, each known to the model and in its shape, none twice."""
-        shapes = self._folder.shapes()
-        alias = {"lm_head.weight": "model.embed_tokens.weight"} if self._folder.tied else {}
+        """The stream's tensors, copied, each known to the model and in its shape, none twice, all of them there."""
+        expected = ExpectedTensors(f"weight stream of version {stream.version}")
         for name, tensor in stream:
-            shape = shapes.get(name, shapes.get(alias.get(name, "")))
-            if shape is None:
-                raise WeightSyncError(f"{name}: this model has no such tensor")
-            if name in held:
-                raise WeightSyncError(f"{name}: the tensor came twice")
             source = tensor if isinstance(tensor, Tensor) else torch.as_tensor(tensor)
-            if tuple(source.shape) != shape:
-                raise WeightSyncError(f"{name}: must have shape {shape}, got {tuple(source.shape)}")
+            expected.take(name, tuple(source.shape), self._folder.shape_of(name), self._folder.stored_name(name))
             held[name] = source.detach().to("cpu", copy=True)
             yield name, held[name]
-
-    def _check_complete(self, held: Mapping[str, Tensor]) -> None:
-        wanted = self._folder.shapes().keys() - ({"lm_head.weight"} if self._folder.tied else set())
-        if missing := sorted(wanted - held.keys()):
-            raise WeightSyncError(f"{missing[0]} and {len(missing) - 1} more tensors of the model did not come")
+        expected.finish(self._folder.shapes)
 
     def _flushes(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
         """Tensors that go together: up to a bucket, or all of them where the engine cannot load in parts."""
@@ -166,30 +149,6 @@ def _compare(arrived: Mapping[str, list[str]], device_ids: Sequence[str], checks
             )
 
 
-class ReplicaEngine(Protocol):
-    """The engine as a replica's leader needs it; `EngineControl` is one."""
-
-    def supports_partial_loading(self) -> bool:
-        """Whether it can load some of the model's tensors at a time."""
-        ...
-
-    def begin_weights(self) -> None:
-        """Stop serving until `finish_weights`."""
-        ...
-
-    def update_weights(self, handles: Mapping[str, str]) -> None:
-        """Load the tensors behind the handles of each device."""
-        ...
-
-    def weight_arrivals(self) -> dict[str, list[str]]:
-        """For each device a checksum of each flush since `begin_weights`, as its worker opened it."""
-        ...
-
-    def finish_weights(self, version: int) -> None:
-        """Serve `version`."""
-        ...
-
-
 class ReplicaWeights:
     """Sends the trainer's weights to the engine of this rank's replica. All ranks of the mesh make it.
 
@@ -208,7 +167,7 @@ class ReplicaWeights:
         self,
         mesh: Mesh,
         plan: BucketPlan,
-        engine: ReplicaEngine,
+        engine: EngineControl,
         handles: HandleFormat,
         *,
         has_vision: bool,
@@ -263,7 +222,6 @@ class ReplicaWeights:
         return self._in_parts
 
     def _flush(self, tensors: Iterator[tuple[str, Tensor]], indices: tuple[int, ...]) -> str:
-        """Hand over the handles of some tensors; they are kept until the engine has loaded them."""
         packed, checksum, failure = self._pack(tensors, indices)
         message = {"error": str(failure)} if packed is None else {self._handles.device_id: packed.text}
         gathered: list[Any] | None = self._group.gather_data(message, deadline_s=self._deadline_s)
@@ -297,7 +255,6 @@ class ReplicaWeights:
         return name, tensor
 
     def _join(self, gathered: list[dict[str, str]]) -> dict[str, str]:
-        """The handles of all ranks; runs on the leader."""
         joined: dict[str, str] = {}
         for rank, message in zip(self._group.ranks, gathered, strict=True):
             if "error" in message:

@@ -81,7 +81,6 @@ class RolloutApp:
             await self._inner(scope, receive, send)
 
     async def _stream(self, body: Any, receive: Receive, send: Send) -> None:
-        """Send a line for each delta; a client that goes away ends its sample."""
         leaving = asyncio.create_task(self._abort_when_gone(body["sample_id"], receive))
         try:
             await _send_head(send, 200, b"application/x-ndjson")
@@ -136,17 +135,7 @@ def _part(text: str, *, more: bool) -> Message:
 
 
 async def serve(config: RolloutEngineConfig, *, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """Start the engine and serve it until the process is told to end.
-
-    Args:
-        config: as for the engine in this process; `options.server` is left out.
-        host: address to listen on.
-        port: to listen on.
-
-    Raises:
-        ConfigError: another address than loopback, and no token.
-        BackendError: TensorRT-LLM is not installed, or of a version that is not supported.
-    """
+    """Start the engine and serve it until the process is told to end."""
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token and not _is_loopback(host):
         raise ConfigError(

@@ -15,11 +15,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from offbeat_rollout_vllm._model_folder import FolderStream, ModelFolder
 from offbeat_rollout_vllm._options import SHARED_MEMORY, AdapterLimits
-from offbeat_rollout_vllm._updates import Readback
+from offbeat_rollout_vllm._updates import FolderStream, Readback
 from offbeat_rollout_vllm._workers import Arena, Workers
-from offbeat_types import ConfigError, LoraAdapter, ModelError, OffbeatError, WeightProof, WeightStream, WeightSyncError
+from offbeat_types import (
+    ConfigError,
+    LoraAdapter,
+    ModelError,
+    ModelFolder,
+    OffbeatError,
+    WeightProof,
+    WeightStream,
+    WeightSyncError,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,12 +59,6 @@ class Adapters:
         self.touched = False
 
     def number(self, name: str) -> int:
-        """Return vLLM's number of an adapter that serves.
-
-        Raises:
-            ConfigError: there is none of that name.
-            WeightSyncError: its last update failed.
-        """
         if name in self._broken:
             raise WeightSyncError(f"the adapter {name!r} has no usable weights: {self._broken[name]}; send it again")
         if name not in self._numbers:
@@ -65,11 +67,7 @@ class Adapters:
         return self._numbers[name]
 
     def check_room(self, name: str) -> None:
-        """Refuse one adapter too many, which vLLM would put in another's place.
-
-        Raises:
-            ConfigError: there is no room.
-        """
+        """Refuse one adapter too many, which vLLM would put in another's place."""
         if name not in self._numbers and len(self._numbers) >= self._limits.num_adapters:
             raise ConfigError(
                 f"the engine holds {self._limits.num_adapters} adapters and has {', '.join(map(repr, self._numbers))}: "
@@ -77,12 +75,7 @@ class Adapters:
             )
 
     def load(self, adapter: LoraAdapter, stream: WeightStream, source: str) -> WeightProof:
-        """Take an adapter and prove what is held. `touched` says whether anything was changed before a failure.
-
-        Raises:
-            WeightSyncError: a name, shape, count or checksum differs, or the stream failed.
-            DeadlineError, PeerFailedError: the workers cannot be relied on any more.
-        """
+        """Take an adapter and prove what is held. `touched` says whether anything was changed before a failure."""
         self.touched = False
         try:
             sent = self._take(stream, source)
@@ -125,29 +118,19 @@ class Adapters:
         return sent
 
     def mark_unusable(self, name: str, reason: str) -> None:
-        """Serve nothing with an adapter until it comes again."""
         self._broken[name] = reason
 
     def mark_all_unusable(self, reason: str) -> None:
-        """Serve nothing with any adapter until it comes again."""
         self._broken |= dict.fromkeys(self._numbers, reason)
 
     def drop(self, name: str) -> None:
-        """Forget an adapter."""
         self._broken.pop(name, None)
         if name in self._numbers:
             self._workers.call("drop_adapter", number=self._numbers.pop(name))
 
 
 class AdapterReadback:
-    """A function from a tensor's name to what the engine holds, as the sender would have to have sent it.
-
-    Args:
-        sent: by name.
-        scaled: what vLLM was given for each.
-        readback: of this adapter.
-        max_rank: to which vLLM pads.
-    """
+    """A function from a tensor's name to what the engine holds, as the sender would have to have sent it."""
 
     def __init__(
         self, sent: "Mapping[str, Tensor]", scaled: "Mapping[str, Tensor]", readback: Readback, max_rank: int
@@ -165,11 +148,7 @@ class AdapterReadback:
         return padded
 
     def __call__(self, name: str) -> "Tensor":
-        """The tensor as it was sent, in the engine's number format, if the engine holds what follows from it.
-
-        Raises:
-            WeightSyncError: it holds something else, be it in the padding, where an adapter before it may be left.
-        """
+        """The tensor as it was sent, in the engine's number format, if the engine holds what follows from it."""
         held = self._readback(name)
         wanted = self._padded(name, self._scaled[name]).to(held.dtype)
         if not held.allclose(wanted, rtol=0.0, atol=0.0, equal_nan=True):
@@ -186,9 +165,6 @@ def check_adapter_shapes(
         found: shape of each tensor of the adapter, by PEFT's name.
         shape_of: gives the shape of a tensor of the model by its Hugging Face name, or None.
         source: who sends, for the error.
-
-    Raises:
-        WeightSyncError: a name is of no LoRA matrix, its layer unknown, its partner missing, or its shape another.
     """
     if not found:
         raise WeightSyncError(f"{source}: an adapter needs tensors, got none")
@@ -240,14 +216,6 @@ def read_peft_adapter(folder: Path, name: str, version: int) -> tuple[LoraAdapte
 
     Source: https://github.com/huggingface/peft, peft/tuners/lora/config.py (LoraConfig) and docs/source/
     developer_guides/checkpoint.md (adapter_config.json, adapter_model.safetensors).
-
-    Args:
-        folder: with adapter_config.json and adapter_model.safetensors.
-        name: what requests will call it.
-        version: policy version.
-
-    Raises:
-        ModelError: a file is missing or corrupt, holds numbers that are not finite, or it is no plain LoRA.
     """
     adapter = LoraAdapter(name=name, scale=_scale(_read_config(folder / CONFIG), folder))
     tensors = _read_weights(folder / WEIGHTS)

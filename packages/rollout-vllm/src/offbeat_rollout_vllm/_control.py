@@ -26,12 +26,7 @@ from offbeat_types import (
 
 
 class EngineControl:
-    """Changes one engine. Its methods but `run` and `close` are for `run`.
-
-    Attributes:
-        served: the versions after each update.
-        version: of the last update.
-    """
+    """Changes one engine. Its methods but `run` and `close` are for `run`."""
 
     def __init__(
         self, form: EngineForm, workers: Workers, requests: Requests, loader: WeightLoader, adapters: Adapters
@@ -46,9 +41,6 @@ class EngineControl:
         """Run a method when those asked for before it have ended.
 
         A caller that gives up before its turn takes the call back; one that has begun goes on.
-
-        Raises:
-            OffbeatError: the engine is closed.
         """
         try:
             future = self._thread.submit(function, *arguments)
@@ -79,7 +71,6 @@ class EngineControl:
         return drained
 
     def resume(self) -> None:
-        """Sample again."""
         if self._requests.unusable and not self._requests.asleep:
             self._owned(self._requests.abort_all)
         self._thaw()
@@ -119,13 +110,11 @@ class EngineControl:
         return proof
 
     def drop_adapter(self, name: str) -> None:
-        """Forget an adapter that no request uses."""
         if self._owned(self._requests.use, name):
             raise OffbeatError(f"requests in flight use the adapter {name!r}: abort them or wait for them first")
         self._adapters.drop(name)
 
     def sleep(self, level: int) -> None:
-        """Give memory back."""
         if "weights" in self._requests.asleep:
             raise OffbeatError("the rollout engine sleeps already: wake it before it sleeps again")
         self._freeze()
@@ -159,15 +148,9 @@ class EngineControl:
             self._frozen = False
 
     def _owned(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run in the thread that owns the engine."""
         return self._wait(self._form.run(lambda: function(*arguments)), function.__name__)
 
     def _wait(self, future: "Future[Any]", name: str) -> Any:
-        """What the engine answers.
-
-        Raises:
-            DeadlineError: it does not, and can no longer be relied on.
-        """
         deadline_s = self._workers.deadline_s
         try:
             return future.result(deadline_s + GRACE_S)
@@ -192,7 +175,6 @@ class ServedVersions:
 
     @property
     def next_label(self) -> int:
-        """Label of the next update."""
         return len(self._after)
 
     def update(self, version: int, adapter: str = MODEL) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from offbeat_rollout_vllm._adapters import Adapters, read_peft_adapter
 from offbeat_rollout_vllm._control import EngineControl
-from offbeat_rollout_vllm._model_folder import read_blocks
+from offbeat_rollout_vllm._fp8_blocks import read_blocks
 from offbeat_rollout_vllm._options import remove_shared_memory
 from offbeat_rollout_vllm._requests import (
     Requests,
@@ -62,7 +62,7 @@ class VllmRolloutEngine:
     cache_budget = staticmethod(cache_budget)
 
     def __init__(self, config: RolloutEngineConfig) -> None:
-        setup = self._setup = Setup.read(config)
+        setup = self._setup = Setup(config)
         self.notices, self.capabilities = setup.notices, setup.capabilities
         for notice in self.notices:
             logger.warning(notice)
@@ -178,11 +178,9 @@ class VllmRolloutEngine:
             raise
 
     async def _owned(self, function: Any, *arguments: Any) -> Any:
-        """Run in the thread that owns the engine."""
         return await asyncio.wrap_future(self._form.run(lambda: function(*arguments)))
 
     async def abort(self, request_id: str) -> None:
-        """See `RolloutEngine`."""
         await self._owned(self._requests.abort, request_id)
 
     # Pausing
@@ -198,7 +196,6 @@ class VllmRolloutEngine:
         await asyncio.wrap_future(await self._control.run(self._control.pause, mode))
 
     async def resume(self) -> None:
-        """See `RolloutEngine`."""
         await self._control.run(self._control.resume)
 
     # Weights
@@ -240,7 +237,6 @@ class VllmRolloutEngine:
         return await self.update_weights(stream, version, adapter=adapter)
 
     async def drop_adapter(self, name: str) -> None:
-        """See `RolloutEngine`."""
         if not name or not self.capabilities.lora:
             return
         await self._control.run(self._control.drop_adapter, name)
@@ -253,13 +249,11 @@ class VllmRolloutEngine:
         await self._control.run(self._control.sleep, level)
 
     async def wake(self, tags: tuple[str, ...] = ()) -> None:
-        """See `RolloutEngine`."""
         await self._control.run(self._control.wake, wake_tags(tags))
 
     # Life
 
     async def begin_trace(self) -> None:
-        """See `TracingEngine`."""
         await asyncio.to_thread(self._setup.traces.begin, self._workers)
 
     async def end_trace(self) -> list[Path]:
@@ -267,7 +261,6 @@ class VllmRolloutEngine:
         return await asyncio.to_thread(self._setup.traces.end, self._workers)
 
     async def health(self) -> EngineHealth:
-        """See `RolloutEngine`."""
         table = self._table
         return EngineHealth(
             version=self._control.version,

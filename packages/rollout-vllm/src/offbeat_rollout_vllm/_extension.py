@@ -53,8 +53,6 @@ class WorkerExtension:
 
 
 class WorkerSide:
-    """What one worker keeps for us between two calls."""
-
     def __init__(self, worker: Any) -> None:
         self._worker, self._model = worker, worker.model_runner.get_model()
         self._dtype = worker.model_config.dtype
@@ -65,7 +63,6 @@ class WorkerSide:
         self._arena: Arena | None = None
 
     def describe(self) -> dict[str, Any]:
-        """What this worker is."""
         lora = self._worker.model_runner.lora_config
         return {
             "pid": os.getpid(),
@@ -76,7 +73,6 @@ class WorkerSide:
         }
 
     def attach(self, address: str, num_bytes: int) -> None:
-        """Open the arena that tensors come and go through."""
         if self._arena is not None:
             self._arena.close()
         self._arena = Arena.attach(address, num_bytes)
@@ -87,7 +83,6 @@ class WorkerSide:
         return [[list(place.shape), place.dim, place.pieces] for place in places]
 
     def begin(self) -> None:
-        """Make ready for new weights."""
         forget_kernels(self._model)
         with self._config():
             import_module(RELOAD).initialize_layerwise_reload(self._model)
@@ -134,11 +129,9 @@ class WorkerSide:
         self._worker.model_runner.add_lora(request)
 
     def drop_adapter(self, number: int) -> None:
-        """Forget an adapter."""
         self._worker.model_runner.remove_lora(number)
 
     def begin_trace(self) -> None:
-        """Trace this worker."""
         self._worker.profile(True, "trace")
 
     def end_trace(self) -> str:
@@ -252,11 +245,7 @@ class CpuSleep:
 
 
 def give_back(tensors: Iterable[Tensor]) -> None:
-    """Give the pages of tensors back to the system; whole ones alone, as their neighbours are others'.
-
-    Raises:
-        OSError: the system refuses.
-    """
+    """Give the pages of tensors back to the system; whole ones alone, as their neighbours are others'."""
     for tensor in tensors:
         storage = tensor.untyped_storage()
         first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -37,13 +37,7 @@ DEAD_CHECK_S: Final = 1.0
 
 
 class EngineForm(ABC):
-    """vLLM, with one thread that owns it. `run` may be called from any thread, the others as each says.
-
-    Args:
-        arguments: for vLLM's EngineArgs.
-        variables: environment of it and its child processes while they start, where the user has set nothing else.
-        required: the same, whatever the user has set.
-    """
+    """vLLM, with one thread that owns it. `run` may be called from any thread, the others as each says."""
 
     def __init__(self, arguments: Mapping[str, Any], variables: Mapping[str, str], required: Mapping[str, str]) -> None:
         self._arguments, self._variables, self._required = arguments, variables, required
@@ -52,7 +46,6 @@ class EngineForm(ABC):
         self._on_failure: OnFailure
 
     def start(self, on_delta: OnDelta, on_failure: OnFailure) -> "Future[None]":
-        """Start the engine; done when it serves."""
         self._on_delta, self._on_failure = on_delta, on_failure
         return self._start_thread()
 
@@ -88,7 +81,6 @@ class EngineForm(ABC):
         """Sample again."""
 
     def call_workers(self, text: str, deadline_s: float) -> "Future[list[str]]":
-        """Call `WORKER_METHOD` of all workers; their replies in order of rank."""
         return self._ask(lambda: self._engine.collective_rpc(WORKER_METHOD, deadline_s, (text,)))
 
     @abstractmethod
@@ -96,15 +88,12 @@ class EngineForm(ABC):
         """Drop every cached key and value and label what is sampled from now on. Only while frozen."""
 
     def sleep(self, level: int) -> "Future[None]":
-        """Give memory back."""
         return self._ask(lambda: self._engine.sleep(level, "keep"))
 
     def wake(self, tags: tuple[str, ...]) -> "Future[None]":
-        """Take memory again."""
         return self._ask(lambda: self._engine.wake_up(list(tags) or None))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids without special tokens. From any thread."""
         return str(self._engine.get_tokenizer().decode(list(ids), skip_special_tokens=True))
 
     @abstractmethod
@@ -281,11 +270,7 @@ class AsyncForm(EngineForm):
         return future
 
     async def _unless_dead(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """What vLLM answers. A call to an engine core that has died meanwhile is left unanswered by vLLM for ever.
-
-        Raises:
-            PeerFailedError: it has died.
-        """
+        """What vLLM answers. A call to an engine core that has died meanwhile is left unanswered by vLLM for ever."""
         answer = self._loop.create_task(call)
         try:
             while not (await asyncio.wait({answer}, timeout=DEAD_CHECK_S))[0]:

@@ -30,14 +30,6 @@ class Renaming:
     since: str
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def _nothing(_value: Any) -> None:
-    return None
-
-
 RENAMED: Final[Mapping[str, Renaming]] = {
     "disable_mm_preprocessor_cache": Renaming("mm_processor_cache_gb", lambda off: 0 if off else None, "0.13"),
 }
@@ -48,9 +40,6 @@ def rename_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
 
     Returns:
         The options under their new names, and one notice for each that was renamed.
-
-    Raises:
-        ConfigError: the old and the new name are both given.
     """
     renamed, notices = {name: value for name, value in options.items() if name not in RENAMED}, list[str]()
     for old in [name for name in options if name in RENAMED]:
@@ -164,13 +153,6 @@ def drop_expert_layouts(options: VllmRolloutOptions) -> tuple[VllmRolloutOptions
 
 
 def engine_arguments(config: RolloutEngineConfig, options: VllmRolloutOptions, *, is_cpu: bool) -> dict[str, Any]:
-    """Arguments for vLLM's EngineArgs.
-
-    Args:
-        config: what every engine gets.
-        options: parsed.
-        is_cpu: whether it is vLLM's build for CPUs.
-    """
     by_device: dict[str, Any] = {"enable_sleep_mode": True}
     if is_cpu:
         # torch.compile costs minutes at the first start, and gains little on a CPU.
@@ -213,11 +195,6 @@ def _with_spare_slot(engine_options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse arguments that this vLLM does not have.
-
-    Raises:
-        ConfigError: with the nearest name that there is.
-    """
     own = [each.name for each in fields(VllmRolloutOptions) if each.name != "engine"]
     for name in arguments:
         if name not in known:
@@ -241,12 +218,7 @@ def remove_shared_memory(prefix: str) -> None:
 
 @contextmanager
 def environment(defaults: Mapping[str, str], required: Mapping[str, str]) -> Iterator[None]:
-    """Set variables, and put everything back afterwards, what vLLM has changed itself included.
-
-    Args:
-        defaults: what the user may have set differently.
-        required: what must be so.
-    """
+    """Set variables, and put everything back afterwards, what vLLM has changed itself included."""
     before = dict(os.environ)
     os.environ.update({name: value for name, value in defaults.items() if name not in before} | dict(required))
     try:
@@ -258,12 +230,6 @@ def environment(defaults: Mapping[str, str], required: Mapping[str, str]) -> Ite
 
 
 def start_variables(config: RolloutEngineConfig, num_ranks: int) -> dict[str, str]:
-    """What the engine and its child processes start with.
-
-    Args:
-        config: device and threads.
-        num_ranks: tensor-parallel ranks times pipeline stages.
-    """
     variables = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",

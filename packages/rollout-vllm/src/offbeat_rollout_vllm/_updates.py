@@ -7,14 +7,14 @@ and up rows, in] and `experts.down_proj` [experts, out, in], and saves each matr
 Source: transformers 5.19.0, transformers/conversion_mapping.py ("qwen2_moe", which "qwen3_moe" and others share).
 """
 
+import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from offbeat_rollout_vllm._model_folder import ModelFolder
 from offbeat_rollout_vllm._workers import Arena, Workers, aligned
-from offbeat_types import OffbeatError, WeightProof, WeightStream, WeightSyncError
+from offbeat_types import ExpectedTensors, ModelFolder, OffbeatError, WeightProof, WeightStream, WeightSyncError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,19 +24,13 @@ PARTS: Final = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.dow
 
 
 class UnstackedStream:
-    """A `WeightStream` whose stacks of experts are handed out matrix by matrix; the proof is of the stacks.
-
-    Args:
-        stream: under the folder's names, or those of transformers in memory.
-        folder: of the model. A stack that it has itself stays one.
-    """
+    """A `WeightStream` whose stacks of experts are handed out matrix by matrix; the proof is of the stacks."""
 
     def __init__(self, stream: WeightStream, folder: ModelFolder) -> None:
         self._stream, self._folder, self.version = stream, folder, stream.version
         self._num_experts: dict[str, int] = {}
 
     def __iter__(self) -> "Iterator[tuple[str, Any]]":
-        """Yield (name, tensor)."""
         import torch
 
         for name, value in self._stream:
@@ -67,7 +61,6 @@ def _parts(name: str) -> tuple[str, ...]:
 
 
 def _names(name: str, expert: int) -> list[str]:
-    """What the folder calls an expert's matrices in a stack."""
     return [f"{name.rpartition('.')[0]}.{expert}.{part}.weight" for part in _parts(name)]
 
 
@@ -112,11 +105,7 @@ class Readback:
             self._tiny[name] = where, tensor.flatten()[where].clone()
 
     def __call__(self, name: str) -> "Tensor":
-        """What the engine holds, whole, in the trainer's shape.
-
-        Raises:
-            WeightSyncError: a worker cannot read it back, or ranks that hold the same part differ.
-        """
+        """What the engine holds, whole, in the trainer's shape."""
         if name not in self._fetched:
             if name not in self._shapes:
                 raise KeyError(name)
@@ -146,7 +135,6 @@ class Readback:
         return batch
 
     def _num_bytes(self, name: str) -> int:
-        """What all parts of a tensor take in the arena."""
         return sum(aligned(self._size(name, part)) for part in self._parts[name])
 
     def _size(self, name: str, part: Part) -> int:
@@ -231,6 +219,27 @@ def tiny_elements(tensor: Any) -> "Tensor | None":
     return where.cpu() if where.numel() else None
 
 
+class FolderStream:
+    def __init__(self, read: "Callable[[], Iterable[tuple[str, Tensor]]]", version: int) -> None:
+        self._read, self.version = read, version
+
+    def __iter__(self) -> "Iterator[tuple[str, Tensor]]":
+        yield from self._read()
+
+    def prove(self, read: "Callable[[str], Tensor]") -> WeightProof:
+        import torch
+
+        digest, count = hashlib.blake2b(digest_size=8), 0
+        for name, tensor in self:
+            held = read(name).contiguous()
+            sent = tensor.to(held.dtype).contiguous()
+            if not torch.equal(held.flatten().view(torch.uint8), sent.flatten().view(torch.uint8)):
+                raise WeightSyncError(f"the engine holds other numbers than the folder's in {name}")
+            digest.update(name.encode() + held.flatten().view(torch.uint8).numpy().tobytes())
+            count += 1
+        return WeightProof(version=self.version, num_tensors=count, checksums=(digest.hexdigest(),))
+
+
 Entry = tuple[str, str, list[int], int]
 
 
@@ -250,12 +259,7 @@ class WeightLoader:
         self.touched = False
 
     def load(self, stream: WeightStream, version: int) -> WeightProof:
-        """Load every tensor and prove what is held. `touched` says whether anything was written before a failure.
-
-        Raises:
-            WeightSyncError: a name, shape, count or checksum differs, or the stream failed.
-            DeadlineError, PeerFailedError: the workers cannot be relied on any more.
-        """
+        """Load every tensor and prove what is held. `touched` says whether anything was written before a failure."""
         self.touched = False
         source = f"weight stream of version {version}"
         stream = UnstackedStream(stream, self._folder)
@@ -292,22 +296,13 @@ class WeightLoader:
         """The stream's tensors; raises for a shape, or a name that is unknown, came twice, or is missing at the end."""
         import torch
 
-        seen = set[str]()
+        expected = ExpectedTensors(source)
         for name, value in stream:
             tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-            shape, stored = self._folder.shape_of(name), self._folder.stored_name(name)
-            if shape is None:
-                raise WeightSyncError(f"{source}: this model has no tensor {name!r}")
-            if stored in seen:
-                raise WeightSyncError(f"{source}: the tensor {name!r} came twice")
-            if tuple(tensor.shape) != shape:
-                raise WeightSyncError(f"{source}: {name!r} must have shape {shape}, got {tuple(tensor.shape)}")
-            seen.add(stored)
+            expected.take(name, tuple(tensor.shape), self._folder.shape_of(name), self._folder.stored_name(name))
             readback.expect(name, tensor)
             yield name, tensor
-        if missing := [name for name in self._folder.shapes if name not in seen]:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise WeightSyncError(f"{source}: missing {', '.join(map(repr, missing[:3]))}{more}")
+        expected.finish(self._folder.shapes)
 
     def _buckets(self, tensors: Iterator[tuple[str, Any]]) -> Iterator[list[Entry]]:
         """Fill one half of the arena after the other. A half may be filled again two buckets later: see `_load`."""
@@ -343,7 +338,6 @@ class WeightLoader:
         return self._arena
 
     def close(self) -> None:
-        """Give the arena back."""
         if self._arena is not None:
             self._arena.close()
             self._arena = None

@@ -51,12 +51,6 @@ class Delta:
 def check_request(
     request: GenerateRequest, vocab_size: int, max_model_len: int, image_token_id: int | None = None
 ) -> None:
-    """Refuse a request that cannot be served.
-
-    Raises:
-        ConfigError: a sampling parameter is out of bounds, or vLLM means something else by the combination.
-        DataError: the prompt is empty, holds unknown ids, leaves no room, or has placeholders of images it lacks.
-    """
     request.check(vocab_size, max_model_len)
     _check_meaning(request.params)
     places = 0 if image_token_id is None else np.count_nonzero(np.asarray(request.prompt_ids) == image_token_id)
@@ -68,7 +62,6 @@ def check_request(
 
 
 def _check_meaning(params: SamplingParams) -> None:
-    """Refuse what vLLM means otherwise."""
     if 0 < params.temperature < MIN_TEMPERATURE:
         raise ConfigError(
             f"sampling parameter temperature must be 0, or at least {MIN_TEMPERATURE}: vLLM raises what lies between "
@@ -86,12 +79,6 @@ def vllm_params(params: SamplingParams, seed: int, eos_ids: frozenset[int], room
 
     End-of-sequence ids are given as stop tokens, so that they are those of the model folder in every release of vLLM,
     and the last token tells why a sample ended.
-
-    Args:
-        params: of the request.
-        seed: of this sample.
-        eos_ids: the model's.
-        room: tokens that fit behind the prompt.
     """
     stops = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
     found: dict[str, Any] = {
@@ -127,11 +114,6 @@ def mix_seed(seed: int) -> int:
 
 
 def make_arguments(name: str, arguments: Mapping[str, Any]) -> Any:
-    """Make vLLM's EngineArgs or AsyncEngineArgs.
-
-    Raises:
-        ConfigError: an argument that this vLLM does not have.
-    """
     kind: Any = getattr(import_module("vllm.engine.arg_utils"), name)
     check_arguments(arguments, [each.name for each in fields(kind)])
     return kind(**arguments)
@@ -157,12 +139,6 @@ def sampling_params(params: dict[str, Any]) -> Any:
 
 
 def read_output(output: Any, label: int | None) -> Delta:
-    """What a RequestOutput adds to its sample.
-
-    Args:
-        output: vLLM's, of a request with one sample, in DELTA form.
-        label: the engine's now, when it is known to be that of these tokens; else the labels come at the end.
-    """
     (completion,) = output.outputs
     ids = list(completion.token_ids)
     stopped_by = completion.stop_reason
@@ -185,17 +161,6 @@ def prompt_logprobs(logprobs: Any, ids: Sequence[int]) -> list[float]:
 
 
 def prepare_images(renderer: Any, ids: list[int], images: Sequence[Image]) -> "Future[Any]":
-    """Prepare a prompt with images, in the thread that vLLM has for it.
-
-    Args:
-        renderer: vLLM's.
-        ids: of the whole prompt.
-        images: in the order of their placeholders.
-
-    Raises:
-        DataError: in the future; see `image_prompt`.
-        OffbeatError: vLLM has ended.
-    """
     try:
         work: Future[Any] = renderer._mm_executor.submit(image_prompt, renderer.get_mm_processor(), ids, images)
     except RuntimeError as error:
@@ -207,9 +172,6 @@ def image_prompt(processor: Any, ids: list[int], images: Sequence[Image]) -> Any
     """Return vLLM's form of a prompt with images; it can be added several times.
 
     Without vLLM's cache of prepared images: a request leaves out what is in it, which may be gone when it arrives.
-
-    Raises:
-        DataError: vLLM cannot take these images, or they stand in the prompt as another number of tokens.
     """
     processing: Any = import_module("vllm.multimodal.processing")
     try:

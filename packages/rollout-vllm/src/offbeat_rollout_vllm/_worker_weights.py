@@ -63,18 +63,6 @@ PACKED: Final = "CPU"
 
 
 def locate_expert(runner: Any, name: str, expert: int, matrix: str, leaf: str) -> TensorLocation:
-    """Where this rank's part of an expert's matrix lies.
-
-    Args:
-        runner: of the layer's experts (vLLM's MoERunner).
-        name: the trainer's, for errors.
-        expert: counted over all ranks.
-        matrix: as the model's folder calls it, such as "gate_proj".
-        leaf: "weight".
-
-    Raises:
-        KeyError: there is no such matrix, or what serves cannot be read back.
-    """
     layer = runner.routed_experts
     gate, up, down = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
     if leaf != "weight" or matrix not in (gate, up, down) or expert >= layer.global_num_experts:
@@ -96,11 +84,7 @@ def locate_expert(runner: Any, name: str, expert: int, matrix: str, leaf: str) -
 
 
 def check_stacks(runner: Any, name: str) -> None:
-    """Refuse to read what is not known to be what serves.
-
-    Raises:
-        KeyError: it is not.
-    """
+    """Refuse to read what is not known to be what serves."""
     layer = runner.routed_experts
     config = layer.moe_config
     kernel = _kernel_name(layer)
@@ -119,7 +103,6 @@ def check_stacks(runner: Any, name: str) -> None:
 
 
 def read_expert(location: TensorLocation) -> Tensor:
-    """Return this rank's part of an expert's matrix, to the bit."""
     layer: Any = location.module
     stack: Tensor = getattr(layer, location.leaf).detach()
     rows = slice(location.first_row, location.first_row + location.shape[0]), slice(location.shape[1])
@@ -134,11 +117,6 @@ def unpacking(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> Tensor:
     """[rows, columns] int64: where vLLM's kernel for a CPU has each element of a matrix.
 
     Packing moves numbers of `dtype`, whatever they are: so 32-bit integers go through it whole, or as two halves.
-
-    Args:
-        shape: (rows, columns) of one expert's matrix.
-        dtype: of the stack.
-        isa: vLLM's name of the instructions that it packs for.
     """
     pack = import_module("vllm._custom_ops").cpu_prepack_moe_weight
     count = torch.arange(shape[0] * shape[1], dtype=torch.int32)
@@ -160,7 +138,6 @@ def forget_kernels(model: nn.Module) -> None:
 
 
 def packed_stacks(model: nn.Module) -> Iterator[Any]:
-    """Layers of experts whose kernel takes packed stacks."""
     for module in model.modules():
         if _kernel_name(module) == PACKED:
             yield module
@@ -173,7 +150,6 @@ def _kernel_name(layer: Any) -> str:
 
 
 def _experts(layer: Any) -> Any:
-    """The kernel itself."""
     return layer.quant_method.moe_kernel.fused_experts
 
 
@@ -185,12 +161,7 @@ SCALES: Final = "weight_scale_inv"
 
 
 class HeldWeights:
-    """The weights of one worker's model, by the trainer's names.
-
-    Args:
-        model: vLLM's.
-        dtype: number format of the weights.
-    """
+    """The weights of one worker's model, by the trainer's names."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self._model, self._dtype = model, dtype
@@ -199,11 +170,6 @@ class HeldWeights:
         self._unpacked: tuple[nn.Module, Tensor] | None = None
 
     def find(self, name: str) -> TensorLocation:
-        """Where the trainer's tensor `name` lies.
-
-        Raises:
-            KeyError: the model has no such module, or one of a kind that is not known here.
-        """
         mapped, part = self._map(name)
         path, _, leaf = mapped.rpartition(".")
         module = _submodule(self._model, path)
@@ -233,7 +199,6 @@ class HeldWeights:
         return part if is_block_held(location.module) else part.to(self._dtype)
 
     def forget(self) -> None:
-        """Drop what was unpacked last."""
         self._unpacked = None
 
     def _map(self, name: str) -> tuple[str, int | None]:
@@ -273,11 +238,7 @@ def is_block_held(module: nn.Module) -> bool:
 
 
 def check_blocks(module: nn.Module, name: str) -> None:
-    """Refuse to read what a kernel has packed, whose blocks are not what came any more.
-
-    Raises:
-        KeyError: it has.
-    """
+    """Refuse to read what a kernel has packed, whose blocks are not what came any more."""
     layer: Any = module
     num_in, num_out = _in_and_out(layer)
     weight, scales = layer.weight, getattr(layer, SCALES, None)
@@ -335,7 +296,6 @@ def _in_and_out(layer: Any) -> tuple[int, int]:
 
 
 def _locate(module: nn.Module, leaf: str, part: int | None) -> TensorLocation:
-    """Where this rank's part of what the trainer calls one tensor lies."""
     layer: Any = module
     if hasattr(layer, "shard_indices"):
         indices = layer.shard_indices
@@ -377,7 +337,6 @@ def _pieces(num_ranks: int, rank: int, sizes: list[int], shares: list[int]) -> I
 
 
 def _part_sizes(layer: Any) -> tuple[list[int], list[int]]:
-    """Rows of each part on this rank, and how many ranks hold the same rows of it."""
     if hasattr(layer, "num_kv_head_replicas"):
         value_size = getattr(layer, "v_head_size", layer.head_size)
         keys = layer.num_kv_heads * layer.head_size
@@ -401,18 +360,11 @@ class AdapterLocation:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of this rank's part."""
         return tuple(self.held.shape)
 
 
 class HeldAdapter:
-    """The matrices of one adapter on one worker, by the trainer's names.
-
-    Args:
-        manager: vLLM's, of all adapters.
-        weights: of the model.
-        number: vLLM's of the adapter.
-    """
+    """The matrices of one adapter on one worker, by the trainer's names."""
 
     def __init__(self, manager: Any, weights: HeldWeights, number: int) -> None:
         if manager.lora_config.fully_sharded_loras:
@@ -421,11 +373,6 @@ class HeldAdapter:
         self._weights, self._slot = weights, manager.lora_index_to_id.index(number)
 
     def find(self, name: str) -> AdapterLocation:
-        """Where the trainer's tensor `name` lies.
-
-        Raises:
-            KeyError: the model has no such layer, or one that vLLM does not adapt.
-        """
         is_down = DOWN in name
         target = name.removeprefix(PEFT_PREFIX).replace(DOWN, ".").replace(".lora_B.", ".")
         location = self._weights.find(target)
@@ -440,7 +387,6 @@ class HeldAdapter:
         return AdapterLocation(held=held, dim=dim, pieces=((start if split else 0, held.shape[dim]),))
 
     def read(self, name: str) -> Tensor:
-        """Return this rank's part of the trainer's tensor `name`, as it serves."""
         return self.find(name).held
 
 

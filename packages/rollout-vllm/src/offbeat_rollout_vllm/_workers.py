@@ -2,10 +2,10 @@
 
 import itertools
 import json
+import math
 import mmap
 import os
 import shutil
-import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -42,13 +42,9 @@ class Arena:
 
     @classmethod
     def create(cls, num_bytes: int) -> "Arena":
-        """Take memory, zeroed.
-
-        Raises:
-            WeightSyncError: there is not enough.
-        """
+        """Take memory, zeroed."""
         try:
-            descriptor = _anonymous_file()
+            descriptor = os.memfd_create("offbeat-rollout-vllm")
             os.truncate(descriptor, num_bytes)
             return cls(descriptor, num_bytes)
         except OSError as error:
@@ -56,12 +52,10 @@ class Arena:
 
     @property
     def address(self) -> str:
-        """Where another process of this user opens it."""
         return f"{PROC}/{os.getpid()}/fd/{self.descriptor}"
 
     @classmethod
     def attach(cls, address: str, num_bytes: int) -> "Arena":
-        """Open what another process has made."""
         return cls(os.open(address, os.O_RDWR), num_bytes)
 
     def tensor(self, offset: int, dtype: str, shape: tuple[int, ...]) -> "Tensor":
@@ -69,28 +63,16 @@ class Arena:
         import torch
 
         number_format: torch.dtype = getattr(torch, dtype)
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=number_format)
         return torch.frombuffer(self._map, dtype=number_format, count=count, offset=offset).view(shape)
 
     def close(self) -> None:
-        """Give the memory back, when the last view of it has gone."""
         os.close(self.descriptor)
 
 
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("offbeat-rollout-vllm")
-    descriptor, path = tempfile.mkstemp(prefix="offbeat-rollout-vllm-")
-    os.unlink(path)
-    return descriptor
-
-
 def aligned(num_bytes: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -104,11 +86,6 @@ class Workers:
     `lost` says why they can no longer be relied on. An exception that passes through vLLM's own call leaves replies of
     the other ranks in its queues, which later calls take for theirs (vllm-project/vllm#57846): then for ever, and so
     the engine must be thrown away. Our calls carry numbers, so a stale reply is seen, whoever caused it.
-
-    Args:
-        form: of the engine.
-        num_workers: how many must answer.
-        deadline_s: for one call.
     """
 
     def __init__(self, form: EngineForm, num_workers: int, deadline_s: float) -> None:
@@ -117,12 +94,6 @@ class Workers:
         self.lost = ""
 
     def call(self, method: str, **arguments: Any) -> list[Any]:
-        """Call all workers; each one's answer, by rank.
-
-        Raises:
-            WeightSyncError: a worker refused.
-            DeadlineError, PeerFailedError: the workers can no longer be relied on; see `lost`.
-        """
         return self.start(method, **arguments)()
 
     def start(self, method: str, **arguments: Any) -> Callable[[], list[Any]]:
@@ -196,7 +167,6 @@ class WorkerTraces:
         }
 
     def begin(self, workers: Workers) -> None:
-        """Trace from here on."""
         workers.call("begin_trace")
 
     def end(self, workers: Workers) -> list[Path]:

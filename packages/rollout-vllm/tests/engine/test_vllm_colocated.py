@@ -21,6 +21,7 @@ ORDER = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("level", "weight_format"), [(1, "fp8"), (2, "dtype")])
 def test_vllm_and_the_trainer_take_turns(tmp_path: Path, level: int, weight_format: str) -> None:

@@ -70,6 +70,7 @@ class Vllm(RolloutConformance):
         self.run(model_folder, check)
 
 
+@pytest.mark.nightly
 class TestInProcess(Vllm):
     options: ClassVar = {"form": "in_process"}
 

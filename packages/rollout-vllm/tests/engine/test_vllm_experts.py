@@ -90,6 +90,7 @@ async def check_notice(engine, model):
     assert notice.startswith("vllm option enable_expert_parallel = True is left out")
 
 
+@pytest.mark.nightly
 def test_two_ranks_share_each_expert(tmp_path):
     """Slices of 16 rows, which vLLM pads to 32. Whole experts on each rank are for a GPU: vLLM's worker would die."""
     folder = tiny_model(tmp_path / "model", "qwen3_moe")

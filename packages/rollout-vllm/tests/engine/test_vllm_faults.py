@@ -337,6 +337,7 @@ def test_bfloat16_with_biases_is_proved_bit_by_bit(tmp_path):
     run(config_of(folder, dtype="bfloat16", max_running=4), check)
 
 
+@pytest.mark.nightly
 def test_a_call_to_a_core_that_was_killed_is_answered_with_its_name(folder):
     """vLLM leaves such a call unanswered; samples in flight and what comes later learn of it as well."""
 
@@ -357,6 +358,7 @@ def test_a_call_to_a_core_that_was_killed_is_answered_with_its_name(folder):
     run(config_of(folder, options={"form": "async"}), check)
 
 
+@pytest.mark.nightly
 def test_a_seeded_prompt_that_takes_several_steps_kills_a_bare_vllm(folder, monkeypatch):
     monkeypatch.setattr("offbeat_rollout_vllm._extension.spare_generators", lambda runner: None)
 
@@ -369,6 +371,7 @@ def test_a_seeded_prompt_that_takes_several_steps_kills_a_bare_vllm(folder, monk
     run(config_of(folder, options={"max_num_batched_tokens": 128}), check)
 
 
+@pytest.mark.nightly
 def test_prompts_that_take_several_steps_keep_their_seeds(folder):
     """More prompt tokens than one step takes: vLLM discards what is drawn before a prompt is whole."""
 

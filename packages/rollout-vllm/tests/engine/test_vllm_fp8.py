@@ -103,6 +103,7 @@ def register_plain_kernel(monkeypatch):
     )
 
 
+@pytest.mark.nightly
 def test_vllm_takes_holds_and_shows_the_very_blocks(folder, monkeypatch):
     register_plain_kernel(monkeypatch)
 

@@ -77,11 +77,13 @@ async def check_two_turns(engine, trainer):
     assert trainer.error(second, last) < 1e-4
 
 
+@pytest.mark.nightly
 def test_qwen3_vl(tmp_path):
     folder = tiny_vision_model(tmp_path / "model", "qwen3_vl")
     run(folder, check_numbers_of_images, check_refusals, check_updates, check_two_turns)
 
 
+@pytest.mark.nightly
 def test_qwen2_5_vl(tmp_path):
     """Windows in its vision tower, an untied head, and other names on disk than in the trainer."""
     folder = tiny_vision_model(tmp_path / "model", "qwen2_5_vl", tied=False)

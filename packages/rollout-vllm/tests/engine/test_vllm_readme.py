@@ -7,7 +7,7 @@ import pytest
 
 from offbeat_testing import tiny_model
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.nightly]
 
 README = Path(__file__).parents[2] / "README.md"
 

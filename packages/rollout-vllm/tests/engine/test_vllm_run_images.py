@@ -11,6 +11,7 @@ from offbeat_run import read_metrics
 from offbeat_testing import RunningCommand, tiny_vision_model
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_vllm_samples_from_the_tower_as_it_is_trained(tmp_path: Path) -> None:
     model, run = tiny_vision_model(tmp_path / "model"), tmp_path / "run"

@@ -41,6 +41,7 @@ def fill_cache(self):
         held.fill_(1)
 
 
+@pytest.mark.nightly
 def test_both_levels_give_memory_back_and_leave_no_trace(folder, monkeypatch):
     monkeypatch.setattr(WorkerSide, "fill_cache", fill_cache, raising=False)
     model = reference_model(folder)
@@ -90,6 +91,7 @@ def test_both_levels_give_memory_back_and_leave_no_trace(folder, monkeypatch):
     run(config_of(folder, options=OPTIONS), check)
 
 
+@pytest.mark.nightly
 def test_vllm_s_own_sleep_gives_nothing_back(folder, monkeypatch):
     """What this package's is there for: when this fails, vLLM's own will do."""
     monkeypatch.setattr("offbeat_rollout_vllm._extension.CpuSleep", lambda worker: None)

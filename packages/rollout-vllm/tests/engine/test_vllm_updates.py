@@ -38,7 +38,7 @@ def check_engine(folder, *checks, **settings):
     run(config_of(folder, max_running=8, **settings), shrink_buckets, *checks, given=given)
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["tied", "untied"])
 def test_logprobs_after_five_updates_are_those_of_transformers(tmp_path, tied):
     check_engine(tiny_model(tmp_path / "model", "qwen3", tied=tied), check_five_updates)
 
@@ -86,6 +86,7 @@ async def check_killed_worker(engine, model):
         await engine.generate(ask("after"))
 
 
+@pytest.mark.nightly
 def test_two_ranks_with_an_untied_head_and_an_engine_whose_worker_died_says_so(tmp_path):
     folder = tiny_model(tmp_path / "model", "qwen3", tied=False)
     checks = check_five_updates, check_three_adapters, check_killed_worker

@@ -123,11 +123,6 @@ def _add_settings(group: "argparse._ArgumentGroup", settings: type[ServeSettings
 
 
 def _read_settings(settings: type[T], words: dict[str, Any]) -> T:
-    """The settings among the words.
-
-    Raises:
-        ConfigError: one is out of bounds.
-    """
     fields = dataclasses.fields(settings)
     for field in fields:
         if complaint := field.metadata[METADATA_KEY].complaint(words[field.name]):

@@ -186,13 +186,6 @@ class Sampled:
 
 
 class Answerer:
-    """Builds answers.
-
-    Args:
-        tokenizer: of the model, for the texts of single tokens.
-        model_name: as answers name it.
-    """
-
     def __init__(self, tokenizer: Tokenizer, model_name: str) -> None:
         self._tokenizer, self._model_name = tokenizer, model_name
         self._token_texts: dict[int, str] = {}
@@ -264,7 +257,6 @@ class Answerer:
 
 
 def _choice(index: int, completion: Completion, request: SamplingRequest) -> dict[str, Any]:
-    """What choices of both kinds hold."""
     return {
         "index": index,
         "finish_reason": _FINISH[completion.stop_reason],
@@ -290,5 +282,4 @@ def _message(text: str, *, calls_tools: bool) -> AnsweredMessage:
 
 
 def _bytes(text: str) -> list[int] | None:
-    """UTF-8 of a token's text; None where it is a part of a character."""
     return None if "\ufffd" in text else list(text.encode())

@@ -51,12 +51,7 @@ class ClientGoneError(OffbeatError):
 
 
 class Generation:
-    """Samples for clients, as much at once as is allowed, and never longer than is allowed.
-
-    Args:
-        engine: shared with whoever else uses it; request ids must differ from theirs.
-        settings: limits and deadlines.
-    """
+    """Samples for clients, as much at once as is allowed, and never longer than is allowed."""
 
     def __init__(self, engine: RolloutEngine, settings: ServeSettings) -> None:
         self._engine, self._settings = engine, settings
@@ -65,11 +60,6 @@ class Generation:
         self._closing = False
 
     async def health(self) -> EngineHealth:
-        """How the engine is.
-
-        Raises:
-            DeadlineError: it does not say.
-        """
         deadline_s = self._settings.health_deadline_s
         try:
             async with asyncio.timeout(deadline_s):
@@ -79,11 +69,6 @@ class Generation:
 
     @contextlib.contextmanager
     def admitted(self, num_samples: int) -> Iterator[None]:
-        """Count samples in flight.
-
-        Raises:
-            RefusedError: there are too many, or the server is closing.
-        """
         limit = self._settings.max_in_flight
         if self._closing:
             raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is closing", code="closing")
@@ -106,18 +91,7 @@ class Generation:
         gone: Callable[[], Awaitable[None]],
         tell: Callable[[int, int, int, float], None] | None = None,
     ) -> list[list[Completion]]:
-        """Complete every prompt. Whatever ends the wait, the engine is told to end what it still does for it.
-
-        Args:
-            requests: one per prompt.
-            gone: returns when the client has left.
-            tell: called for each token with the number of its prompt and what `TellToken` is, where the engine streams.
-
-        Raises:
-            ClientGoneError: the client has left.
-            DeadlineError: the engine takes too long.
-            OffbeatError: of the engine.
-        """
+        """Complete every prompt. Whatever ends the wait, the engine is told to end what it still does for it."""
         if tell is not None and isinstance(self._engine, StreamingEngine):
             streams = [self._engine.stream(request, partial(tell, at)) for at, request in enumerate(requests)]
             work = [asyncio.ensure_future(stream) for stream in streams]
@@ -185,15 +159,7 @@ KEEP_ALIVE_S: Final = 10.0
 
 
 class Endpoint:
-    """OpenAI's completions and chats over any rollout engine. `app` is the ASGI application.
-
-    Args:
-        engine: started; used by others too, if they like. Closed by whoever made it.
-        tokenizer: of the model.
-        model: what is served.
-        settings: limits and deadlines.
-        token: see `check_access`.
-    """
+    """OpenAI's completions and chats over any rollout engine. `app` is the ASGI application."""
 
     def __init__(
         self, engine: RolloutEngine, tokenizer: Tokenizer, model: ServedModel, settings: ServeSettings, token: str
@@ -304,7 +270,6 @@ class Endpoint:
         max_tokens: int | None,
         default_max_tokens: int,
     ) -> list[GenerateRequest]:
-        """What the engine is asked, a request for each prompt."""
         wanted = max_tokens or self._settings.default_max_tokens or default_max_tokens
         requests = [
             GenerateRequest(

@@ -29,14 +29,6 @@ _ERRORS: Final = {
 
 
 def describe(model: ServedModel, settings: ServeSettings, types: RequestTypes, *, needs_token: bool) -> dict[str, Any]:
-    """The description of one server.
-
-    Args:
-        model: its name, vocabulary and context bound what a client may send.
-        settings: limits.
-        types: of request bodies, with those bounds.
-        needs_token: whether requests must bring one.
-    """
     requests, answers = [types.completion, types.chat], [CompletionAnswer, ChatAnswer]
     all_types = [*requests, *answers, ModelList, HealthAnswer, ErrorAnswer]
     refs, components = msgspec.json.schema_components(all_types, ref_template="#/components/schemas/{name}")

@@ -77,28 +77,17 @@ class SamplingRequest(_Request, kw_only=True):
 
     @property
     def calls_tools(self) -> bool:
-        """Whether calls are looked for in what is sampled."""
         return False
 
     @property
     def num_samples(self) -> int:
-        """Samples of one prompt."""
         return self.n or 1
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end a sample."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def sampling(self, max_tokens: int) -> SamplingParams:
-        """How to sample.
-
-        Args:
-            max_tokens: longest completion.
-
-        Raises:
-            RefusedError: a temperature that is next to 0.
-        """
         temperature = 1.0 if self.temperature is None else self.temperature
         if not (temperature == 0 or temperature >= LOWEST_TEMPERATURE):
             needed = f"temperature must be 0 (greedy) or at least {LOWEST_TEMPERATURE:g}: got {temperature:g}"
@@ -126,11 +115,6 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     add_special_tokens: Annotated[bool, Meta(description="Put the tokenizer's bos or eos around a text.")] | None = None
 
     def prompts(self, max_prompts: int) -> list[str | list[int]]:
-        """Each prompt, as text or as ids.
-
-        Raises:
-            RefusedError: prompts of several kinds, or too many.
-        """
         if isinstance(self.prompt, str):
             return [self.prompt]
         if all(isinstance(item, int) for item in self.prompt):
@@ -225,15 +209,9 @@ class ChatRequest(SamplingRequest, kw_only=True):
 
     @property
     def calls_tools(self) -> bool:
-        """Whether calls are looked for in what is sampled."""
         return bool(self.tools) and self.tool_choice != "none"
 
     def check(self) -> None:
-        """Refuse what types cannot.
-
-        Raises:
-            RefusedError: a field that is served with one value only has the other.
-        """
         for name, served in ONE_VALUE.items():
             if getattr(self, name) not in (None, served):
                 text = str(served).lower()
@@ -282,11 +260,6 @@ _UNKNOWN_FIELD: Final = re.compile(r"unknown field `(\w+)`")
 
 
 async def read_json(request: Request, decoder: "msgspec.json.Decoder[T]", settings: ServeSettings) -> T:
-    """The body, decoded and checked.
-
-    Raises:
-        RefusedError: too long, too slow, of another media type, no JSON, or not of the decoder's type.
-    """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         # A page of another site may send a browser here with any other type, without asking first.
@@ -354,11 +327,6 @@ _PASSED_ON: Final = ("name", "tool_call_id", "reasoning_content")
 
 
 def completion_prompts(request: CompletionRequest, tokenizer: Tokenizer, max_prompts: int) -> list[Ids]:
-    """Each prompt, [P] int32: ids as they are, texts encoded.
-
-    Raises:
-        RefusedError: prompts of several kinds, or too many.
-    """
     prompts = []
     for prompt in request.prompts(max_prompts):
         if isinstance(prompt, str):
@@ -373,11 +341,6 @@ def chat_prompt(request: ChatRequest, tokenizer: Tokenizer) -> Ids:
 
     Messages are rendered by the chat template up to the first turn that brings its `token_ids`. From there on the
     prompt grows by tokens: those of the turn as they were sampled, then those of the messages that answer it.
-
-    Raises:
-        RefusedError: a later turn of the assistant brings no `token_ids`.
-        ModelError: the model folder has no chat template, or one that rewrites earlier turns.
-        DataError: the template refuses the messages.
     """
     options: dict[str, Any] = dict(request.chat_template_kwargs or {})
     if request.calls_tools:

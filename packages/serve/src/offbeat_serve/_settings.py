@@ -9,7 +9,6 @@ Source: https://platform.openai.com/docs/guides/error-codes/api-errors
 
 import hmac
 import ipaddress
-import json
 import logging
 import os
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from offbeat_types import (
     RolloutEngineConfig,
     UserError,
     WeightSyncError,
+    read_model_json,
     setting,
 )
 
@@ -92,7 +92,7 @@ class ServedModel:
             ModelError: config.json is missing or corrupt, or names no vocabulary.
         """
         folder = Path(config.model_path).expanduser()
-        outer = _read_config(folder / "config.json")
+        outer = read_model_json(folder / "config.json")
         inner = outer.get("text_config")
         text = {**outer, **inner} if isinstance(inner, dict) else outer
         vocab_size, positions = text.get("vocab_size"), text.get("max_position_embeddings")
@@ -100,16 +100,6 @@ class ServedModel:
             raise ModelError(f"{folder / 'config.json'} needs vocab_size, an integer: got {vocab_size!r}")
         limits = [config.max_model_len, *([positions] if isinstance(positions, int) else [])]
         return cls(name=name or folder.resolve().name, max_model_len=min(limits), vocab_size=vocab_size)
-
-
-def _read_config(path: Path) -> dict[str, object]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read: {error}; give a Hugging Face model folder") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} needs a JSON object and holds a {type(content).__name__}")
-    return content
 
 
 _log = logging.getLogger(__name__)
@@ -156,7 +146,6 @@ class ErrorAnswer(msgspec.Struct, kw_only=True):
 
 
 def error_answer(refusal: RefusedError) -> ErrorAnswer:
-    """The body that goes with a refusal."""
     server_error = refusal.status >= HTTPStatus.INTERNAL_SERVER_ERROR
     kind = _TYPES.get(refusal.status, "server_error" if server_error else "invalid_request_error")
     return ErrorAnswer(error=ErrorDetail(message=refusal.message, type=kind, param=refusal.param, code=refusal.code))
@@ -187,12 +176,7 @@ MIN_TOKEN_CHARS: Final = 16
 
 
 def read_token(settings: ServeSettings) -> str:
-    """The token that every request must bring; empty where none is asked for.
-
-    Raises:
-        ConfigError: the address can be reached from elsewhere and there is no token; the file cannot be read; the token
-            is too short, or holds what no header can.
-    """
+    """The token that every request must bring; empty where none is asked for."""
     token = (
         _from_file(Path(settings.token_file).expanduser()) if settings.token_file else os.environ.get(TOKEN_VARIABLE)
     )
@@ -220,7 +204,6 @@ def _from_file(path: Path) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address or name."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -233,9 +216,6 @@ def check_access(headers: Headers, token: str) -> None:
     Args:
         headers: of the request.
         token: that it must bring (`Authorization: Bearer ...`); empty: only this machine's names are known.
-
-    Raises:
-        RefusedError: its token is missing or wrong; or there is no token, and it does not name this machine.
     """
     if token:
         given = headers.get("authorization", "").encode("latin-1", "replace")

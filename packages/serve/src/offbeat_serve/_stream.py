@@ -92,7 +92,6 @@ class AnswerStream:
                 yield self._delta(index, choice, end)
 
     def _delta(self, index: int, choice: _Choice, end: int) -> bytes:
-        """A chunk up to a character of the text, with all tokens there are."""
         start, prompt = choice.told_tokens, self._prompts[index // self._request.num_samples]
         ids, text = choice.ids[start:], choice.text[choice.told_chars : end]
         partial = Completion.join(ids, choice.logprobs[start:], [(self._version, len(ids))], None, text)

@@ -47,7 +47,6 @@ class CommandLine:
         self._program, self._main, self._monkeypatch, self._capsys = program, main, monkeypatch, capsys
 
     def __call__(self, *words: object) -> CommandEnded:
-        """Run one command to its end."""
         self._monkeypatch.setattr("sys.argv", [self._program, *map(str, words)])
         with pytest.raises(SystemExit) as left:
             self._main()
@@ -90,7 +89,6 @@ class CommandConformance:
     mistakes: ClassVar[Mapping[str, Mistake]] = {}
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Give each mistake a test of its own."""
         if "mistake" in metafunc.fixturenames:
             mistakes = {**COMMON_MISTAKES, **self.mistakes}
             metafunc.parametrize("mistake", mistakes.values(), ids=mistakes.keys())

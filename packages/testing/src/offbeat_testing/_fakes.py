@@ -46,7 +46,6 @@ class FakeWeightStream:
             yield pair
 
     def prove(self, read: Callable[[str], Any]) -> WeightProof:
-        """Hash every tensor as the receiver holds it."""
         return self._proof([(name, read(name)) for name, _ in self.tensors])
 
     def expected(self) -> WeightProof:
@@ -62,8 +61,6 @@ class FakeWeightStream:
 
 
 class _Sample:
-    """Tokens of one sample so far."""
-
     def __init__(self, script: Sequence[int], max_tokens: int) -> None:
         self.script, self.ids, self.versions = list(script)[:max_tokens], list[int](), list[int]()
         self.ended: StopReason = "eos" if len(script) <= max_tokens else "length"
@@ -110,7 +107,6 @@ class FakeRolloutEngine:
         self._num_running, self._num_tokens, self._started_s, self._closed = 0, 0, time.monotonic(), False
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        """Play the script."""
         if self._closed:
             raise OffbeatError("the engine is closed: make a new one")
         self.capabilities.check(request, "fake engine")
@@ -142,12 +138,10 @@ class FakeRolloutEngine:
             self._num_tokens += 1
 
     async def abort(self, request_id: str) -> None:
-        """End one request."""
         if request_id in self._aborted:
             self._aborted[request_id].set()
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling."""
         self._may_start.clear()
         if mode == "wait":
             await self._idle.wait()
@@ -159,7 +153,6 @@ class FakeRolloutEngine:
             await self._idle.wait()
 
     async def resume(self) -> None:
-        """Sample again."""
         self._may_start.set()
         self._may_sample.set()
 
@@ -186,7 +179,6 @@ class FakeRolloutEngine:
         """Do nothing: there is no memory to take."""
 
     async def health(self) -> EngineHealth:
-        """Count."""
         uptime_s = time.monotonic() - self._started_s
         return EngineHealth(
             version=self.version,
@@ -198,7 +190,6 @@ class FakeRolloutEngine:
         )
 
     async def close(self) -> None:
-        """Abort what is in flight."""
         self._closed = True
         for event in self._aborted.values():
             event.set()
@@ -206,7 +197,6 @@ class FakeRolloutEngine:
 
 
 async def _first(one: asyncio.Event, other: asyncio.Event) -> None:
-    """Wait until either event is set."""
     if one.is_set() or other.is_set():
         return
     tasks = [asyncio.ensure_future(event.wait()) for event in (one, other)]

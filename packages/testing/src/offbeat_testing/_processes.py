@@ -83,7 +83,6 @@ class ForkedProcess:
         return self._code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -178,11 +177,9 @@ class RunningCommand:
         return found
 
     def press_ctrl_c(self) -> None:
-        """Send SIGINT to all of its process group, as a terminal does."""
         os.killpg(self.pid, signal.SIGINT)
 
     def terminate(self) -> None:
-        """Send SIGTERM to the command alone."""
         self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:

@@ -1,6 +1,9 @@
 """What the rollout contract promises, as tests. Every engine, real or fake, runs the same ones."""
 
 import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,23 +12,269 @@ import numpy as np
 import pytest
 
 from offbeat_testing._fakes import FakeWeightStream
-from offbeat_testing._models import changed_weights, reference_model
-from offbeat_testing._rollout_weights import (
-    LONG,
-    PROMPT,
-    ScoreConformance,
-    WeightConformance,
-    needs,
-    on_engine,
-    suite_request,
+from offbeat_testing._models import (
+    TinyFamily,
+    changed_weights,
+    logprob_errors,
+    reference_logprobs,
+    reference_model,
+    tiny_model,
 )
 from offbeat_types import (
+    Completion,
     ConfigError,
     DataError,
+    GenerateRequest,
     LoraAdapter,
     OffbeatError,
     RolloutEngine,
+    RolloutEngineConfig,
+    SamplingParams,
+    ScoreRequest,
+    ScoringEngine,
+    WeightSyncError,
 )
+
+PROMPT = np.asarray([10, 44, 81, 7, 200, 31], np.int32)
+LONG = 480
+
+
+def suite_request(request_id: str = "r", *, num_samples: int = 1, **params: Any) -> GenerateRequest:
+    params = {"max_tokens": 24, "ignore_eos": True, "seed": 5, **params}
+    return GenerateRequest(
+        request_id=request_id, prompt_ids=PROMPT, num_samples=num_samples, params=SamplingParams(**params)
+    )
+
+
+def needs(engine: RolloutEngine, mode: Any) -> None:
+    if mode not in engine.capabilities.pause_modes:
+        pytest.skip(f"the engine declares no pause mode {mode!r}")
+
+
+def on_engine(check: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A test of a suite: `check` on a fresh engine that serves the model's folder, under the suite's deadline."""
+    wanted = list(inspect.signature(check).parameters)[2:]
+
+    def test(self: "EngineSuite", model_folder: Path, request: pytest.FixtureRequest) -> None:
+        values = {name: request.getfixturevalue(name) for name in wanted}
+        self.run(model_folder, lambda engine: check(self, engine, **values))
+
+    test.__name__, test.__qualname__, test.__doc__ = check.__name__, check.__qualname__, check.__doc__
+    return test
+
+
+class EngineSuite:
+    """One engine for each test, under a deadline; see `RolloutConformance`."""
+
+    family: TinyFamily = "qwen3"
+    tolerance: float = 1e-4
+    deadline_s: float = 60.0
+
+    async def make_engine(self, config: RolloutEngineConfig) -> RolloutEngine:
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return tiny_model(tmp_path_factory.mktemp("conformance") / cls.family, cls.family)
+
+    @pytest.fixture
+    def reference(self, model_folder: Path) -> Any:
+        """Return the same model under transformers, fresh for each test."""
+        return reference_model(model_folder)
+
+    def run(self, folder: Path, check: Callable[[RolloutEngine], Awaitable[None]]) -> None:
+        """Make an engine, run `check` on it, close it; all under the deadline."""
+
+        async def bounded() -> None:
+            async with asyncio.timeout(self.deadline_s), self.open_engine(folder) as engine:
+                await check(engine)
+
+        asyncio.run(bounded())
+
+    @asynccontextmanager
+    async def open_engine(self, folder: Path) -> AsyncIterator[RolloutEngine]:
+        """Give out an engine that serves the folder's weights as version 0, with its counters at zero; then end it."""
+        engine = await self.make_engine(
+            RolloutEngineConfig(model_path=str(folder), device="cpu", max_model_len=512, max_running=16)
+        )
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+    def assert_logprobs(self, model: Any, completion: Completion, temperature: float = 1.0, start: int = 0) -> None:
+        """Compare tokens from `start` on with what transformers computes in one pass over the whole sequence."""
+        errors = logprob_errors(model, PROMPT, completion, temperature=temperature)[start:]
+        assert (errors <= self.tolerance).all(), f"off by {errors.max()} nats, token {start + errors.argmax()}"
+
+    async def tokens(self, engine: RolloutEngine, num_tokens: int) -> None:
+        start = (await engine.health()).num_tokens
+        while (await engine.health()).num_tokens < start + num_tokens:
+            await asyncio.sleep(0.001)
+
+
+_DRAW = np.random.default_rng(3)
+_PROMPT = _DRAW.integers(3, 250, 9).astype(np.int32)
+_CONTINUATIONS = tuple(_DRAW.integers(3, 250, length).astype(np.int32) for length in (12, 0, 1, 40))
+
+
+class ScoreConformance(EngineSuite):
+    """For engines that declare `scores`; the others skip it."""
+
+    @on_engine
+    async def test_scores_are_those_of_transformers(self, engine: RolloutEngine, reference: Any) -> None:
+        """Given tokens have the reference's log-probabilities, at 1 and, where the engine can, another temperature."""
+        scorer = _scorer(engine)
+        for temperature in (1.0, 0.7):
+            request = ScoreRequest(
+                request_id=f"s{temperature}",
+                prompt_ids=_PROMPT,
+                continuations=_CONTINUATIONS,
+                temperature=temperature,
+            )
+            try:
+                scores = await scorer.score(request)
+            except ConfigError:
+                if temperature == 1.0:
+                    raise
+                continue
+            for ids, found in zip(_CONTINUATIONS, scores, strict=True):
+                whole = np.concatenate([_PROMPT, ids])
+                expected = reference_logprobs(reference, whole, temperature=temperature)[len(_PROMPT) :]
+                np.testing.assert_allclose(found, expected, atol=self.tolerance, rtol=0)
+
+    @on_engine
+    async def test_what_no_model_can_score_is_refused(self, engine: RolloutEngine) -> None:
+        scorer = _scorer(engine)
+        for ids, words in (([10**7], "tokenizer"), ([5] * 600, "max_model_len")):
+            request = ScoreRequest(request_id="s", prompt_ids=_PROMPT, continuations=(np.asarray(ids, np.int32),))
+            with pytest.raises(DataError, match=words):
+                await scorer.score(request)
+
+
+def _scorer(engine: RolloutEngine) -> ScoringEngine:
+    if not engine.capabilities.scores:
+        pytest.skip("the engine does not score")
+    return engine  # type: ignore[return-value]
+
+
+class WeightConformance(EngineSuite):
+    """For every engine; one that does not sleep skips what is of sleep."""
+
+    @on_engine
+    async def test_update_in_mid_generation_splits_the_versions(
+        self, engine: RolloutEngine, model_folder: Path, reference: Any
+    ) -> None:
+        """Tokens before the update have the old policy's log-probabilities, tokens after it exactly the new one's."""
+        needs(engine, "keep")
+        task = asyncio.create_task(engine.generate(suite_request(num_samples=3, max_tokens=LONG)))
+        await self.tokens(engine, 30)
+        await engine.pause("keep")
+        old = reference_model(model_folder)
+        stream = FakeWeightStream(changed_weights(reference), version=7)
+        proof = await engine.update_weights(stream, 7)
+        assert proof == stream.expected()
+        assert (await engine.health()).version == 7
+        await engine.resume()
+        for completion in await task:
+            assert [segment.version for segment in completion.segments] == [0, 7]
+            split = completion.segments[0].num_tokens
+            assert 0 < split < LONG
+            assert sum(segment.num_tokens for segment in completion.segments) == len(completion.ids)
+            assert completion.oldest_version == 0
+            self.assert_logprobs(reference, completion, start=split)
+            ids = np.concatenate([PROMPT, completion.ids[:split]])
+            before = reference_logprobs(old, ids)[len(PROMPT) :]
+            np.testing.assert_allclose(completion.logprobs[:split], before, atol=self.tolerance, rtol=0)
+
+    @on_engine
+    async def test_a_wrong_stream_is_refused_and_never_mixed(
+        self, engine: RolloutEngine, model_folder: Path, reference: Any
+    ) -> None:
+        """After a failed update the engine serves the old weights or nothing; a full update heals it."""
+        old = reference_model(model_folder)
+        weights = changed_weights(reference)
+        name, tensor = weights[3]
+        wrong = {
+            "a name nobody has": FakeWeightStream([*weights[:3], ("no.such.weight", tensor)], 1),
+            "a shape that differs": FakeWeightStream([*weights[:3], (name, tensor[:-1])], 1),
+            "a tensor that never came": FakeWeightStream(weights[:-1], 1),
+            "a sender that died": FakeWeightStream(weights, 1, fail_after=4),
+            "another version": FakeWeightStream(weights, 2),
+        }
+        for index, (what, stream) in enumerate(wrong.items()):
+            with pytest.raises(WeightSyncError):
+                await engine.update_weights(stream, 1)
+            await self._old_or_nothing(engine, old, f"{index}: {what}")
+        await engine.update_weights(FakeWeightStream(weights, 3), 3)
+        (completion,) = await engine.generate(suite_request("healed"))
+        assert completion.oldest_version == 3
+        self.assert_logprobs(reference, completion)
+
+    async def _old_or_nothing(self, engine: RolloutEngine, old: Any, what: str) -> None:
+        try:
+            (completion,) = await engine.generate(suite_request(what))
+        except OffbeatError:
+            return
+        assert completion.oldest_version == 0, what
+        self.assert_logprobs(old, completion)
+
+    @on_engine
+    async def test_sleep_and_wake_leave_no_trace(self, engine: RolloutEngine) -> None:
+        if 1 not in engine.capabilities.sleep_levels:
+            pytest.skip("the engine does not sleep")
+        (before,) = await engine.generate(suite_request())
+        await engine.pause("wait")
+        await engine.sleep(1)
+        await engine.wake()
+        await engine.resume()
+        (after,) = await engine.generate(suite_request())
+        np.testing.assert_array_equal(before.ids, after.ids)
+
+    @on_engine
+    async def test_samples_held_through_sleep_go_on_under_the_new_weights(
+        self, engine: RolloutEngine, reference: Any
+    ) -> None:
+        """What a colocated trainer does: its own memory while it trains, new weights first, then the cache again."""
+        needs(engine, "keep")
+        if 2 not in engine.capabilities.sleep_levels:
+            pytest.skip("the engine does not give its weights back")
+        task = asyncio.create_task(engine.generate(suite_request(num_samples=2, max_tokens=LONG)))
+        await self.tokens(engine, 30)
+        await engine.pause("keep")
+        await engine.sleep(2)
+        later = asyncio.create_task(engine.generate(suite_request("later")))
+        await engine.wake(("weights",))
+        stream = FakeWeightStream(changed_weights(reference), version=7)
+        assert await engine.update_weights(stream, 7) == stream.expected()
+        await engine.wake(("kv_cache",))
+        await engine.resume()
+        for completion in await task:
+            assert [segment.version for segment in completion.segments] == [0, 7]
+            self.assert_logprobs(reference, completion, start=completion.segments[0].num_tokens)
+        assert (await later)[0].oldest_version == 7
+
+    @on_engine
+    async def test_without_the_weights_that_sleep_gave_back_nothing_is_sampled(
+        self, engine: RolloutEngine, model_folder: Path
+    ) -> None:
+        """What was in flight ends as aborted, and what comes is refused, until a whole update has come."""
+        needs(engine, "keep")
+        if 2 not in engine.capabilities.sleep_levels:
+            pytest.skip("the engine does not give its weights back")
+        task = asyncio.create_task(engine.generate(suite_request(max_tokens=LONG)))
+        await self.tokens(engine, 4)
+        await engine.pause("keep")
+        await engine.sleep(2)
+        await engine.wake()
+        await engine.resume()
+        assert (await task)[0].stop_reason == "aborted"
+        with pytest.raises(WeightSyncError):
+            await engine.generate(suite_request("later"))
+        weights = [(name, tensor.detach()) for name, tensor in reference_model(model_folder).named_parameters()]
+        await engine.update_weights(FakeWeightStream(weights, 3), 3)
+        assert (await engine.generate(suite_request("healed")))[0].oldest_version == 3
 
 
 class RolloutConformance(WeightConformance, ScoreConformance):
@@ -44,7 +293,6 @@ class RolloutConformance(WeightConformance, ScoreConformance):
 
     @on_engine
     async def test_logprobs_are_those_of_transformers(self, engine: RolloutEngine, reference: Any) -> None:
-        """Log-probabilities equal the reference, at temperature 1 and another."""
         for temperature in (1.0, 0.7):
             (completion,) = await engine.generate(suite_request(temperature=temperature))
             assert completion.stop_reason == "length"
@@ -53,7 +301,6 @@ class RolloutConformance(WeightConformance, ScoreConformance):
 
     @on_engine
     async def test_temperature_zero_takes_the_likeliest_token(self, engine: RolloutEngine, reference: Any) -> None:
-        """Greedy decoding equals transformers' and reports log-probabilities at temperature 1."""
         import torch
 
         (completion,) = await engine.generate(suite_request(temperature=0.0))
@@ -66,7 +313,6 @@ class RolloutConformance(WeightConformance, ScoreConformance):
 
     @on_engine
     async def test_a_seed_reproduces_and_another_differs(self, engine: RolloutEngine) -> None:
-        """Same seed, same tokens, alone or in company; another seed, other tokens."""
         (alone,) = await engine.generate(suite_request(seed=5))
         company = [engine.generate(suite_request(str(seed), seed=seed)) for seed in (3, 5, 9, 11)]
         _, (again,), (other,), _ = await asyncio.gather(*company)
@@ -86,7 +332,6 @@ class RolloutConformance(WeightConformance, ScoreConformance):
 
     @on_engine
     async def test_stop_token_ends_a_sample(self, engine: RolloutEngine) -> None:
-        """The stop token is the last one, and the tokens before it are unchanged."""
         (free,) = await engine.generate(suite_request())
         stop = int(free.ids[10])
         (stopped,) = await engine.generate(suite_request(stop_token_ids=(stop,)))
@@ -109,7 +354,6 @@ class RolloutConformance(WeightConformance, ScoreConformance):
 
     @on_engine
     async def test_abort_keeps_the_tokens_so_far(self, engine: RolloutEngine, reference: Any) -> None:
-        """An aborted request returns what it has, marked; unknown ids are ignored."""
         task = asyncio.create_task(engine.generate(suite_request("long", num_samples=2, max_tokens=LONG)))
         await self.tokens(engine, 6)
         await engine.abort("nobody")
@@ -136,7 +380,6 @@ class RolloutConformance(WeightConformance, ScoreConformance):
 
     @on_engine
     async def test_pause_abort_returns_what_is_in_flight(self, engine: RolloutEngine) -> None:
-        """`abort` ends everything in flight as aborted, and sampling works after `resume`."""
         needs(engine, "abort")
         task = asyncio.create_task(engine.generate(suite_request(max_tokens=LONG)))
         await self.tokens(engine, 4)
@@ -147,7 +390,6 @@ class RolloutConformance(WeightConformance, ScoreConformance):
 
     @on_engine
     async def test_pause_keep_holds_and_goes_on(self, engine: RolloutEngine) -> None:
-        """A sample that was held becomes what it would have become."""
         needs(engine, "keep")
         (free,) = await engine.generate(suite_request(max_tokens=LONG))
         task = asyncio.create_task(engine.generate(suite_request(max_tokens=LONG)))
@@ -185,7 +427,6 @@ class RolloutConformance(WeightConformance, ScoreConformance):
 
     @on_engine
     async def test_an_adapter_that_was_not_sent_is_refused_by_name(self, engine: RolloutEngine) -> None:
-        """An engine with adapters names those that it has."""
         if not engine.capabilities.lora:
             pytest.skip("the engine takes no adapters")
         with pytest.raises(ConfigError, match="'nobody'"):
@@ -194,7 +435,6 @@ class RolloutConformance(WeightConformance, ScoreConformance):
 
     @on_engine
     async def test_an_image_that_is_none_is_refused(self, engine: RolloutEngine) -> None:
-        """Another dtype or number of axes than [H, W, 3] uint8 is an error and not a guess."""
         if not engine.capabilities.multimodal:
             pytest.skip("the engine takes no images")
         wrong: list[Any] = [np.zeros((16, 24, 3), np.float32), np.zeros((16, 24), np.uint8)]
@@ -217,7 +457,6 @@ class RolloutConformance(WeightConformance, ScoreConformance):
 
     @on_engine
     async def test_close_aborts_what_is_in_flight(self, engine: RolloutEngine) -> None:
-        """In-flight requests return as aborted; later ones are refused."""
         task = asyncio.create_task(engine.generate(suite_request(max_tokens=LONG)))
         await self.tokens(engine, 3)
         await engine.close()
@@ -227,7 +466,6 @@ class RolloutConformance(WeightConformance, ScoreConformance):
 
 
 def _pair_of_letters(text: str) -> str:
-    """Return two neighbouring characters of plain ASCII whose pair first appears late enough to be worth a test."""
     for index in range(10, len(text) - 1):
         pair = text[index : index + 2]
         if pair.isascii() and pair.isprintable() and pair not in text[: index + 1]:

@@ -74,13 +74,11 @@ class TrainEngineConformance:
     tolerance: float = 1e-4
 
     def make_engine(self, config: TrainEngineConfig) -> TrainEngine:
-        """Return the engine under test."""
         return self.backend.create(config)
 
     @pytest.fixture(scope="class")
     @classmethod
     def model_folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """Return the folder of the model to train."""
         return tiny_model(tmp_path_factory.mktemp("conformance") / cls.family, cls.family)
 
     @pytest.fixture
@@ -90,7 +88,6 @@ class TrainEngineConformance:
 
     @pytest.fixture
     def engine(self, config: TrainEngineConfig) -> Iterator[TrainEngine]:
-        """Give out an engine under test, and close it."""
         engine = self.make_engine(config)
         yield engine
         engine.close()
@@ -158,7 +155,6 @@ class TrainEngineConformance:
         engine.close()
 
     def test_micro_batches_change_no_result(self, config: TrainEngineConfig) -> None:
-        """Gradient norm and metrics are those of one large batch, whatever the token budget."""
         norms, losses = [], []
         for budget in (8192, 64, 41):
             engine = self.make_engine(dataclasses.replace(config, max_tokens_per_microbatch=budget))
@@ -181,7 +177,6 @@ class TrainEngineConformance:
         assert all(np.isfinite(array).all() for array in _copy(engine).values())
 
     def test_steps_learn(self, engine: TrainEngine) -> None:
-        """The loss of a batch falls when it is trained on."""
         losses = []
         for _ in range(5):
             losses.append(engine.forward_backward(_sequences(), _nll)["nll"].value)
@@ -201,7 +196,6 @@ class TrainEngineConformance:
             np.testing.assert_array_equal(array, expected[name].detach().numpy())
 
     def test_the_reference_policy_stays(self, engine: TrainEngine) -> None:
-        """`reference=True` asks the first policy, after training too."""
         sequences = _sequences()
         first = engine.logprobs(sequences)
         engine.forward_backward(sequences, _nll)

@@ -75,6 +75,11 @@ class MicroBatch:
     images: tuple[Image, ...] = ()
     place_M: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the segments."""
+        return tuple(segment.length for segment in self.segments)
+
 
 def plan_packs(sequences: Sequence[TrainSequence], *, budget: int, share_prompts: bool) -> list[list[Family]]:
     """Choose micro-batches: first-fit decreasing, the same for the same input.
@@ -245,18 +250,28 @@ def _deal(bins: list[list[Family]], num_shares: int) -> list[Share]:
 
 
 def lay_out(
-    sequences: Sequence[TrainSequence], families: Sequence[Family], images: ImageInputs | None = None
+    sequences: Sequence[TrainSequence],
+    families: Sequence[Family],
+    images: ImageInputs | None = None,
+    *,
+    segment_multiple: int = 1,
+    pack_multiple: int = 1,
+    num_tokens: int = 1,
 ) -> MicroBatch:
-    """Lay out one micro-batch chosen by `plan_shares`.
+    """Lay out one micro-batch chosen by `plan_shares`. Padding has id and position 0, and comes after what is real.
 
     Args:
         sequences: of the whole update.
-        families: of the micro-batch.
+        families: of the micro-batch; none for a rank that only meets the others in it.
         images: what is known of the model's; None for one that takes none.
+        segment_multiple: each segment is padded to a multiple of this.
+        pack_multiple: the pack is padded to a multiple of this, by a segment of its own.
+        num_tokens: of the pack, at least.
     """
-    layout = _Layout(images or NoImages())
+    layout = _Layout(images or NoImages(), segment_multiple)
     for family in families:
         layout.add(sequences, family)
+    layout.pad(-(-max(layout.size, num_tokens) // pack_multiple) * pack_multiple - layout.size)
     return layout.pack()
 
 
@@ -275,21 +290,25 @@ def idle_micro_batch() -> MicroBatch:
     )
 
 
+_NONE: Indices = np.zeros(0, np.int64)
+_NOBODY = TrainSequence(ids=np.zeros(1, np.int32), loss_mask=np.zeros(1, bool))
+
+
 class _Layout:
     """Collects the pieces of one pack."""
 
-    def __init__(self, images: ImageInputs) -> None:
-        self.known = images
+    def __init__(self, images: ImageInputs, segment_multiple: int) -> None:
+        self.known, self.multiple = images, segment_multiple
         self.ids: list[npt.NDArray[np.int32]] = []
         self.positions: list[Indices] = []
         self.segments: list[Segment] = []
         self.size = 0
-        self.predictor: list[Indices] = []
+        self.predictor: list[Indices] = [_NONE]
         self.target: list[npt.NDArray[np.int32]] = []
-        self.token: list[Indices] = []
+        self.token: list[Indices] = [_NONE]
         self.members: list[int] = []
         self.images: list[Image] = []
-        self.place: list[Indices] = [np.zeros(0, np.int64)]
+        self.place: list[Indices] = [_NONE]
 
     def add(self, sequences: Sequence[TrainSequence], family: Family) -> None:
         """Lay out the family's prompt, then what each member has of its own."""
@@ -300,7 +319,7 @@ class _Layout:
             sequence = sequences[member]
             token = np.flatnonzero(sequence.loss_mask)
             offset = self.size - prefix  # packed index of token t is t + offset, for t >= prefix
-            self._segment(sequence, prefix, int(token[-1]), parent)
+            self._segment(sequence, prefix, int(token[-1]) if len(token) else 0, parent)
             before = token - 1
             self.predictor.append(np.where(before >= prefix, before + offset, before + prompt_start))
             self.target.append(sequence.ids[token])
@@ -310,12 +329,22 @@ class _Layout:
     def _segment(self, sequence: TrainSequence, start: int, stop: int, parent: int) -> int:
         """Append tokens [start, stop), unless there are none: a completion of one token has nothing of its own."""
         if stop > start:
-            self.segments.append(Segment(start=self.size, length=stop - start, parent=parent))
-            self.ids.append(sequence.ids[start:stop])
-            self.positions.append(self.known.positions(sequence)[..., start:stop])
             self._place_images(sequence, start, stop)
-            self.size += stop - start
+            padding = (start - stop) % self.multiple
+            self._append(sequence.ids[start:stop], self.known.positions(sequence)[..., start:stop], padding, parent)
         return len(self.segments) - 1
+
+    def pad(self, length: int) -> None:
+        """Append a segment of padding, unless it is none."""
+        if length:
+            self._append(_NOBODY.ids[:0], self.known.positions(_NOBODY)[..., :0], length, -1)
+
+    def _append(self, ids: npt.NDArray[np.int32], positions: Indices, padding: int, parent: int) -> None:
+        """Append a segment of these tokens, with so much padding after them."""
+        self.segments.append(Segment(start=self.size, length=len(ids) + padding, parent=parent))
+        self.ids.append(np.pad(ids, (0, padding)))
+        self.positions.append(np.pad(positions, [(0, 0)] * (positions.ndim - 1) + [(0, padding)]))
+        self.size += len(ids) + padding
 
     def _place_images(self, sequence: TrainSequence, start: int, stop: int) -> None:
         for image, (first, end) in zip(sequence.images, self.known.spans(sequence), strict=True):
@@ -325,14 +354,14 @@ class _Layout:
 
     def pack(self) -> MicroBatch:
         """Join the pieces."""
-        lengths = [len(token) for token in self.token]
+        counts = [len(token) for token in self.token[1:]]
         return MicroBatch(
             ids_T=np.concatenate(self.ids).astype(np.int64),
             positions_T=np.concatenate(self.positions, axis=-1),
             segments=tuple(self.segments),
             predictor_N=np.concatenate(self.predictor),
-            target_N=np.concatenate(self.target).astype(np.int64),
-            sequence_N=np.repeat(np.arange(len(lengths)), lengths),
+            target_N=np.concatenate([_NONE, *self.target]),
+            sequence_N=np.repeat(np.arange(len(counts)), np.array(counts, np.int64)),
             token_N=np.concatenate(self.token),
             members=tuple(self.members),
             images=tuple(self.images),

@@ -5,6 +5,7 @@ from offbeat_types._backends import (
     EngineNeeds,
     defer_device_backends,
     engine_needs,
+    find_function,
     installed_backends,
     load_backend,
     restore_module,
@@ -45,6 +46,7 @@ from offbeat_types._model_files import (
     tensor_file_header,
     tensor_file_index,
 )
+from offbeat_types._model_folder import ExpectedTensors, ModelFolder
 from offbeat_types._requests import (
     Floats,
     GenerateRequest,
@@ -124,6 +126,7 @@ __all__ = [
     "EngineHealth",
     "EngineNeeds",
     "EngineThread",
+    "ExpectedTensors",
     "Floats",
     "GenerateRequest",
     "GroupError",
@@ -139,6 +142,7 @@ __all__ = [
     "Metrics",
     "MismatchError",
     "ModelError",
+    "ModelFolder",
     "OffbeatError",
     "PauseMode",
     "PeerFailedError",
@@ -183,6 +187,7 @@ __all__ = [
     "digest_sequences",
     "drop_model_files",
     "engine_needs",
+    "find_function",
     "find_tensors",
     "installed_backends",
     "learning_rate_at",

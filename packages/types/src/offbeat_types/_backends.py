@@ -1,13 +1,15 @@
-"""Finds backends by entry point, so that no caller holds `if backend == ...`, and asks devices what engines need."""
+"""Finds backends by entry point and users' functions by name, and asks devices what engines need."""
 
+import difflib
+import importlib
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from offbeat_types._errors import BackendError
+from offbeat_types._errors import BackendError, ConfigError
 from offbeat_types._rollout import RolloutEngineSettings
 
 AUTOLOAD: Final = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -44,6 +46,39 @@ def load_backend(kind: str, name: str) -> Any:
     line = INSTALL_LINES.get((kind, name))
     advice = f"install it with: {line}" if line else "check the name"
     raise BackendError(f"{kind} backend {name!r} is not installed (installed: {installed}); {advice}")
+
+
+def find_function(section: str, name: str) -> Callable[..., Any]:
+    """Import `module:function`, looking in the working folder too, as a script beside it would.
+
+    Args:
+        section: that names it, such as "reward".
+        name: such as "my_rewards:score".
+
+    Raises:
+        ConfigError: there is no such module or function, or the module cannot be imported.
+    """
+    module_name, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigError(
+            f"{section} {name}: importing {module_name} failed: {type(error).__name__}: {error}; "
+            f"Python looks in the working folder {os.getcwd()} and in what is installed"
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        if hasattr(module, attribute):
+            raise ConfigError(
+                f"{section} {name}: {module_name} has no function {attribute!r}: what it has of that name is of type "
+                f"{type(function).__name__}, which cannot be called"
+            )
+        near = difflib.get_close_matches(attribute, vars(module), n=3)
+        advice = f"; nearest: {', '.join(near)}" if near else ""
+        raise ConfigError(f"{section} {name}: {module_name} has no function {attribute!r}{advice}")
+    return function  # type: ignore[no-any-return]
 
 
 def defer_device_backends() -> None:

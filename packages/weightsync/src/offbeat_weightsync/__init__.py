@@ -1,7 +1,6 @@
 """Moves weights from a trainer to rollout engines, and proves that they arrived: bucket plan and transports."""
 
 from offbeat_types import TensorSpec
-from offbeat_weightsync._adapters import merge_adapter, select_adapter
 from offbeat_weightsync._addresses import new_address, new_socket_path
 from offbeat_weightsync._broadcast import BroadcastStream, broadcast_weights, receive_broadcast
 from offbeat_weightsync._disk import (
@@ -9,26 +8,23 @@ from offbeat_weightsync._disk import (
     list_versions,
     read_weights,
     remove_old_versions,
-    remove_partial_versions,
     wait_for_proofs,
     write_weights,
 )
 from offbeat_weightsync._fp8 import (
     DequantizedStream,
     dequantize_blocks,
-    fp8_error_bound,
     fp8_specs,
     is_fp8_weight,
     quantize_blocks,
     quantize_tensors,
 )
-from offbeat_weightsync._names import EXPERTS, GATE_UP, QKV, Fusion, NameMap, TensorSlice
+from offbeat_weightsync._names import EXPERTS, GATE_UP, QKV, Fusion, NameMap, TensorSlice, merge_adapter, select_adapter
 from offbeat_weightsync._plan import DEFAULT_BUCKET_BYTES, Bucket, BucketPlan, Piece
-from offbeat_weightsync._proofs import tensor_checksums
 from offbeat_weightsync._receiver import PeerStream, SharedMemoryStream, TcpStream, receive
 from offbeat_weightsync._sender import SharedMemorySender, TcpSender, WeightSender, open_sender
 from offbeat_weightsync._stream import ArrivingStream, InProcessStream
-from offbeat_weightsync._tensors import describe_tensors
+from offbeat_weightsync._tensors import describe_tensors, tensor_checksums
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -56,7 +52,6 @@ __all__ = [
     "broadcast_weights",
     "dequantize_blocks",
     "describe_tensors",
-    "fp8_error_bound",
     "fp8_specs",
     "is_fp8_weight",
     "list_versions",
@@ -70,7 +65,6 @@ __all__ = [
     "receive",
     "receive_broadcast",
     "remove_old_versions",
-    "remove_partial_versions",
     "select_adapter",
     "tensor_checksums",
     "wait_for_proofs",

@@ -57,11 +57,7 @@ class TcpAddress(NamedTuple):
 
     @classmethod
     def parse(cls, address: str) -> "TcpAddress | None":
-        """Read what `with_token` wrote; None: it is an address of another kind.
-
-        Raises:
-            WeightSyncError: it lacks host, port or token.
-        """
+        """Read what `with_token` wrote; None: it is an address of another kind."""
         if not address.startswith(f"{_TCP}://"):
             return None
         try:
@@ -116,11 +112,6 @@ def new_socket_path() -> str:
 
 
 def kernel_address(socket_path: str | Path) -> str:
-    """What to pass to bind or connect.
-
-    Raises:
-        WeightSyncError: the path is too long for a Unix socket.
-    """
     path = str(socket_path)
     if len(os.fsencode(path)) > _MAX_PATH_BYTES:
         raise WeightSyncError(f"a socket path has at most {_MAX_PATH_BYTES} bytes; use new_socket_path(): got {path}")
@@ -137,11 +128,7 @@ def remove_socket(socket_path: str | Path) -> None:
 
 
 def listen(address: str | Path) -> tuple[socket.socket, str]:
-    """Listen there without blocking; return the socket, and the address with its port.
-
-    Raises:
-        WeightSyncError: the address is taken, too long, or none of this machine.
-    """
+    """Listen there without blocking; return the socket, and the address with its port."""
     tcp = TcpAddress.parse(str(address))
     try:
         if tcp is None:
@@ -157,12 +144,7 @@ def listen(address: str | Path) -> tuple[socket.socket, str]:
 
 
 def connect(address: str | Path, deadline: Deadline) -> Connection:
-    """Connect to a sender, and make sure that it is the one that was meant.
-
-    Raises:
-        WeightSyncError: it is not there, is another user's, or has another token.
-        DeadlineError: it does not answer.
-    """
+    """Connect to a sender, and make sure that it is the one that was meant."""
     tcp = TcpAddress.parse(str(address))
     where = address if tcp is None else tcp
     timeout_s = deadline.left_s() or 1e-3
@@ -193,11 +175,7 @@ def greet(connection: Connection) -> bytes:
 
 
 def admit(connection: Connection, ours: bytes, answer: bytes, address: TcpAddress) -> bool:
-    """The second half: whether the other side knows the token, by its answer of `ANSWER_BYTES`.
-
-    Raises:
-        WeightSyncError: it is gone.
-    """
+    """The second half: whether the other side knows the token, by its answer of `ANSWER_BYTES`."""
     token, theirs, mac = address.token.encode(), answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
     if not hmac.compare_digest(mac, _mac(token, b"receiver", ours, theirs)):
         return False
@@ -214,7 +192,6 @@ def is_same_user(sock: socket.socket) -> bool:
 
 
 def _show_token(connection: Connection, address: TcpAddress) -> None:
-    """The receiver's part of the handshake."""
     token, ours = address.token.encode(), secrets.token_bytes(_NONCE_BYTES)
     theirs, mac = bytearray(_NONCE_BYTES), bytearray(ANSWER_BYTES - _NONCE_BYTES)
     why: Exception | str = "it answered with another token"

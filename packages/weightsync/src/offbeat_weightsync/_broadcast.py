@@ -21,9 +21,8 @@ from offbeat_mesh import Device, Group, current_world
 from offbeat_types import MismatchError, TensorSpec, WeightProof, WeightSyncError
 from offbeat_weightsync._connection import Deadline, reason_of
 from offbeat_weightsync._plan import BucketPlan
-from offbeat_weightsync._proofs import compare_proofs
 from offbeat_weightsync._stream import MAX_RUN_BYTES, ArrivingStream, Room, Runs
-from offbeat_weightsync._tensors import PlannedTensors
+from offbeat_weightsync._tensors import PlannedTensors, compare_proofs
 
 T = TypeVar("T")
 
@@ -190,14 +189,7 @@ class BroadcastStream(ArrivingStream):
 
 
 class _GroupSync:
-    """One rank's part of a sync, and the thread that makes its calls of the group.
-
-    Args:
-        group: of the sync.
-        source: group-relative rank of the sender.
-        version: that this rank sends or wants.
-        deadline: of the sync.
-    """
+    """One rank's part of a sync, and the thread that makes its calls of the group."""
 
     def __init__(self, group: Group, source: int, version: int, deadline: Deadline) -> None:
         self._group, self._source, self._version, self._deadline = group, source, version, deadline

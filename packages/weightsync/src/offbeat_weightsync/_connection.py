@@ -106,8 +106,6 @@ class Offer(msgspec.Struct, tag="offer", frozen=True):
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
-    """The receiver has mapped the memory and built the plan of this digest."""
-
     digest: str
 
 
@@ -119,8 +117,6 @@ class Filled(msgspec.Struct, tag="filled", frozen=True):
 
 
 class Loaded(msgspec.Struct, tag="loaded", frozen=True):
-    """The receiver has taken all of a bucket."""
-
     bucket: int
 
 
@@ -131,8 +127,6 @@ class End(msgspec.Struct, tag="end", frozen=True):
 
 
 class Proof(msgspec.Struct, tag="proof", frozen=True):
-    """What the receiver's engine holds."""
-
     held: WeightProof
 
 
@@ -183,14 +177,6 @@ class Deadline:
 
 
 class Connection:
-    """One connected socket of a sync.
-
-    Args:
-        sock: connected stream socket.
-        peer: who is at the other end, for errors.
-        deadline: of the sync.
-    """
-
     def __init__(self, sock: socket.socket, peer: str, deadline: Deadline) -> None:
         self.peer, self.deadline = peer, deadline
         self._socket, self._failed = sock, False
@@ -199,16 +185,9 @@ class Connection:
         sock.settimeout(UNDECLARED_S)
 
     def fileno(self) -> int:
-        """For selectors."""
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Send one message.
-
-        Raises:
-            WeightSyncError: the other side is gone.
-            DeadlineError: it does not read.
-        """
         body = msgspec.msgpack.encode(message)
         self.send_plain(memoryview(_HEADER.pack(len(body)) + body))
 
@@ -227,16 +206,7 @@ class Connection:
             raise self._why_gone() from error
 
     def receive(self, kind: type[M], what: str) -> M:
-        """Return the next message, which must be of this kind.
-
-        Args:
-            kind: message class.
-            what: what is waited for, for errors, such as "bucket 3".
-
-        Raises:
-            WeightSyncError: the other side failed, with its reason, or is gone.
-            DeadlineError: nothing came.
-        """
+        """Return the next message, which must be of this kind."""
         header = self._receive_header(what)
         if header & _DATA:
             raise WeightSyncError(f"{self.peer} sent weights where {kind.__name__} was due")
@@ -276,14 +246,12 @@ class Connection:
             raise self._why_gone()
 
     def send_descriptor(self, fd: int) -> None:
-        """Give the other side a copy of an open file."""
         try:
             socket.send_fds(self._socket, [b"\0"], [fd])
         except OSError as error:
             raise self._why_gone() from error
 
     def receive_descriptor(self) -> int:
-        """Take what `send_descriptor` gave; the caller closes it."""
         when = "before it handed over the memory"
         try:
             _, fds, _, _ = self._wait_for(
@@ -302,7 +270,6 @@ class Connection:
             self.send(Failure(reason_of(error)))
 
     def close(self) -> None:
-        """Hang up."""
         if self._failed and self._socket.family != getattr(socket, "AF_UNIX", None):
             self._drain()
         self._socket.close()
@@ -321,7 +288,6 @@ class Connection:
         return int.from_bytes(header, "little")
 
     def _receive_body(self, num_bytes: int, what: str) -> Message:
-        """The rest of a message; raises if it is a Failure."""
         if num_bytes > _MAX_MESSAGE_BYTES:
             raise WeightSyncError(f"{self.peer} announced a message of {num_bytes} bytes: it is none of ours")
         body = bytearray(num_bytes)
@@ -372,5 +338,4 @@ class Connection:
 
 
 def reason_of(error: BaseException) -> str:
-    """What to tell the other sides."""
     return str(error) if isinstance(error, OffbeatError) else f"{type(error).__name__}: {error}"

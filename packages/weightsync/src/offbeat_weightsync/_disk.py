@@ -43,9 +43,8 @@ from offbeat_types import (
 )
 from offbeat_weightsync._connection import Deadline, reason_of
 from offbeat_weightsync._plan import BucketPlan, Piece
-from offbeat_weightsync._proofs import compare_proofs
 from offbeat_weightsync._stream import MAX_RUN_BYTES, ArrivingStream, Room, Runs, read_runs
-from offbeat_weightsync._tensors import PlannedTensors
+from offbeat_weightsync._tensors import PlannedTensors, compare_proofs
 
 MANIFEST: Final = "weights.json"
 PREFIX: Final = "version-"
@@ -59,8 +58,6 @@ Layout = list[tuple[int, int]]
 
 
 class _Manifest(msgspec.Struct):
-    """What stands in weights.json."""
-
     specs: list[tuple[str, str, tuple[int, ...]]]
     bucket_bytes: int
     digest: str
@@ -220,12 +217,6 @@ def remove_old_versions(root: str | Path, keep: int) -> None:
         shutil.rmtree(hidden)
 
 
-def remove_partial_versions(root: str | Path) -> None:
-    """Remove what writers that died have left and nobody will take up."""
-    for path in [*Path(root).glob(".version-*.partial"), *Path(root).glob(".version-*.removed")]:
-        shutil.rmtree(path)
-
-
 class DiskStream(ArrivingStream):
     """A `WeightStream` from a folder. Made by `read_weights`.
 
@@ -277,7 +268,6 @@ class _FileWriter:
             self._syncer.shutdown()
 
     def write(self, run: Piece, data: memoryview) -> None:
-        """Put a run of bytes of a tensor where it belongs."""
         if run.tensor not in self._offsets:
             self._close(synced=True)
             self._open(self._index + 1)
@@ -354,7 +344,6 @@ class _FileReader(ExitStack):
             offset += spec.num_bytes
 
     def read(self, run: Piece, bucket: int, target: memoryview) -> None:
-        """Read a run of bytes of a tensor."""
         job = new_future()
         self._jobs.put((job, run, target))
         try:
@@ -413,7 +402,6 @@ def _file_layout(plan: BucketPlan, file_bytes: int) -> Layout:
 
 
 def _write_manifest(folder: Path, plan: BucketPlan, layout: Layout, proof: WeightProof) -> None:
-    """Write index and manifest."""
     files = {
         _file_path(folder, index, layout).name: plan.specs[first:last] for index, (first, last) in enumerate(layout)
     }
@@ -424,11 +412,6 @@ def _write_manifest(folder: Path, plan: BucketPlan, layout: Layout, proof: Weigh
 
 
 def _read_manifest(folder: Path, version: int) -> tuple[BucketPlan, Layout, WeightProof]:
-    """Plan, layout of the files, and what was written.
-
-    Raises:
-        WeightSyncError: the folder is not there, is damaged, or holds another version.
-    """
     path = folder / MANIFEST
     try:
         manifest = msgspec.json.decode(path.read_bytes(), type=_Manifest)

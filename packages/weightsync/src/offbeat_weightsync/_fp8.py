@@ -58,12 +58,6 @@ def dequantize_blocks(quantized_OI: Tensor, scales: Tensor) -> Tensor:
     return quantized_OI.float() * _spread(scales, quantized_OI)
 
 
-def fp8_error_bound(weight_OI: Tensor, scales: Tensor) -> Tensor:
-    """The most by which each element may be off: [O, I] float32."""
-    weight = weight_OI.detach().float()
-    return torch.maximum(weight.abs() * 2.0**-4, _spread(scales, weight) * 2.0**-10)
-
-
 def is_fp8_weight(spec: TensorSpec) -> bool:
     """Whether a tensor is quantised by default: matrices of at least a block within the layers; no table, no head."""
     tables = ("embed_tokens.weight", "pos_embed.weight", "lm_head.weight")

@@ -125,11 +125,7 @@ def _lay_out(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ..
 
 @lru_cache(maxsize=4)
 def agreed_plan(specs: tuple[TensorSpec, ...], bucket_bytes: int, digest: str, sender: str) -> BucketPlan:
-    """The plan of what a sender announces; the same comes with version after version.
-
-    Raises:
-        WeightSyncError: it has another digest at the sender.
-    """
+    """The plan of what a sender announces; the same comes with version after version."""
     plan = BucketPlan.build(specs, bucket_bytes)
     if plan.digest != digest:
         raise WeightSyncError(f"the plans differ: {digest} at {sender}, {plan.digest} here; same version?")

@@ -23,10 +23,9 @@ from offbeat_weightsync._connection import (
     Welcome,
 )
 from offbeat_weightsync._plan import BucketPlan, Piece, agreed_plan
-from offbeat_weightsync._proofs import kept_digest
 from offbeat_weightsync._shared_memory import NUM_SLOTS, open_device_slots, open_slots, synchronize
 from offbeat_weightsync._stream import MAX_RUN_BYTES, ArrivingStream, Room, Runs, read_runs
-from offbeat_weightsync._tensors import RUN_BYTES
+from offbeat_weightsync._tensors import RUN_BYTES, kept_digest
 
 
 @contextmanager
@@ -127,7 +126,6 @@ class PeerStream(ArrivingStream):
         self._connection.receive(Accepted, "the sender's answer to the proof")
 
     def _bucket(self, index: int) -> str:
-        """For errors: what is waited for."""
         return f"bucket {index} of {len(self.plan.buckets)}"
 
 

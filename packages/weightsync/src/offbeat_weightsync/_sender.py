@@ -30,10 +30,9 @@ from offbeat_weightsync._connection import (
     Welcome,
 )
 from offbeat_weightsync._plan import BucketPlan
-from offbeat_weightsync._proofs import compare_proofs, kept_digest, plan_changes, planned_checksums
 from offbeat_weightsync._shared_memory import NUM_SLOTS, SharedSlots
 from offbeat_weightsync._stream import MAX_RUN_BYTES
-from offbeat_weightsync._tensors import PlannedTensors
+from offbeat_weightsync._tensors import PlannedTensors, compare_proofs, kept_digest, plan_changes, planned_checksums
 
 T = TypeVar("T")
 

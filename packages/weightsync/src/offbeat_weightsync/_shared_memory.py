@@ -28,9 +28,6 @@ class SharedSlots:
     Args:
         plan: each slot takes any of its buckets, or of a plan of some of its tensors.
         device: such as "cuda:0"; None: host memory. `descriptor` is that of an open file that holds it.
-
-    Raises:
-        WeightSyncError: there is no such device, or not enough memory.
     """
 
     def __init__(self, plan: BucketPlan, device: str | None) -> None:
@@ -58,7 +55,6 @@ class SharedSlots:
         return CudaHandle(*values)
 
     def close(self) -> None:
-        """Let go of the memory."""
         self._slots = []
         if self.descriptor >= 0:
             os.close(self.descriptor)
@@ -80,11 +76,6 @@ def open_slots(fd: int, slot_bytes: int, *, writable: bool) -> list[Tensor]:
 
 
 def open_device_slots(handle: CudaHandle, slot_bytes: int) -> list[Tensor]:
-    """Open the sender's slots on a device.
-
-    Raises:
-        WeightSyncError: this process does not see the device.
-    """
     _require_cuda()
     here = {_uuid(index): index for index in range(torch.cuda.device_count())}
     if handle.uuid not in here:
@@ -115,11 +106,7 @@ def _longest_bucket_bytes(plan: BucketPlan) -> int:
 
 
 def _reserve_memory(num_bytes: int) -> int:
-    """Make an anonymous file with its memory reserved, and return its descriptor.
-
-    Raises:
-        WeightSyncError: there is not enough memory.
-    """
+    """Make an anonymous file with its memory reserved, and return its descriptor."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("offbeat-weights", os.MFD_CLOEXEC)
     else:

@@ -9,8 +9,15 @@ from torch import Tensor
 
 from offbeat_types import TensorSpec, WeightProof, WeightSyncError
 from offbeat_weightsync._plan import DEFAULT_BUCKET_BYTES, BucketPlan, Piece
-from offbeat_weightsync._proofs import compare_proofs, prove_tensors
-from offbeat_weightsync._tensors import Bytes, TargetTensor, describe_tensors, find_target, torch_dtype
+from offbeat_weightsync._tensors import (
+    Bytes,
+    TargetTensor,
+    compare_proofs,
+    describe_tensors,
+    find_target,
+    prove_tensors,
+    torch_dtype,
+)
 
 Room = Callable[[Piece], Bytes | None]
 """Where a run of bytes is to lie in host memory; None: anywhere."""
@@ -181,7 +188,6 @@ class InProcessStream:
         self._specs = {spec.name: spec for spec in self.plan.specs}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) in order."""
         for name in self._specs:
             yield name, self._read(name)
 

@@ -47,6 +47,7 @@ def run_to_its_end(main: Main, *words: object) -> None:
         assert process.wait() == 0, process.output
 
 
+@pytest.mark.nightly
 @every_layout
 def test_on_policy_four_ranks_train_as_the_torch_engine_does(
     grpo_main: Main, grpo_config: Path, layout: list[str], lucky_reward: str, tmp_path: Path
@@ -65,7 +66,11 @@ def test_on_policy_four_ranks_train_as_the_torch_engine_does(
         torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-5, msg=name)
 
 
-@every_layout
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(LAYOUTS["tp 2 × cp 2"], marks=pytest.mark.nightly), LAYOUTS["pp 2 × dp 2"]],
+    ids=LAYOUTS,
+)
 def test_an_asynchronous_run_accounts_for_every_prompt(
     grpo_main: Main, grpo_config: Path, layout: list[str], tmp_path: Path
 ) -> None:
@@ -80,6 +85,7 @@ def test_an_asynchronous_run_accounts_for_every_prompt(
     assert all(math.isfinite(loss) for loss in values(run, "train/loss").values())
 
 
+@pytest.mark.nightly
 def test_a_run_killed_by_force_goes_on_in_another_layout(grpo_main: Main, grpo_config: Path, tmp_path: Path) -> None:
     run, words = tmp_path / "run", ["--data.epochs=2", "--checkpoint.every=1"]
     with RunningCommand(
@@ -96,6 +102,7 @@ def test_a_run_killed_by_force_goes_on_in_another_layout(grpo_main: Main, grpo_c
     assert list(values(run, "train/reward")) == list(range(1, 11))
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_killed_is_named_and_the_trainer_starts_again(
     grpo_main: Main, grpo_config: Path, tmp_path: Path
 ) -> None:
@@ -112,6 +119,7 @@ def test_a_rank_that_is_killed_is_named_and_the_trainer_starts_again(
     assert max(values(run, "trainer/restarts").values()) == 1
 
 
+@pytest.mark.nightly
 def test_a_run_in_bfloat16_goes_on_from_its_checkpoint_bit_for_bit(
     grpo_main: Main, grpo_config: Path, lucky_reward: str, tmp_path: Path
 ) -> None:
@@ -130,6 +138,7 @@ def test_a_run_in_bfloat16_goes_on_from_its_checkpoint_bit_for_bit(
     assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())
 
 
+@pytest.mark.nightly
 def test_multi_token_prediction_learns_beside_the_policy(
     grpo_main: Main, grpo_config: Path, lucky_reward: str, tmp_path: Path
 ) -> None:

@@ -55,6 +55,7 @@ def test_a_recipe_is_planned_with_the_layout_it_will_have(
         assert held["optimizer"] == pytest.approx(6 * held["weights"] / data_parallel, abs=8)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("application", ["sft", "grpo"])
 def test_a_recipe_with_images_is_rehearsed_with_them(
     request: pytest.FixtureRequest, tmp_path: Path, application: str

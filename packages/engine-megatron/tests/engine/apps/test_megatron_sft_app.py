@@ -21,7 +21,6 @@ LAYOUTS = {
     "tp 2 × cp 2": ["--engine.options", "{tensor_parallel = 2, context_parallel = 2}"],
     "pp 2 × dp 2": ["--engine.options", "{pipeline_parallel = 2}"],
 }
-every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
 def values(run: Path, name: str) -> dict[int, float]:
@@ -59,7 +58,11 @@ def undisturbed(sft_main: Main, sft_config: Path, tmp_path: Path) -> Path:
     return tmp_path / "undisturbed"
 
 
-@every_layout
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(LAYOUTS["tp 2 × cp 2"], marks=pytest.mark.nightly), LAYOUTS["pp 2 × dp 2"]],
+    ids=LAYOUTS,
+)
 def test_four_ranks_train_as_the_torch_engine_does(
     sft_main: Main, sft_config: Path, undisturbed: Path, layout: list[str], tmp_path: Path
 ) -> None:
@@ -67,6 +70,7 @@ def test_four_ranks_train_as_the_torch_engine_does(
     assert_same(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.nightly
 def test_a_run_killed_at_a_random_moment_goes_on_in_another_layout(
     sft_main: Main, sft_config: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -108,6 +112,7 @@ def test_a_rank_that_is_killed_is_named_and_one_rank_goes_on(
     assert list(values(run, "train/loss").values())[:7] == pytest.approx(expected[: done.step + 2], abs=2e-5)
 
 
+@pytest.mark.nightly
 def test_a_run_in_bfloat16_goes_on_from_its_checkpoint_bit_for_bit(
     sft_main: Main, sft_config: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

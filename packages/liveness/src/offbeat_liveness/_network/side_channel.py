@@ -52,6 +52,7 @@ UNPROVEN_S: Final = 2.0  # to prove oneself
 EXCHANGE_S: Final = 10.0  # for the whole exchange, but what the answer itself takes
 LACK_S: Final = 0.1  # between two tries while the process has no descriptor or thread to spare
 LOOPBACK: Final = "127.0.0.1"
+PROBE_PORT: Final = 9
 
 
 class RefusedError(Exception):
@@ -73,10 +74,9 @@ def decode(body: bytes) -> Message:
     return message
 
 
-def hello() -> tuple[bytes, bytes]:
-    """The server's first bytes, and the nonce in them."""
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    return MAGIC + nonce, nonce
+def hello() -> bytes:
+    """The server's first bytes, the nonce at their end."""
+    return MAGIC + secrets.token_bytes(NONCE_BYTES)
 
 
 def read_hello(data: bytes) -> bytes:
@@ -168,6 +168,21 @@ class Address:
         return (self.name, self.rank) if is_named else None
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this host get there."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def address_toward(*hosts: str) -> str:
+    """The address by which this host reaches the first that is another one; loopback if none is."""
+    for host in hosts:
+        if host and not is_loopback(host):
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+                probe.connect((host, PROBE_PORT))  # sends nothing: it only chooses a route
+                return str(probe.getsockname()[0])
+    return LOOPBACK
+
+
 class Endpoint(Protocol):
     @property
     def host(self) -> str: ...
@@ -257,7 +272,7 @@ class Listener:
 
     def _take_in(self) -> None:
         connection, _ = self._socket.accept()
-        greeting, nonce = hello()
+        greeting = hello()
         connection.setblocking(False)
         try:
             connection.send(greeting)  # a new connection has room for so little
@@ -265,7 +280,7 @@ class Listener:
         except OSError:
             connection.close()
             return
-        self._strangers[connection] = _Unproven(connection, nonce, time.monotonic())
+        self._strangers[connection] = _Unproven(connection, read_hello(greeting), time.monotonic())
 
     def _drop(self, connection: socket.socket) -> socket.socket:
         del self._strangers[connection]

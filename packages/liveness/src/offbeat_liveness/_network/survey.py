@@ -12,18 +12,16 @@ import functools
 import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from offbeat_liveness._diagnosis.graph import BUSY, Absent, Fate, WaitGraph
-from offbeat_liveness._network.addresses import Key
-from offbeat_liveness._network.peers import Peers
+from offbeat_liveness._network.peers import Key, Peers
 from offbeat_liveness._network.side_channel import Address, ask_all
 from offbeat_liveness._process.exceptions import read_crash
 from offbeat_liveness._process.proc import HOST, TreeUsage, pid_state, rates, tree_usage
 from offbeat_liveness._process.snapshot import (
-    CallSite,
     Collective,
     GroupSnapshot,
     ProcessSnapshot,
@@ -48,11 +46,8 @@ CALL_S_PER_PEER: Final = 0.001
 FEW: Final = 64  # in a run of so many all tell everything at once
 MAX_WITH_LEFT: Final = 16
 FATE_BY_PID: Final[dict[str, Fate]] = {
-    "runs": "silent",
-    "stopped": "stopped",
-    "gone": "killed",
-    "unknown": "unreachable",
-}
+    "runs": "silent", "stopped": "stopped", "gone": "killed", "unknown": "unreachable",
+}  # fmt: skip
 
 
 def summarize(head: ProcessSnapshot) -> ProcessSnapshot:
@@ -60,7 +55,10 @@ def summarize(head: ProcessSnapshot) -> ProcessSnapshot:
     waiting = {wait.thread for wait in head.waits}
     return dataclasses.replace(
         head,
-        waits=tuple(_summarize_wait(wait, FRAMES if number == 0 else 0) for number, wait in enumerate(head.waits)),
+        waits=tuple(
+            dataclasses.replace(wait, stack=() if number else wait.stack[:FRAMES])
+            for number, wait in enumerate(head.waits)
+        ),
         groups=tuple(
             _summarize_group(each) for each in head.groups if each.entered != 0 or each.recent or each.transfers
         ),
@@ -69,10 +67,6 @@ def summarize(head: ProcessSnapshot) -> ProcessSnapshot:
         ),
         left=(),
     )
-
-
-def _summarize_wait(wait: Wait, num_frames: int) -> Wait:
-    return dataclasses.replace(wait, stack=wait.stack[:num_frames])
 
 
 def _summarize_group(group: GroupSnapshot) -> GroupSnapshot:
@@ -219,18 +213,8 @@ class SilenceHistory:
         note = f"{address.name} does not answer ({known.num_looks} of {PATIENT_LOOKS} looks)"
         if known.is_moving:
             note = f"{address.name} does not answer, but computes: native code in it holds the GIL"
-        head = ProcessSnapshot(
-            key=f"{address.machine}:{address.pid}", name=address.name, rank=address.rank, world=address.world
-        )
-        return replace(
-            head,
-            pid=address.pid,
-            host=address.machine,
-            time_s=time.time(),
-            still_s=still_s,
-            busy=max(known.busy, BUSY),
-            notes=(note,),
-        )
+        busy = max(known.busy, BUSY)
+        return _snapshot_of(address, time_s=time.time(), still_s=still_s, busy=busy, notes=(note,))
 
 
 def head_answer(head: ProcessSnapshot, *, in_brief: bool) -> dict[str, Any]:
@@ -400,23 +384,17 @@ def _absent(
     fate, head = fates[key], None
     reason, stack = read_crash(directory, address.machine, address.pid) if fate == "killed" else ("", ())
     if reason:
-        fate, head = "crashed", _crash_snapshot(address, reason, stack)
+        fate, head = "crashed", _snapshot_of(address, state="failed", error=reason, error_stack=stack)
         text += f", {reason}"
     return Absent(name=address.name, rank=address.rank, world=address.world, fate=fate, text=text, head=head)
 
 
-def _crash_snapshot(address: Address, reason: str, stack: tuple[CallSite, ...]) -> ProcessSnapshot:
-    return ProcessSnapshot(
-        key=f"{address.machine}:{address.pid}",
-        name=address.name,
-        rank=address.rank,
-        world=address.world,
-        pid=address.pid,
-        host=address.machine,
-        state="failed",
-        error=reason,
-        error_stack=stack,
+def _snapshot_of(address: Address, **said: Any) -> ProcessSnapshot:
+    """Of a process that does not speak for itself."""
+    head = ProcessSnapshot(
+        key=f"{address.machine}:{address.pid}", name=address.name, rank=address.rank, world=address.world
     )
+    return dataclasses.replace(head, pid=address.pid, host=address.machine, **said)
 
 
 def _absent_by_own_word(head: ProcessSnapshot, address: Address) -> Absent:

@@ -178,10 +178,8 @@ class CrashFile:
 
     def close(self) -> None:
         if self._file is not None:
-            faulthandler.disable()
-            self._file.close()
+            self.forget()
             self._path.unlink(missing_ok=True)
-            self._file = None
 
     def forget(self) -> None:
         """In a forked child: the file is the parent's."""

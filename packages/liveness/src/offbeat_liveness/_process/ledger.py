@@ -86,6 +86,14 @@ class Ledger:
         if entry is not None and entry.kind == "rendezvous":
             self.met_s[entry.thread] = time.monotonic()
 
+    def during(self, entry: Entry, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Make a call that may wait, with its entry open."""
+        number = self.enter(entry)
+        try:
+            return call(*args, **named)
+        finally:
+            self.leave(number)
+
     def post(self, entry: Entry) -> None:
         """Write down a point-to-point operation, which is over when its handle says so."""
         self.posted[id(entry.work())] = entry
@@ -221,11 +229,7 @@ def _entering(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     def enter(store: Any, *args: Any, **named: Any) -> Any:
         timeout = args[1] if name == "wait" and len(args) > 1 else None
         entry = Entry(kind="store", what=f"store.{name}", on=_keys(args), source=store, timeout=timeout)
-        number = LEDGER.enter(entry)
-        try:
-            return call(store, *args, **named)
-        finally:
-            LEDGER.leave(number)
+        return LEDGER.during(entry, call, store, *args, **named)
 
     return enter
 
@@ -237,11 +241,7 @@ def _connecting(call: Callable[..., Any]) -> Callable[..., Any]:
         values = {**dict(zip(("host_name", "port", "world_size", "is_master", "timeout"), args, strict=False)), **named}
         place = f"{values.get('host_name')}:{values.get('port')}"
         entry = Entry(kind="rendezvous", what="TCPStore", on=place, timeout=values.get("timeout", STORE_TIMEOUT_S))
-        number = LEDGER.enter(entry)
-        try:
-            call(store, *args, **named)
-        finally:
-            LEDGER.leave(number)
+        LEDGER.during(entry, call, store, *args, **named)
 
     return connect
 

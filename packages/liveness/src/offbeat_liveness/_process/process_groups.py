@@ -369,30 +369,22 @@ class LeftGroups:
     def _groups_before(self) -> list[LeftGroup]:
         try:
             self._before()
-            return self._groups()
+            seat = self._seat()
+            if seat is not None and default_group() is not None:
+                return [LeftGroup(world=seat[0], rank=seat[1], group=each) for each in group_snapshots(None)]
         except Exception as error:  # noqa: BLE001 - this is a call of the program's
             self._complain("a look before destroy_process_group", error)
-            return []
-
-    def _groups(self) -> list[LeftGroup]:
-        seat = self._seat()
-        if seat is None or default_group() is None:
-            return []
-        world, rank = seat
-        return [LeftGroup(world=world, rank=rank, group=each) for each in group_snapshots(None)]
+        return []
 
     def _note(self, before: list[LeftGroup]) -> None:
         try:
-            self._note_left(before)
+            there = {each.key for each in group_snapshots(None)} if default_group() is not None else set()
+            gone = [each for each in before if each.group.key not in there]
+            note_end(each.group.name for each in gone)
+            self._left += [each for each in gone if not each.group.is_foreign]
+            del self._left[:-MAX_REMEMBERED]
         except Exception as error:  # noqa: BLE001 - likewise
             self._complain("a look after destroy_process_group", error)
-
-    def _note_left(self, before: list[LeftGroup]) -> None:
-        there = {each.key for each in group_snapshots(None)} if default_group() is not None else set()
-        gone = [each for each in before if each.group.key not in there]
-        note_end(each.group.name for each in gone)
-        self._left += [each for each in gone if not each.group.is_foreign]
-        del self._left[:-MAX_REMEMBERED]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -466,12 +458,6 @@ def _place_in(named: Mapping[str, Any]) -> str:
     if host and port:
         return f"{host}:{port}"
     return str(named.get("path") or "") if "url" in named else ""
-
-
-def stateless_place(call: TorchCall) -> str:
-    """Where a group without torch's tables meets: the address of its store."""
-    store = getattr(call.arguments.get("self"), "store", None)
-    return store_place(store) if store is not None else ""
 
 
 def _global_rank(named: Mapping[str, Any], group: Any) -> int | None:

@@ -29,6 +29,8 @@ from offbeat_liveness._process.stacks import main_thread_ident, native_ids, stac
 
 NUM_TRIES: Final = 2  # a new store of torch 2.13 gives the first try to reach its host all of its time, and tries again
 POLL_S: Final = 0.5  # a sleep that ends within this may be one of many that ask whether an operation is over
+OFF: Final = "torch's flight recorder is off (TORCH_FR_BUFFER_SIZE=0): only sequence numbers and stacks are known"
+SILENT: Final = "torch's recorder of nccl did not answer: of its groups only sequence numbers are known"
 ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
 
 
@@ -42,29 +44,12 @@ def read_snapshot(
     """
     groups = process_groups.group_snapshots(progress.recorder.entries()) if process_groups.has_groups() else ()
     with contextlib.closing(_Threads(progress, stall_after_s)) as threads:
-        return _read_snapshot(progress, threads, groups, name=name, world=world, rank=rank, world_size=world_size)
-
-
-def _read_snapshot(
-    progress: ProgressTracker,
-    threads: "_Threads",
-    groups: tuple[GroupSnapshot, ...],
-    *,
-    name: str,
-    world: str,
-    rank: int | None,
-    world_size: int,
-) -> ProcessSnapshot:
-    worker = threads.worker(groups)
-    groups = tuple(dataclasses.replace(each, worker=threads.issuer(each)) for each in groups)
-    waits = [
-        *_collective_waits(groups, threads),
-        *_transfer_waits(groups, threads),
-        *_stack_waits(groups, threads),
-        *_ledger_waits(groups, threads),
-    ]
-    names = {wait.thread for wait in waits}
-    heads = threads.heads(worker, names)
+        worker = threads.worker(groups)
+        groups = tuple(dataclasses.replace(each, worker=threads.issuer(each)) for each in groups)
+        kinds = (_collective_waits, _transfer_waits, _stack_waits, _ledger_waits)
+        waits = [wait for waits_of in kinds for wait in waits_of(groups, threads)]
+        names = {wait.thread for wait in waits}
+        heads, free_threads = threads.heads(worker, names), threads.free(names)
     waits += [_outside_wait(each) for each in heads[:2] if each.outside is not None and each.name not in names]
     return ProcessSnapshot(
         key=f"{HOST}:{os.getpid()}",
@@ -81,7 +66,7 @@ def _read_snapshot(
         waits=tuple(sorted(waits, key=lambda wait: -wait.age_s)),
         groups=groups,
         threads=heads,
-        free_threads=threads.free(names),
+        free_threads=free_threads,
         listens=listening_ports(),
         notes=_notes(bool(groups)),
     )
@@ -171,8 +156,9 @@ class _Threads:
     def polls(self, ident: int) -> bool:
         """Whether a thread sleeps for moments, as one that asks again and again whether an operation is over."""
         outside = self._outside_of(ident)
-        is_sleep = outside is not None and outside.kind == "sleep"
-        return is_sleep and outside is not None and outside.timeout_s is not None and outside.timeout_s <= POLL_S
+        if outside is None or outside.kind != "sleep":
+            return False
+        return outside.timeout_s is not None and outside.timeout_s <= POLL_S
 
     def _outside_of(self, ident: int) -> OutsideWait | None:
         """Of a thread; of the main thread if it has no Python frame."""
@@ -245,10 +231,10 @@ def _recorded_wait(group: GroupSnapshot, entry: Collective, threads: _Threads) -
 
 def _root(call: TorchCall | None, group: GroupSnapshot, entry: Collective) -> int | None:
     """Of the call that a thread stands in, if that is the one: it may be a later one beside one that goes on."""
-    is_it = call is not None and entry.op in ROOTED and entry.op in call.function
+    if call is None or entry.op not in ROOTED or entry.op not in call.function:
+        return None
     is_last = entry.seq == max(each.seq for each in group.recent if each.thread == entry.thread)
-    is_of_group = call is not None and group.name.partition(" (")[0] == _group_name(call.group)
-    return call.peer if call is not None and is_it and is_last and is_of_group else None
+    return call.peer if is_last and group.name.partition(" (")[0] == _group_name(call.group) else None
 
 
 def _stack_waits(groups: Sequence[GroupSnapshot], threads: _Threads) -> Iterator[Wait]:
@@ -281,15 +267,12 @@ def _stack_waits(groups: Sequence[GroupSnapshot], threads: _Threads) -> Iterator
             elif call.function in process_groups.RENDEZVOUS and ident in LEDGER.met_s:
                 age_s = min(age_s, time.monotonic() - LEDGER.met_s[ident])
             yield Wait(
-                **{
-                    "what": call.function,
-                    "age_s": age_s,
-                    "thread": threads.name(ident),
-                    "timeout_s": own_s,
-                    "has_own_deadline": given_s is not None and call.function not in process_groups.RENDEZVOUS,
-                    "stack": stack_of(threads.frame(ident)),
-                    **found,
-                }
+                age_s=age_s,
+                thread=threads.name(ident),
+                timeout_s=own_s,
+                has_own_deadline=given_s is not None and call.function not in process_groups.RENDEZVOUS,
+                stack=stack_of(threads.frame(ident)),
+                **{"what": call.function, **found},
             )
 
 
@@ -338,7 +321,8 @@ def _stateless(call: TorchCall) -> dict[str, Any]:
     group, other = call.arguments.get("self"), call.peer
     place = f"rank {getattr(group, 'rank', '?')} of {getattr(group, 'world_size', '?')}"
     text = f"StatelessProcessGroup.{call.function} as {place}" + (f" with {other}" if other is not None else "")
-    return {"kind": "store", "what": text, "on": process_groups.stateless_place(call)}
+    store = getattr(group, "store", None)
+    return {"kind": "store", "what": text, "on": process_groups.store_place(store) if store is not None else ""}
 
 
 OTHER_CALLS: Final = {
@@ -396,17 +380,9 @@ def _snapshot_of_group(groups: Sequence[GroupSnapshot], group: Any) -> GroupSnap
 
 
 def _group_name(group: Any) -> str:
-    chosen = process_groups.default_group() if group is None else group
-    name = getattr(chosen, "group_name", "") if chosen is not None else ""
-    return str(name)
+    return str(getattr(process_groups.default_group() if group is None else group, "group_name", ""))
 
 
 def _notes(has_groups: bool) -> tuple[str, ...]:
-    found = []
-    if has_groups and flight_recorder.is_off():
-        found.append(
-            "torch's flight recorder is off (TORCH_FR_BUFFER_SIZE=0): only sequence numbers and stacks are known"
-        )
-    if NCCL.asked_at_s is not None:
-        found.append("torch's recorder of nccl did not answer: of its groups only sequence numbers are known")
-    return tuple(found)
+    is_off = has_groups and flight_recorder.is_off()
+    return (OFF,) * is_off + (SILENT,) * (NCCL.asked_at_s is not None)

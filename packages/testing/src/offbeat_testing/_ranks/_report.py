@@ -3,32 +3,13 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
-if TYPE_CHECKING:
-    from offbeat_liveness import CallSite
-    from offbeat_liveness import Collective as Recorded
-
+from offbeat_liveness import Collective, settled_collectives
 
 Outcome = Literal["passed", "failed", "expected", "skipped"]
-
-
-class Collective(msgspec.Struct, frozen=True, kw_only=True):
-    """One collective of a rank, as torch's flight recorder has it: number `sequence`, from 1, of torch's `group`."""
-
-    group: str
-    sequence: int
-    op: str
-    inputs: list[str]
-    outputs: list[str]
-    site: str
-    finished: bool
-
-    def __str__(self) -> str:
-        tensors = ", ".join(self.inputs or self.outputs)
-        return f"{self.op}({tensors}) at {self.site}"
 
 
 class RankState(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -95,8 +76,16 @@ class Difference:
         name = f"group {self.group!r}" + (f" (ranks {self.members})" if self.members else "")
         lines = [f"first difference of the collectives: number {self.sequence} of {name}"]
         for rank, collective in self.by_rank.items():
-            lines.append(f"  rank {rank}: {collective or 'never came to it'}")
+            lines.append(f"  rank {rank}: {_call_text(collective) if collective else 'never came to it'}")
         return "\n".join(lines)
+
+
+def _call_text(call: Collective) -> str:
+    """As Python names dtypes, and from the test's folder on: all_reduce(float32[3]) at test_it.py:7 in step."""
+    tensors = [text.partition("[") for text in call.inputs or call.outputs]
+    told = ", ".join(f"{DTYPES.get(dtype, dtype.lower())}[{shape}" for dtype, _, shape in tensors)
+    site = str(call.call_site).removeprefix(f"{os.getcwd()}/") if call.call_site else "an unknown place"
+    return f"{call.op}({told}) at {site}"
 
 
 def first_difference(states: Mapping[int, RankState]) -> Difference | None:
@@ -112,11 +101,11 @@ def waiting_for_the_finished(states: Mapping[int, RankState], finished: set[int]
     read = {rank for rank, state in states.items() if state.collectives is not None}
     for rank, state in states.items():
         for one in state.collectives or () if rank not in finished else ():
-            if one.finished:
+            if one.done:
                 continue
             members = set(state.members.get(one.group, ())) & finished & read
             absent = sorted(
-                member for member in members if max(_numbered(one.group, states[member]), default=0) < one.sequence
+                member for member in members if max(_numbered(one.group, states[member]), default=0) < one.seq
             )
             if absent:
                 return f"rank {rank} waits for ranks {absent}, which came to the end of the test without {one.op}"
@@ -141,7 +130,7 @@ def _difference_of(group: str, states: Mapping[int, RankState]) -> Difference | 
 
 
 def _numbered(group: str, state: RankState) -> dict[int, Collective]:
-    return {one.sequence: one for one in state.collectives or () if one.group == group}
+    return {one.seq: one for one in state.collectives or () if one.group == group}
 
 
 def _signature(call: Collective | None) -> tuple[str, ...]:
@@ -157,12 +146,8 @@ def recorded_collectives(since_ns: int = 0, *, patience_s: float = PATIENCE_S) -
     A fork has its parent's older ones too, whose groups may have had the same names. None when there was no moment in
     which no thread makes or uses a group: torch lets nobody read while another thread writes.
     """
-    from offbeat_liveness import settled_collectives
-
     entries = settled_collectives(patience_s=patience_s)
-    if entries is None:
-        return None
-    return [_collective(entry) for entry in entries if entry.created_ns >= since_ns and entry.peer is None]
+    return entries and [each for each in entries if each.created_ns >= since_ns and each.peer is None]
 
 
 def group_members() -> dict[str, list[int]]:
@@ -171,27 +156,3 @@ def group_members() -> dict[str, list[int]]:
 
     # A group without this process has a placeholder for its key, and no name.
     return {_world.pg_names[it]: sorted(ranks) for it, ranks in _world.pg_group_ranks.items() if it in _world.pg_names}
-
-
-def _collective(entry: "Recorded") -> Collective:
-    return Collective(
-        group=entry.group,
-        sequence=entry.seq,
-        op=entry.op,
-        inputs=[_tensor(text) for text in entry.inputs],
-        outputs=[_tensor(text) for text in entry.outputs],
-        site=_site(entry.call_site),
-        finished=entry.done,
-    )
-
-
-def _tensor(text: str) -> str:
-    """The text of a tensor with the name of its dtype as Python has it: float32[3] for Float[3]."""
-    dtype, bracket, shape = text.partition("[")
-    return f"{DTYPES.get(dtype, dtype.lower())}{bracket}{shape}"
-
-
-def _site(site: "CallSite | None") -> str:
-    if site is None:
-        return "an unknown place"
-    return f"{site.file.removeprefix(f'{os.getcwd()}/')}:{site.line} in {site.function}"

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from offbeat_liveness._process.outside import peek
 from offbeat_liveness._process.outside.event_loop import task_that_fills, tasks_wait
-from offbeat_liveness._process.outside.peek import Look, Rule, seconds
+from offbeat_liveness._process.outside.peek import Look, Rule, seconds, timed_wait
 from offbeat_liveness._process.outside.system_calls import command_of, cut_short, holder_of, state_of, without_secrets
 from offbeat_liveness._process.proc import pid_state
-from offbeat_liveness._process.snapshot import OutsideKind, OutsideWait
+from offbeat_liveness._process.snapshot import OutsideWait
 from offbeat_liveness._process.stacks import current_frames
 
 EXECUTOR_MANAGER: Final = "_ExecutorManagerThread"
@@ -22,18 +22,14 @@ MAX_PIDS: Final = 16
 MAX_RAY_IDS: Final = 3
 
 
-def _wait(kind: OutsideKind, text: str, timeout: object, *, on: str = "") -> OutsideWait:
-    return OutsideWait(kind=kind, text=f"{text}{seconds(timeout)}", on=on, timeout_s=peek.number(timeout))
-
-
 def _queue(frame: FrameType, look: Look) -> OutsideWait | None:
     queue, timeout = peek.local(frame, "self"), peek.local(frame, "timeout")
     held, limit = peek.size(peek.attribute(queue, "queue")), peek.integer(peek.attribute(queue, "maxsize")) or 0
     name = frame.f_code.co_name
     if name == "join":
         left = peek.integer(peek.attribute(queue, "unfinished_tasks"))
-        return _wait("queue", f"queue.join: {left} of its tasks are not done", None)
-    return _wait("queue", f"queue.{name}: {_filling(held, limit)}", timeout)
+        return timed_wait("queue", f"queue.join: {left} of its tasks are not done")
+    return timed_wait("queue", f"queue.{name}: {_filling(held, limit)}", timeout)
 
 
 def _filling(held: int | None, limit: int) -> str:
@@ -51,27 +47,27 @@ def _process_queue(frame: FrameType, look: Look) -> OutsideWait | None:
     lock = peek.path(queue, "_sem._semlock")
     kind = getattr(sys.modules.get("_multiprocessing"), "SemLock", None)
     if limit is None or kind is None or type(lock) is not kind:
-        return _wait("queue", f"multiprocessing.SimpleQueue.{name}, which another process serves", timeout)
+        return timed_wait("queue", f"multiprocessing.SimpleQueue.{name}, which another process serves", timeout)
     held = limit - kind._get_value(lock)
     filling = _filling(max(0, held), limit)
-    return _wait("queue", f"multiprocessing.Queue.{name}: {filling}; other processes serve it", timeout)
+    return timed_wait("queue", f"multiprocessing.Queue.{name}: {filling}; other processes serve it", timeout)
 
 
 def _nobody(text: str) -> Callable[[FrameType, Look], OutsideWait]:
-    return lambda frame, look: _wait("lock", text, peek.local(frame, "timeout"))
-
-
-def _barrier(frame: FrameType, look: Look) -> OutsideWait | None:
-    barrier = peek.local(frame, "self")
-    came, all_of = peek.attribute(barrier, "_count"), peek.attribute(barrier, "_parties")
-    timeout = peek.local(frame, "timeout")
-    return _wait("lock", f"threading.Barrier.wait: {came} of {all_of} threads have come", timeout)
+    return lambda frame, look: timed_wait("lock", text, peek.local(frame, "timeout"))
 
 
 def _lock_of_condition(frame: FrameType, look: Look) -> OutsideWait | None:
     """`with condition:` stands in the lock below it."""
     owner = holder_of(peek.attribute(peek.local(frame, "self"), "_lock"))
-    return _wait("lock", f"the lock of a condition or semaphore{owner}", None)
+    return timed_wait("lock", f"the lock of a condition or semaphore{owner}")
+
+
+def _barrier(frame: FrameType, look: Look) -> OutsideWait | None:
+    barrier = peek.local(frame, "self")
+    came, all_of = peek.attribute(barrier, "_count"), peek.attribute(barrier, "_parties")
+    text = f"threading.Barrier.wait: {came} of {all_of} threads have come"
+    return timed_wait("lock", text, peek.local(frame, "timeout"))
 
 
 def _join_thread(frame: FrameType, look: Look) -> OutsideWait | None:
@@ -85,7 +81,7 @@ def _join_thread(frame: FrameType, look: Look) -> OutsideWait | None:
 def _followed(look: Look, text: str, name: str, ident: int | None, timeout: object) -> OutsideWait:
     inner = look.follow(ident) if ident is not None else None
     if inner is None:
-        return _wait("thread", text, timeout, on=name)
+        return timed_wait("thread", text, timeout, on=name)
     text = f"{text} and waits for {inner.text}{seconds(timeout)}"
     return dataclasses.replace(inner, kind="thread", text=text, on=name, timeout_s=peek.number(timeout))
 
@@ -98,13 +94,8 @@ def future_wait(future: object, look: Look, timeout: object, what: str) -> Outsi
     """A wait for one future: the thread that works on it, or the processes of its executor."""
     manager = next((each for each in _managers() if _has_work(each, future)), None)
     if manager is not None:
-        rest = f", one of which is to give a {what}"
-        found = workers(
-            peek.members(peek.attribute(manager, "processes")),
-            "workers of a ProcessPoolExecutor",
-            timeout=timeout,
-            rest=rest,
-        )
+        owners, rest = peek.members(peek.attribute(manager, "processes")), f", one of which is to give a {what}"
+        found = workers(owners, "workers of a ProcessPoolExecutor", timeout=timeout, rest=rest)
         if found is not None:
             return found
     ident = _worker_of(future)
@@ -117,7 +108,7 @@ def future_wait(future: object, look: Look, timeout: object, what: str) -> Outsi
         if inner is not None:
             return dataclasses.replace(inner, text=f"{inner.text}{seconds(timeout)}", timeout_s=peek.number(timeout))
     state = peek.text(peek.attribute(future, "_state")).lower()
-    return _wait("future", f"a {what} ({state or 'state unknown'})", timeout)
+    return timed_wait("future", f"a {what} ({state or 'state unknown'})", timeout)
 
 
 def _managers() -> Iterator[object]:
@@ -158,7 +149,7 @@ def _futures(frame: FrameType, look: Look) -> OutsideWait | None:
     pending = peek.local(frame, "pending") if name == "as_completed" else peek.local(frame, "fs")
     left = [each for each in peek.members(pending) if peek.text(peek.attribute(each, "_state")) != "FINISHED"]
     if not left:
-        return _wait("future", f"concurrent.futures.{name}", timeout)
+        return timed_wait("future", f"concurrent.futures.{name}", timeout)
     inner = future_wait(left[0], look, None, "concurrent.futures.Future")
     text = f"{len(left)} futures (concurrent.futures.{name}{seconds(timeout)}), the first is {inner.text}"
     return dataclasses.replace(inner, text=text, timeout_s=peek.number(timeout))
@@ -172,14 +163,9 @@ def workers(owners: Sequence[object], what: str, *, timeout: object = None, rest
     gone = [pid for pid in pids if pid_state(pid) == "gone"]
     told = ", ".join(map(str, pids[:MAX_PIDS])) + (", …" if len(pids) > MAX_PIDS else "")
     lost = f" ({', '.join(map(str, gone))} {'is' if len(gone) == 1 else 'are'} gone)" if gone else ""
-    noun = what.removesuffix("s") if len(pids) == 1 else what
-    number = "pid" if len(pids) == 1 else "pids"
-    return OutsideWait(
-        kind="process",
-        text=f"{len(pids)} {noun}, {number} {told}{lost}{rest}{seconds(timeout)}",
-        pid=gone[0] if gone else pids[0],
-        timeout_s=peek.number(timeout),
-    )
+    noun = f"{what.removesuffix('s')}, pid" if len(pids) == 1 else f"{what}, pids"
+    text = f"{len(pids)} {noun} {told}{lost}{rest}"
+    return timed_wait("process", text, timeout, pid=gone[0] if gone else pids[0])
 
 
 def pid_of(process: object) -> int:
@@ -231,8 +217,7 @@ def _pool_of_threads(owners: Sequence[object], timeout: object) -> OutsideWait |
     names = [peek.text(peek.attribute(each, "_name")) for each in owners]
     if not any(names):
         return None
-    text = f"{len(names)} threads of a pool ({', '.join(names[:4])}){seconds(timeout)}"
-    return OutsideWait(kind="thread", text=text, on=names[0], timeout_s=peek.number(timeout))
+    return timed_wait("thread", f"{len(names)} threads of a pool ({', '.join(names[:4])})", timeout, on=names[0])
 
 
 def _spawned(frame: FrameType, look: Look) -> OutsideWait | None:
@@ -246,9 +231,7 @@ def _manager(frame: FrameType, look: Look) -> OutsideWait | None:
     told = f" (pid {pid}, {state_of(pid)})" if pid else ""
     address: Any = peek.path(owner, "_token.address")
     place = peek.text(address) if type(address) is not tuple else f"{peek.text(address[0])}:{address[1]}"
-    return OutsideWait(
-        kind="process", text=f"{peek.type_name(owner)}.{method} of a manager{told}", pid=pid, address=place
-    )
+    return timed_wait("process", f"{peek.type_name(owner)}.{method} of a manager{told}", pid=pid, address=place)
 
 
 def _ray_get(frame: FrameType, look: Look) -> OutsideWait | None:
@@ -257,18 +240,13 @@ def _ray_get(frame: FrameType, look: Look) -> OutsideWait | None:
     name = "ray.wait" if frame.f_code.co_name == "wait" else "ray.get"
     timeout = peek.local(frame, "timeout")
     if not references:
-        return OutsideWait(kind="ray", text=f"{name}{seconds(timeout)}", timeout_s=peek.number(timeout))
+        return timed_wait("ray", name, timeout)
     names = [_object_id(each) for each in references[:MAX_RAY_IDS]]
     more = f" and {len(references) - len(names)} more" if len(references) > len(names) else ""
     noun = "object" if len(references) == 1 else "objects"
     needed = peek.integer(peek.local(frame, "num_returns")) if name == "ray.wait" else None
     count = f"{needed} of {len(references)}" if needed is not None else str(len(references))
-    return OutsideWait(
-        kind="ray",
-        text=f"{name} of {count} {noun}: {', '.join(names)}{more}{seconds(timeout)}",
-        on=names[0],
-        timeout_s=peek.number(timeout),
-    )
+    return timed_wait("ray", f"{name} of {count} {noun}: {', '.join(names)}{more}", timeout, on=names[0])
 
 
 def _object_id(reference: Any) -> str:

@@ -2,11 +2,12 @@
 
 import _socket
 import dataclasses
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
 from offbeat_liveness._process.outside import peek, system_calls
-from offbeat_liveness._process.outside.peek import Look, Rule, seconds
+from offbeat_liveness._process.outside.peek import Look, Rule, seconds, timed_wait
 from offbeat_liveness._process.snapshot import OutsideWait
 
 CLIENTS: Final = {
@@ -44,10 +45,15 @@ def client_of(names: list[str]) -> str:
 
 
 def peer_of(connection: object) -> str:
+    return _name_of(connection, _socket.socket.getpeername)
+
+
+def _name_of(connection: object, ask: Callable[[Any], Any]) -> str:
+    """Of one side of a socket, asked by C of its own class; "" where it has none."""
     if not issubclass(type(connection), _socket.socket):
         return ""
     try:
-        name = _socket.socket.getpeername(connection)  # type: ignore[arg-type]
+        name = ask(connection)
     except OSError:
         return ""
     return host_and_port(name[0], name[1]) if type(name) is tuple else peek.text(name)
@@ -102,6 +108,12 @@ def _httpcore(frame: FrameType, look: Look) -> OutsideWait | None:
     return http_answer(host, timeout, _client(look), doing=doing)
 
 
+def _rest_of_answer(frame: FrameType, look: Look) -> OutsideWait | None:
+    url = peek.path(peek.local(frame, "self"), "_pool_request.request.url")
+    host = host_and_port(peek.attribute(url, "host"), peek.attribute(url, "port"))
+    return http_answer(host, look.local("/sync.py", "SyncStream.read", "timeout"), _client(look))
+
+
 def _socket_file(frame: FrameType, look: Look) -> OutsideWait | None:
     return _on_socket(peek.attribute(peek.local(frame, "self"), "_sock"), "data from")
 
@@ -113,18 +125,12 @@ def _tls(frame: FrameType, look: Look) -> OutsideWait | None:
 
 def _on_socket(connection: object, doing: str) -> OutsideWait | None:
     peer = peer_of(connection)
-    timeout_s = peek.number(_timeout_of(connection))
-    text = f"{doing} {peer or 'a socket of this host'}{seconds(timeout_s)}"
-    return OutsideWait(kind="socket", text=text, address=peer, timeout_s=timeout_s)
+    return timed_wait("socket", f"{doing} {peer or 'a socket of this host'}", _timeout_of(connection), address=peer)
 
 
 def _accept(frame: FrameType, look: Look) -> OutsideWait | None:
     listener = peek.local(frame, "self")
-    try:
-        name = _socket.socket.getsockname(listener)
-    except (OSError, TypeError):
-        return None
-    own = host_and_port(name[0], name[1]) if type(name) is tuple else peek.text(name)
+    own = _name_of(listener, _socket.socket.getsockname)
     text = f"somebody who connects to {own or 'it'}"
     return OutsideWait(kind="socket", text=text, address=own, timeout_s=peek.number(_timeout_of(listener)))
 
@@ -133,8 +139,8 @@ def _connect(frame: FrameType, look: Look) -> OutsideWait | None:
     address = peek.local(frame, "address")
     if type(address) is not tuple or len(address) < 2:
         return None
-    peer, timeout = host_and_port(address[0], address[1]), peek.number(peek.local(frame, "timeout"))
-    return OutsideWait(kind="socket", text=f"a connection to {peer}{seconds(timeout)}", address=peer, timeout_s=timeout)
+    peer = host_and_port(address[0], address[1])
+    return timed_wait("socket", f"a connection to {peer}", peek.local(frame, "timeout"), address=peer)
 
 
 def _resolve(frame: FrameType, look: Look) -> OutsideWait | None:
@@ -200,14 +206,7 @@ RULES: Final = (
         lambda frame, look: _httpcore(frame, look) if frame.f_code.co_name == "handle_request" else None,
         reach=4
     ),
-    Rule(
-        "/_sync/connection_pool.py",
-        ("PoolByteStream.__iter__",),
-        lambda frame, look: http_answer(
-            _pool_host(frame), look.local("/sync.py", "SyncStream.read", "timeout"), _client(look)
-        ),
-        reach=9
-    ),
+    Rule("/_sync/connection_pool.py", ("PoolByteStream.__iter__",), _rest_of_answer, reach=9),
     Rule("/socket.py", ("SocketIO.readinto", "SocketIO.write"), _socket_file),
     Rule("/socket.py", ("socket.accept",), _accept),
     Rule("/socket.py", ("create_connection",), _connect),
@@ -233,8 +232,3 @@ RULES: Final = (
         _selector
     ),
 )  # fmt: skip
-
-
-def _pool_host(frame: FrameType) -> str:
-    url = peek.path(peek.local(frame, "self"), "_pool_request.request.url")
-    return host_and_port(peek.attribute(url, "host"), peek.attribute(url, "port"))

@@ -18,6 +18,7 @@ MAX_TASKS: Final = 1000
 MAX_CHAIN: Final = 64
 MAX_FOLLOWED: Final = 4
 MAX_TOLD: Final = 3
+PORTS: Final = {"http": 80, "https": 443}
 LOCKS: Final = ("Event.wait", "Lock.acquire", "Condition.wait", "Semaphore.acquire", "Barrier.wait")
 
 
@@ -219,8 +220,8 @@ def _http(frame: FrameType, chain: Chain, client: str) -> OutsideWait | None:
         parts = peek.attribute(url, "_uri_reference")  # of httpx; httpcore's address has them itself
         where = url if parts is None else parts
         scheme = _part(where, "scheme")
-        host = host_and_port(_part(where, "host"), _part(where, "port") or {"http": 80, "https": 443}.get(scheme))
-    elif name in ("AsyncHTTPConnection.handle_async_request",):
+        host = host_and_port(_part(where, "host"), _part(where, "port") or PORTS.get(scheme))
+    elif name == "AsyncHTTPConnection.handle_async_request":
         origin = peek.attribute(peek.local(frame, "self"), "_origin")
         host = host_and_port(peek.attribute(origin, "host"), peek.attribute(origin, "port"))
     elif name in ("ClientSession._request", "ClientResponse.start", "ClientResponse.read", "ClientResponse.text"):
@@ -248,18 +249,15 @@ def _aiohttp(frame: FrameType, chain: Chain, client: str) -> OutsideWait | None:
     found = (peek.local(frame, "url"), peek.attribute(owner, "_real_url"), peek.attribute(owner, "url"))
     url = next((each for each in found if each is not None), None)
     place = peek.text(peek.attribute(url, "_netloc"))
-    host, _, port = place.rpartition("@")[2].rpartition(":")
-    if not host or not port.isdigit():
-        scheme = peek.text(peek.attribute(url, "_scheme"))
-        place = place.rpartition("@")[2]
-        place = host_and_port(place, {"http": 80, "https": 443}.get(scheme)) if place else ""
-    else:
+    place = place.rpartition("@")[2]
+    host, _, port = place.rpartition(":")
+    if host and port.isdigit():
         place = host_and_port(host.strip("[]"), int(port))
+    else:
+        place = host_and_port(place, PORTS.get(peek.text(peek.attribute(url, "_scheme"))))
     timeout = peek.attribute(peek.local(frame, "real_timeout"), "total")
-    doing = "an HTTP answer from"
-    if any(each.f_code.co_name in ("_create_connection", "create_connection") for each in chain.frames):
-        doing = "a connection to"
-    return http_answer(place, timeout, client, doing=doing)
+    connects = any(each.f_code.co_name in ("_create_connection", "create_connection") for each in chain.frames)
+    return http_answer(place, timeout, client, doing="a connection to" if connects else "an HTTP answer from")
 
 
 def _asyncio_call(frame: FrameType, file: str, name: str) -> OutsideWait | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Final
 
-from offbeat_liveness._process.snapshot import OutsideWait
+from offbeat_liveness._process.snapshot import OutsideKind, OutsideWait
 from offbeat_liveness._process.stacks import python_threads
 
 MAX_TEXT: Final = 120
@@ -158,3 +158,12 @@ def seconds(timeout: object) -> str:
     """Text such as ", timeout 30 s"; "" where there is none."""
     value = number(timeout)
     return "" if value is None else f", timeout {value:g} s"
+
+
+def timed_wait(
+    kind: OutsideKind, text: str, timeout: object = None, *, on: str = "", address: str = "", pid: int = 0
+) -> OutsideWait:
+    """A wait whose text ends with the timeout of the call, where it has one."""
+    return OutsideWait(
+        kind=kind, text=text + seconds(timeout), on=on, address=address, pid=pid, timeout_s=number(timeout)
+    )

@@ -5,6 +5,7 @@ Nothing here touches a file system or a connection that may stand still: only /p
 Source: proc_pid_syscall(5): number of the call and its six arguments in hexadecimal, or "running".
 """
 
+import contextlib
 import dis
 import os
 import re
@@ -99,10 +100,7 @@ class Descriptor:
 
 def descriptor_of(number: int) -> Descriptor | None:
     """What a descriptor of this process is; None where it is closed or the platform does not tell."""
-    try:
-        name = os.readlink(f"/proc/self/fd/{number}")
-    except OSError:
-        return None
+    name = _link(f"/proc/self/fd/{number}")
     if name.startswith("socket:["):
         return _socket_descriptor(name)
     if name.startswith("pipe:["):
@@ -111,7 +109,7 @@ def descriptor_of(number: int) -> Descriptor | None:
         return Descriptor(kind="terminal", name=name)
     if name.startswith("/"):
         return Descriptor(kind="path", name=name, file_system=_file_system_of_descriptor(number))
-    return Descriptor(kind="other", name=name)
+    return Descriptor(kind="other", name=name) if name else None
 
 
 def epoll_members(number: int) -> list[int]:
@@ -188,26 +186,22 @@ def _children() -> list[int]:
 
 
 def _holds(pid: int, name: str) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         numbers = os.listdir(f"/proc/{pid}/fd")[:MAX_DESCRIPTORS]
-    except OSError:
-        return False
-    return any(_link(f"/proc/{pid}/fd/{number}") == name for number in numbers)
+        return any(_link(f"/proc/{pid}/fd/{number}") == name for number in numbers)
+    return False
 
 
 def _link(path: str) -> str:
-    try:
+    with contextlib.suppress(OSError):
         return os.readlink(path)
-    except OSError:
-        return ""
+    return ""
 
 
 def _read_proc(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            return file.read(MAX_TABLE_BYTES).decode(errors="replace")
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read(MAX_TABLE_BYTES).decode(errors="replace")
+    return ""
 
 
 def kernel_wait(frame: FrameType, native_id: int) -> OutsideWait | None:
@@ -231,11 +225,7 @@ def kernel_wait(frame: FrameType, native_id: int) -> OutsideWait | None:
 
 
 def _syscall_words(native_id: int) -> list[int]:
-    try:
-        with open(f"/proc/self/task/{native_id}/syscall", "rb") as file:
-            words = file.read(512).split()
-    except OSError:
-        return []
+    words = _read_proc(f"/proc/self/task/{native_id}/syscall").split()
     return [] if len(words) < 7 else [int(words[0]), *(int(word, 16) for word in words[1:])]
 
 
@@ -329,11 +319,10 @@ def _on_lock(frame: FrameType) -> OutsideWait | None:
     kind = METHODS.get(method)
     if kind is None:
         return None
-    if kind == "queue":
-        return OutsideWait(kind=kind, text=f"{name or 'queue'}.get: the queue is empty", on=name)
-    if not name:
-        return OutsideWait(kind=kind, text="a lock")
-    return OutsideWait(kind=kind, text=f"the lock {name}{_owner(frame, name)}", on=name)
+    lock = f"the lock {name}{_owner(frame, name)}" if name else "a lock"
+    return OutsideWait(
+        kind=kind, text=f"{name or 'queue'}.get: the queue is empty" if kind == "queue" else lock, on=name
+    )
 
 
 def _callee(code: CodeType, at: int) -> tuple[str, str]:
@@ -385,11 +374,7 @@ def state_of(pid: int) -> str:
 
 def command_of(pid: int) -> str:
     """The command line of a process, cut short and without secrets; "a process" where it is not told."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            words = file.read(4 * MAX_COMMAND).decode(errors="replace").replace("\0", " ")
-    except OSError:
-        return "a process"
+    words = _read_proc(f"/proc/{pid}/cmdline")[: 4 * MAX_COMMAND].replace("\0", " ")
     return cut_short(without_secrets(words)) or "a process"
 
 
@@ -417,15 +402,6 @@ def cut_short(words: str) -> str:
 
 def _memory(pointer: int, size: int) -> bytes:
     """Bytes of this process; b"" where there are none, which reading them by the pointer would not survive."""
-    if not pointer or size <= 0:
-        return b""
-    try:
-        memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return b""
-    try:
-        return os.pread(memory, size, pointer)
-    except (OSError, OverflowError):
-        return b""
-    finally:
-        os.close(memory)
+    with contextlib.suppress(OSError, OverflowError), open("/proc/self/mem", "rb", buffering=0) as memory:
+        return os.pread(memory.fileno(), size, pointer) if pointer and size > 0 else b""
+    return b""

@@ -1,14 +1,13 @@
-"""Seconds, tokens and memory of a training step by layout: offbeat-engine-megatron, engine-torch, megatron's own loop.
+"""Seconds, tokens and memory of a training step by layout: offbeat-engine-megatron and engine-torch.
 
-    python tools/bench/megatron.py [--size tiny|small|base|1b] [--model FOLDER] [--only WORD] [--steps 3] [--json]
+    python tools/bench/megatron_step.py [--size tiny|small|base|1b] [--model FOLDER] [--only WORD] [--steps 3] [--json]
 
 One model, one set of sequences of unequal lengths, one run: each row trains the same updates on forked ranks, on CUDA
 devices where there are enough of them and on the CPU over gloo elsewhere. A step is `forward_backward` and `step`; the
 seconds are the best step's of the slowest rank, the tokens are those of the sequences (what packing or padding adds is
 not counted), the memory is the largest rank's peak during the steps: resident, or allocated on the device.
 
-engine-megatron's and the loop's rows need megatron-core, engine-torch's need it; what is not installed is left out.
-megatron's own loop is its GPTModel, its attention, its loss and its schedule over sequences padded to one length.
+engine-megatron's rows need megatron-core, engine-torch's need it; what is not installed is left out.
 """
 
 import argparse
@@ -17,23 +16,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-TOOLS: Final = Path(__file__).resolve().parents[1]
-# Not the folder of this file: it would stand in for the library of the same name.
-sys.path[:] = [str(TOOLS), *(each for each in sys.path if Path(each or ".").resolve() != TOOLS / "bench")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from megatron_ranks import on_ranks  # noqa: E402
+import numpy as np
+import torch
+from bench.harness import parser_of, show
+from bench.train_step import policy_gradient, sequence_of
+from megatron_ranks import on_ranks
 
-from offbeat_mesh import Device, Mesh, open_device  # noqa: E402
-from offbeat_testing import tiny_model  # noqa: E402
-from offbeat_types import LossTokens, Metrics, TrainEngineConfig, TrainSequence, load_backend  # noqa: E402
+from offbeat_mesh import Device, Mesh, open_device
+from offbeat_testing import tiny_model
+from offbeat_types import TrainEngineConfig, TrainSequence, load_backend
 
 SIZES: Final[dict[str, dict[str, Any]]] = {
     "tiny": {"hidden_size": 32, "num_layers": 4, "num_kv_heads": 4},
@@ -48,7 +47,7 @@ class Row:
     """What is measured.
 
     Args:
-        who: "engine-megatron", "engine-torch" or "megatron's loop".
+        who: "engine-megatron" or "engine-torch".
         axes: sizes of the mesh's axes that are not 1.
         options: of the engine.
         recompute: activation checkpointing.
@@ -66,20 +65,13 @@ class Row:
         """Processes."""
         return prod(self.axes.values())
 
-    def __str__(self) -> str:
+    @property
+    def layout(self) -> str:
+        """In words."""
         axes = " ".join(f"{axis}{size}" for axis, size in self.axes.items()) or "one rank"
         rest = [f"{name}={value}" for name, value in self.options.items()] + ["recompute"] * self.recompute
         rest += [self.dtype] * (self.dtype != "float32")
-        return f"{self.who}: {', '.join([axes, *rest])}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """Of one row."""
-
-    step_s: float
-    tokens_per_s: float
-    peak_mb: float
+        return ", ".join([axes, *rest])
 
 
 def rows() -> Iterator[Row]:
@@ -88,8 +80,6 @@ def rows() -> Iterator[Row]:
         for axes in ({}, {"dp": 2}, {"tp": 2}):
             yield Row(who="engine-torch", axes=axes)
     if find_spec("offbeat_engine_megatron") and find_spec("megatron"):
-        for axes in ({}, {"dp": 2}, {"tp": 2}, {"pp": 2}):
-            yield Row(who="megatron's loop", axes=axes)
         for axes in ({}, {"dp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "cp": 2}):
             yield Row(who="engine-megatron", axes=axes)
         yield Row(who="engine-megatron", axes={"pp": 2}, options={"virtual_pipeline": 2})
@@ -103,25 +93,14 @@ def make_sequences(args: argparse.Namespace, vocabulary: int) -> list[TrainSeque
     rng = np.random.default_rng(0)
     made = []
     for length in np.linspace(args.tokens // 4, args.tokens, args.sequences).astype(int):
-        mask = np.arange(length) >= length // 4
-        advantage = np.full(length, rng.normal(), np.float32)
-        ids = rng.integers(1, vocabulary, length).astype(np.int32)
-        made.append(TrainSequence(ids=ids, loss_mask=mask, extras={"advantage": advantage}))
+        advantage = rng.normal()
+        made.append(sequence_of(rng.integers(1, vocabulary, length), length // 4, advantage))
     return made
-
-
-def policy_gradient(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
-    """The plainest policy loss."""
-    return -(tokens.logprobs_N * tokens.extras["advantage"]).sum() / tokens.total_tokens, {}
 
 
 def prepare(row: Row, folder: Path, sequences: list[TrainSequence], args: argparse.Namespace) -> Callable[[], None]:
     """What one step of a row does; the row's engine is made."""
     mesh = Mesh(**row.axes)
-    if row.who == "megatron's loop":
-        from bench.megatron_loop import MegatronLoop
-
-        return MegatronLoop(folder, mesh, sequences).step
     config = TrainEngineConfig(
         model_path=str(folder),
         max_tokens_per_microbatch=args.budget,
@@ -138,7 +117,7 @@ def prepare(row: Row, folder: Path, sequences: list[TrainSequence], args: argpar
     return step
 
 
-def measure(row: Row, folder: Path, sequences: list[TrainSequence], args: argparse.Namespace) -> Figures:
+def measure(row: Row, folder: Path, sequences: list[TrainSequence], args: argparse.Namespace) -> dict[str, Any]:
     """Train a row on forked ranks.
 
     Raises:
@@ -153,7 +132,8 @@ def measure(row: Row, folder: Path, sequences: list[TrainSequence], args: argpar
     told = on_ranks(row.num_ranks, train, device_of=lambda rank: device_of(rank, row.num_ranks), deadline_s=600)
     step_s, peak_mb = (max(each[name] for each in told) for name in ("step_s", "peak_mb"))
     num_tokens = sum(len(sequence.ids) for sequence in sequences)
-    return Figures(step_s=step_s, tokens_per_s=num_tokens / step_s, peak_mb=peak_mb)
+    speed = {"step_s": step_s, "tokens_per_s": num_tokens / step_s}
+    return {"engine": row.who, "layout": row.layout, **speed, "peak_mb": peak_mb}
 
 
 def device_of(rank: int, num_ranks: int) -> str:
@@ -177,44 +157,22 @@ def _time_steps(step: Callable[[], None], device: Device, num_steps: int) -> dic
     return {"step_s": min(seconds), "peak_mb": device.memory().peak_bytes / 2**20}
 
 
-def table(found: list[tuple[Row, Figures]]) -> str:
-    """Markdown."""
-    lines = ["| engine | layout | step, s | tokens/s | peak of a rank, MB |", "|" + "---|" * 5]
-    for row, figures in found:
-        who, _, layout = str(row).partition(": ")
-        lines.append(
-            f"| {who} | {layout} | {figures.step_s:.3f} | {figures.tokens_per_s:.0f} | {figures.peak_mb:.0f} |"
-        )
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Measure all rows, or those whose name holds a word."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, steps=3, sequences=16, tokens=256, budget=1024, threads=2)
     parser.add_argument("--size", choices=SIZES, default="small", help="of the random model")
     parser.add_argument("--model", type=Path, help="measure this Hugging Face folder instead")
     parser.add_argument("--only", default="", help="measure rows whose name holds this")
-    for name, default in (("steps", 3), ("sequences", 16), ("tokens", 256), ("budget", 1024), ("threads", 2)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", action="store_true", help="print figures as JSON instead of a table")
     args = parser.parse_args()
     if find_spec("megatron"):
         from offbeat_engine_megatron._megatron import load_megatron
 
         load_megatron()  # here, once: ranks are forked from this process
-    found = []
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or tiny_model(Path(folder) / "model", **SIZES[args.size])
-        vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-        sequences = make_sequences(args, vocabulary)
-        for row in rows():
-            if args.only in str(row):
-                found.append((row, measure(row, model, sequences, args)))
-                print(found[-1][0], found[-1][1], file=sys.stderr, flush=True)
-    if args.json:
-        print(json.dumps([{"row": str(row), **asdict(figures)} for row, figures in found], indent=2))
-    else:
-        print(table(found))
+        sequences = make_sequences(args, json.loads((model / "config.json").read_text())["vocab_size"])
+        wanted = [row for row in rows() if args.only in f"{row.who}: {row.layout}"]
+        show([measure(row, model, sequences, args) for row in wanted], as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,157 @@
+"""Every bench runs in small and gives the rows that it promises, as JSON or as a table."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench import harness, placement, quickstart
+from bench.liveness_scale import measure
+
+from offbeat_testing import tiny_model
+
+BENCH = Path(harness.__file__).parent
+
+
+def run(name: str, *words: str | Path, cwd: Path) -> list[dict[str, Any]]:
+    """The rows of a bench in a process of its own, which leaves nothing behind."""
+    command = [sys.executable, str(BENCH / name), *map(str, words), "--json"]
+    there = sorted(cwd.iterdir())
+    ended = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(cwd.iterdir()) == there
+    rows: list[dict[str, Any]] = json.loads(ended.stdout)
+    return rows
+
+
+def test_rows_are_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"what": "a", "seconds": 0.12345, "num": 3}, {"what": "b", "seconds": 12345.6, "num": 4}]
+    harness.show(rows, title="two rows")
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        *("| what | seconds | num |", "| --- | --- | --- |", "| a | 0.123 | 3 |", "| b | 12346 | 4 |")
+    ]
+    harness.show(rows, as_json=True)
+    assert json.loads(capsys.readouterr().out) == rows
+
+
+def test_sides_take_turns_and_who_begins_changes() -> None:
+    order: list[str] = []
+    found = harness.take_turns({name: lambda name=name: order.append(name) or 1.0 for name in "ab"}, 2)  # type: ignore[misc]
+    assert order == ["a", "b", "b", "a"]
+    assert found == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
+
+
+def test_placement_times_every_case_and_decides_every_random_one() -> None:
+    rows = [placement.measure(case, 1) for case in placement.cases(16)]
+    outcomes = {row["case"]: row["outcome"] for row in rows}
+    assert len(outcomes) == 10
+    assert outcomes["widths 3 + 5, nothing left over"] == "plan"
+    assert outcomes["widths 3 + 5, one too many"].startswith("refused")
+    assert all(row["median_s"] > 0 for row in rows)
+    decided, _ = placement.decide(60, 16)
+    assert set(decided) == {"plan", "proven impossible"}
+
+
+def test_the_brief_look_of_a_large_run_comes_to_the_same_verdict_and_reads_a_part() -> None:
+    row = measure(128, 30)
+    assert row["brief_mb"] < row["full_mb"]
+
+
+@pytest.mark.nightly
+def test_generation_is_compared_at_every_batch(tmp_path: Path) -> None:
+    words = ("--batch", "2", "3", "--new", "8", "--threads", "1", "--repeats", "1")
+    rows = run("vs_generate.py", tiny_model(tmp_path / "model"), *words, cwd=tmp_path)
+    assert [row["batch"] for row in rows] == [2, 3]
+    assert all(min(row["rollout_torch"], row["generate"], row["ratio"]) > 0 for row in rows)
+
+
+@pytest.mark.nightly
+def test_a_training_step_is_timed_by_type_and_by_sharing_of_prompts(tmp_path: Path) -> None:
+    words = ("--prompts", "2", "--samples", "2", "--steps", "1", "--threads", "1")
+    rows = run("train_step.py", tiny_model(tmp_path / "model"), *words, cwd=tmp_path)
+    assert [(row["dtype"], row["prompts"]) for row in rows] == [
+        (dtype, prompts) for dtype in ("float32", "bfloat16") for prompts in ("unshared", "shared")
+    ]
+    assert rows[1]["packed"] < rows[0]["packed"]
+
+
+@pytest.mark.nightly
+def test_a_step_is_timed_by_layout_of_ranks(tmp_path: Path) -> None:
+    words = ("--size", "tiny", "--steps", "1", "--sequences", "4", "--tokens", "32", "--only", "engine-torch")
+    rows = run("megatron_step.py", *words, cwd=tmp_path)
+    assert [row["layout"] for row in rows] == ["one rank", "dp2", "tp2"]
+    assert all(row["step_s"] > 0 and row["peak_mb"] > 0 for row in rows)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", ["monitor", "all_reduce"])
+def test_the_monitor_is_timed_on_two_ranks(part: str) -> None:
+    from bench import liveness
+
+    rows = liveness.measure(part, 2, 1)
+    if part == "monitor":
+        assert all(row["share"] < 1 for row in rows)
+    else:
+        assert [row["bytes"] for row in rows] == list(liveness.SIZES_BYTES)
+        assert all(row["without_us"] > 0 and row["with_us"] > 0 and row["ratio"] > 0 for row in rows)
+
+
+@pytest.mark.nightly
+def test_every_transport_of_weights_is_measured_beside_its_floor(tmp_path: Path) -> None:
+    rows = run("weightsync.py", "--size", "tiny", "--repeats", "2", cwd=tmp_path)
+    assert {(row["transport"], row["floor"]) for row in rows} == {
+        *(("shared-memory", floor) for floor in ("memcpy", "tensors", "two-copy")),
+        *(("broadcast", "loopback"), ("broadcast", "gloo"), ("tcp", "loopback")),
+        *(("disk-write", "write"), ("disk-read", "read")),
+    }
+    assert all(row["ratio_of_fastest"] > 0 for row in rows)
+
+
+@pytest.mark.nightly
+def test_every_published_row_is_simulated_with_its_totals(tmp_path: Path) -> None:
+    rows = run("simulate.py", "published", cwd=tmp_path)
+    assert len({row["name"] for row in rows}) == 9
+    assert all(row["simulated"] > 0 for row in rows)
+    steps = [row["what"] for row in rows if row["name"] == rows[0]["name"]]
+    assert steps == ["step, s", *(f"{number}00 steps, min" for number in range(1, len(steps)))]
+
+
+def update(seconds: float, **values: float) -> dict[str, float]:
+    """Of one update."""
+    return {**dict.fromkeys(quickstart.MEANS, 1.0), "train/lag_max": 1.0, "perf/update_s": seconds, **values}
+
+
+VALUES = [
+    {"eval/accuracy": 0.3},
+    update(1.0, **{"perf/tokens_per_s": 100.0, "async/overlap_share": 0.0, "train/lag_max": 2.0}),
+    update(3.0, **{"perf/tokens_per_s": 20.0, "async/overlap_share": 0.8}),
+    {"eval/accuracy": 0.6},
+    {"eval/accuracy": 0.95},
+]
+
+
+def test_an_update_of_three_seconds_counts_three_times_one_of_one() -> None:
+    row = quickstart.summarise(VALUES, 0, 60.0)
+    assert row["training_s"] == pytest.approx(4.0)
+    assert row["perf/tokens_per_s"] == pytest.approx((100 * 1 + 20 * 3) / 4)
+    assert row["async/overlap_share"] == pytest.approx(0.6)
+    assert (row["train/lag_max"], row["before"], row["after"]) == (2, 0.3, 0.95)
+
+
+def test_every_promise_of_the_quickstart_must_hold() -> None:
+    kept = quickstart.summarise(VALUES, 7, 300.0)
+    assert quickstart.broken(kept) == []
+    for wrong in ({"before": 0.51}, {"after": 0.89}, {"after": float("nan")}, {"total_s": 301.0}):
+        [words] = quickstart.broken({**kept, **wrong})
+        assert words.startswith("seed 7: ")
+
+
+def test_a_quickstart_that_is_cut_short_or_fails_is_told() -> None:
+    with pytest.raises(SystemExit, match="2 updates and 1 validations"):
+        quickstart.summarise(VALUES[:3], 0, 60.0)
+    command = [sys.executable, str(BENCH / "quickstart.py"), "--seeds", "-1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    assert done.returncode == 1
+    assert "--seed" in done.stderr.split("ended with 2")[1]
