@@ -13,15 +13,15 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles import rollout as rollout_role
 from grpo_async_app._run.backend import GrpoBackend
 from grpo_async_app._run.colocation import ColocationSchedule
-from grpo_async_app._run.engines import Engine, Engines
+from grpo_async_app._run.engines import Engine, Engines, EngineSpeeds
 from grpo_async_app._run.fleet import Fleet
-from grpo_async_app._run.sampling import ScoredTrajectory, Validation
+from grpo_async_app._run.sampling import Scored, Validation
 from grpo_async_app._run.scaling import take_asked_engines
 from grpo_async_app._run.trainers import transfer_weights
 from offbeat_actors import RestartBudget, wait_gone
 from offbeat_actors._spec import Wait
 from offbeat_async_policy import AsyncPolicy
-from offbeat_data import Prompt
+from offbeat_data import Prompt, RewardScore
 from offbeat_run import RunFolder, load_config
 from offbeat_types import (
     Completion,
@@ -31,6 +31,7 @@ from offbeat_types import (
     GenerateRequest,
     OffbeatError,
     PeerFailedError,
+    PlacementError,
     RolloutCapabilities,
     RolloutEngineConfig,
     RunFolderError,
@@ -156,7 +157,7 @@ def test_a_trainer_process_is_free_again_when_an_engine_has_not_come(config: Pat
 def test_a_colocated_engine_that_fails_in_its_turn_is_ended_and_does_not_serve(config: Path, step: str) -> None:
     async def scenario() -> None:
         good, bad = Engine("rollout-0", Handle("rollout-0")), Engine("rollout-1", Handle("rollout-1", step))
-        turns = ColocationSchedule(settings(config), lambda: [good, bad], lambda: Handle("trainer-0"))  # type: ignore[arg-type, return-value]
+        turns = ColocationSchedule(settings(config), lambda: Handle("trainer-0"))  # type: ignore[arg-type, return-value]
         for engine in (good, bad):
             await turns._put_to_sleep(engine.actor)
         await turns.to_generation([good, bad])
@@ -169,9 +170,9 @@ def test_a_colocated_engine_that_fails_in_its_turn_is_ended_and_does_not_serve(c
 def test_a_colocated_engine_that_fails_to_sleep_is_ended_before_the_trainer_wakes(config: Path) -> None:
     async def scenario() -> None:
         bad, trainer = Engine("rollout-0", Handle("rollout-0", "sleep")), Handle("trainer-0")
-        turns = ColocationSchedule(settings(config), lambda: [bad], lambda: trainer)  # type: ignore[arg-type, return-value]
+        turns = ColocationSchedule(settings(config), lambda: trainer)  # type: ignore[arg-type, return-value]
         turns._is_training = False
-        await turns.to_training()
+        await turns.to_training([bad])
         assert not bad.actor.alive
         assert trainer.calls == ["wake"]
 
@@ -272,8 +273,9 @@ def test_a_sync_that_is_late_names_who_has_not_answered_and_joining_without_a_pl
     config: Path, model: Path, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
-        fleet, told = Fleet(settings(config), str(model), tmp_path), list[str]()
-        fleet._launcher, fleet.tell = NamingLauncher(), told.append  # type: ignore[assignment]
+        told: list[str] = []
+        fleet = Fleet(settings(config), str(model), tmp_path, tell=told.append)
+        fleet._launcher = NamingLauncher()  # type: ignore[assignment]
         async with fleet:
             late = fleet.name_who_is_late(asyncio.Event().wait(), "sync 3", 0.2)  # type: ignore[arg-type]
             with pytest.raises(DeadlineError, match=r"sync 3.* for rollout-1.receive_weights \(9 s\)"):
@@ -287,6 +289,67 @@ def test_a_sync_that_is_late_names_who_has_not_answered_and_joining_without_a_pl
             assert told[0].startswith("rollout-2 cannot be started, so 2 rollout engines go on: devices were reserved")
 
     run(scenario)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_an_engine_whose_node_is_gone_leaves_while_there_are_others(
+    config: Path, model: Path, tmp_path: Path, others: int
+) -> None:
+    class FullLauncher(NamingLauncher):
+        reserves = False
+
+        async def start(self, spec: Any) -> Any:
+            raise PlacementError("no node has room for it")
+
+    async def scenario() -> None:
+        told: list[str] = []
+        fleet = Fleet(load_config(config, GrpoConfig, []), str(model), tmp_path, tell=told.append)
+        fleet._launcher = FullLauncher()  # type: ignore[assignment]
+        async with fleet:
+            fleet.engines._wanted = 1 + others
+            for _ in range(others):
+                fleet.engines._add("rollout-1", Handle("rollout-1"))  # type: ignore[arg-type]
+            gone = fleet.engines._add("rollout-0", Handle("rollout-0"))  # type: ignore[arg-type]
+            gone.actor.kill()
+            await asyncio.wait(set(fleet.engines._tasks), timeout=10, return_when="FIRST_COMPLETED")
+            if not others:
+                with pytest.raises(PlacementError, match="no node has room"):
+                    fleet.engines.raise_if_failed()
+                return
+            fleet.engines.raise_if_failed()
+            assert fleet.engines.names == ["rollout-1"]
+            assert gone.has_left
+            assert told[-2:] == [
+                "rollout-0 has no place any more, and the others go on: no node has room for it",
+                "rollout-0 has left: 1 rollout engine",
+            ]
+
+    run(scenario)
+
+
+def test_restarts_long_ago_are_forgotten_and_each_role_has_its_own() -> None:
+    budget = RestartBudget(max_restarts=2, window_s=100.0)
+    for role, now_s in (("rollout-0", 0.0), ("rollout-0", 50.0), ("trainer", 60.0), ("rollout-0", 100.0)):
+        budget.spend(role, "killed", now_s)
+    with pytest.raises(PeerFailedError, match=r"rollout-0.*killed; it was started again 2 times within 100 s"):
+        budget.spend("rollout-0", "killed", 149.0)
+    budget.spend("rollout-0", "killed", 150.0)
+    assert budget.spent == {"rollout-0": 4, "trainer": 1}
+
+
+def test_a_slow_engine_is_named_and_one_that_recovers_is_not() -> None:
+    speeds, names = EngineSpeeds(), ["rollout-0", "rollout-1", "rollout-2"]
+    for number in range(4):
+        assert speeds.stragglers(names) == {}, f"after {number} answers"
+        for name, seconds in zip(names, (1.0, 1.1, 10.0), strict=True):
+            speeds.took(name, 100, seconds)
+    assert speeds.stragglers(names) == {"rollout-2": pytest.approx(9.55, abs=0.01)}
+    assert speeds.stragglers(["rollout-2"]) == {}  # nobody to compare with
+    for _ in range(12):
+        speeds.took("rollout-2", 100, 1.0)
+    assert speeds.stragglers(names) == {}
+    speeds.forget("rollout-0")
+    assert speeds.stragglers(names) == {}
 
 
 def test_a_note_that_is_left_while_another_is_taken_is_not_lost(tmp_path: Path) -> None:
@@ -325,8 +388,7 @@ def test_a_validation_that_needs_the_trainer_ends_before_colocated_engines_sleep
     config: Path, model: Path, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
-        fleet = Fleet(settings(config), str(model), tmp_path)
-        fleet.engines.turns = ColocationSchedule(settings(config), list, lambda: fleet.trainer)
+        fleet = Fleet(settings(config, "--cluster.colocate=true"), str(model), tmp_path)
         backend, validated = open_backend(settings(config), fleet), list[int]()
 
         async def waits_for_an_engine_that_gets_weights() -> None:
@@ -372,9 +434,9 @@ def test_the_greedy_sample_ends_and_is_worth_as_the_others_do(config: Path, mode
     async def scenario() -> None:
         backend = open_backend(chosen, Fleet(chosen, str(model), tmp_path))
 
-        async def sample(_name: str, _prompt: Prompt, request: GenerateRequest) -> list[ScoredTrajectory]:
+        async def sample(_name: str, _prompt: Prompt, request: GenerateRequest) -> list[Scored]:
             requests.append(request)
-            return [ScoredTrajectory(trajectory=Trajectory.of(long), reward=1.0, parts={})]
+            return [(Trajectory.of(long), RewardScore(value=1.0, parts={}))]
 
         backend._rollouts.sample = sample  # type: ignore[method-assign]
         greedy = await backend._sample_greedy(3, backend._prompt(0), "rollout-0")
@@ -385,7 +447,7 @@ def test_the_greedy_sample_ends_and_is_worth_as_the_others_do(config: Path, mode
 
 
 def test_an_engine_that_cannot_hold_a_sample_across_a_sync_is_refused_at_its_start(
-    monkeypatch: pytest.MonkeyPatch,
+    config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[bool] = []
 
@@ -400,7 +462,7 @@ def test_an_engine_that_cannot_hold_a_sample_across_a_sync_is_refused_at_its_sta
             closed.append(True)
 
     monkeypatch.setattr(rollout_role, "load_backend", lambda *_: NeverHolds)
-    role = rollout_role.RolloutRole(backend="slow", config=RolloutEngineConfig(model_path="m"), interrupts=True)
+    role = rollout_role.RolloutRole(config=settings(config), name="rollout-0", model_path="m", num_threads=1)
     with pytest.raises(ConfigError, match=r"set async\.partial_rollout = false"):
         asyncio.run(role.start())
     assert closed == [True]

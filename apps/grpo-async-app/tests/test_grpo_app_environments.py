@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from grpo_runs import Main, latest_checkpoint, run_to_its_end, statistics_of, trained_prompts, values_of
 
 from grpo_async_app._commands import quickstart
 from grpo_async_app._commands.quickstart import LESSONS, answered, calculated
 from grpo_async_app._run import environments as environment_process
 from offbeat_data import EpisodeHost, Prompt, RewardScore
-from offbeat_run import RunFolder, read_generations, read_metrics
+from offbeat_run import RunFolder, read_generations
 from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
 
-Main = Callable[[], object]
 NUM_TRAIN = 20
 
 ENVIRONMENTS = '''
@@ -94,25 +93,10 @@ def settings(name: str, **options: object) -> list[str]:
     ]
 
 
-def trained_prompts(run: Path) -> Counter[str]:
-    lines = (run / "generations" / "train.jsonl").read_bytes().split(b"\n")[:-1]
-    return Counter(json.loads(line)["prompt"] for line in lines)
-
-
-def values_of(run: Path, metric: str) -> list[float]:
-    return [float(line.values[metric]) for line in read_metrics(run / "metrics.jsonl") if metric in line.values]  # type: ignore[arg-type]
-
-
-def run_to_its_end(main: Main, *words: object) -> str:
-    with RunningCommand(main, *words) as process:
-        assert process.wait() == 0, process.output
-        return process.output
-
-
 def train_and_kill(main: Main, *words: object, run: Path) -> None:
     """A run that is killed, driver and all, after some updates."""
     with RunningCommand(main, "train", *words, "--out", run) as process:
-        process.wait_until(lambda: len(values_of(run, "train/reward")) >= 2 if run.exists() else False, "updates")
+        process.wait_until(lambda: len(values_of(run, "train/reward")) >= 2, "updates")
         started = process.descendants()
         process.kill()
         process.wait()
@@ -128,10 +112,10 @@ def test_a_trainer_scores_every_turn_in_the_context_it_was_sampled_in(
     assert sorted(trained_prompts(run).values()) == [1] * NUM_TRAIN
     # The ratio is of the trainer's probability of a token to the engine's: any other context would show here.
     assert values_of(run, "train/ratio_max")
-    assert max(values_of(run, "train/ratio_max")) < 1.001
-    assert min(values_of(run, "train/turns")) > 1
+    assert max(values_of(run, "train/ratio_max").values()) < 1.001
+    assert min(values_of(run, "train/turns").values()) > 1
     assert values_of(run, "eval/turns")
-    assert all(value > 0 for value in values_of(run, "reward/length"))
+    assert all(value > 0 for value in values_of(run, "reward/length").values())
     said = [each.completion for each in read_generations(RunFolder.open(run, write=False), "train")]
     assert any("[tool] and now?" in text for text in said)
 
@@ -146,7 +130,7 @@ def test_turns_go_on_across_weight_syncs_and_a_resume(
     train_and_kill(forked_main, config, *words, *two, run=run)
     run_to_its_end(forked_main, "resume", run)
     assert set(trained_prompts(run).values()) == {3}
-    assert max(values_of(run, "train/lag_max")) >= 1.0
+    assert max(values_of(run, "train/lag_max").values()) >= 1.0
 
 
 @pytest.mark.nightly
@@ -159,14 +143,12 @@ def test_environments_that_break_end_their_episodes_and_are_counted(
     output = run_to_its_end(forked_main, "train", config, "--out", run, *words, *limit)
     assert "samples left out: 2 environment/" in output
     assert "ValueError: no bread today" in (run / "logs" / "environment-0.log").read_text()
-    latest = RunFolder.open(run, write=False).checkpoints.latest()
-    assert latest is not None
-    statistics = json.loads((latest.path / "loop" / "state.json").read_text())["policy"]["statistics"]
+    statistics = statistics_of(run)
     assert statistics["filtered"] == 16  # all prompts but the fourth of each five
     assert statistics["trained"] == 4
-    assert max(values_of(run, "environment/raised")) >= 2
-    assert max(values_of(run, "environment/timed_out")) >= 2
-    assert max(values_of(run, "environment/not_finite")) >= 2
+    assert max(values_of(run, "environment/raised").values()) >= 2
+    assert max(values_of(run, "environment/timed_out").values()) >= 2
+    assert max(values_of(run, "environment/not_finite").values()) >= 2
     assert not values_of(run, "environment/lost")
 
 
@@ -178,7 +160,7 @@ def test_an_environment_that_says_what_is_no_text_ends_its_episode_only(
     output = run_to_its_end(forked_main, "train", config, "--out", run, *words, "--eval.every_updates=0")
     assert "an environment may say texts only" in " ".join(output.split())
     assert sum(trained_prompts(run).values()) == 16
-    assert max(values_of(run, "environment/unreadable")) >= 2
+    assert max(values_of(run, "environment/unreadable").values()) >= 2
 
 
 @pytest.mark.nightly
@@ -190,8 +172,7 @@ def test_a_checkpoint_that_a_reward_has_poisoned_is_resumed(
     words = settings(f"{environments}:TwoTurns")
     ahead = ["--async.staleness_threshold=2", "--checkpoint.every=1", "--eval.every_updates=0", "--data.epochs=2"]
     train_and_kill(forked_main, config, *words, *ahead, run=run)
-    latest = RunFolder.open(run, write=False).checkpoints.latest()
-    assert latest is not None
+    latest = latest_checkpoint(run)
     buffer = latest.path / "loop" / "buffer.json"
     groups = json.loads(buffer.read_text())
     assert groups, "the engines should have been ahead of the trainer"
@@ -211,13 +192,11 @@ def test_a_process_that_nothing_breaks_into_is_replaced(
     words = settings(f"{environments}:TwoTurns", broken=["deaf"])
     limit = ["--environment.step_timeout_s=0.5", "--eval.every_updates=0", "--checkpoint.every=1"]
     run_to_its_end(forked_main, "train", config, "--out", run, *words, *limit)
-    latest = RunFolder.open(run, write=False).checkpoints.latest()
-    assert latest is not None
-    statistics = json.loads((latest.path / "loop" / "state.json").read_text())["policy"]["statistics"]
+    statistics = statistics_of(run)
     assert statistics["trained"] + statistics["filtered"] == NUM_TRAIN
     assert statistics["filtered"] >= 4  # the groups of prompts 3, 8, 13, 18, and what was in the process with them
     assert statistics["trained"] >= 4
-    assert max(values_of(run, "environment/timed_out")) >= 1
+    assert max(values_of(run, "environment/timed_out").values()) >= 1
 
 
 @pytest.mark.nightly
@@ -225,7 +204,7 @@ def test_ctrl_c_does_not_wait_for_environments(config: Path, tmp_path: Path, env
     run = tmp_path / "run"
     words = [*settings(f"{environments}:TwoTurns", broken=["waits"]), "--environment.step_timeout_s=600"]
     with RunningCommand("grpo_async_app", "train", config, "--out", run, *words, "--eval.every_updates=0") as process:
-        process.wait_until(lambda: run.exists() and bool(values_of(run, "train/reward")), "an update")
+        process.wait_until(lambda: bool(values_of(run, "train/reward")), "an update")
         started = process.descendants()
         assert any("environment-0" in command_of(pid) for pid in started)
         process.press_ctrl_c()
@@ -241,7 +220,7 @@ def test_an_environment_process_that_is_killed_is_started_again(
     run = tmp_path / "run"
     words = [*settings(f"{environments}:TwoTurns"), "--data.epochs=4", "--eval.every_updates=0"]
     with RunningCommand("grpo_async_app", "train", config, "--out", run, *words) as process:
-        process.wait_until(lambda: run.exists() and bool(values_of(run, "train/reward")), "an update")
+        process.wait_until(lambda: bool(values_of(run, "train/reward")), "an update")
         os.kill(next(pid for pid in process.descendants() if "environment-0" in command_of(pid)), signal.SIGKILL)
         assert process.wait() == 0, process.output
     counts = trained_prompts(run)
@@ -344,5 +323,5 @@ def test_the_calculator_lesson_calls_its_tool_from_end_to_end(
     more = ["--algorithm.filter_groups=false", "--eval.every_updates=1", "--reward.name=number_match"]
     run_to_its_end(forked_main, "quickstart", "--lesson", "calculator", "--out", run, *words, *more)
     assert len(values_of(run, "train/reward")) == 2
-    assert max(values_of(run, "train/turns")) > 1
-    assert max(values_of(run, "train/read_tokens")) > 0
+    assert max(values_of(run, "train/turns").values()) > 1
+    assert max(values_of(run, "train/read_tokens").values()) > 0

@@ -1,7 +1,6 @@
 """What befalls the processes of a run that goes on, for real: each ends with every prompt trained once per epoch."""
 
 import contextlib
-import json
 import resource
 import signal
 import threading
@@ -10,14 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from grpo_runs import Main, latest_checkpoint, statistics_of
 from role_faults import accounting_complaints, last_value, listening_addresses, role_pids, signal_role, slowed, updates
 
 from offbeat_actors._actor import RoleActor
 from offbeat_rollout_torch._model_runner import ModelRunner
-from offbeat_run import RunFolder, read_timeline
+from offbeat_run import read_timeline
 from offbeat_testing import RunningCommand, wait_until_gone
 
-Main = Callable[[], object]
 OwnModule = Callable[[str, str], None]
 NUM_TRAIN, NUM_EPOCHS = 20, 8
 COMMON = (f"--data.epochs={NUM_EPOCHS}", "--eval.every_updates=10")
@@ -145,9 +144,7 @@ def test_a_last_validation_that_fails_costs_no_update(
     with RunningCommand(forked_main, "train", config, "--out", run, *words) as process:
         assert process.wait() != 0
         assert "the judge is away" in process.output
-    latest = RunFolder.open(run, write=False).checkpoints.latest()
-    assert latest is not None
-    assert latest.step == 5
+    assert latest_checkpoint(run).step == 5
 
 
 MOODY = """
@@ -176,9 +173,7 @@ def test_a_reward_that_fails_costs_its_completions_and_the_run_ends(
     with RunningCommand(forked_main, "train", config, "--out", run, *words) as process:
         assert process.wait() == 0, process.output
         assert "reward/dropped" in process.output
-    latest = RunFolder.open(run, write=False).checkpoints.latest()
-    assert latest is not None
-    statistics = json.loads((latest.path / "loop" / "state.json").read_text())["policy"]["statistics"]
+    statistics = statistics_of(run)
     assert statistics["filtered"] >= 5
     assert statistics["filtered"] + statistics["trained"] == NUM_TRAIN
     assert last_value(run, "reward/dropped") >= 10
@@ -245,8 +240,7 @@ def test_a_disk_that_is_full_ends_the_run_and_leaves_the_last_checkpoint(
         assert process.wait() == 2, process.output
         assert "no space left to write it" in process.output
         assert "Traceback" not in process.output
-    latest = RunFolder.open(run, write=False).checkpoints.latest()
-    assert latest is not None
+    latest = latest_checkpoint(run)
     assert sorted(path.name for path in (run / "checkpoints").iterdir() if path.is_dir())[-1] == latest.path.name
     with RunningCommand(forked_main, "resume", run) as process:
         assert_ends_well(process, run)

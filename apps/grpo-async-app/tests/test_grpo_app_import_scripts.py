@@ -30,24 +30,15 @@ def test_words_are_read_and_nothing_is_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("X=3\nrun a.b=$X", "3"),
-        ("run a.b=${X:-5}", "5"),
-        ("X=${X:-5}\nrun a.b=${X}", "5"),
-        ("X=2; Y=4\nrun a.b=$((X * Y - 1))", "7"),
-        ("X=7\nrun a.b=$((X/2))", "3"),
         ("run a.b=$HOME/data", "${HOME}/data"),
-        ("run a.b='two words'", "two words"),
-        ("run \\\n  x.y=1 \\\n  a.b=2", "2"),
-        ("run a.b=1 ++a.b=2", "2"),
-        ("# run a.b=1\nrun a.b=2", "2"),
-        ('P=(a.b=1\n  c.d=2)\nrun "${P[@]}"', "1"),
         ("X=1\nif [ $Y ]; then\n  X=2\nfi\nrun a.b=$X", "1"),
-        ('X="one\ntwo"\nrun a.b=3', "3"),
         ("run a.b=${X}", "${X}"),
         ("X=$X\nrun a.b=$X", "${X}"),
+        ("run a.b=1 ++a.b=2", "2"),
     ],
 )
-def test_a_shell_script_is_read(text: str, value: str) -> None:
+def test_what_bash_does_not_decide_is_read(text: str, value: str) -> None:
+    """The rest is compared with bash."""
     assert overrides(text)["a.b"] == value
 
 

@@ -11,12 +11,12 @@ import pytest
 
 from grpo_async_app._config.preflight import check_run, check_same_data
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._roles.batches import build_batch, split_batch
+from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._roles.trainer import _named
+from grpo_async_app._run.busy import BusyClock
 from grpo_async_app._run.engines import Engines
 from grpo_async_app._run.fleet import Fleet
-from grpo_async_app._run.run_logger import BusyClock
 from grpo_async_app._run.sampling import Rollouts, validate
 from offbeat_data import Prompt, RewardScore
 from offbeat_engine_torch import TorchTrainEngine
@@ -117,9 +117,9 @@ def test_busy_shares_add_up() -> None:
 
 def test_a_batch_holds_every_token_once_with_its_advantage() -> None:
     groups = [group(0, [3, 2], [1.0, 0.0]), group(1, [1, 4], [0.0, 0.0])]
-    batch = build_batch(groups, AlgorithmConfig(advantage="dr_grpo"), FixedLogprobs())  # type: ignore[arg-type]
+    [sequences], _ = build_batches(groups, AlgorithmConfig(advantage="dr_grpo"), FixedLogprobs(), 1)  # type: ignore[arg-type]
     completions = [trajectory.turns[0] for each in groups for trajectory in each.trajectories]
-    for sequence, completion, advantage in zip(batch.sequences, completions, [0.5, -0.5, 0.0, 0.0], strict=True):
+    for sequence, completion, advantage in zip(sequences, completions, [0.5, -0.5, 0.0, 0.0], strict=True):
         mask = sequence.loss_mask
         np.testing.assert_array_equal(sequence.ids[mask], completion.ids)
         np.testing.assert_allclose(sequence.extras["rollout_logprobs"][mask], completion.logprobs)
@@ -131,8 +131,8 @@ def test_a_batch_holds_every_token_once_with_its_advantage() -> None:
 def test_what_an_environment_says_is_read_and_never_learned() -> None:
     config = AlgorithmConfig(advantage="dr_grpo", correction="sequence_tis")
     [first, second] = [group(0, [3, 2], [1.0, 0.0], num_turns=num_turns) for num_turns in (1, 3)]
-    [plain, _] = build_batch([first], config, FixedLogprobs()).sequences  # type: ignore[arg-type]
-    [sequence, _] = build_batch([second], config, FixedLogprobs()).sequences  # type: ignore[arg-type]
+    [[plain, _]], _ = build_batches([first], config, FixedLogprobs(), 1)  # type: ignore[arg-type]
+    [[sequence, _]], _ = build_batches([second], config, FixedLogprobs(), 1)  # type: ignore[arg-type]
     said = plain.ids[plain.loss_mask].tolist()
     told = [60, 61, 62]
     assert sequence.ids.tolist() == [0, 1, 2, 3, 4, *said, *told, *said, *told, *said]
@@ -159,23 +159,19 @@ def test_parts_of_a_loss_are_means_over_the_steps_of_an_update_as_the_loss_is() 
 
 
 def test_mini_batches_split_by_group() -> None:
-    batch = build_batch(
-        [group(n, [2, 2], [0.0, 1.0]) for n in range(5)],
-        AlgorithmConfig(correction_form="bypass"),
-        FixedLogprobs(),  # type: ignore[arg-type]
-    )
-    parts = list(split_batch(batch, 2))
-    assert [sorted(set(part.groups)) for part in parts] == [[0, 1, 2], [3, 4]]
-    assert [len(part.sequences) for part in parts] == [6, 4]
+    groups = [group(n, [2, 2], [0.0, 1.0]) for n in range(5)]
+    parts, _ = build_batches(groups, AlgorithmConfig(correction_form="bypass"), FixedLogprobs(), 2)  # type: ignore[arg-type]
+    assert [len(part) for part in parts] == [6, 4]
+    ids = [sequence.ids[sequence.loss_mask].tolist() for part in parts for sequence in part]
+    assert ids == [trajectory.turns[0].ids.tolist() for each in groups for trajectory in each.trajectories]
 
 
 def test_corrections_reach_the_loss() -> None:
     config = AlgorithmConfig(correction="sequence_tis_geometric_rs", rs_low=0.5, rs_high=1.5)
-    batch = build_batch([group(0, [3, 2], [1.0, 0.0])], config, FixedLogprobs())  # type: ignore[arg-type]
-    sequence = batch.sequences[0]
+    [[sequence, _]], metrics = build_batches([group(0, [3, 2], [1.0, 0.0])], config, FixedLogprobs(), 1)  # type: ignore[arg-type]
     ratio = np.exp((-1.0 - sequence.extras["rollout_logprobs"][sequence.loss_mask]).sum())
     assert sequence.extras["correction_weights"][sequence.loss_mask] == pytest.approx(min(ratio, 2.0), rel=1e-5)
-    assert "correction/share_sequences_rejected" in batch.metrics
+    assert "correction/share_sequences_rejected" in metrics
 
 
 def test_what_an_engine_has_aborted_is_neither_scored_nor_trained(config: Path) -> None:
@@ -210,7 +206,7 @@ def test_what_an_engine_has_aborted_is_neither_scored_nor_trained(config: Path) 
     prompt = Prompt(index=0, ids=np.array([1], np.int32), text="")
     request = GenerateRequest(request_id="r", prompt_ids=prompt.ids, num_samples=2, params=SamplingParams(max_tokens=4))
     samples = asyncio.run(rollouts.sample("rollout-0", prompt, request))
-    assert [sample.trajectory.stop_reason for sample in samples] == scored == ["length"]
+    assert [trajectory.stop_reason for trajectory, _ in samples] == scored == ["length"]
     assert rollouts.left_out == {"rollout/aborted": 1}
 
 

@@ -311,7 +311,7 @@ def test_a_recipe_that_fits_needs_no_change() -> None:
 
 
 def test_the_batch_arithmetic_adds_up(config: Path) -> None:
-    batch = BatchArithmetic.of(
+    batch = BatchArithmetic(
         load_config(config, GrpoConfig, ["--async.require_batches", "3", "--engine.num_ranks", "3"])
     )
     assert (batch.groups_per_update, batch.samples_per_step, batch.samples_per_update) == (12, 8, 24)

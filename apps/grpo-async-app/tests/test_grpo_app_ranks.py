@@ -1,33 +1,18 @@
 """A trainer of two ranks: the same run as with one, and an end with a name when a rank dies."""
 
-import json
 import signal
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from grpo_runs import Main, latest_checkpoint, trained_prompts, values_of
 from role_faults import signal_role
 from safetensors.torch import load_file
 
-from offbeat_run import RunFolder, read_metrics
 from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
 
-Main = Callable[[], object]
 # On policy and greedy enough to be the same run each time: the groups of an update are those of its prompts.
 SYNCHRONOUS = ("--async.staleness_threshold=0", "--async.partial_rollout=false", "--rollout.seed=7")
-
-
-def trained_prompts(run: Path) -> Counter[str]:
-    with (run / "generations" / "train.jsonl").open("rb") as lines:  # what a model says may hold line ends of Unicode
-        return Counter(json.loads(line)["prompt"] for line in lines)
-
-
-def last_weights(run: Path) -> dict[str, torch.Tensor]:
-    latest = RunFolder.open(run, write=False).checkpoints.latest()
-    assert latest is not None
-    return load_file(latest.path / "model.safetensors")
 
 
 def test_two_ranks_train_as_one_process_does(forked_main: Main, config: Path, tmp_path: Path) -> None:
@@ -35,7 +20,7 @@ def test_two_ranks_train_as_one_process_does(forked_main: Main, config: Path, tm
         words = [*SYNCHRONOUS, f"--engine.num_ranks={num_ranks}", "--algorithm.kl_coefficient=0.1"]
         with RunningCommand(forked_main, "train", config, "--out", tmp_path / str(num_ranks), *words) as process:
             assert process.wait() == 0, process.output
-    one, two = last_weights(tmp_path / "1"), last_weights(tmp_path / "2")
+    one, two = (load_file(latest_checkpoint(tmp_path / n).path / "model.safetensors") for n in ("1", "2"))
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-5, msg=name)
@@ -49,11 +34,7 @@ def test_a_rank_that_may_not_be_started_again_ends_the_run_by_name_and_it_resume
     run = tmp_path / "run"
     words = ["train", config, "--out", run, "--engine.num_ranks=2", "--checkpoint.every=1", "--eval.every_updates=0"]
     with RunningCommand(forked_main, *words, "--data.epochs=4", "--cluster.max_restarts=0") as process:
-        metrics = run / "metrics.jsonl"
-        process.wait_until(
-            lambda: metrics.exists() and any("train/reward" in line.values for line in read_metrics(metrics)),
-            "an update",
-        )
+        process.wait_until(lambda: bool(values_of(run, "train/reward")), "an update")
         signal_role(process, "trainer-1", signal.SIGKILL)
         started = process.descendants()
         assert process.wait() == 3, process.output

@@ -3,28 +3,16 @@
 import json
 import random
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from grpo_runs import Main, latest_checkpoint, run_to_its_end, statistics_of, trained_prompts, values_of
 
-from offbeat_run import RunFolder, read_metrics, read_timeline
+from offbeat_run import read_metrics, read_timeline
 from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
 
 NUM_TRAIN = 20
-Main = Callable[[], object]
-
-
-def trained_prompts(run: Path) -> Counter[str]:
-    with (run / "generations" / "train.jsonl").open("rb") as lines:  # what a model says may hold line ends of Unicode
-        return Counter(json.loads(line)["prompt"] for line in lines)
-
-
-def run_to_its_end(main: Main, *words: object) -> str:
-    with RunningCommand(main, *words) as process:
-        assert process.wait() == 0, process.output
-        return process.output
 
 
 def test_a_run_trains_every_prompt_once_and_leaves_all_it_promises(
@@ -34,10 +22,9 @@ def test_a_run_trains_every_prompt_once_and_leaves_all_it_promises(
     ended = command("train", config, "--out", run)
     assert ended.code == 0, ended.err
     assert sorted(trained_prompts(run).values()) == [1] * NUM_TRAIN
-    lines = read_metrics(run / "metrics.jsonl")
-    assert [line.step for line in lines if "train/reward" in line.values] == [1, 2, 3, 4, 5]
-    assert [line.step for line in lines if "eval/reward" in line.values] == [0, 2, 4, 5]
-    assert max(line.values.get("train/lag_max", 0.0) for line in lines) >= 1.0
+    assert list(values_of(run, "train/reward")) == [1, 2, 3, 4, 5]
+    assert list(values_of(run, "eval/reward")) == [0, 2, 4, 5]
+    assert max(values_of(run, "train/lag_max").values()) >= 1.0
     tracks = {event["args"]["name"] for event in read_timeline(run / "timeline.json") if event["ph"] == "M"}
     assert {"trainer-0", "rollout-0", "weight sync"} <= tracks
     assert list((run / "tensorboard").iterdir())
@@ -47,8 +34,7 @@ def test_a_run_trains_every_prompt_once_and_leaves_all_it_promises(
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    latest = RunFolder.open(run, write=False).checkpoints.latest()
-    assert latest is not None
+    latest = latest_checkpoint(run)
     assert latest.step == 5
     AutoModelForCausalLM.from_pretrained(latest.path)
     AutoTokenizer.from_pretrained(latest.path)
@@ -103,15 +89,9 @@ def test_groups_without_signal_are_filtered_and_counted(forked_main: Main, confi
     words = ["--algorithm.filter_groups=true", "--eval.every_updates=0", "--checkpoint.every=1"]
     # A model with random weights is always wrong.
     run_to_its_end(forked_main, "train", config, "--out", tmp_path / "run", *words)
-    latest = RunFolder.open(tmp_path / "run", write=False).checkpoints.latest()
-    assert latest is not None
-    statistics = json.loads((latest.path / "loop" / "state.json").read_text())["policy"]["statistics"]
+    statistics = statistics_of(tmp_path / "run")
     assert statistics["filtered"] + statistics["trained"] == NUM_TRAIN
     assert statistics["filtered"] > 0
-
-
-def steps_of(run: Path, metric: str) -> list[int]:
-    return [line.step for line in read_metrics(run / "metrics.jsonl") if metric in line.values]
 
 
 def kill_in_the_midst(
@@ -120,7 +100,7 @@ def kill_in_the_midst(
     """`kill -9` of a run's driver some time after so many updates."""
     with RunningCommand(main, *words) as process:
         process.wait_until(run.joinpath("config.toml").exists, "there is a run")
-        process.wait_until(lambda: len(steps_of(run, "train/reward")) >= num_updates, f"{num_updates} updates")
+        process.wait_until(lambda: len(values_of(run, "train/reward")) >= num_updates, f"{num_updates} updates")
         time.sleep(more_s)
         started = process.descendants()
         process.kill()
@@ -141,8 +121,8 @@ def test_a_run_killed_at_random_moments_trains_every_prompt_once(
 
     run_to_its_end(forked_main, *words)
     assert sorted(trained_prompts(run).values()) == [2] * NUM_TRAIN
-    assert steps_of(run, "train/reward") == list(range(1, 11))
-    assert steps_of(run, "eval/reward") == [0, 2, 4, 6, 8, 10]
+    assert list(values_of(run, "train/reward")) == list(range(1, 11))
+    assert list(values_of(run, "eval/reward")) == [0, 2, 4, 6, 8, 10]
 
 
 SYNCHRONOUS = ("--async.staleness_threshold=0", "--async.partial_rollout=false", "--data.epochs=2")

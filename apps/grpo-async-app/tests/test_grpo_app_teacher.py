@@ -17,7 +17,7 @@ from grpo_async_app._config.placement import place_run
 from grpo_async_app._config.preflight import check_run, check_settings
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles import teacher as teacher_role
-from grpo_async_app._roles.batches import build_batch
+from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._roles.teacher import TeacherRole
 from offbeat_objectives import AlgorithmConfig
@@ -143,15 +143,13 @@ def test_the_teacher_judges_sampled_tokens_against_the_policy_that_the_ratio_is_
     group = load_groups(tmp_path / "groups")[3]
     for form, expected in (("decoupled", [0.0, -1.0, -2.0, -3.0]), ("bypass", [-0.5, -1.75, -2.5, -3.75])):
         config = AlgorithmConfig(advantage="none", distillation_coefficient=0.5, correction_form=form)
-        batch = build_batch([group], config, FixedLogprobs())  # type: ignore[arg-type]
-        first = batch.sequences[0]
+        [[first, _]], _ = build_batches([group], config, FixedLogprobs(), 1)  # type: ignore[arg-type]
         np.testing.assert_allclose(first.extras["advantages"][first.loss_mask], 0.5 * np.array(expected), atol=1e-6)
         assert not first.extras["advantages"][~first.loss_mask].any()
     own = AlgorithmConfig(advantage="dr_grpo", distillation_coefficient=1.0)
-    batch = build_batch([group], own, FixedLogprobs())  # type: ignore[arg-type]
-    second = batch.sequences[1]
+    [[_, second]], metrics = build_batches([group], own, FixedLogprobs(), 1)  # type: ignore[arg-type]
     np.testing.assert_allclose(second.extras["advantages"][second.loss_mask], -0.5 + 1.0, atol=1e-6)
-    assert batch.metrics["distillation/kl"].value == pytest.approx((-8 * 1.0 + 10.0) / 8)
+    assert metrics["distillation/kl"].value == pytest.approx((-8 * 1.0 + 10.0) / 8)
 
 
 # ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -192,22 +190,21 @@ def test_a_teacher_with_another_tokenizer_is_refused(
         check_run(load_config(config, GrpoConfig, [*words, f"--teacher.path={other}"]))
 
 
-def test_an_engine_that_does_not_score_is_no_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_does_not_score_is_no_teacher(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Backend:
         @staticmethod
         async def create(config: RolloutEngineConfig) -> FakeRolloutEngine:
             return FakeRolloutEngine(lambda request, index: [1])
 
     monkeypatch.setattr(teacher_role, "load_backend", lambda kind, name: Backend)
-    role = TeacherRole(backend="fake", config=RolloutEngineConfig(model_path=""), temperature=1.0)
+    role = TeacherRole(config=load_config(config, GrpoConfig, ["--teacher.backend=fake"]), num_threads=1)
     with pytest.raises(ConfigError, match="'fake' does not score"):
         asyncio.run(role.start())
 
 
 @pytest.mark.parametrize("images", [False, True])
-def test_a_teacher_that_would_not_see_the_images_is_refused(taught: Path, images: bool) -> None:
-    settings = RolloutEngineConfig(model_path=str(taught), device="cpu", max_model_len=64)
-    role = TeacherRole(backend="torch", config=settings, temperature=1.0, images=images)
+def test_a_teacher_that_would_not_see_the_images_is_refused(config: Path, words: list[str], images: bool) -> None:
+    role = TeacherRole(config=load_config(config, GrpoConfig, words), num_threads=1, images=images)
 
     async def start() -> None:
         await role.start()

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.trainer import TrainerRole
-from offbeat_objectives import AlgorithmConfig
-from offbeat_types import TrainEngineConfig, WeightSyncError
+from offbeat_run import parse_config
+from offbeat_types import WeightSyncError
 from offbeat_weightsync import new_address, receive
 
 
@@ -21,15 +22,10 @@ def address() -> str:
 
 
 def open_role(model: Path, address: str, **options: Any) -> TrainerRole:
-    config = TrainEngineConfig(model_path=str(model), device="cpu", **options)
-    return TrainerRole(
-        backend="torch",
-        config=config,
-        algorithm=AlgorithmConfig(),
-        socket_path=address,
-        rollout_dtype="bfloat16",
-        bucket_bytes=64 << 10,
-    )
+    sections = {"rollout": {"dtype": "bfloat16", "sync_bucket_bytes": 64 << 10}, "engine": {"device": "cpu", **options}}
+    overrides = [f"--{section}.{key}={value}" for section, held in sections.items() for key, value in held.items()]
+    config = parse_config(f'[model]\npath = "{model}"\n[data]\npath = "none"\n', GrpoConfig, overrides)
+    return TrainerRole(config=config, model_path=str(model), num_updates=1, num_threads=1, socket_path=address)
 
 
 def take(address: str, held: dict[str, Tensor]) -> threading.Thread:

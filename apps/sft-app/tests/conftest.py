@@ -1,11 +1,14 @@
 """A tiny model, a run of seconds, and the command line called in this process."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from offbeat_testing import CommandLine, small_sft_run, tiny_model
 from sft_app import _cli
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the module beside it
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
+from sft_runs import latest_checkpoint, values_of
 
-from offbeat_run import Checkpoint, RunFolder, read_metrics
 from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
 from sft_app import _cli
 
@@ -16,23 +16,13 @@ WORDS = ["--engine.schedule=constant", "--engine.learning_rate=1e-3"]
 RANKS = ["--engine.num_ranks=2", "--engine.max_tokens_per_microbatch=128"]  # both have something to do
 
 
-def values(run: Path, name: str) -> dict[int, float]:
-    return {line.step: line.values[name] for line in read_metrics(run / "metrics.jsonl") if name in line.values}
-
-
-def latest(run: Path) -> Checkpoint:
-    found = RunFolder.open(run, write=False).checkpoints.latest()
-    assert found is not None
-    return found
-
-
 def assert_same(run: Path, undisturbed: Path) -> None:
     """Every update once, to the same losses and weights."""
     for name in ("train/loss", "eval/loss"):
-        expected = values(undisturbed, name)
+        expected = values_of(undisturbed, name)
         assert len(expected) > 1
-        assert values(run, name) == pytest.approx(expected, abs=1e-5)
-    one, other = latest(run), latest(undisturbed)
+        assert values_of(run, name) == pytest.approx(expected, abs=1e-5)
+    one, other = latest_checkpoint(run), latest_checkpoint(undisturbed)
     assert one.step == other.step
     got, wanted = load_file(one.path / "model.safetensors"), load_file(other.path / "model.safetensors")
     assert got.keys() == wanted.keys()
@@ -50,14 +40,14 @@ def test_two_ranks_train_as_one_and_end_on_ctrl_c(command: CommandLine, config: 
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
     words = [*WORDS, "--data.epochs=400", "--checkpoint.every=0", "--eval.every_updates=1"]
     with RunningCommand(_cli.main, "train", config, "--out", run, *words, *RANKS) as process:
-        process.wait_until(lambda: len(values(run, "train/loss")) >= 8, "eight updates")
+        process.wait_until(lambda: len(values_of(run, "train/loss")) >= 8, "eight updates")
         ranks = process.descendants()
         process.press_ctrl_c()
         assert process.wait() == 130, process.output
         assert f"resume {run}" in process.output
         wait_until_gone(ranks, deadline_s=30)
-    done = latest(run).step
-    assert done == max(values(run, "train/loss"))
+    done = latest_checkpoint(run).step
+    assert done == max(values_of(run, "train/loss"))
     ended = command("train", config, "--out", undisturbed, *words, f"--engine.max_updates={done}")
     assert ended.code == 0, ended.err
     assert_same(run, undisturbed)
@@ -75,7 +65,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_one_rank_goes_on(
         assert "trainer-1 failed: its process was killed by SIGKILL" in process.output
         assert f"resume {run}" in process.output
         assert process.descendants() == []
-    until = f"--engine.max_updates={latest(run).step + 2}"
+    until = f"--engine.max_updates={latest_checkpoint(run).step + 2}"
     ended = command("resume", run, "--engine.num_ranks=1", until)
     assert ended.code == 0, ended.err
     assert command("train", config, "--out", undisturbed, *words, until).code == 0

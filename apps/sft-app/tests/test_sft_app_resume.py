@@ -7,37 +7,21 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
+from sft_runs import latest_checkpoint, values_of
 
-from offbeat_run import RunFolder, read_metrics
 from offbeat_testing import CommandLine, RunningCommand
 from sft_app._train import deferred_interrupts
 
 LONG = ["--data.epochs=12", "--eval.every_updates=10"]  # 30 updates
 
 
-def losses(run: Path) -> list[tuple[int, float]]:
-    return [
-        (line.step, line.values["train/loss"])
-        for line in read_metrics(run / "metrics.jsonl")
-        if "train/loss" in line.values
-    ]
-
-
-def validations(run: Path) -> list[tuple[int, float]]:
-    return [
-        (line.step, line.values["eval/loss"])
-        for line in read_metrics(run / "metrics.jsonl")
-        if "eval/loss" in line.values
-    ]
-
-
 def assert_same_end(run: Path, undisturbed: Path) -> None:
     """Every update once, with the same batch, to the same weights."""
-    assert losses(run) == [(step, pytest.approx(loss, abs=1e-6)) for step, loss in losses(undisturbed)]
-    assert validations(run) == [(step, pytest.approx(loss, abs=1e-6)) for step, loss in validations(undisturbed)]
-    one, other = (RunFolder.open(each, write=False).checkpoints.latest() for each in (run, undisturbed))
-    assert one is not None
-    assert other is not None
+    for metric in ("train/loss", "eval/loss"):
+        assert list(values_of(run, metric).items()) == [
+            (step, pytest.approx(loss, abs=1e-6)) for step, loss in values_of(undisturbed, metric).items()
+        ]
+    one, other = latest_checkpoint(run), latest_checkpoint(undisturbed)
     assert one.step == other.step
     got, expected = load_file(one.path / "model.safetensors"), load_file(other.path / "model.safetensors")
     assert got.keys() == expected.keys()
@@ -54,7 +38,7 @@ def test_a_run_killed_at_a_random_moment_resumes_to_the_same_weights(
     num_updates, words = draw.randrange(25), [*LONG, "--checkpoint.every=3"]
     with RunningCommand("sft_app", "train", config, "--out", run, *words) as process:
         process.wait_until(run.joinpath("config.toml").exists, "there is a run")
-        process.wait_until(lambda: len(losses(run)) >= num_updates, f"{num_updates} updates")
+        process.wait_until(lambda: len(values_of(run, "train/loss")) >= num_updates, f"{num_updates} updates")
         time.sleep(draw.uniform(0, 0.1))
         process.kill()
         process.wait()
@@ -71,17 +55,16 @@ def test_terminated_it_saves_the_update_in_hand_and_says_how_to_resume(
     run = tmp_path / "run"
     words = ["--data.epochs=400", "--checkpoint.every=0", "--profile.steps=0:1000"]
     with RunningCommand("sft_app", "train", config, "--out", run, *words) as process:
-        process.wait_until(lambda: len(losses(run)) >= 2, "two updates")
+        process.wait_until(lambda: len(values_of(run, "train/loss")) >= 2, "two updates")
         process.terminate()
         assert process.wait() == 130, process.output
         assert f"resume {run}" in process.output
-    saved = RunFolder.open(run, write=False).checkpoints.latest()
-    assert saved is not None
-    assert saved.step == losses(run)[-1][0]
+    saved = latest_checkpoint(run)
+    assert saved.step == max(values_of(run, "train/loss"))
     assert len(list((run / "profile").glob("trainer-0-*.json"))) == saved.step  # what was traced so far
     ended = command("resume", run, f"--engine.max_updates={saved.step + 2}", "--profile.steps=")
     assert ended.code == 0, ended.err
-    assert [step for step, _ in losses(run)] == list(range(1, saved.step + 3))
+    assert list(values_of(run, "train/loss")) == list(range(1, saved.step + 3))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -138,8 +121,7 @@ def test_a_finished_run_with_more_epochs_serves_every_sequence(
     assert command("train", config, "--out", run, "--eval.every_updates=0").code == 0
     ended = command("resume", run, "--data.epochs=6")
     assert ended.code == 0, ended.err
-    epochs = [line.values["data/epoch"] for line in read_metrics(run / "metrics.jsonl") if "data/epoch" in line.values]
-    assert epochs == pytest.approx(
+    assert list(values_of(run, "data/epoch").values()) == pytest.approx(
         [min(8 * n, 60) / 20 for n in range(1, 9)] + [min(60 + 8 * n, 120) / 20 for n in range(1, 9)]
     )
 

@@ -6,19 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from sft_runs import latest_checkpoint, values_of
 
-from offbeat_run import Checkpoint, RunFolder, read_metrics, read_timeline
+from offbeat_run import RunFolder, read_timeline
 from offbeat_testing import CommandLine
-
-
-def latest(run: Path) -> Checkpoint:
-    found = RunFolder.open(run, write=False).checkpoints.latest()
-    assert found is not None
-    return found
-
-
-def values(run: Path, name: str) -> dict[int, float]:
-    return {line.step: line.values[name] for line in read_metrics(run / "metrics.jsonl") if name in line.values}
 
 
 def transformers_loss(folder: Path, data: Path) -> float:
@@ -55,11 +46,11 @@ def test_a_run_learns_and_leaves_all_it_promises(
     ended = command("train", config, "--out", run, *words)
     assert ended.code == 0, ended.err
 
-    losses, held_out = values(run, "train/loss"), values(run, "eval/loss")
+    losses, held_out = values_of(run, "train/loss"), values_of(run, "eval/loss")
     assert list(losses) == list(range(1, 10))  # 3 epochs of 24 in batches of 8
     assert list(held_out) == [0, 3, 6, 9]
     assert held_out[9] < held_out[0] - 0.2
-    rates = values(run, "engine/learning_rate")
+    rates = values_of(run, "engine/learning_rate")
     assert rates[1] == pytest.approx(3e-3)
     assert rates[9] < rates[5] < rates[1]  # the cosine knows where the run ends
 
@@ -72,7 +63,7 @@ def test_a_run_learns_and_leaves_all_it_promises(
     assert "report:" in ended.out
 
     # Plain transformers, with a mask of its own, finds the loss that the run wrote down: same weights, same mask.
-    checkpoint = latest(run)
+    checkpoint = latest_checkpoint(run)
     assert checkpoint.step == 9
     assert transformers_loss(checkpoint.path, held) == pytest.approx(held_out[9], abs=2e-4)
     best = min(held_out.values())
@@ -82,7 +73,7 @@ def test_a_run_learns_and_leaves_all_it_promises(
 def test_the_last_update_takes_what_is_left(command: CommandLine, config: Path, tmp_path: Path) -> None:
     ended = command("train", config, "--out", tmp_path / "run", "--checkpoint.every=0")
     assert ended.code == 0, ended.err
-    epochs = values(tmp_path / "run", "data/epoch")
+    epochs = values_of(tmp_path / "run", "data/epoch")
     assert list(epochs) == list(range(1, 9))
     assert epochs[7] == pytest.approx(56 / 20)
     assert epochs[8] == 3.0
@@ -94,7 +85,7 @@ def test_the_best_checkpoint_is_kept(command: CommandLine, config: Path, tmp_pat
     words = ["--engine.learning_rate=0.5", "--eval.every_updates=1", "--checkpoint.every=1", "--checkpoint.keep=1"]
     ended = command("train", config, "--out", tmp_path / "run", *words, "--engine.schedule=constant")
     assert ended.code == 0, ended.err
-    held_out = values(tmp_path / "run", "eval/loss")
+    held_out = values_of(tmp_path / "run", "eval/loss")
     best = min((step for step in held_out if step), key=lambda step: held_out[step])
     kept = RunFolder.open(tmp_path / "run", write=False).checkpoints
     assert {each.step for each in kept.all()} == {best, 8}
@@ -130,7 +121,7 @@ def test_what_it_writes_is_a_model_for_grpo(command: CommandLine, config: Path, 
     grpo = tmp_path / "grpo.toml"
     grpo.write_text(f"""
 [model]
-path = "{latest(tmp_path / "run").path}"
+path = "{latest_checkpoint(tmp_path / "run").path}"
 [data]
 path = "{prompts}"
 max_prompt_tokens = 64

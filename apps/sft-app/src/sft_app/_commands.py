@@ -27,11 +27,7 @@ from sft_app._train import create_engine, held_out_loss, progress_of, resume, tr
 
 
 def dispatch(words: list[str]) -> int:
-    """Run the command that the words name.
-
-    Raises:
-        OffbeatError: whatever it raises.
-    """
+    """Run the command that the words name."""
     return run_named_command(["--format=json" if word == "--json" else word for word in words], _COMMANDS, SftConfig)
 
 

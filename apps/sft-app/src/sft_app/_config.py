@@ -30,7 +30,6 @@ class EngineConfig(TrainEngineSettings):
 
     @property
     def threads_per_rank(self) -> int:
-        """CPU threads of each rank: a share of all CPUs."""
         return max(1, available_cpus() // self.num_ranks)
 
 
@@ -57,7 +56,6 @@ class SftConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def train_engine(self, num_updates: int) -> TrainEngineConfig:
-        """What the training backend is given."""
         values = {each.name: getattr(self.engine, each.name) for each in fields(TrainEngineSettings)}
         is_alone = self.engine.num_ranks == 1
         return TrainEngineConfig(

@@ -16,11 +16,7 @@ _OF_PREFERENCES: Final = ("beta", "desirable_weight", "rpo_alpha", "precompute_r
 
 
 def _check_kind(options: Mapping[str, Any], file: Path) -> None:
-    """Refuse what is no supervised fine-tuning.
-
-    Raises:
-        ConfigError: reinforcement learning, or learning from preferences.
-    """
+    """Refuse what is no supervised fine-tuning."""
     if found := [name for name in options if name.startswith(_OF_RL)]:
         raise ConfigError(f"{file} is of reinforcement learning ({found[0]}): import it with grpo-async-app")
     if found := [name for name in options if name in _OF_PREFERENCES]:
@@ -46,7 +42,6 @@ _FRAMEWORKS: Final = {
 
 
 def import_command(words: CommandWords, framework: str, file: str) -> int:
-    """`import verl|trl FILE [--out NEW_FILE] [--set NAME=VALUE,…]`."""
     return import_recipe(words, framework, file, program="sft-app", frameworks=_FRAMEWORKS, check=_check)
 
 

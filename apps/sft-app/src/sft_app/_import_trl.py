@@ -40,11 +40,7 @@ MISSING: Final[Mapping[str, str]] = {
 
 
 def import_trl(options: Mapping[str, Any]) -> Draft:
-    """Translate TRL's options.
-
-    Args:
-        options: fields of SFTConfig, and of the script that makes one.
-    """
+    """Translate fields of SFTConfig, and of the script that makes one."""
     draft = Draft(options)
     _write_data(draft)
     write_training_arguments(draft, learning_rate=2e-5, roles=("engine",))

@@ -43,11 +43,7 @@ _SCHEDULES: Final = ("constant", "linear", "cosine")
 
 
 def import_verl(options: Mapping[str, Any]) -> Draft:
-    """Translate the options of verl's supervised trainers.
-
-    Args:
-        options: by full name, as verl's command line takes them.
-    """
+    """Translate the options of verl's supervised trainers, by full name."""
     draft = Draft(options)
     _write_data(draft)
     _write_trainer(draft)

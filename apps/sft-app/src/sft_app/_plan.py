@@ -20,7 +20,6 @@ class SftPlanner(Planner[SftConfig]):
     config_type: ClassVar = SftConfig
 
     def plan_here(self, config: SftConfig) -> RunPlan:
-        """As before a run."""
         return _run_plan(check_run(config))
 
     def plan_elsewhere(self, config: SftConfig, view: ClusterView) -> RunPlan:
@@ -36,11 +35,9 @@ class SftPlanner(Planner[SftConfig]):
         )
 
     def plan_rehearsal(self, config: SftConfig, folder: Path) -> RunPlan:
-        """As before a run."""
         return _run_plan(shrink_run(config, folder / "model").prepare())
 
     def find_view(self, config: SftConfig, words: str) -> ClusterView:
-        """Machines, of which one will do."""
         if words in ("", _LIVE):
             raise ConfigError(
                 f"--cluster {words or 'is missing'}: sft-app trains on one machine; name it: --cluster 1x8, or a file"

@@ -18,7 +18,6 @@ class Progress:
     """Where a run is: the last batch of a run that ended with its data may have been smaller than the others.
 
     Args:
-        updates: done.
         position: in the data, of the next sequence.
     """
 
@@ -31,8 +30,6 @@ class Preflight:
     """What a run will work with, checked.
 
     Args:
-        config: of the run.
-        model: the model folder.
         conversations: sequences to learn and their counts.
         held_out: the held-out sequences a validation uses.
         num_updates: optimizer steps of the whole run.
@@ -54,7 +51,6 @@ class Preflight:
 
     @property
     def order(self) -> EpochOrder:
-        """Maps a position to a sequence."""
         data = self.config.data
         return EpochOrder(len(self.conversations.train), data.seed, data.shuffle)
 
@@ -64,13 +60,11 @@ class Preflight:
         return [self.conversations.train[self.order(position)[1]] for position in positions]
 
     def position_at(self, done: int) -> int:
-        """Where in the data it is after so many updates."""
         batch_size = self.config.engine.batch_size
         served = batch_positions(done, batch_size, 0, self.begun).start
         return min(served, self._num_positions or served)
 
     def epochs_at(self, done: int) -> float:
-        """Passes over the data after so many updates."""
         return self.position_at(done) / len(self.conversations.train)
 
     @property
@@ -79,12 +73,10 @@ class Preflight:
 
     @property
     def required_bytes(self) -> int:
-        """Room on the disk that the run will need."""
         is_lora = bool(self.config.engine.lora_rank)
         return self.config.checkpoint.room_bytes(self.model.num_parameters, is_lora=is_lora)
 
     def plan(self) -> list[tuple[str, str]]:
-        """Rows of (what, how much)."""
         config, model, counts = self.config, self.model, self.conversations.train_counts
         tokens = sum(len(sequence.ids) for sequence in self.conversations.train)
         learned = sum(int(sequence.loss_mask.sum()) for sequence in self.conversations.train)
@@ -123,10 +115,6 @@ class Preflight:
 
 def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
     """Check a configuration against the machine, the model folder and the data.
-
-    Args:
-        config: of the run.
-        begun: where it goes on from.
 
     Raises:
         UserError: the first thing that is wrong, with what to do.
@@ -178,15 +166,9 @@ def batch_positions(
     num_positions: int,
     begun: Progress = Progress(),
 ) -> range:
-    """Positions in the data of an update, counted from 0.
+    """Positions in the data of an update, counted from 0; the data end at `num_positions`, 0 for never.
 
     Batches go on over the end of an epoch, so that only the run's last one can be smaller than the others.
-
-    Args:
-        update: >= 0.
-        batch_size: >= 1.
-        num_positions: where the data ends; 0 for never.
-        begun: where the run goes on from.
     """
     first = begun.position + (update - begun.updates) * batch_size
     end = first + batch_size
@@ -227,11 +209,7 @@ _AXES: Final = ("tensor_parallel", "pipeline_parallel", "context_parallel")
 
 
 def sharing_ranks(config: SftConfig) -> int:
-    """Ranks that share one copy of the model's matrices, blocks and sequences.
-
-    Raises:
-        ConfigError: they do not divide the ranks.
-    """
+    """Ranks that share one copy of the model's matrices, blocks and sequences."""
     sizes = {axis: config.engine.options.get(axis, 1) for axis in _AXES}
     if not all(isinstance(size, int) and size >= 1 for size in sizes.values()):
         raise ConfigError(f"engine.options {sizes} must be whole numbers of ranks, 1 or more")
@@ -244,15 +222,7 @@ def sharing_ranks(config: SftConfig) -> int:
 
 
 def estimate_memory(config: SftConfig, layout: TrainLayout | None = None) -> RunMemory:
-    """Estimate from the model's config.json, for the default engine.
-
-    Args:
-        config: of the run.
-        layout: how the ranks share the model; None where their backend cannot be asked: as FSDP does.
-
-    Raises:
-        ModelError: it is not there, not readable, or of a family that is not known.
-    """
+    """Estimate from the model's config.json; `layout` is None where the backend cannot be asked: as FSDP shards."""
     shape, width = read_shape(config.model.path), sharing_ranks(config)
     layout = layout or TrainLayout(dp=config.engine.num_ranks // width, tp=width, zero_stage=3)
     estimate = train_memory(config.engine, layout, shape).estimate(shape)

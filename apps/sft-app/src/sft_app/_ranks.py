@@ -5,15 +5,12 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import TCPStore
-
-import offbeat_liveness as liveness
 from offbeat_actors import ActorGroup, ClusterConfig, LocalLauncher, RoleSpec, start_all
-from offbeat_mesh import Mesh, StepTracer, join_world, open_device, open_store, rank_device
+from offbeat_liveness import current_monitor
+from offbeat_mesh import Rendezvous, StepTracer, current_world, open_device, open_rendezvous, rank_device
 from offbeat_objectives import sft_loss
 from offbeat_types import (
     Floats,
@@ -30,72 +27,47 @@ T = TypeVar("T")
 
 
 class TrainerRank:
-    """The actor `trainer-N`: one rank. Every rank is asked for the same things in the same order.
-
-    Args:
-        config: of the engine, the same on all ranks.
-        backend: name of the training engine.
-        rank, size: in [0, size), of so many.
-        host, port: of the store where the ranks meet.
-        deadline_s: for the ranks to come, and for each wait of one for another.
-        stall_after_s: see `LivenessConfig`.
-        dumps: folder for what the monitor finds; None writes none.
-        trace: which steps it traces; None for none.
-    """
+    """The actor `trainer-N`: one rank. Every rank is asked for the same things in the same order."""
 
     def __init__(
         self,
         *,
         config: TrainEngineConfig,
         backend: str,
-        rank: int,
-        size: int,
-        host: str,
-        port: int,
-        deadline_s: float,
+        rendezvous: Rendezvous,
         stall_after_s: float,
         dumps: str | None,
         trace: TracePlan | None,
     ) -> None:
         create = load_backend("offbeat.engine", backend).create  # the slow import, before anybody waits
-        self._monitor = liveness.watch(stall_after_s, "abort", dumps, name=f"trainer-{rank}")
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=deadline_s))
-        device = rank_device(config.device, rank, size)
-        self._world = join_world(rank=rank, size=size, store=store, device=device, deadline_s=deadline_s)
-        self._engine: TrainEngine = create(config, Mesh(dp=size))
+        rank, device = rendezvous.rank, rank_device(config.device, rendezvous.rank, rendezvous.size)
+        mesh = rendezvous.join(device, name=f"trainer-{rank}", stall_after_s=stall_after_s, dumps=dumps)
+        self._engine: TrainEngine = create(config, mesh)
         self._tracer = StepTracer(open_device(device), trace) if trace else None
 
     def forward_backward(self, sequences: list[TrainSequence]) -> Metrics:
-        """See `TrainEngine.forward_backward`."""
         return self._engine.forward_backward(sequences, sft_loss)
 
     def step(self) -> Metrics:
-        """See `TrainEngine.step`."""
         return self._engine.step()
 
     def logprobs(self, sequences: list[TrainSequence], reference: bool) -> list[Floats]:
-        """See `TrainEngine.logprobs`."""
         return self._engine.logprobs(sequences, reference=reference)
 
     def save_weights(self, folder: Path) -> None:
-        """See `TrainEngine.save_weights`."""
         self._engine.save_weights(folder)
 
     def save(self, folder: Path) -> None:
-        """See `TrainEngine.save`."""
         self._engine.save(folder)
 
     def load(self, folder: Path) -> None:
-        """See `TrainEngine.load`."""
         self._engine.load(folder)
 
     def begin_trace(self, number: int) -> None:
-        """Trace the step that begins, if it is one to trace."""
         if self._tracer is not None:
             self._tracer.begin(number)
 
     def end_trace(self) -> None:
-        """Write what was traced of it."""
         if self._tracer is not None:
             self._tracer.stop()
             self._tracer.write()
@@ -105,9 +77,11 @@ class TrainerRank:
 
     def close(self) -> None:
         """Free everything and leave the other ranks, when they leave as well."""
-        self._monitor.close()
+        if monitor := current_monitor():
+            monitor.close()
         self._engine.close()
-        self._world.leave()
+        if world := current_world():
+            world.leave()
 
 
 class RanksEngine:
@@ -116,8 +90,6 @@ class RanksEngine:
     A rank that fails or dies ends the call with an error that names it; there is no way on after that but `close`.
 
     Args:
-        config: of the engine, the same for all ranks.
-        backend: name of the training engine.
         num_ranks: >= 2.
         deadline_s: for each call, and for each wait of one rank for another in it.
         cluster: where the ranks live.
@@ -144,14 +116,12 @@ class RanksEngine:
     ) -> None:
         self._deadline_s, self._is_in_call = deadline_s, True
         self._launcher = LocalLauncher("sft-app", cluster)
-        self._store = open_store(self._launcher.address)
+        self._store, places = open_rendezvous(
+            self._launcher.address, num_ranks, start_deadline_s=deadline_s, call_deadline_s=deadline_s
+        )
         shared = {
             "config": config,
             "backend": backend,
-            "size": num_ranks,
-            "host": self._launcher.address,
-            "port": self._store.port,
-            "deadline_s": deadline_s,
             "stall_after_s": stall_after_s,
             "dumps": str(logs / time.strftime("liveness-%Y%m%d-%H%M%S")) if logs else None,
         }
@@ -159,13 +129,13 @@ class RanksEngine:
         self._is_traced = any(traces)
         specs = [
             RoleSpec(
-                f"trainer-{rank}",
+                f"trainer-{place.rank}",
                 "sft_app._ranks:TrainerRank",
-                {**shared, "rank": rank, "trace": traces[rank]},
+                {**shared, "rendezvous": place, "trace": traces[place.rank]},
                 num_threads=config.num_threads,
-                log_path=logs / f"trainer-{rank}.log" if logs else None,
+                log_path=logs / f"trainer-{place.rank}.log" if logs else None,
             )
-            for rank in range(num_ranks)
+            for place in places
         ]
         self._loop = asyncio.new_event_loop()
         # It must outlive the ranks: on Linux they end with the thread that started them.
@@ -183,31 +153,25 @@ class RanksEngine:
         return ActorGroup(await start_all(self._launcher, specs), silent_after_s)
 
     def forward_backward(self, sequences: Sequence[TrainSequence], loss: LossFunction) -> Metrics:
-        """Add up gradients of the supervised loss, the only one that the ranks know."""
         assert loss is sft_loss
         metrics: Metrics = self._call("forward_backward", list(sequences), returns=Metrics)
         return metrics
 
     def step(self) -> Metrics:
-        """Clip, update the weights, clear gradients."""
         metrics: Metrics = self._call("step", returns=Metrics)
         return metrics
 
     def logprobs(self, sequences: Sequence[TrainSequence], *, reference: bool = False) -> list[Floats]:
-        """Log-probability of each loss token: see `TrainEngine.logprobs`."""
         found: list[Floats] = self._call("logprobs", list(sequences), reference, returns=list[Floats])
         return found
 
     def save_weights(self, folder: Path) -> None:
-        """Write a folder in Hugging Face format."""
         self._call("save_weights", folder)
 
     def save(self, folder: Path) -> None:
-        """Write what `save_weights` writes, and optimizer, schedule and random state beside it."""
         self._call("save", folder)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, on whatever number of ranks."""
         self._call("load", folder)
 
     @contextmanager

@@ -37,7 +37,6 @@ class Rehearsal:
     """A run made small.
 
     Args:
-        config: of the small run.
         family: of the model to make at its `model.path`.
         is_chat: the rows of the recipe are conversations, and no prompts with completions.
         notices: what is not as in the recipe, beyond sizes.
@@ -49,11 +48,7 @@ class Rehearsal:
     notices: tuple[str, ...]
 
     def prepare(self) -> Preflight:
-        """Make the model, draw what it learns, and check the run as any other.
-
-        Raises:
-            UserError: something is wrong with the recipe that does not depend on its sizes.
-        """
+        """Make the model, draw what it learns, and check the run as any other."""
         config, data = self.config, self.config.data
         make_tiny_model(
             Path(config.model.path), self.family, max_positions=data.max_sequence_tokens, seed=config.engine.seed
@@ -69,12 +64,7 @@ class Rehearsal:
 
 
 def shrink_run(config: SftConfig, model_folder: Path) -> Rehearsal:
-    """Shrink a run. Pure but for the questions which backend is installed, and which family the model is of.
-
-    Args:
-        config: of the recipe.
-        model_folder: where the tiny model will be made; its data lie in the folder "data" beside it.
-    """
+    """Shrink a run for a tiny model made in `model_folder`; its data lie in the folder "data" beside it."""
     engine, taken = config.engine, installed_backend("offbeat.engine", config.engine.backend)
     num_ranks = min(engine.num_ranks, MAX_ROLES)
     family, family_notice = tiny_family(

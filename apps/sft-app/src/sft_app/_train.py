@@ -61,17 +61,7 @@ UpdateTracer = Callable[[int], AbstractContextManager[None]]
 
 
 def create_engine(preflight: Preflight, run: RunFolder | None = None) -> Engine:
-    """Load the model into the trainer, on as many ranks as the configuration says.
-
-    Args:
-        preflight: checked.
-        run: takes logs and traces of the other ranks.
-
-    Raises:
-        ConfigError: a setting the backend cannot follow.
-        ModelError: a model it cannot train.
-        PeerFailedError: a rank did not start.
-    """
+    """Load the model into the trainer, on as many ranks as the configuration says; `run` takes logs and traces."""
     config, settings = preflight.config, preflight.config.train_engine(preflight.num_updates)
     if config.engine.num_ranks > 1:
         return RanksEngine(
@@ -99,16 +89,7 @@ def open_tracer(preflight: Preflight, run: RunFolder, engine: Engine) -> UpdateT
 
 
 def train(preflight: Preflight, run: RunFolder, engine: Engine) -> None:
-    """Train to the end of the data.
-
-    Args:
-        preflight: checked.
-        run: new, open for writing.
-        engine: of `create_engine`.
-
-    Raises:
-        KeyboardInterrupt: asked to end; the updates done are saved.
-    """
+    """Train to the end of the data. KeyboardInterrupt: asked to end; the updates done are saved."""
     _train(preflight, run, engine, start=0, resume_step=None)
 
 
@@ -123,12 +104,7 @@ def progress_of(run: RunFolder) -> Progress:
 
 
 def resume(preflight: Preflight, run: RunFolder, engine: Engine) -> None:
-    """Go on from the latest whole checkpoint, or from the beginning when there is none yet; otherwise as `train`.
-
-    Raises:
-        RunFolderError: the run keeps no optimizer.
-        ConfigError: the batches would not be those of the run.
-    """
+    """Go on from the latest whole checkpoint, or from the beginning when there is none yet."""
     start = _restore(engine, preflight, run)
     # Without a checkpoint the run begins anew: not even the line of update 0 stays.
     _train(preflight, run, engine, start=start, resume_step=start or -1)

@@ -34,11 +34,7 @@ QUICKSTART_BYTES = 2**28
 
 
 def dispatch(words: list[str]) -> int:
-    """Run the command that the words name.
-
-    Raises:
-        OffbeatError: whatever it raises.
-    """
+    """Run the command that the words name."""
     return run_named_command(["--format=json" if word == "--json" else word for word in words], _COMMANDS, GrpoConfig)
 
 

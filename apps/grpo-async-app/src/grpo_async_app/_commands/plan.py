@@ -29,7 +29,6 @@ class GrpoPlanner(Planner[GrpoConfig]):
     config_type: ClassVar = GrpoConfig
 
     def plan_here(self, config: GrpoConfig) -> RunPlan:
-        """As before a run."""
         return _run_plan(check_run(config))
 
     def plan_elsewhere(self, config: GrpoConfig, view: ClusterView) -> RunPlan:
@@ -39,7 +38,7 @@ class GrpoPlanner(Planner[GrpoConfig]):
         engine = config.engine
         wanted = config.train_engine(config.model.path, engine.max_updates)
         layout = layout_elsewhere(wanted, engine.backend, engine.num_ranks)
-        batch = BatchArithmetic.of(config, layout)
+        batch = BatchArithmetic(config, layout)
         return plan_unseen(
             placement,
             lambda: estimate_memory(config, layout, placement),
@@ -49,7 +48,6 @@ class GrpoPlanner(Planner[GrpoConfig]):
         )
 
     def plan_rehearsal(self, config: GrpoConfig, folder: Path) -> RunPlan:
-        """As before a run."""
         return _run_plan(shrink_run(config, folder).prepare())
 
     def find_view(self, config: GrpoConfig, words: str) -> ClusterView:
@@ -57,7 +55,6 @@ class GrpoPlanner(Planner[GrpoConfig]):
         return find_view(config, words)
 
     def request_resources(self, config: GrpoConfig, view: ClusterView) -> ResourceRequest:
-        """Groups of all roles."""
         return request_resources(config, view)
 
     def companions(self, config: GrpoConfig, settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
@@ -75,7 +72,7 @@ def _reward_notice(config: GrpoConfig) -> list[str]:
 
 
 def _run_plan(preflight: Preflight) -> RunPlan:
-    batch = BatchArithmetic.of(preflight.config, preflight.layout)
+    batch = BatchArithmetic(preflight.config, preflight.layout)
     return RunPlan(
         rows=describe_plan(preflight),
         placement=preflight.placement,
@@ -87,7 +84,7 @@ def _run_plan(preflight: Preflight) -> RunPlan:
 def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
     """Rows of (what, how much), in the order to read them."""
     config, model, prompts = preflight.config, preflight.model, preflight.prompts
-    threads, batch, memory = plan_threads(config), BatchArithmetic.of(config, preflight.layout), preflight.memory
+    threads, batch, memory = plan_threads(config), BatchArithmetic(config, preflight.layout), preflight.memory
     memory_rows = memory.rows(preflight.placement)[1:] if memory else [("memory", _weights_text(preflight))]
     rows = [
         ("model", f"{model.family}, {count_text(model.num_parameters)} parameters, {model.path}"),

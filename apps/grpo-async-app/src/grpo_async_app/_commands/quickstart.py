@@ -119,11 +119,6 @@ MODEL_VARIABLE = "OFFBEAT_QUICKSTART_MODEL"
 
 
 def find_lesson(name: str) -> Lesson:
-    """A lesson by name.
-
-    Raises:
-        ConfigError: there is none (nearest name).
-    """
     if name not in LESSONS:
         near = difflib.get_close_matches(name, LESSONS, n=1)
         advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(LESSONS)}"
@@ -132,7 +127,6 @@ def find_lesson(name: str) -> Lesson:
 
 
 def quickstart_config(lesson: Lesson, model_folder: Path, seed: int, overrides: tuple[str, ...]) -> GrpoConfig:
-    """The configuration of a lesson, with a seed for everything random."""
     os.environ[MODEL_VARIABLE] = str(model_folder)
     text = files("grpo_async_app").joinpath(lesson.config_file).read_text()
     config = parse_config(text, GrpoConfig, overrides, name=lesson.config_file)
@@ -169,15 +163,7 @@ def make_model(lesson: Lesson, folder: Path, seed: int) -> None:
 
 
 def warm_up(lesson: Lesson, folder: Path, warm_folder: Path, prompts: Sequence[Prompt], seed: int) -> None:
-    """Supervised learning on transcripts of the training problems, until the model begins to do what is wanted.
-
-    Args:
-        lesson: what to show, and what to watch.
-        folder: of the model.
-        warm_folder: where the model goes that has begun.
-        prompts: training problems with their answers.
-        seed: of the order of problems.
-    """
+    """Supervised learning on transcripts of the training problems, until the model begins to do what is wanted."""
     tokenizer, order = load_tokenizer(folder), EpochOrder(len(prompts), seed)
     settings = TrainEngineConfig(
         model_path=str(folder),

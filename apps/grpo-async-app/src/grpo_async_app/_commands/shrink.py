@@ -47,7 +47,6 @@ class Rehearsal:
     """A run made small.
 
     Args:
-        config: of the small run.
         family: of the model to make at its `model.path`.
         notices: what is not as in the recipe, beyond sizes.
     """
@@ -57,11 +56,7 @@ class Rehearsal:
     notices: tuple[str, ...]
 
     def prepare(self) -> Preflight:
-        """Make the model, draw what it looks at, and check the run as any other.
-
-        Raises:
-            UserError: something is wrong with the recipe that does not depend on its sizes.
-        """
+        """Make the model, draw what it looks at, and check the run as any other."""
         config = self.config
         folders = [config.model.path, *([config.teacher.path] if config.teacher.is_set else [])]
         for number, folder in enumerate(folders):  # a teacher of other weights, or there is nothing to learn from it
@@ -75,12 +70,7 @@ class Rehearsal:
 
 
 def shrink_run(config: GrpoConfig, model_folder: Path) -> Rehearsal:
-    """Shrink a run. Pure but for the questions which backends are installed, and which family the model is of.
-
-    Args:
-        config: of the recipe.
-        model_folder: where the tiny model will be made.
-    """
+    """Shrink a run for a tiny model that will be made in `model_folder`."""
     backend = installed_backend("offbeat.engine", config.engine.backend)
     sampler = installed_backend("offbeat.rollout", config.rollout.backend)
     engine = shrink_engine(

@@ -1,7 +1,7 @@
 """The arithmetic of batches: what one optimizer step, one update and one sync are made of."""
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from dataclasses import replace
+from typing import Final
 
 from grpo_async_app._config.placement import trainer_width
 from grpo_async_app._config.sections import GrpoConfig
@@ -19,81 +19,36 @@ from offbeat_recipes import RunMemory
 from offbeat_types import CacheBudget, CacheNeeds, RolloutEngineSettings, TrainLayout, installed_backends, load_backend
 
 
-@dataclass(frozen=True, kw_only=True)
 class BatchArithmetic:
-    """Numbers that follow from the configuration alone.
+    """What one optimizer step, one update (R groups) and one sync (after K updates) are made of: of the configuration.
 
     Args:
-        groups_per_step: prompt groups in one optimizer step.
-        steps_per_update: optimizer steps in one update.
-        updates_per_sync: K.
-        samples_per_group: n.
-        max_admitted: groups started between two syncs at most, ⌊R·K·(1+σ)⌋.
-        num_ranks: trainer ranks among which the samples of each step are divided: the data parallel ones.
-        tokens_per_sample: prompt and response at most.
-        tokens_per_microbatch: of one rank.
-        samples_at_once: that all engines together decode.
+        config: of the run.
+        layout: how the trainer's ranks share the model; None where its backend cannot be asked: all data parallel.
     """
 
-    groups_per_step: int
-    steps_per_update: int
-    updates_per_sync: int
-    samples_per_group: int
-    max_admitted: int
-    num_ranks: int
-    tokens_per_sample: int
-    tokens_per_microbatch: int
-    samples_at_once: int
-
-    @classmethod
-    def of(cls, config: GrpoConfig, layout: TrainLayout | None = None) -> "BatchArithmetic":
-        """Work it out.
-
-        Args:
-            config: of the run.
-            layout: how the trainer's ranks share the model; None where its backend cannot be asked: all data parallel.
-        """
+    def __init__(self, config: GrpoConfig, layout: TrainLayout | None = None) -> None:
         policy, rollout = config.async_, config.rollout
-        return cls(
-            groups_per_step=policy.mini_batch_size,
-            steps_per_update=policy.require_batches,
-            updates_per_sync=policy.trigger_parameter_sync_step,
-            samples_per_group=rollout.samples_per_prompt,
-            max_admitted=policy.max_admitted,
-            num_ranks=layout.dp if layout else config.engine.num_ranks,
-            tokens_per_sample=config.data.max_prompt_tokens + config.max_response_tokens,
-            tokens_per_microbatch=config.engine.max_tokens_per_microbatch,
-            samples_at_once=rollout.num_engines * rollout.max_running,
-        )
+        self.groups_per_step = policy.mini_batch_size
+        self.steps_per_update = policy.require_batches
+        self.updates_per_sync = policy.trigger_parameter_sync_step
+        self.samples_per_group = rollout.samples_per_prompt
+        self.max_admitted = policy.max_admitted
+        self.num_ranks = layout.dp if layout else config.engine.num_ranks
+        self.tokens_per_sample = config.data.max_prompt_tokens + config.max_response_tokens
+        self.tokens_per_microbatch = config.engine.max_tokens_per_microbatch
+        self.samples_at_once = rollout.num_engines * rollout.max_running
+        self.groups_per_update = self.groups_per_step * self.steps_per_update
+        self.samples_per_step = self.groups_per_step * self.samples_per_group
+        self.samples_per_update = self.groups_per_update * self.samples_per_group
+        # Passes of one rank in one step, when every sample is as long as it may be.
+        of_a_pass = self.num_ranks * self.tokens_per_microbatch
+        self.microbatches_per_rank = -(-self.samples_per_step * self.tokens_per_sample // of_a_pass)
 
-    @property
-    def groups_per_update(self) -> int:
-        """R: prompt groups of one update."""
-        return self.groups_per_step * self.steps_per_update
-
-    @property
-    def samples_per_step(self) -> int:
-        """Samples of one optimizer step, over all ranks."""
-        return self.groups_per_step * self.samples_per_group
-
-    @property
-    def samples_per_update(self) -> int:
-        """Samples of one update, over all ranks."""
-        return self.groups_per_update * self.samples_per_group
-
-    @property
-    def microbatches_per_rank(self) -> int:
-        """Passes of one rank in one optimizer step, when every sample is as long as it may be."""
-        tokens = self.samples_per_step * self.tokens_per_sample
-        return -(-tokens // (self.num_ranks * self.tokens_per_microbatch))
-
-    def as_data(self) -> dict[str, Any]:
-        """All numbers by name."""
-        derived = ("groups_per_update", "samples_per_step", "samples_per_update", "microbatches_per_rank")
-        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+    def as_data(self) -> dict[str, int]:
+        return dict(vars(self))
 
     def rows(self) -> list[tuple[str, str]]:
-        """In words."""
         ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
         samples = self.max_admitted * self.samples_per_group
         return [
@@ -137,15 +92,10 @@ _CACHE_ADVICE: Final = "a larger {0}.tensor_parallel, or fewer {0}.max_running"
 def estimate_memory(
     config: GrpoConfig, layout: TrainLayout | None = None, placement: Placement | None = None
 ) -> RunMemory:
-    """Estimate from the model's config.json.
+    """Estimate from the model's config.json; raises ModelError where it is not there, or of a family that is not known.
 
-    Args:
-        config: of the run.
-        layout: how the trainer's ranks share the model; None where its backend cannot be asked: as FSDP does.
-        placement: of the roles; some engines take a share of their device, whatever it has.
-
-    Raises:
-        ModelError: config.json is not there, not readable, or of a family that is not known.
+    `layout` is None where the trainer's backend cannot be asked: as FSDP shards. With `placement`, engines that take
+    a share of their device are asked for their cache.
     """
     shape, width = read_shape(config.model.path), trainer_width(config)
     layout = layout or TrainLayout(dp=config.engine.num_ranks // width, tp=width, zero_stage=3)

@@ -42,17 +42,8 @@ _TEACHER_KEYS: Final = {
 
 
 def find_view(config: GrpoConfig, cluster: str = "") -> ClusterView:
-    """The nodes to plan for.
-
-    Args:
-        config: of the run.
-        cluster: "4x8", a file of nodes, "live" for the Ray cluster at `cluster.address`; "" for where the launcher
-            would start.
-
-    Raises:
-        ConfigError: the words or the file are wrong.
-        BackendError: the launcher is not installed.
-        OffbeatError: a live cluster that does not answer.
+    """The nodes to plan for: "4x8", a file of nodes, "live" for the Ray cluster at `cluster.address`; "" for where the
+    launcher would start.
     """
     if cluster and cluster != LIVE:
         return ClusterView.named(cluster, (config.engine.device, config.rollout.device))
@@ -64,12 +55,7 @@ def find_view(config: GrpoConfig, cluster: str = "") -> ClusterView:
 
 
 def place_run(config: GrpoConfig, view: ClusterView) -> Placement:
-    """Plan where every rank goes. Pure.
-
-    Raises:
-        PlacementError: it does not fit, with the changes that would.
-        ConfigError: settings that contradict each other.
-    """
+    """Plan where every rank goes, or say what would make it fit. Pure."""
     wanted = request_resources(config, view)
     try:
         return wanted.place(view)
@@ -83,12 +69,6 @@ def place_run(config: GrpoConfig, view: ClusterView) -> Placement:
 
 
 def request_resources(config: GrpoConfig, view: ClusterView) -> ResourceRequest:
-    """What a run asks for.
-
-    Raises:
-        ConfigError: settings that contradict each other.
-        PlacementError: it has more nodes than the launcher can reach.
-    """
     _check_numbers(config, view)
     return ResourceRequest(groups=tuple(_groups(config, view)), allocation=_allocation(config, view))
 
@@ -104,12 +84,7 @@ def _check_numbers(config: GrpoConfig, view: ClusterView) -> None:
 
 
 def _allocation(config: GrpoConfig, view: ClusterView) -> Allocation | None:
-    """The part of the cluster that the configuration asks for; None: all of it.
-
-    Raises:
-        ConfigError: only one of the two settings is there.
-        PlacementError: it has more nodes than the launcher can reach.
-    """
+    """The part of the cluster that the configuration asks for; None: all of it."""
     cluster = config.cluster
     if not cluster.num_nodes and not cluster.accelerators_per_node:
         return None
@@ -133,11 +108,6 @@ def _allocation(config: GrpoConfig, view: ClusterView) -> Allocation | None:
 
 
 def _groups(config: GrpoConfig, view: ClusterView) -> list[RankGroup]:
-    """Groups of ranks that a run consists of.
-
-    Raises:
-        ConfigError: the trainer's ranks are not whole tensor-parallel groups.
-    """
     cluster, rollout, width = config.cluster, config.rollout, trainer_width(config)
     trains_on, samples_on = view.kind(config.engine.device), view.kind(rollout.device)
     is_colocated = cluster.colocate and bool(trains_on) and trains_on == samples_on
@@ -173,11 +143,7 @@ def _groups(config: GrpoConfig, view: ClusterView) -> list[RankGroup]:
 
 
 def _teacher_group(config: GrpoConfig, view: ClusterView, samples_on: str) -> RankGroup:
-    """Replicas of the teacher: apart, or on the accelerators of the engines that sample.
-
-    Raises:
-        ConfigError: to be colocated where the two compute on different kinds of device.
-    """
+    """Replicas of the teacher: apart, or on the accelerators of the engines that sample."""
     teacher = config.teacher
     kind = view.kind(teacher.device)
     if teacher.colocate and view.reserves and not (kind and kind == samples_on):
@@ -199,11 +165,7 @@ def _teacher_group(config: GrpoConfig, view: ClusterView, samples_on: str) -> Ra
 
 
 def trainer_width(config: GrpoConfig) -> int:
-    """Trainer ranks that share each matrix: every engine that has such groups calls the option `tensor_parallel`.
-
-    Raises:
-        ConfigError: the ranks are not whole groups.
-    """
+    """Trainer ranks that share each matrix: every engine that has such groups calls the option `tensor_parallel`."""
     width, num_ranks = config.engine.options.get("tensor_parallel", 1), config.engine.num_ranks
     if not isinstance(width, int) or width < 1 or num_ranks % width:
         raise ConfigError(

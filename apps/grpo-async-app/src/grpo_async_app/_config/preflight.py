@@ -37,8 +37,6 @@ class Preflight:
     """What a run will work with, checked.
 
     Args:
-        config: of the run.
-        model: the model folder.
         prompts: training prompts, held-out prompts and their counts.
         held_out: the held-out prompts a validation uses.
         placement: every rank in its place, on the nodes that the launcher would start it on.
@@ -68,7 +66,6 @@ class Preflight:
 
     @property
     def has_images(self) -> bool:
-        """Whether a training prompt has any."""
         return any(prompt.pictures for prompt in self.prompts.train)
 
     @property
@@ -83,13 +80,12 @@ class Preflight:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Size of one checkpoint."""
         is_lora = bool(self.config.engine.lora_rank)
         return self.config.checkpoint.checkpoint_bytes(self.model.num_parameters, is_lora=is_lora)
 
     @property
     def required_bytes(self) -> int:
-        """Room on the disk that the run will need."""
+        """Room on the disk."""
         is_lora = bool(self.config.engine.lora_rank)
         return self.config.checkpoint.room_bytes(self.model.num_parameters, is_lora=is_lora)
 
@@ -143,14 +139,7 @@ def check_run(config: GrpoConfig) -> Preflight:
 
 
 def check_settings(config: GrpoConfig) -> tuple[str, ...]:
-    """Check what settings alone tell, wherever the run will be.
-
-    Returns:
-        Choices that work and are probably not meant.
-
-    Raises:
-        ConfigError: the first thing that is wrong, with what to do.
-    """
+    """Check what settings alone tell, wherever the run will be: choices that work and are probably not meant."""
     return (*_check_choices(config), *_engine_notices(config))
 
 
@@ -198,11 +187,7 @@ def _estimate_memory(config: GrpoConfig, layout: TrainLayout, placement: Placeme
 
 
 def check_same_data(begun: GrpoConfig, now: GrpoConfig) -> None:
-    """Refuse to go on with other prompts than a run was begun with; more or fewer epochs are welcome.
-
-    Raises:
-        ConfigError: with the key that differs.
-    """
+    """Refuse to go on with other prompts than a run was begun with; more or fewer epochs are welcome."""
     for each in fields(begun.data):
         before, after = getattr(begun.data, each.name), getattr(now.data, each.name)
         if before != after and each.name != "epochs":
@@ -222,11 +207,11 @@ def _check_lengths(config: GrpoConfig) -> None:
         )
 
 
-def _check_positions(config: GrpoConfig, model: ModelFolder) -> None:
+def _check_positions(config: GrpoConfig, model: ModelFolder, role: str = "") -> None:
     if model.max_positions and config.rollout.max_model_len > model.max_positions:
         raise ConfigError(
             f"rollout.max_model_len = {config.rollout.max_model_len} is more than the {model.max_positions} positions "
-            f"of {model.path}: lower it"
+            f"of {role}{model.path}: lower it"
         )
 
 
@@ -237,11 +222,7 @@ def _check_teacher(config: GrpoConfig, tokenizer: Tokenizer) -> None:
         return
     load_backend("offbeat.rollout", teacher.backend)
     folder = inspect_model(teacher.path)
-    if folder.max_positions and config.rollout.max_model_len > folder.max_positions:
-        raise ConfigError(
-            f"rollout.max_model_len = {config.rollout.max_model_len} is more than the {folder.max_positions} positions "
-            f"of the teacher {folder.path}: lower it"
-        )
+    _check_positions(config, folder, "the teacher ")
     difference = tokenizer.first_difference(load_tokenizer(folder.path, config.model.trust_remote_code))
     if difference:
         raise ConfigError(
@@ -316,7 +297,6 @@ def _check_turns(config: GrpoConfig, backend: TrainBackend) -> None:
 
 
 def _check_mode(config: GrpoConfig) -> None:
-    """Trainer and engines on the same devices: one of them always waits."""
     if config.cluster.colocate and config.async_.mode != "on-policy pipeline":
         raise ConfigError(
             "cluster.colocate = true: trainer and engines take turns, so nothing can be generated while it trains; "

@@ -38,18 +38,10 @@ class TeacherConfig:
 
     @property
     def is_set(self) -> bool:
-        """Whether there is one."""
         return bool(self.path)
 
     def check(self, *, is_learned_from: bool) -> None:
-        """Find what is wrong with these settings before anything starts.
-
-        Args:
-            is_learned_from: the algorithm wants a teacher.
-
-        Raises:
-            ConfigError: one of the two is there without the other, or a setting would have no effect.
-        """
+        """Refuse a teacher that nobody learns from, or learning without one."""
         if is_learned_from and not self.is_set:
             raise ConfigError(
                 "algorithm.distillation_coefficient is above 0 and there is no teacher: set teacher.path to its folder"
@@ -63,14 +55,7 @@ class TeacherConfig:
             raise ConfigError("the section teacher has no effect without teacher.path: set it or leave the section out")
 
     def engine(self, max_model_len: int, num_running: int, num_threads: int, *, trust: bool) -> RolloutEngineConfig:
-        """What the backend is given.
-
-        Args:
-            max_model_len: tokens of the longest prompt with its completion.
-            num_running: continuations scored together at most.
-            num_threads: of each replica; 0 leaves the choice to the launcher.
-            trust: run code that comes with the model folder.
-        """
+        """What the backend is given; `max_model_len` is of the longest prompt with its completion."""
         return RolloutEngineConfig(
             model_path=self.path,
             trust_remote_code=trust,
@@ -202,7 +187,6 @@ class GrpoConfig:
 
     @property
     def traced_roles(self) -> list[str]:
-        """Roles that can trace themselves."""
         trainers = [f"trainer-{rank}" for rank in range(self.engine.num_ranks)]
         return [*trainers, *(f"rollout-{number}" for number in range(self.rollout.num_engines))]
 
@@ -224,7 +208,6 @@ class GrpoConfig:
         return self.environment.max_tokens if self.environment.name else self.rollout.max_tokens
 
     def rollout_engine(self, model_path: str, num_threads: int) -> RolloutEngineConfig:
-        """What the rollout backend is given."""
         return RolloutEngineConfig(
             **_shared(self.rollout, RolloutEngineSettings),
             num_threads=num_threads,
@@ -233,7 +216,6 @@ class GrpoConfig:
         )
 
     def teacher_engine(self, num_threads: int) -> RolloutEngineConfig:
-        """What the teacher's backend is given."""
         return self.teacher.engine(
             self.rollout.max_model_len,
             self.rollout.samples_per_prompt,
@@ -241,27 +223,10 @@ class GrpoConfig:
             trust=self.model.trust_remote_code,
         )
 
-    def endpoint(self, engine: str) -> dict[str, Any]:
-        """What makes a rollout role serve its engine to others too; nothing where `rollout.serve_port` is none.
-
-        A request from outside may be waited for by a sync, and must not use up its deadline.
-
-        Args:
-            engine: its name, such as "rollout-0".
-        """
-        port = self.rollout.serve_port
-        if port is None:
-            return {}
-        number = int(engine.rpartition("-")[2])
-        return {"serve_port": port and port + number, "serve_deadline_s": self.async_.sync_deadline_s / 2}
-
     def train_engine(self, model_path: str, num_updates: int, num_threads: int = 0) -> TrainEngineConfig:
         """What the training backend is given: scores at the sampler's temperature.
 
-        Args:
-            model_path: folder it starts from.
-            num_updates: of the whole run, for the learning rate's schedule; each takes `async.require_batches` steps.
-            num_threads: of each rank; 0 leaves the choice to the launcher.
+        `num_updates` of the whole run are for the learning rate's schedule; each takes `async.require_batches` steps.
         """
         shared = _shared(self.engine, TrainEngineSettings)
         options = {"temperature": self.rollout.temperature, **self.engine.options}

@@ -44,16 +44,10 @@ _FRAMEWORKS: Final = {
 
 
 def import_command(words: CommandWords, framework: str, file: str) -> int:
-    """`import verl|trl|openrlhf|prime-rl FILE [--out NEW_FILE] [--set NAME=VALUE,…]`."""
     return import_recipe(words, framework, file, program="grpo-async-app", frameworks=_FRAMEWORKS, check=problems_of)
 
 
 def problems_of(text: str, target: Path) -> Sequence[str]:
-    """What the preflight says of a configuration.
-
-    Raises:
-        ConfigError: what is wrong with it.
-    """
     return check_settings(parse_config(text, GrpoConfig, name=str(target)))
 
 
@@ -119,11 +113,7 @@ _OF_GRPO: Final = (
 
 
 def check_openrlhf(program: Program, options: Mapping[str, Any], file: Path) -> None:
-    """Refuse what is no run of train_ppo_ray without a critic.
-
-    Raises:
-        ConfigError: another program, older names of options, or PPO with a critic.
-    """
+    """Refuse what is no run of train_ppo_ray without a critic."""
     if not program.name.endswith("train_ppo_ray"):
         raise ConfigError(f"{file} starts {program.name}, not openrlhf.cli.train_ppo_ray: give a script of RL")
     if "actor.model_name_or_path" not in options:
@@ -136,11 +126,7 @@ def check_openrlhf(program: Program, options: Mapping[str, Any], file: Path) -> 
 
 
 def check_verl(program: Program, options: Mapping[str, Any], file: Path) -> list[str]:
-    """Refuse what is no RL run, and tell what is not known of one that is.
-
-    Raises:
-        ConfigError: a program that does something else, or options of something else.
-    """
+    """Refuse what is no RL run, and tell what is not known of one that is."""
     stem = program.name.removesuffix(".py")
     for end, (what, advice) in _OTHERS.items():
         if stem.endswith(end) or f".{end}" in stem:
@@ -163,11 +149,7 @@ def check_verl(program: Program, options: Mapping[str, Any], file: Path) -> list
 
 
 def check_trl(options: Mapping[str, Any], file: Path) -> None:
-    """Refuse a configuration of another trainer than GRPO.
-
-    Raises:
-        ConfigError: it has options of another, or none that only GRPO has.
-    """
+    """Refuse a configuration of another trainer than GRPO."""
     losses = options.get("loss_type")
     is_dpo = any(loss in _DPO_LOSSES for loss in (losses if isinstance(losses, list) else [losses]))
     is_grpo = any(name in options for name in _OF_GRPO)

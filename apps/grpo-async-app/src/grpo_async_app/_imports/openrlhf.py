@@ -52,11 +52,7 @@ MISSING: Final[Mapping[str, str]] = {
 
 
 def import_openrlhf(options: Mapping[str, Any]) -> Draft:
-    """Translate OpenRLHF's options.
-
-    Args:
-        options: by their name without dashes, such as "rollout.batch_size".
-    """
+    """Translate OpenRLHF's options, named without dashes, such as "rollout.batch_size"."""
     draft = Draft(options)
     _write_data(draft)
     _write_reward(draft)

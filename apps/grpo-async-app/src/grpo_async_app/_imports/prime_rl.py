@@ -50,15 +50,7 @@ MISSING: Final[Mapping[str, str]] = {
 
 
 def import_prime_rl(options: Mapping[str, Any], file: Path) -> Draft:
-    """Translate the TOML of prime-rl's `rl` command.
-
-    Args:
-        options: by full name, such as "orchestrator.batch_size"; arrays of tables are lists of mappings.
-        file: they are from.
-
-    Raises:
-        ConfigError: it is for another command of prime-rl.
-    """
+    """Translate the TOML of prime-rl's `rl` command; arrays of tables are lists of mappings."""
     if not any(name.startswith("orchestrator.") for name in options):
         raise ConfigError(
             f"{file}: a section orchestrator is required, as prime-rl's `rl` has it: got none; supervised training is "

@@ -55,11 +55,7 @@ MISSING: Final[Mapping[str, str]] = {
 
 
 def import_trl(options: Mapping[str, Any]) -> Draft:
-    """Translate TRL's options.
-
-    Args:
-        options: fields of GRPOConfig, and of the script that makes one.
-    """
+    """Translate fields of GRPOConfig, and of the script that makes one."""
     draft = Draft(options)
     _write_data(draft)
     _write_rollout(draft)

@@ -70,12 +70,7 @@ MISSING: Final[Mapping[str, str]] = {
 
 
 def import_verl(options: Mapping[str, Any], program: Program = _NO_PROGRAM) -> Draft:
-    """Translate verl's options.
-
-    Args:
-        options: by full name, as verl's command line takes them.
-        program: that they are given to; of a YAML file none is known.
-    """
+    """Translate verl's options, and what is known of the program that they are given to."""
     draft = Draft(options)
     mode = find_mode(draft, program)
     _write_data(draft)
@@ -204,7 +199,6 @@ def _write_trainer(draft: Draft, usual: str) -> None:
 
 
 def _write_axes(draft: Draft) -> None:
-    """Along which axes the ranks share the model."""
     options = {key: draft.take(f"{_MEGATRON}{name}") for key, name in _AXES.items()}
     options = {key: size for key, size in options.items() if size is not None}
     if options:
@@ -239,12 +233,6 @@ def find_mode(draft: Draft, program: Program) -> str:
 
 
 def write_schedule(draft: Draft, mode: str) -> None:
-    """Batches, ranks and engines, epochs, validations and checkpoints.
-
-    Args:
-        draft: to add to; data and rollouts are written.
-        mode: as `find_mode` says.
-    """
     _write_batches(draft, mode)
     _write_places(draft, is_apart=mode != "sync")
     _write_rhythm(draft)
@@ -361,11 +349,6 @@ _SCHEDULES: Final = ("constant", "linear", "cosine")
 
 
 def write_optimizer(draft: Draft) -> None:
-    """AdamW, the learning rate and its schedule.
-
-    Args:
-        draft: to add to; batches are written.
-    """
     draft.copy("engine.learning_rate", f"{_OPTIM}lr", default=1e-6)
     _write_schedule(draft)
     draft.copy("engine.weight_decay", f"{_OPTIM}weight_decay", default=0.01)

@@ -38,12 +38,7 @@ _LEVELS: Final = {
 
 
 def write_objective(draft: Draft, *, bypasses: bool) -> None:
-    """Advantage, loss, penalties and correction.
-
-    Args:
-        draft: to add to.
-        bypasses: the configuration it begins with takes the ratio against the rollout's log-probabilities.
-    """
+    """`bypasses`: the configuration it begins with takes the ratio against the rollout's log-probabilities."""
     _write_advantage(draft)
     _write_loss(draft)
     _write_penalty(draft)
@@ -284,11 +279,7 @@ _TEACHERS: Final = f"{_SECTION}teacher_models."
 
 
 def write_teacher(draft: Draft) -> None:
-    """The teacher, its place, and how much is learned from it.
-
-    Args:
-        draft: to add to; reward and advantage are written.
-    """
+    """The teacher, its place, and how much is learned from it; reward and advantage are written."""
     if not draft.take(f"{_SECTION}enabled"):
         return
     paths = [name for name in draft.left if name.startswith(_TEACHERS) and name.endswith(".model_path")]

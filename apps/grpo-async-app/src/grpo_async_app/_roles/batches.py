@@ -4,7 +4,7 @@ Shapes: S samples of all groups; N their loss tokens, packed end to end.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,34 +14,18 @@ from offbeat_objectives import AlgorithmConfig, compute_advantages, correct_roll
 from offbeat_types import Floats, Metrics, TrainEngine, TrainSequence
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainBatch:
-    """Sequences to train on, in group order.
+def build_batches(
+    groups: list[SampledGroup], config: AlgorithmConfig, engine: TrainEngine, num_batches: int
+) -> tuple[list[list[TrainSequence]], Metrics]:
+    """Turn groups into sequences with every extra the loss reads; the engine is asked for log-probabilities.
 
-    Args:
-        sequences: one per trajectory.
-        groups: for each sequence, the place of its group among the groups of the update.
-        metrics: of the batch as a whole.
+    Returns:
+        Mini batches of whole groups, as equal as can be, none empty; and metrics of all of them.
     """
-
-    sequences: list[TrainSequence]
-    groups: list[int]
-    metrics: Metrics
-
-
-def build_batch(groups: list[SampledGroup], config: AlgorithmConfig, engine: TrainEngine) -> TrainBatch:
-    """Turn groups into sequences with every extra the loss reads.
-
-    Args:
-        groups: scored, nothing in them aborted.
-        config: section `algorithm`.
-        engine: asked for log-probabilities where the algorithm needs them.
-    """
-    samples = [
-        (place, group, number) for place, group in enumerate(groups) for number in range(len(group.trajectories))
-    ]
-    trajectories = [group.trajectories[number] for _, group, number in samples]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     plain = [sequence for group in groups for sequence in _sequences(group)]
+    sizes = [len(group.trajectories) for group in groups]
+    group_S = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(sizes))
     lengths_S = torch.tensor([trajectory.num_tokens for trajectory in trajectories])
     packed: dict[str, Floats] = {"rollout_logprobs": np.concatenate([each.logprobs for each in trajectories])}
     metrics: Metrics = {}
@@ -51,9 +35,9 @@ def build_batch(groups: list[SampledGroup], config: AlgorithmConfig, engine: Tra
         packed["old_logprobs"] = packed["rollout_logprobs"]
     if config.needs_reference:
         packed["ref_logprobs"] = _loss_values(plain, engine.logprobs(plain, reference=True))
-    packed["advantages"] = _advantages(samples, lengths_S, packed, config)
+    packed["advantages"] = _advantages(groups, group_S, lengths_S, packed, config)
     if config.needs_teacher:
-        teacher_N = np.concatenate([group.teacher_logprobs[number] for _, group, number in samples])
+        teacher_N = np.concatenate([logprobs for group in groups for logprobs in group.teacher_logprobs])
         distilled = distill(config, torch.from_numpy(packed["old_logprobs"]), torch.from_numpy(teacher_N), lengths_S)
         packed["advantages"] = packed["advantages"] + distilled.advantages_N.numpy()
         metrics.update(distilled.metrics)
@@ -61,15 +45,17 @@ def build_batch(groups: list[SampledGroup], config: AlgorithmConfig, engine: Tra
         correction = correct_rollouts(
             torch.from_numpy(packed["old_logprobs"]),
             torch.from_numpy(packed["rollout_logprobs"]),
-            torch.repeat_interleave(torch.arange(len(samples)), lengths_S),
-            len(samples),
+            torch.repeat_interleave(torch.arange(len(trajectories)), lengths_S),
+            len(trajectories),
             config,
         )
         packed["correction_weights"] = correction.weights_N.numpy()
         packed["keep"] = correction.keep_N.numpy()
         metrics.update(correction.metrics)
     sequences = list(_with_extras(plain, packed, lengths_S.tolist()))
-    return TrainBatch(sequences=sequences, groups=[place for place, _, _ in samples], metrics=metrics)
+    ends = np.cumsum([0, *sizes])
+    parts = np.array_split(np.arange(len(groups)), min(num_batches, len(groups)))
+    return [sequences[ends[part[0]] : ends[part[-1] + 1]] for part in parts], metrics
 
 
 def _sequences(group: SampledGroup) -> list[TrainSequence]:
@@ -78,36 +64,21 @@ def _sequences(group: SampledGroup) -> list[TrainSequence]:
     return [trajectory.to_sequence(group.prompt_ids, images) for trajectory in group.trajectories]
 
 
-def split_batch(batch: TrainBatch, num_batches: int) -> Iterator[TrainBatch]:
-    """Split by groups into mini batches as equal as can be; none is empty."""
-    num_groups = max(batch.groups, default=-1) + 1
-    for part in np.array_split(np.arange(num_groups), min(num_batches, max(num_groups, 1))):
-        chosen = set(part.tolist())
-        sequences = [sequence for sequence, group in zip(batch.sequences, batch.groups, strict=True) if group in chosen]
-        yield TrainBatch(sequences=sequences, groups=[group for group in batch.groups if group in chosen], metrics={})
-
-
 def _advantages(
-    samples: list[tuple[int, SampledGroup, int]],
+    groups: list[SampledGroup],
+    group_S: torch.Tensor,
     lengths_S: torch.Tensor,
     packed: Mapping[str, Floats],
     config: AlgorithmConfig,
 ) -> Floats:
-    kl_N = None
+    kl_N = greedy_S = None
     if config.needs_reference and config.kl_in == "reward":
         old_N, reference_N = torch.from_numpy(packed["old_logprobs"]), torch.from_numpy(packed["ref_logprobs"])
         kl_N = kl_per_token(old_N, reference_N, config.resolved_kl_estimator)
-    greedy_S = None
     if config.needs_greedy_reward:
-        greedy_S = torch.tensor([group.greedy_reward for _, group, _ in samples], dtype=torch.float64)
-    return compute_advantages(
-        config,
-        torch.tensor([group.rewards[number] for _, group, number in samples], dtype=torch.float64),
-        torch.tensor([place for place, _, _ in samples]),
-        lengths_S,
-        kl_N=kl_N,
-        greedy_rewards_S=greedy_S,
-    ).numpy()
+        greedy_S = torch.tensor([group.greedy_reward for group in groups], dtype=torch.float64)[group_S]
+    rewards_S = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
+    return compute_advantages(config, rewards_S, group_S, lengths_S, kl_N=kl_N, greedy_rewards_S=greedy_S).numpy()
 
 
 def _loss_values(sequences: list[TrainSequence], values: list[Floats]) -> Floats:

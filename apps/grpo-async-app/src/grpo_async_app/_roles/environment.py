@@ -10,11 +10,7 @@ from offbeat_data import EnvironmentConfig, EpisodeHost, Prompt, RewardScore, bu
 
 
 class EnvironmentRole:
-    """Serves episodes by number. Every method raises EnvironmentFailedError when the episode's environment fails.
-
-    Args:
-        config: section `environment`.
-    """
+    """Serves episodes by number. Every method raises EnvironmentFailedError when the episode's environment fails."""
 
     _host: EpisodeHost
 
@@ -26,7 +22,6 @@ class EnvironmentRole:
         self._host = EpisodeHost(build_environment(self._config), self._config.step_timeout_s)
 
     async def reset(self, episode: int, prompt: Prompt) -> None:
-        """Begin an episode."""
         await self._host.reset(episode, prompt)
 
     async def step(self, episode: int, text: str) -> list[dict[str, Any]] | None:

@@ -43,12 +43,11 @@ class SampledGroup:
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest token in the group."""
+        """Of its oldest token."""
         return min(trajectory.oldest_version for trajectory in self.trajectories)
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens of all trajectories."""
         return sum(trajectory.num_tokens for trajectory in self.trajectories)
 
     @property

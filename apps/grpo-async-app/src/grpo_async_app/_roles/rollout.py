@@ -3,8 +3,9 @@
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
+from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.residence import resident_bytes
 from offbeat_data import load_tokenizer
 from offbeat_mesh import Profiler, TraceFiles, open_device
@@ -16,25 +17,12 @@ from offbeat_types import (
     GenerateRequest,
     PauseMode,
     RolloutEngine,
-    RolloutEngineConfig,
     TracePlan,
     TracingEngine,
     WeightProof,
     load_backend,
 )
 from offbeat_weightsync import receive
-
-
-class Recorder(Protocol):
-    """What traces an engine; see `TracingEngine`, which does so itself."""
-
-    async def begin_trace(self) -> None:
-        """Trace from here on."""
-        ...
-
-    async def end_trace(self) -> list[Path]:
-        """Trace no further; the files."""
-        ...
 
 
 class ProcessRecorder:
@@ -51,12 +39,10 @@ class ProcessRecorder:
         self._device, self._path = open_device(device), path
 
     async def begin_trace(self) -> None:
-        """See `Recorder`."""
         self._profiler = self._device.profiler()
         self._profiler.start()
 
     async def end_trace(self) -> list[Path]:
-        """See `Recorder`."""
         self._device.synchronize()
         self._profiler.stop()
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +59,7 @@ class VersionTrace:
         longest_s: of one stretch.
     """
 
-    def __init__(self, plan: TracePlan, recorder: Recorder, longest_s: float) -> None:
+    def __init__(self, plan: TracePlan, recorder: TracingEngine | ProcessRecorder, longest_s: float) -> None:
         self._files, self._recorder, self._longest_s = TraceFiles(plan), recorder, longest_s
         self._over = asyncio.Event()
         self._stretch: asyncio.Task[None] | None = None
@@ -112,107 +98,88 @@ class RolloutRole:
     """Serves one engine, and takes its weights straight from the trainer.
 
     Args:
-        backend: name under the entry-point group `offbeat.rollout`.
-        config: the engine's.
-        serve_port: where agents outside are served too, from the first weights on; 0: a free one, told in the log.
-        serve_deadline_s: seconds one of their requests may take.
-        trace: under which weights it traces itself; None for none.
-        trace_s: longest stretch of one trace.
-        interrupts: weight syncs hold what is being sampled, and let it go on under the new weights.
+        config: of the run.
+        name: such as "rollout-0".
+        model_path: folder it starts from.
+        num_threads: of the engine.
+        trace_folder: takes the traces of section `profile`.
     """
 
     _engine: RolloutEngine
 
     def __init__(
-        self,
-        *,
-        backend: str,
-        config: RolloutEngineConfig,
-        serve_port: int | None = None,
-        serve_deadline_s: float = 600.0,
-        trace: TracePlan | None = None,
-        trace_s: float = 10.0,
-        interrupts: bool = False,
+        self, *, config: GrpoConfig, name: str, model_path: str, num_threads: int, trace_folder: str = ""
     ) -> None:
-        self._interrupts = interrupts
-        self._backend, self._config = backend, replace(config, trace_folder=trace.folder) if trace else config
-        self._serve_port, self._serve_deadline_s = serve_port, serve_deadline_s
+        self._config, self._name, self._plan = config, name, config.profile.plan(name, Path(trace_folder))
+        settings = config.rollout_engine(model_path, num_threads)
+        self._settings = replace(settings, trace_folder=trace_folder) if self._plan else settings
         self._server: RolloutServer | None = None
-        self._plan, self._trace_s = trace, trace_s
         self._trace: VersionTrace | None = None
 
     async def start(self) -> None:
-        """Load the model.
-
-        Raises:
-            ConfigError: it is to hold FP8 weights, or samples across a weight sync, and cannot.
-            BackendError: it is to be served to others, and offbeat-serve is not installed.
-        """
-        self._engine = await load_backend("offbeat.rollout", self._backend).create(self._config)
-        if self._config.weight_format == "fp8" and not self._engine.capabilities.fp8_weights:
+        """Load the model, or say why this backend cannot serve such a run."""
+        backend = self._config.rollout.backend
+        self._engine = await load_backend("offbeat.rollout", backend).create(self._settings)
+        if self._settings.weight_format == "fp8" and not self._engine.capabilities.fp8_weights:
             await self._engine.close()
             raise ConfigError(
-                f"rollout.weight_format = fp8: an engine of rollout.backend = {self._backend!r} takes no FP8 blocks "
+                f"rollout.weight_format = fp8: an engine of rollout.backend = {backend!r} takes no FP8 blocks "
                 "from the trainer; set it to dtype (rollout.options may quantise by themselves), or take backend torch"
             )
-        if self._interrupts and "keep" not in self._engine.capabilities.pause_modes:
+        if self._config.async_.partial_rollout and "keep" not in self._engine.capabilities.pause_modes:
             await self._engine.close()
             raise ConfigError(
-                f"async.partial_rollout = true: an engine of rollout.backend = {self._backend!r} cannot go on with a "
+                f"async.partial_rollout = true: an engine of rollout.backend = {backend!r} cannot go on with a "
                 "sample under other weights; set async.partial_rollout = false, or take backend torch or vllm"
             )
         if self._plan is not None:
-            self._trace = VersionTrace(self._plan, self._recorder(self._plan), self._trace_s)
-        if self._serve_port is not None:
-            self._server = self._endpoint(self._serve_port)
+            self._trace = VersionTrace(self._plan, self._recorder(self._plan), self._config.profile.rollout_s)
+        self._server = self._endpoint()
 
-    def _recorder(self, plan: TracePlan) -> Recorder:
+    def _recorder(self, plan: TracePlan) -> TracingEngine | ProcessRecorder:
         """The engine, where it computes elsewhere and traces itself; else what traces this process."""
         if self._engine.capabilities.traces:
             return cast(TracingEngine, self._engine)
-        return ProcessRecorder(self._config.device, Path(plan.folder) / f"{plan.role}.partial")
+        return ProcessRecorder(self._settings.device, Path(plan.folder) / f"{plan.role}.partial")
 
-    def _endpoint(self, port: int) -> "RolloutServer":
+    def _endpoint(self) -> "RolloutServer | None":
+        """Serves the engine to others too, where `rollout.serve_port` says so; a port of its own for each engine."""
+        port = self._config.rollout.serve_port
+        if port is None:
+            return None
         try:
             from offbeat_serve import RolloutServer, ServedModel, ServeSettings
         except ImportError as error:
             line = 'pip install "grpo-async-app[serve]"'
             raise BackendError(f"rollout.serve_port needs offbeat-serve; install it with: {line}") from error
-        settings = ServeSettings(port=port, generate_deadline_s=self._serve_deadline_s, close_deadline_s=1.0)
-        tokenizer = load_tokenizer(self._config.model_path, self._config.trust_remote_code)
-        return RolloutServer(self._engine, tokenizer, ServedModel.read(self._config, SERVED_NAME), settings)
+        settings = ServeSettings(
+            port=port and port + int(self._name.rpartition("-")[2]),
+            # A sync may wait for such a request, which must not use up its deadline.
+            generate_deadline_s=self._config.async_.sync_deadline_s / 2,
+            close_deadline_s=1.0,
+        )
+        tokenizer = load_tokenizer(self._settings.model_path, self._settings.trust_remote_code)
+        return RolloutServer(self._engine, tokenizer, ServedModel.read(self._settings, SERVED_NAME), settings)
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        """See `RolloutEngine.generate`."""
         return await self._engine.generate(request)
 
     async def abort(self, request_id: str) -> None:
-        """See `RolloutEngine.abort`."""
         await self._engine.abort(request_id)
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `RolloutEngine.pause`."""
         await self._engine.pause(mode)
 
     async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
         await self._engine.resume()
 
     async def sleep(self, level: int) -> int:
-        """Give memory back; see `RolloutEngine.sleep`.
-
-        Returns:
-            Bytes of main memory that are held still.
-        """
+        """Give memory back; the bytes of main memory that are held still."""
         await self._engine.sleep(level)
         return resident_bytes()
 
     async def wake(self, tags: list[str]) -> int:
-        """Take memory again; see `RolloutEngine.wake`.
-
-        Returns:
-            Bytes of main memory that are held now.
-        """
+        """Take memory again; the bytes of main memory that are held now."""
         await self._engine.wake(tuple(tags))
         return resident_bytes()
 
@@ -241,7 +208,6 @@ class RolloutRole:
             print(f"serves {SERVED_NAME} at {self._server.url}/v1", flush=True)
 
     async def health(self) -> EngineHealth:
-        """See `RolloutEngine.health`."""
         return await self._engine.health()
 
     async def close(self) -> None:

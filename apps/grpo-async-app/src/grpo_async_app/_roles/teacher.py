@@ -2,11 +2,11 @@
 
 import numpy as np
 
+from grpo_async_app._config.sections import GrpoConfig
 from offbeat_types import (
     ConfigError,
     EngineHealth,
     Floats,
-    RolloutEngineConfig,
     ScoreRequest,
     ScoringEngine,
     load_backend,
@@ -17,50 +17,43 @@ class TeacherRole:
     """Scores what the policy has sampled; its weights stay those of its folder.
 
     Args:
-        backend: name under the entry-point group `offbeat.rollout`.
-        config: the engine's.
-        temperature: of the policy's samples, at which it will be asked.
+        config: of the run.
+        num_threads: of the engine.
         images: prompts will have some.
     """
 
     _engine: ScoringEngine
 
-    def __init__(self, *, backend: str, config: RolloutEngineConfig, temperature: float, images: bool = False) -> None:
-        self._backend, self._config, self._temperature, self._images = backend, config, temperature, images
+    def __init__(self, *, config: GrpoConfig, num_threads: int, images: bool = False) -> None:
+        self._config, self._num_threads, self._images = config, num_threads, images
 
     async def start(self) -> None:
-        """Load the model, and score two tokens, so that what cannot be is known before anything is sampled.
-
-        Raises:
-            ConfigError: the backend does not score, or not at this temperature, or not what has images.
-        """
-        engine = await load_backend("offbeat.rollout", self._backend).create(self._config)
+        """Load the model, and score two tokens, so that what cannot be is known before anything is sampled."""
+        teacher, settings = self._config.teacher, self._config.teacher_engine(self._num_threads)
+        engine = await load_backend("offbeat.rollout", teacher.backend).create(settings)
         if not engine.capabilities.scores:
             await engine.close()
             raise ConfigError(
-                f"teacher.backend = {self._backend!r} does not score tokens that others have sampled, with these "
+                f"teacher.backend = {teacher.backend!r} does not score tokens that others have sampled, with these "
                 "teacher.options: take another, such as torch"
             )
         if self._images and not engine.capabilities.scores_images:
             await engine.close()
             raise ConfigError(
-                f"prompts have images, and an engine of teacher.backend = {self._backend!r} with teacher.path = "
-                f"{self._config.model_path} scores text alone: take a vision-language model, served by a backend that "
+                f"prompts have images, and an engine of teacher.backend = {teacher.backend!r} with teacher.path = "
+                f"{teacher.path} scores text alone: take a vision-language model, served by a backend that "
                 "scores images, such as torch"
             )
         self._engine = engine
-        ids = np.zeros(1, np.int32)
-        trial = ScoreRequest(request_id="trial", prompt_ids=ids, continuations=(ids,), temperature=self._temperature)
+        ids, temperature = np.zeros(1, np.int32), self._config.rollout.temperature
+        trial = ScoreRequest(request_id="trial", prompt_ids=ids, continuations=(ids,), temperature=temperature)
         await self._engine.score(trial)
 
     async def score(self, request: ScoreRequest) -> list[Floats]:
-        """See `ScoringEngine.score`."""
         return await self._engine.score(request)
 
     async def health(self) -> EngineHealth:
-        """See `RolloutEngine.health`."""
         return await self._engine.health()
 
     async def close(self) -> None:
-        """Free the engine."""
         await self._engine.close()

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_async_app._roles.batches import TrainBatch, build_batch, split_batch
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup
-from grpo_async_app._roles.rendezvous import Rendezvous, leave
 from grpo_async_app._roles.residence import resident_bytes
-from offbeat_objectives import AlgorithmConfig, build_loss
+from offbeat_mesh import Rendezvous, StepTracer, current_world, open_device
+from offbeat_objectives import build_loss
 from offbeat_run import disk_errors
 from offbeat_types import (
     Metric,
@@ -19,7 +20,7 @@ from offbeat_types import (
     SleepingTrainEngine,
     TracePlan,
     TrainEngine,
-    TrainEngineConfig,
+    TrainSequence,
     WeightProof,
     load_backend,
     merge_metrics,
@@ -34,85 +35,71 @@ from offbeat_weightsync import (
     quantize_tensors,
 )
 
-ALONE = Rendezvous()
-
 
 class TrainerRole:
     """Updates the policy, and hands its weights to rollout engines.
 
     Args:
-        backend: name under the entry-point group `offbeat.engine`.
-        config: the engine's.
-        algorithm: section `algorithm`.
+        config: of the run.
+        model_path: folder it starts from.
+        num_updates: of the whole run, for the learning rate's schedule.
+        num_threads: of each rank.
         socket_path: where rollout engines fetch weights: an address from `new_address` or `new_socket_path`.
-        rollout_dtype: format the weights travel in.
-        as_fp8: the layers' matrices travel as FP8 blocks instead.
-        bucket_bytes: size of a weight bucket.
         checkpoint: folder to go on from, or empty.
-        rendezvous: this process among the ranks of the trainer. All ranks are called alike; rank 0 sends weights.
-        stall_after_s: a rank waits longer than this for another: all end, and the log says why.
-        traces: which updates each rank traces, by its name.
+        rendezvous: this process among the ranks of the trainer; None for the only one. All are called alike; rank 0
+            sends weights. Who starts ranks shows each devices of its own, so all take the same one by name.
+        trace_folder: takes the traces of section `profile`.
     """
 
     def __init__(
         self,
         *,
-        backend: str,
-        config: TrainEngineConfig,
-        algorithm: AlgorithmConfig,
+        config: GrpoConfig,
+        model_path: str,
+        num_updates: int,
+        num_threads: int,
         socket_path: str,
-        rollout_dtype: str,
-        bucket_bytes: int,
         checkpoint: str = "",
-        rendezvous: Rendezvous = ALONE,
-        stall_after_s: float = 60.0,
-        as_fp8: bool = False,
-        traces: list[TracePlan] = [],  # noqa: B006  never changed
+        rendezvous: Rendezvous | None = None,
+        trace_folder: str = "",
     ) -> None:
-        create = load_backend("offbeat.engine", backend).create
-        mesh = rendezvous.join(config.device, stall_after_s)
-        self._engine: TrainEngine = create(config, mesh) if mesh else create(config)
+        create, device = load_backend("offbeat.engine", config.engine.backend).create, config.engine.device
+        rank = rendezvous.rank if rendezvous else 0
+        if rendezvous:
+            mesh = rendezvous.join(device, name=f"trainer-{rank}", stall_after_s=config.liveness.stall_after_s)
+        settings = config.train_engine(model_path, num_updates, num_threads)
+        self._engine: TrainEngine = create(settings, mesh) if rendezvous else create(settings)
         if checkpoint:
             self._engine.load(Path(checkpoint))
-        self._trace = make_trace(traces, rendezvous.rank, config.device)
-        self._algorithm, self._loss = algorithm, build_loss(algorithm)
-        specs = describe_tensors(self._engine.weights(), rollout_dtype)
-        self._plan = BucketPlan.build(fp8_specs(specs) if as_fp8 else specs, bucket_bytes)
-        self._as_fp8 = as_fp8
-        self._leads = rendezvous.rank == 0
+        self._trace = make_trace(config.profile.plan(f"trainer-{rank}", Path(trace_folder)), device)
+        self._algorithm, self._loss = config.algorithm, build_loss(config.algorithm)
+        specs = describe_tensors(self._engine.weights(), config.rollout.dtype)
+        self._as_fp8 = config.rollout.weight_format == "fp8"
+        self._plan = BucketPlan.build(fp8_specs(specs) if self._as_fp8 else specs, config.rollout.sync_bucket_bytes)
+        self._leads = rank == 0
         self._senders: dict[str, WeightSender] = {}
         self._last_withdrawn = 0
         if self._leads:
             self._senders[""] = open_sender(socket_path, self._plan)
 
     def update(self, groups: list[SampledGroup], num_batches: int, number: int = 0) -> Metrics:
-        """Train on groups: one optimizer step for each of `num_batches` mini batches.
-
-        Args:
-            groups: scored.
-            num_batches: R / mini batch size.
-            number: of the update, from 0.
-
-        Returns:
-            Metrics of the losses and steps, merged over the mini batches.
-        """
+        """Train on groups: one optimizer step for each of `num_batches` mini batches. Metrics are merged over them."""
         with self._trace(number):
             return self._update(groups, num_batches)
 
     def _update(self, groups: list[SampledGroup], num_batches: int) -> Metrics:
-        batch = build_batch(groups, self._algorithm, self._engine)
-        steps = [self._step(part) for part in split_batch(batch, num_batches)]
-        return merge_metrics([batch.metrics, *steps])
+        batches, metrics = build_batches(groups, self._algorithm, self._engine, num_batches)
+        return merge_metrics([metrics, *map(self._step, batches)])
 
-    def _step(self, batch: TrainBatch) -> Metrics:
-        losses = _named(self._engine.forward_backward(batch.sequences, self._loss))
+    def _step(self, sequences: list[TrainSequence]) -> Metrics:
+        losses = _named(self._engine.forward_backward(sequences, self._loss))
         return {**losses, **{f"engine/{name}": metric for name, metric in self._engine.step().items()}}
 
     def listen(self, host: str) -> str:
         """Hand weights over TCP too, to engines that reach this machine as `host`.
 
         Returns:
-            The address to give to `receive_weights` there, and to `send_weights`; "" on ranks that send nothing.
+            The address for `receive_weights` there, and for `send_weights`; "" on ranks that send nothing.
         """
         if not self._leads:
             return ""
@@ -125,11 +112,7 @@ class TrainerRole:
     ) -> list[WeightProof]:
         """Give the weights to one rollout engine that asks for `version`; the other ranks hand over their parts.
 
-        Args:
-            version: of the policy.
-            deadline_s: for the engine to come, load and prove.
-            address: what the engine was given, if it is one from `listen`.
-            transfer_id: a number that grows with each call, for `withdraw`; 0 cannot be withdrawn.
+        A `transfer_id` grows with each call, for `withdraw`; 0 cannot be withdrawn.
         """
         weights = iter(self._engine.weights())
         try:
@@ -155,11 +138,7 @@ class TrainerRole:
         self._last_withdrawn = max(self._last_withdrawn, transfer_id)
 
     def save(self, folder: str, with_optimizer: bool) -> None:
-        """Write a checkpoint in Hugging Face format; with the optimizer it can be resumed exactly.
-
-        Raises:
-            RunFolderError: the disk takes no more.
-        """
+        """Write a checkpoint in Hugging Face format; with the optimizer it can be resumed exactly."""
         with disk_errors(Path(folder)):
             if with_optimizer:
                 self._engine.save(Path(folder))
@@ -167,20 +146,12 @@ class TrainerRole:
                 self._engine.save_weights(Path(folder))
 
     def sleep(self, level: int) -> int:
-        """Give memory back between updates; see `SleepingTrainEngine.sleep`.
-
-        Returns:
-            Bytes of main memory that are held still.
-        """
+        """Give memory back between updates; the bytes of main memory that are held still."""
         self._sleeper.sleep(level)
         return resident_bytes()
 
     def wake(self, tags: tuple[str, ...] = ()) -> int:
-        """Take memory again; see `SleepingTrainEngine.wake`.
-
-        Returns:
-            Bytes of main memory that are held now.
-        """
+        """Take memory again; the bytes of main memory that are held now."""
         self._sleeper.wake(tags)
         return resident_bytes()
 
@@ -193,20 +164,17 @@ class TrainerRole:
         """Answer, also while an update computes: the process is neither stopped nor stuck."""
 
     def close(self) -> None:
-        """Stop listening, and free the engine."""
         for sender in self._senders.values():
             sender.close()
         self._engine.close()
-        leave()
+        if world := current_world():
+            world.leave()
 
 
-def make_trace(traces: list[TracePlan], rank: int, device: str) -> Callable[[int], AbstractContextManager[None]]:
+def make_trace(plan: TracePlan | None, device: str) -> Callable[[int], AbstractContextManager[None]]:
     """Called with the number of an update: the block in which it runs, traced if this rank shall trace it."""
-    plan = next((plan for plan in traces if plan.role == f"trainer-{rank}"), None)
     if plan is None:
         return lambda _: nullcontext()
-    from offbeat_mesh import StepTracer, open_device
-
     return StepTracer(open_device(device), plan).step
 
 

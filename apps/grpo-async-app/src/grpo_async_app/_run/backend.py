@@ -10,14 +10,15 @@ from typing import Any, Literal
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.groups import SampledGroup, save_groups
+from grpo_async_app._run.busy import BusyClock
 from grpo_async_app._run.fleet import Fleet
-from grpo_async_app._run.run_logger import BusyClock, RunLogger
-from grpo_async_app._run.sampling import OutdatedError, Rollouts, ScoredTrajectory, validate
+from grpo_async_app._run.run_logger import RunLogger
+from grpo_async_app._run.sampling import OutdatedError, Rollouts, Scored, validate
 from offbeat_async_policy import AsyncPolicy, GroupResult
 from offbeat_data import EpochOrder, Prompt, TurnTemplate
 from offbeat_objectives import has_signal, overlong_penalty
 from offbeat_run import RunFolder, clock_s
-from offbeat_types import ConfigError, GenerateRequest, Metrics, SamplingParams, Trajectory
+from offbeat_types import ConfigError, GenerateRequest, Metrics, SamplingParams
 
 LOOP_FOLDER = "loop"
 """Beside the model in a checkpoint: what the loop needs to go on. A folder, so that nobody takes it for weights."""
@@ -26,13 +27,11 @@ LOOP_FOLDER = "loop"
 class GrpoBackend:
     """Performs the policy's actions on the fleet: implements `offbeat_async_policy.LoopBackend`.
 
+    Must be made inside a running event loop.
+
     Args:
-        config: of the run.
-        fleet: started.
         policy: the one that the loop drives; asked where it stands, never told.
-        prompts: training prompts.
         held_out: prompts of a validation; empty turns validation off.
-        run: folder of the run, for checkpoints.
         logger: takes metrics, generations, timeline and progress.
         groups: finished groups of a restored run.
         template: puts an environment's words into tokens; None where the run has no environment.
@@ -62,15 +61,11 @@ class GrpoBackend:
         self._clock = BusyClock("trainer-0", lambda: len(fleet.engines.names), clock_s, logger.worked)
         self._rollouts = Rollouts(config, fleet, template, self._clock.busy)
         self._template = template
-        fleet.engines.bring_weights = self._bring_weights
-        if fleet.teachers is not None:
-            # A clock of its own: shares of idle time are those of trainer and engines.
-            fleet.teachers.busy = BusyClock("", lambda: config.teacher.num_replicas, clock_s, logger.worked).busy
+        self._bringing = asyncio.create_task(self._bring_weights())
 
     # ── rollouter ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def submit(self, group_id: int) -> GroupResult:
-        """Sample and score one group."""
         prompt = self._prompt(group_id)
         name = self._where[group_id] = self._fleet.engines.least_loaded()
         with self._fleet.engines.hold(name):
@@ -103,7 +98,7 @@ class GrpoBackend:
         logprobs = await teachers.score(group.group_id, group.prompt_ids, group.trajectories, where, images)
         return replace(group, teacher_logprobs=logprobs)
 
-    async def _sample(self, group_id: int, prompt: Prompt, name: str) -> list[ScoredTrajectory]:
+    async def _sample(self, group_id: int, prompt: Prompt, name: str) -> list[Scored]:
         params = self._config.rollout.sampling(self._seed(group_id))
         request = GenerateRequest(
             request_id=f"group-{group_id}",
@@ -123,35 +118,30 @@ class GrpoBackend:
         samples = await self._rollouts.sample(name, prompt, request)
         return self._worth(samples[0]) if samples else 0.0
 
-    def _can_be_compared(self, samples: list[ScoredTrajectory]) -> bool:
+    def _can_be_compared(self, samples: list[Scored]) -> bool:
         """Whether enough of a group is left."""
         if len(samples) < self._config.rollout.samples_per_prompt:
             self._logger.left_out(self._rollouts.left_out, self._rollouts.last_left_out)
         return len(samples) >= min(2, self._config.rollout.samples_per_prompt)
 
-    def _group(
-        self, group_id: int, prompt: Prompt, samples: list[ScoredTrajectory], greedy_reward: float
-    ) -> SampledGroup:
+    def _group(self, group_id: int, prompt: Prompt, samples: list[Scored], greedy_reward: float) -> SampledGroup:
         return SampledGroup(
             group_id=group_id,
             item=prompt.index,
             prompt_ids=prompt.ids,
             pictures=prompt.pictures,
-            trajectories=[sample.trajectory for sample in samples],
+            trajectories=[trajectory for trajectory, _ in samples],
             rewards=[self._worth(sample) for sample in samples],
-            parts=[sample.parts for sample in samples],
+            parts=[score.parts for _, score in samples],
             greedy_reward=greedy_reward,
         )
 
-    def _worth(self, sample: ScoredTrajectory) -> float:
+    def _worth(self, sample: Scored) -> float:
         """What is trained on: the reward, and what is taken off it for length."""
-        return sample.reward + self._overlong_penalty(sample.trajectory)
-
-    def _overlong_penalty(self, trajectory: Trajectory) -> float:
-        algorithm = self._config.algorithm
+        (trajectory, score), algorithm = sample, self._config.algorithm
         if not algorithm.overlong_buffer_tokens:
-            return 0.0
-        return overlong_penalty(
+            return score.value
+        return score.value + overlong_penalty(
             len(trajectory.ids),
             max_tokens=self._config.max_response_tokens,
             buffer_tokens=algorithm.overlong_buffer_tokens,
@@ -174,14 +164,13 @@ class GrpoBackend:
 
         Nothing is locked meanwhile: what it waits for may be an engine that needs weights from the trainer.
         """
-        if action == "sync" or self._fleet.engines.turns is not None:
-            await self._finish_validation()
+        if action == "sync" or self._fleet.turns is not None:
+            await self.finish()
 
     async def update(self, group_ids: tuple[int, ...], version: int) -> None:
-        """Train on these groups, and write down how it went."""
         groups = [self._groups[group_id] for group_id in group_ids]
         async with self._trainer_turn:
-            await self._take_devices()
+            await self._fleet.engines.to_training()
             with self._clock.busy("trainer-0"):
                 metrics = await self._fleet.trainer.call(
                     "update",
@@ -206,15 +195,9 @@ class GrpoBackend:
             self._rollouts.left_out,
         )
 
-    async def _take_devices(self) -> None:
-        """Where trainer and engines share devices: let the engines finish and sleep."""
-        if (turns := self._fleet.engines.turns) is not None:
-            await turns.to_training()
-
     # ── synchroniser ──────────────────────────────────────────────────────────────────────────────────────────────
 
     async def sync(self, version: int, interrupt: bool) -> None:
-        """Bring the weights to every engine."""
         started_s = clock_s()
         bring = self._bring_all(version, interrupt)
         await self._fleet.name_who_is_late(bring, f"sync {version}", self._config.async_.sync_deadline_s)
@@ -227,10 +210,12 @@ class GrpoBackend:
             with self._clock.held(self._fleet.engines.names):
                 await self._fleet.engines.sync(self._fleet.offer_weights(version), interrupt)
 
-    async def _bring_weights(self, name: str) -> None:
-        """Give an engine that has come up between two syncs what the trainer holds: maybe newer than what others do."""
-        async with self._trainer_turn:
-            await self._fleet.engines.sync_one(name, self._fleet.offer_weights(self._trainer_version))
+    async def _bring_weights(self) -> None:
+        """Give engines that come up between two syncs what the trainer holds: maybe newer than what others do."""
+        while True:
+            name = await self._fleet.engines.next_without_weights()
+            async with self._trainer_turn:
+                await self._fleet.engines.sync_one(name, self._fleet.offer_weights(self._trainer_version))
 
     # ── validation ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -248,13 +233,14 @@ class GrpoBackend:
         status = self._policy.status
         return not (status.num_not_started or status.in_flight or status.num_finished or status.num_training)
 
-    async def _finish_validation(self) -> None:
+    async def finish(self) -> None:
+        """Wait for the validation that runs, and raise what went wrong in it."""
         if self._validating is not None:
             validating, self._validating = self._validating, None
             await validating  # each of its answers has a deadline
 
     async def _validate(self, version: int) -> None:
-        """Validate, and write it down. `_finish_validation` raises what goes wrong in either."""
+        """Validate, and write it down. `finish` raises what goes wrong in either."""
         rollouts = Rollouts(self._config, self._fleet, self._template)
         try:
             validation = await validate(rollouts, self._fleet.engines, self._config, self._held_out, version)
@@ -266,35 +252,24 @@ class GrpoBackend:
         self._run.checkpoints.set_score(validation.version, validation.reward)
         self._logger.validated(validation)
 
-    async def finish(self) -> None:
-        """Wait for the last validation."""
-        await self._finish_validation()
-
     async def close(self) -> None:
-        """Leave nothing behind that would go on by itself."""
-        await self._fleet.engines.cancel_transfers()
-        if self._validating is not None:
-            self._validating.cancel()
-            await asyncio.gather(self._validating, return_exceptions=True)
+        tasks = [self._bringing, *([self._validating] if self._validating is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # ── checkpoints ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def wants_checkpoint(self, version: int) -> bool:
-        """Every `checkpoint.every` updates."""
         every = self._config.checkpoint.every
         return every > 0 and version % every == 0
 
     async def checkpoint(self, state: Mapping[str, Any]) -> None:
         """Write weights, optimizer, the loop's state and the finished groups as one folder."""
         groups = [self._groups[int(group_id)] for group_id, _ in state["finished"]]
-        await self.write_checkpoint(state, groups)
-
-    async def write_checkpoint(self, state: Mapping[str, Any], groups: list[SampledGroup]) -> None:
-        """Write a checkpoint of the trainer's weights as they are."""
-        version = self._policy.version
         async with self._trainer_turn:
-            await self._take_devices()
-            with self._run.checkpoints.write(version) as folder:
+            await self._fleet.engines.to_training()
+            with self._run.checkpoints.write(self._policy.version) as folder:
                 await self._fleet.trainer.call(
                     "save",
                     str(folder),
@@ -311,6 +286,8 @@ class GrpoBackend:
     async def idle(self, wait: str, idle_s: float) -> float:
         """Show the wait, and raise if a process has died without which nothing goes on."""
         self._fleet.raise_if_dead()
+        if self._bringing.done():
+            self._bringing.result()
         self._logger.waiting(wait, idle_s)
         return self._fleet.progress
 
@@ -326,7 +303,6 @@ class GrpoBackend:
 
 
 def read_loop_state(folder: Path) -> dict[str, Any]:
-    """The loop's state in a checkpoint folder."""
     return dict(json.loads((folder / LOOP_FOLDER / "state.json").read_text()))
 
 
@@ -339,11 +315,7 @@ def mark_of(prompts: Sequence[Prompt]) -> dict[str, int | str]:
 
 
 def check_same_prompts(state: Mapping[str, Any], prompts: Sequence[Prompt], run: Path) -> None:
-    """Refuse to go on with other prompts than those that a checkpoint's state was written with.
-
-    Raises:
-        ConfigError: rows were added, removed or changed.
-    """
+    """Refuse to go on with other prompts than those that a checkpoint's state was written with."""
     begun, now = state.get("prompts"), mark_of(prompts)  # older checkpoints have none
     if begun and begun != now:
         raise ConfigError(

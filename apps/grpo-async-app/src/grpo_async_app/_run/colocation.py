@@ -19,18 +19,14 @@ died has nothing to give back; it is started again when it is the engines' turn,
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from grpo_async_app._run.trainers import is_lost
-from offbeat_actors import ActorHandle
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._run.trainers import Trainers, is_lost
+from offbeat_actors import ActorHandle, Supervised
 from offbeat_run import clock_s
 from offbeat_types import ConfigError, DeadlineError, OffbeatError, PauseMode, PeerFailedError
-
-if TYPE_CHECKING:
-    from grpo_async_app._config.sections import GrpoConfig
-    from grpo_async_app._run.engines import Engine
-    from grpo_async_app._run.trainers import Trainers
 
 WEIGHTS: Final = "weights"
 KV_CACHE: Final = "kv_cache"
@@ -43,32 +39,24 @@ class ColocationSchedule:
     """Who has the devices. The trainer has, until the first sync.
 
     Args:
-        config: of the run.
-        engines: those whose process lives.
         trainer: the one there is.
-
-    Attributes:
         note: takes every step.
     """
 
-    def __init__(
-        self, config: "GrpoConfig", engines: "Callable[[], list[Engine]]", trainer: "Callable[[], Trainers]"
-    ) -> None:
+    def __init__(self, config: GrpoConfig, trainer: Callable[[], Trainers], note: Note = lambda *_: None) -> None:
         self._level = config.cluster.sleep_level
         self._step_deadline_s, self._pause_deadline_s = config.cluster.turn_timeout_s, config.async_.sync_deadline_s
         self._start_deadline_s = config.cluster.start_timeout_s
-        self._engines, self._trainer = engines, trainer
+        self._trainer, self._note = trainer, note
         self._away: WeakKeyDictionary[ActorHandle, frozenset[str]] = WeakKeyDictionary()  # what an engine gave back
         self._engines_may_start = asyncio.Event()
         self._engines_may_start.set()
         self._starting: dict[str, asyncio.Event] = {}  # engines that are being started, and whether they are there
         self._is_training = True
         self._spent_s = 0.0
-        self.note: Note = lambda *_: None
 
     @property
     def is_training(self) -> bool:
-        """Whether it is the trainer's turn."""
         return self._is_training
 
     def take_spent_s(self) -> float:
@@ -105,23 +93,19 @@ class ColocationSchedule:
 
     # ── to the trainer ────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def to_training(self) -> None:
-        """Give the trainer the devices; nothing where it has them.
-
-        Raises:
-            DeadlineError: an engine did not finish, sleep, or start; or the trainer did not wake; by name.
-        """
+    async def to_training(self, engines: Sequence[Supervised]) -> None:
+        """Give the trainer the devices; nothing where it has them. Errors name who did not sleep, start or wake."""
         if not self._is_training:
-            await self._put_to_sleep_all("wait")
+            await self._put_to_sleep_all(engines, "wait")
             await self._tell_trainer("wake")
             self._is_training = True
 
-    async def trainer_is_gone(self) -> None:
+    async def trainer_is_gone(self, engines: Sequence[Supervised]) -> None:
         """Its memory is free. The engines sleep, so that another can be started."""
-        await self._put_to_sleep_all("abort")
+        await self._put_to_sleep_all(engines, "abort")
         self._is_training = True
 
-    async def _put_to_sleep_all(self, mode: PauseMode) -> None:
+    async def _put_to_sleep_all(self, engines: Sequence[Supervised], mode: PauseMode) -> None:
         self._engines_may_start.clear()
         for name, ended in list(self._starting.items()):
             try:
@@ -129,7 +113,6 @@ class ColocationSchedule:
                     await ended.wait()
             except TimeoutError:
                 raise DeadlineError("turn of the trainer", f"{name} to start", self._start_deadline_s) from None
-        engines = self._engines()
         for engine in engines:
             engine.serves.clear()
         awake = [engine.actor for engine in engines if not self._away.get(engine.actor)]
@@ -155,12 +138,8 @@ class ColocationSchedule:
         """Let an engine have memory for the weights that come."""
         await self._wake(handle, WEIGHTS)
 
-    async def to_generation(self, engines: "Sequence[Engine]") -> None:
-        """Take the weights from the trainer's memory, and let engines go on.
-
-        Args:
-            engines: that have got weights.
-        """
+    async def to_generation(self, engines: Sequence[Supervised]) -> None:
+        """Take the weights from the trainer's memory, and let these engines go on, which have got theirs."""
         await self._tell_trainer("sleep", 2)
         by_handle = {engine.actor: engine for engine in engines if engine.actor.alive}
         for handle in await self._each(list(by_handle), self._go_on):
@@ -194,7 +173,7 @@ class ColocationSchedule:
                 raise type(error)(f"{role} cannot {step}: {error}") from error
             raise
         self._spent_s += clock_s() - start_s
-        self.note(role, step, start_s, clock_s(), resident_bytes)
+        self._note(role, step, start_s, clock_s(), resident_bytes)
 
     async def _call(self, handle: ActorHandle, method: str, *args: Any, deadline_s: float) -> None:
         await handle.call(method, *args, deadline_s=deadline_s)

@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._run.colocation import ColocationSchedule
@@ -50,7 +50,7 @@ class Engine(Supervised):
         self.num_tokens = 0
 
     async def ask_health(self, *, deadline_s: float) -> None:
-        """Ask its process how it is; it answers at once whatever it computes."""
+        """It answers at once whatever it computes."""
         health: EngineHealth = await self.actor.call("health", returns=EngineHealth, deadline_s=deadline_s)
         self.num_tokens = health.num_tokens
 
@@ -58,15 +58,7 @@ class Engine(Supervised):
 async def bring_weights(
     engine: Engine, offer: WeightOffer, interrupt: bool, deadline_s: float, turns: ColocationSchedule | None
 ) -> None:
-    """Pause an engine, let it take the trainer's weights, and let it go on; colocated ones go on all together.
-
-    Args:
-        engine: whose process lives.
-        offer: the weights.
-        interrupt: hold what is in flight, instead of finishing it.
-        deadline_s: of each step.
-        turns: where engines and trainer share devices.
-    """
+    """Pause an engine, let it take the trainer's weights, and let it go on; colocated ones go on all together."""
     handle = engine.actor
     source = await offer.source_for(handle.address)
     if engine.serves.is_set():
@@ -108,7 +100,6 @@ class _Seen:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of one sample."""
         return self.tokens / max(self.seconds, 1e-9)
 
 
@@ -119,13 +110,7 @@ class EngineSpeeds:
         self._seen: dict[str, _Seen] = {}
 
     def took(self, name: str, num_tokens: int, seconds: float) -> None:
-        """Take in one answer.
-
-        Args:
-            name: of the engine.
-            num_tokens: of the longest sample of the answer.
-            seconds: from question to answer.
-        """
+        """Take in one answer: tokens of its longest sample, and seconds from question to answer."""
         seen = self._seen.setdefault(name, _Seen())
         seen.num_requests += 1
         seen.tokens = FORGET * seen.tokens + num_tokens
@@ -136,11 +121,7 @@ class EngineSpeeds:
         self._seen.pop(name, None)
 
     def stragglers(self, among: Collection[str]) -> dict[str, float]:
-        """Engines much slower than the others, and how many times.
-
-        Args:
-            among: names of the engines to compare.
-        """
+        """Engines much slower than the others, and how many times."""
         known = {
             name: seen for name in among if (seen := self._seen.get(name)) and seen.num_requests >= ENOUGH_REQUESTS
         }
@@ -152,27 +133,22 @@ class EngineSpeeds:
         return slow
 
 
-BringWeights = Callable[[str], Coroutine[Any, Any, None]]
-"""Brings the trainer's weights to the engine of this name, when no update and no other sync runs."""
-
-
 class Engines:
     """Rollout engines, which may die, stop answering, come and go while the run goes on.
 
     Args:
-        config: of the run.
         start: starts the process of the engine of this name.
-        budget: of restarts.
         tell: takes a line when something has happened to an engine.
-
-    Attributes:
-        bring_weights: called for an engine that has come up between two syncs; None while nobody can: it then gets its
-            weights with the next sync.
         turns: where the engines share their devices with the trainer; None where they have their own.
     """
 
     def __init__(
-        self, config: GrpoConfig, start: Callable[[str], Awaitable[ActorHandle]], budget: RestartBudget, tell: Tell
+        self,
+        config: GrpoConfig,
+        start: Callable[[str], Awaitable[ActorHandle]],
+        budget: RestartBudget,
+        tell: Tell,
+        turns: ColocationSchedule | None = None,
     ) -> None:
         self._config, self._start_process, self._budget, self._tell = config, start, budget, tell
         self._num_starting = 0
@@ -182,11 +158,10 @@ class Engines:
         self._serve_as_started = False
         self._all_started = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._transfers: set[asyncio.Task[None]] = set()  # bring weights
+        self._without_weights: asyncio.Queue[str] = asyncio.Queue()
         self._speeds = EngineSpeeds()
         self._stragglers: dict[str, float] = {}
-        self.bring_weights: BringWeights | None = None
-        self.turns: ColocationSchedule | None = None
+        self._turns = turns
 
     async def start(self) -> None:
         """Start as many as the configuration says. None serves before it has got weights, or `serve` is called."""
@@ -203,7 +178,6 @@ class Engines:
 
     @property
     def are_starting(self) -> bool:
-        """Whether the process of one of them is being started."""
         return self._num_starting > 0
 
     def let_others_join(self) -> None:
@@ -218,8 +192,6 @@ class Engines:
             engine.serves.set()
 
     async def close(self) -> None:
-        """Look after them no longer."""
-        await self.cancel_transfers()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -233,7 +205,6 @@ class Engines:
 
     @property
     def living(self) -> list[Engine]:
-        """Those whose process lives."""
         return [engine for engine in self._engines.values() if engine.actor.alive]
 
     @property
@@ -243,12 +214,11 @@ class Engines:
 
     @property
     def num_restarts(self) -> int:
-        """Times one of them was started again."""
         return sum(times for role, times in self._budget.spent.items() if role.startswith("rollout-"))
 
     @property
     def stragglers(self) -> dict[str, float]:
-        """Those much slower than the others, and how many times."""
+        """Engines much slower than the others, and how many times."""
         return {name: times for name, times in self._stragglers.items() if name in self._engines}
 
     def least_loaded(self) -> str:
@@ -272,11 +242,7 @@ class Engines:
     # ── sampling ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def generate(self, name: str, request: GenerateRequest, deadline_s: float) -> list[Completion]:
-        """Sample on one engine, once it serves.
-
-        Raises:
-            PeerFailedError: the engine died, or failed so that only a new process mends it; it is started again.
-        """
+        """Sample on one engine, once it serves; it is started again where only a new process mends what went wrong."""
         engine = self._find(name)
         await engine.ready("generate", deadline_s)
         actor = self._find(name).actor  # it may have left instead
@@ -317,43 +283,42 @@ class Engines:
 
     async def sync(self, offer: WeightOffer, interrupt: bool) -> None:
         """Bring weights to every engine, one after the other: with devices of their own they never stop all at once."""
-        if self.turns is not None:
-            await self.turns.to_training()
+        await self.to_training()
         # One that does not live gets its weights when it is up again.
         await self._sync_each(self.living, offer, interrupt)
 
+    async def to_training(self) -> None:
+        """Where trainer and engines share devices: let the engines finish and sleep."""
+        if self._turns is not None:
+            await self._turns.to_training(self.living)
+
+    async def next_without_weights(self) -> str:
+        """Wait for an engine that has come up between two syncs, and serves once `sync_one` has brought it weights."""
+        return await self._without_weights.get()
+
     async def sync_one(self, name: str, offer: WeightOffer) -> None:
-        """Bring weights to an engine that has come up between two syncs."""
         engine = self._engines.get(name)
-        late = self.turns is not None and self.turns.is_training  # the next sync is about to do it
+        late = self._turns is not None and self._turns.is_training  # the next sync is about to do it
         if engine is not None and engine.actor.alive and not engine.serves.is_set() and not late:
             await self._sync_each([engine], offer, interrupt=False)
 
     async def _sync_each(self, engines: list[Engine], offer: WeightOffer, interrupt: bool) -> None:
-        if self.turns is not None:
-            await self.turns.show_weights()
+        if self._turns is not None:
+            await self._turns.show_weights()
         synced = [engine for engine in engines if await self._sync_unless_lost(engine, offer, interrupt)]
-        if self.turns is not None:
-            await self.turns.to_generation(synced)
+        if self._turns is not None:
+            await self._turns.to_generation(synced)
 
     async def _sync_unless_lost(self, engine: Engine, offer: WeightOffer, interrupt: bool) -> bool:
         handle = engine.actor
         try:
-            await bring_weights(engine, offer, interrupt, self._config.async_.sync_deadline_s, self.turns)
+            await bring_weights(engine, offer, interrupt, self._config.async_.sync_deadline_s, self._turns)
         except (PeerFailedError, WeightSyncError) as error:
             if not await is_lost(handle, error):
                 raise  # it is not a matter of starting the engine again
             self._give_up(engine, handle, str(error))
             return False
         return True
-
-    async def cancel_transfers(self) -> None:
-        """Bring no weights any more: the trainer that they would come from is gone."""
-        self.bring_weights = None
-        for transfer in self._transfers:
-            transfer.cancel()
-        await asyncio.gather(*self._transfers, return_exceptions=True)
-        self._transfers.clear()
 
     # ── life and death ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -362,11 +327,10 @@ class Engines:
 
         Each time: the run may take it for the trainer's fault, go on, and would have an engine that nobody looks after.
         """
-        for tasks in (self._tasks, self._transfers):
-            for task in [task for task in tasks if task.done()]:
-                if not task.cancelled() and (error := task.exception()):
-                    raise error
-                tasks.discard(task)
+        for task in [task for task in self._tasks if task.done()]:
+            if not task.cancelled() and (error := task.exception()):
+                raise error
+            self._tasks.discard(task)
 
     def _add(self, name: str, handle: ActorHandle) -> Engine:
         engine = self._engines[name] = Engine(name, handle)
@@ -421,17 +385,13 @@ class Engines:
     def _send_for_weights(self, engine: Engine) -> None:
         if self._serve_as_started:
             engine.serves.set()
-        elif self.bring_weights is not None:
-            self._transfers.add(asyncio.ensure_future(self.bring_weights(engine.name)))
+        else:
+            self._without_weights.put_nowait(engine.name)
 
     # ── coming and going ──────────────────────────────────────────────────────────────────────────────────────────
 
     def scale(self, number: int) -> None:
-        """Let engines join or leave until there are so many. One that leaves finishes first what it has.
-
-        Args:
-            number: of engines wanted, at least 1.
-        """
+        """Let engines join or leave until there are so many. One that leaves finishes first what it has."""
         self._wanted = number
         if self._all_started:
             self._adjust()

@@ -22,8 +22,6 @@ class EnvironmentProcess:
     """The role `environment-0`. It is started again when it is called after its end.
 
     Args:
-        launcher: starts it.
-        spec: of the role.
         step_timeout_s: for one answer of an environment.
     """
 
@@ -35,11 +33,7 @@ class EnvironmentProcess:
         self.num_answers = 0  # of all episodes; it tells slow from stuck
 
     async def start(self) -> ActorHandle:
-        """Start the process unless it runs.
-
-        Raises:
-            OffbeatError: it cannot be started.
-        """
+        """Start the process unless it runs."""
         async with self._starting:
             if self._handle is None or not self._handle.alive:
                 self._handle = await self._launcher.start(self._spec)
@@ -47,11 +41,7 @@ class EnvironmentProcess:
 
     @contextlib.asynccontextmanager
     async def episode(self, prompt: Prompt) -> AsyncIterator["Episode"]:
-        """An episode about a prompt, ended when the block is left, however it is left.
-
-        Raises:
-            EnvironmentFailedError: its environment failed; also from the methods of the episode.
-        """
+        """An episode about a prompt, ended when the block is left; EnvironmentFailedError, as from its methods."""
         episode = Episode(self, next(self._numbers))
         try:
             await self.call("reset", episode.number, prompt)
@@ -61,11 +51,7 @@ class EnvironmentProcess:
                 await self._abandon(episode.number)
 
     async def call(self, method: str, *args: Any, returns: Any = None) -> Any:
-        """Call the role.
-
-        Raises:
-            EnvironmentFailedError: the environment failed, took too long, or was lost with the process.
-        """
+        """Call the role, or say that the environment failed, took too long, or was lost with the process."""
         handle = self._handle if self._handle is not None and self._handle.alive else await self.start()
         try:
             answer = await handle.call(method, *args, returns=returns, deadline_s=self._deadline_s)
@@ -89,7 +75,6 @@ class Episode:
     """One episode, as the driver sees it.
 
     Attributes:
-        number: of the episode.
         is_finished: nothing is left to be ended.
     """
 
@@ -97,14 +82,12 @@ class Episode:
         self._process, self.number, self.is_finished = process, number, False
 
     async def step(self, text: str) -> list[dict[str, Any]] | None:
-        """See `Environment.step`."""
         answer: list[dict[str, Any]] | None = await self._process.call(
             "step", self.number, text, returns=list[dict[str, Any]] | None
         )
         return answer
 
     async def finish(self) -> RewardScore | None:
-        """End the episode; see `Environment.reward`."""
         score: RewardScore | None = await self._process.call("finish", self.number, returns=RewardScore | None)
         self.is_finished = True
         return score

@@ -1,7 +1,6 @@
 """The processes of a run: trainer, rollout engines, environments, a verifier; started, called, restarted, stopped."""
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Coroutine
 from functools import partial
@@ -10,7 +9,8 @@ from types import TracebackType
 from typing import Any, Final
 
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._run.colocation import ColocationSchedule
+from grpo_async_app._run.busy import OnSpan
+from grpo_async_app._run.colocation import ColocationSchedule, Note
 from grpo_async_app._run.engines import Engines
 from grpo_async_app._run.environments import EnvironmentProcess
 from grpo_async_app._run.teachers import Teachers
@@ -36,8 +36,6 @@ from offbeat_types import (
     Metrics,
     PeerFailedError,
     PlacementError,
-    TracePlan,
-    WeightProof,
     load_backend,
 )
 from offbeat_weightsync import new_socket_path
@@ -58,33 +56,47 @@ class Fleet:
     """All role processes of one run. Use it in an `async with` block, which ends with all of them stopped.
 
     Args:
-        config: of the run.
         model_path: folder the engines start from.
         log_folder: takes one log file per role.
         has_images: prompts have some.
+        tell: takes a line when something has happened to a role.
+        handed_over: takes every step in which memory changes hands between roles that share devices.
+        worked: told of each stretch in which a teacher was busy.
 
     Attributes:
-        tell: takes a line when something has happened to a role.
-        engines: the rollout engines.
+        turns: where the engines share their devices with the trainer; None where they have their own.
         environment: where the run has one.
         teachers: replicas of the teacher, where the run has one.
     """
 
-    def __init__(self, config: GrpoConfig, model_path: str, log_folder: Path, *, has_images: bool = False) -> None:
+    def __init__(
+        self,
+        config: GrpoConfig,
+        model_path: str,
+        log_folder: Path,
+        *,
+        has_images: bool = False,
+        tell: Tell = _log.warning,
+        handed_over: Note = lambda *_: None,
+        worked: OnSpan = lambda *_: None,
+    ) -> None:
         self._config = config
         self._roles = RoleSpecs(config, model_path, log_folder, has_images=has_images)
         self._launcher: Launcher = load_backend("offbeat.launcher", config.cluster.launcher)("grpo", config.cluster)
-        self._socket_path = new_socket_path()
         self._trainer: Trainers | None = None
-        self._transfer_ids = itertools.count(1)
         self._gives_devices = False
-        self.tell: Tell = _log.warning
         self._budget = RestartBudget(config.cluster.max_restarts, config.cluster.restart_window_s)
-        self.engines = Engines(config, self._start_rollout, self._budget, self.say)
-        if config.cluster.colocate:
-            self.engines.turns = ColocationSchedule(config, lambda: self.engines.living, lambda: self.trainer)
-        self.environment = self._environment() if config.environment.name else None
-        self.teachers = Teachers(config, self._start_teacher, self._budget, self.say) if config.teacher.is_set else None
+        self.tell = tell
+        self.turns = ColocationSchedule(config, lambda: self.trainer, handed_over) if config.cluster.colocate else None
+        self.engines = Engines(config, self._start_rollout, self._budget, tell, self.turns)
+        self.environment = (
+            EnvironmentProcess(self._launcher, self._roles.environment(), config.environment.step_timeout_s)
+            if config.environment.name
+            else None
+        )
+        self.teachers = (
+            Teachers(config, self._start_teacher, self._budget, tell, worked) if config.teacher.is_set else None
+        )
         self._reward = (
             RewardPool(
                 config.reward, start_timeout_s=config.cluster.start_timeout_s, log=log_folder / "reward_errors.log"
@@ -112,20 +124,10 @@ class Fleet:
         """End every role now; leaving the block then takes no time."""
         self._launcher.kill()
 
-    def say(self, line: str) -> None:
-        """Tell it to whoever listens now: `tell` changes with each logger."""
-        self.tell(line)
-
     async def start_training(self, placement: Placement, num_updates: int, checkpoint: Path | None) -> None:
-        """Start every role at once, and wait until all are ready. No engine samples before its first weight sync.
-
-        Args:
-            placement: of the roles.
-            num_updates: of the whole run, for the learning rate's schedule.
-            checkpoint: folder the trainer goes on from.
-        """
+        """Start every role at once, and wait until all are ready. No engine samples before its first weight sync."""
         await self._place(placement)
-        if (turns := self.engines.turns) is not None:  # one after the other: there is room for one only
+        if (turns := self.turns) is not None:  # one after the other: there is room for one only
             self._trainer = await self._start_trainers(num_updates, checkpoint)
             await turns.trainer_started()
             await self._start_serving()
@@ -157,9 +159,6 @@ class Fleet:
     async def _start_teacher(self, name: str) -> ActorHandle:
         return await self._launcher.start(self._roles.teacher(name))
 
-    def _environment(self) -> EnvironmentProcess:
-        return EnvironmentProcess(self._launcher, self._roles.environment(), self._config.environment.step_timeout_s)
-
     async def _start_rollout(self, name: str) -> ActorHandle:
         is_planned = int(name.rpartition("-")[2]) < self._config.rollout.num_engines
         if not is_planned and (self._launcher.reserves or self._gives_devices):
@@ -167,7 +166,7 @@ class Fleet:
                 f"devices were reserved for {self._config.rollout.num_engines} rollout engines (rollout.num_engines), "
                 f"and none for {name}: end the run and resume it with as many as it shall have"
             )
-        turns = self.engines.turns if self._trainer is not None else None  # without a trainer nobody takes turns
+        turns = self.turns if self._trainer is not None else None  # without a trainer nobody takes turns
         if turns is None:
             return await self._launcher.start(self._roles.rollout(name))
         async with turns.starting(name) as started:
@@ -179,18 +178,12 @@ class Fleet:
 
     @property
     def last_reward_error(self) -> str:
-        """Why the latest completion without a score has none."""
         return self._reward.last_error if self._reward is not None else ""
 
     async def score(self, prompt: Prompt, texts: list[str]) -> list[RewardScore | None]:
-        """Rewards of completions of one prompt. One that takes its verifier too long gets 0 and is counted.
+        """Rewards of completions of one prompt, None for one that could not be scored and shall be left out.
 
-        Returns:
-            In order; None for one that could not be scored and shall be left out.
-
-        Raises:
-            RewardError: too many could not be scored.
-            ConfigError: an environment left this to the `reward` section, which names no reward.
+        One that takes its verifier too long gets 0 and is counted.
         """
         reward = self._reward
         if reward is None and not self._config.environment.name:  # a teacher alone is learned from
@@ -206,7 +199,6 @@ class Fleet:
 
     @property
     def trainer(self) -> Trainers:
-        """The trainer, started."""
         assert self._trainer is not None
         return self._trainer
 
@@ -215,28 +207,19 @@ class Fleet:
         return await self._trainer.death() if self._trainer is not None else None
 
     async def restart_trainer(self, cause: str, num_updates: int, checkpoint: Path | None) -> None:
-        """Start all ranks of a trainer again that has died; the engines wait meanwhile.
-
-        Args:
-            cause: how it has ended, in words.
-            num_updates: of the whole run.
-            checkpoint: folder the trainer goes on from; None: from the beginning.
-
-        Raises:
-            PeerFailedError: it has died too often; with the cause.
-        """
+        """Start all ranks of a trainer again that has died; the engines wait meanwhile."""
         await self.trainer.destroy()
-        if self.engines.turns is not None:
-            await self.engines.turns.trainer_is_gone()
+        if self.turns is not None:
+            await self.turns.trainer_is_gone(self.engines.living)
         start = partial(self._start_trainers, num_updates, checkpoint)
-        self._trainer = await start_again(self._budget, "trainer", cause, start, self.say)
+        self._trainer = await start_again(self._budget, "trainer", cause, start, self.tell)
 
     async def _start_trainers(self, num_updates: int, checkpoint: Path | None) -> Trainers:
         cluster = self._config.cluster
-        self._socket_path = new_socket_path()  # what still looks for a former trainer shall not find this one
+        socket_path = new_socket_path()  # what still looks for a former trainer shall not find this one
         return await start_trainers(
             self._launcher,
-            self._roles.trainer(self._socket_path, num_updates, checkpoint),
+            self._roles.trainer(socket_path, num_updates, checkpoint),
             self._config.engine.num_ranks,
             start_deadline_s=cluster.start_timeout_s,
             call_deadline_s=self._config.async_.update_deadline_s,
@@ -244,38 +227,10 @@ class Fleet:
         )
 
     def offer_weights(self, version: int) -> WeightOffer:
-        """The weights the trainer holds, under this version, for engines to fetch: through memory where that can be."""
-        trainer, shared, deadline_s = self.trainer, self._socket_path, self._config.async_.sync_deadline_s
-
-        async def source_for(host: str) -> str:
-            return shared if host == trainer.address else await trainer.listen(deadline_s)
-
-        transfer_id = 0
-
-        async def send(source: str) -> None:
-            nonlocal transfer_id
-            transfer_id = next(self._transfer_ids)
-            where = ("" if source == shared else source, transfer_id)
-            await trainer.call(
-                "send_weights", version, deadline_s, *where, returns=list[WeightProof], deadline_s=deadline_s + 5
-            )
-
-        async def withdraw() -> None:
-            await trainer.call("withdraw", transfer_id, deadline_s=deadline_s)
-
-        return WeightOffer(version=version, source_for=source_for, send=send, withdraw=withdraw)
+        return WeightOffer(self.trainer, version, self._config.async_.sync_deadline_s)
 
     async def name_who_is_late(self, work: Coroutine[Any, Any, None], waiting: str, deadline_s: float) -> None:
-        """Await work that calls roles; shortly before its deadline, raise who has not answered.
-
-        Args:
-            work: cancelled then.
-            waiting: its name.
-            deadline_s: of the work; who awaits this knows less when it is over.
-
-        Raises:
-            DeadlineError: names the call that has waited longest.
-        """
+        """Await work that calls roles; shortly before its deadline, raise who has not answered."""
         task = asyncio.ensure_future(work)
         early_s = max(deadline_s - TOLD_BEFORE_S, deadline_s / 2)
         try:
@@ -320,88 +275,31 @@ class Fleet:
             "teacher/restarts": self.teachers.num_restarts if self.teachers is not None else 0,
         }
         metrics = {name: Metric(value=float(count), how="last") for name, count in counts.items() if count}
-        if self.engines.turns is not None:
-            metrics["perf/handover_s"] = Metric(value=self.engines.turns.take_spent_s())
+        if self.turns is not None:
+            metrics["perf/handover_s"] = Metric(value=self.turns.take_spent_s())
         return metrics
 
 
 class RoleSpecs:
-    """Makes the spec of each role.
-
-    Args:
-        config: of the run.
-        model_path: folder that trainer and engines start from.
-        log_folder: takes one log file per role; traces go beside it.
-        has_images: prompts have some.
-    """
+    """Makes the spec of each role, which gets the configuration whole. Logs lie in `log_folder`, traces beside it."""
 
     def __init__(self, config: GrpoConfig, model_path: str, log_folder: Path, *, has_images: bool = False) -> None:
         self._config, self._model_path, self._log_folder = config, model_path, log_folder
-        self._has_images = has_images
-        self._threads = plan_threads(config)
+        self._has_images, self._threads = has_images, plan_threads(config)
 
     def trainer(self, socket_path: str, num_updates: int, checkpoint: Path | None) -> RoleSpec:
-        """Rank 0 of the trainer; the others differ by their number.
-
-        Args:
-            socket_path: where engines on its machine fetch weights.
-            num_updates: of the whole run, for the learning rate's schedule.
-            checkpoint: folder it goes on from.
-        """
-        config = self._config
-        return RoleSpec(
-            name="trainer-0",
-            target="grpo_async_app._roles.trainer:TrainerRole",
-            kwargs={
-                "backend": config.engine.backend,
-                "config": config.train_engine(self._model_path, num_updates, self._threads["trainer"]),
-                "algorithm": config.algorithm,
-                "socket_path": socket_path,
-                "rollout_dtype": config.rollout.dtype,
-                "as_fp8": config.rollout.weight_format == "fp8",
-                "bucket_bytes": config.rollout.sync_bucket_bytes,
-                "checkpoint": str(checkpoint or ""),
-                "stall_after_s": config.liveness.stall_after_s,
-                "traces": [plan for role in config.traced_roles if (plan := self._trace_plan(role))],
-            },
-            num_threads=self._threads["trainer"],
-            log_path=self._log_folder / "trainer-0.log",
-        )
+        """Rank 0 of the trainer; the others differ by their number."""
+        start = {"model_path": self._model_path, "num_updates": num_updates, "checkpoint": str(checkpoint or "")}
+        return self._spec("trainer-0", "TrainerRole", **start, socket_path=socket_path, trace_folder=self._trace_folder)
 
     def rollout(self, name: str) -> RoleSpec:
-        """The rollout engine of this name."""
-        return RoleSpec(
-            name=name,
-            target="grpo_async_app._roles.rollout:RolloutRole",
-            kwargs={
-                "backend": self._config.rollout.backend,
-                "config": self._config.rollout_engine(self._model_path, self._threads["rollout"]),
-                **self._config.endpoint(name),
-                "trace": self._trace_plan(name),
-                "trace_s": self._config.profile.rollout_s,
-                "interrupts": self._config.async_.partial_rollout,
-            },
-            num_threads=self._threads["rollout"],
-            log_path=self._log_folder / f"{name}.log",
-        )
+        return self._spec(name, "RolloutRole", name=name, model_path=self._model_path, trace_folder=self._trace_folder)
 
     def teacher(self, name: str) -> RoleSpec:
-        """The replica of the teacher of this name."""
-        return RoleSpec(
-            name=name,
-            target="grpo_async_app._roles.teacher:TeacherRole",
-            kwargs={
-                "backend": self._config.teacher.backend,
-                "config": self._config.teacher_engine(self._threads["teacher"]),
-                "temperature": self._config.rollout.temperature,
-                "images": self._has_images,
-            },
-            num_threads=self._threads["teacher"],
-            log_path=self._log_folder / f"{name}.log",
-        )
+        return self._spec(name, "TeacherRole", images=self._has_images)
 
     def environment(self) -> RoleSpec:
-        """The process of all environments."""
+        """It gets its own section alone: the whole configuration would import torch."""
         return RoleSpec(
             name="environment-0",
             target="grpo_async_app._roles.environment:EnvironmentRole",
@@ -410,8 +308,19 @@ class RoleSpecs:
             log_path=self._log_folder / "environment-0.log",
         )
 
-    def _trace_plan(self, role: str) -> TracePlan | None:
-        return self._config.profile.plan(role, self._log_folder.with_name("profile"))
+    def _spec(self, name: str, role: str, /, **kwargs: object) -> RoleSpec:
+        kind = name.partition("-")[0]
+        return RoleSpec(
+            name=name,
+            target=f"grpo_async_app._roles.{kind}:{role}",
+            kwargs={"config": self._config, "num_threads": self._threads[kind], **kwargs},
+            num_threads=self._threads[kind],
+            log_path=self._log_folder / f"{name}.log",
+        )
+
+    @property
+    def _trace_folder(self) -> str:
+        return str(self._log_folder.with_name("profile"))
 
 
 def plan_threads(config: GrpoConfig) -> dict[str, int]:

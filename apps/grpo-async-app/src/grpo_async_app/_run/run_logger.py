@@ -1,168 +1,65 @@
 """Everything a run writes down while it goes on: metrics, generations, timeline, progress."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import TracebackType
 from typing import Final
 
 import numpy as np
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.groups import SampledGroup
+from grpo_async_app._run.busy import BusyShares
 from grpo_async_app._run.sampling import Validation
 from offbeat_async_policy import Statistics
 from offbeat_data import Prompt
 from offbeat_run import Generation, RunFolder, RunLog, clock_s, read_metrics
 from offbeat_types import Metric, Metrics
 
-OnSpan = Callable[[str, float, float], None]
-"""Called with (role, start_s, end_s) when a role stops being busy."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BusyShares:
-    """Shares of one stretch of wall-clock time.
-
-    Args:
-        wall_s: its length.
-        trainer_idle: share in which the trainer did nothing.
-        rollout_idle: the same for the rollout engines, averaged over them.
-        overlap: share in which the trainer and at least one rollout engine were busy together.
-    """
-
-    wall_s: float
-    trainer_idle: float
-    rollout_idle: float
-    overlap: float
-
-
-class BusyClock:
-    """Adds up busy time by role; a role is busy while at least one piece of its work is open and it is not held.
-
-    Args:
-        trainer: name of the trainer.
-        num_rollouts: how many rollout engines there are now; all but the trainer count as such.
-        now_s: clock, in seconds.
-        on_span: told of each stretch in which a role was busy.
-    """
-
-    def __init__(
-        self, trainer: str, num_rollouts: Callable[[], int], now_s: Callable[[], float], on_span: OnSpan
-    ) -> None:
-        self._trainer, self._num_rollouts = trainer, num_rollouts
-        self._now_s, self._on_span = now_s, on_span
-        self._open: dict[str, int] = {}
-        self._held: set[str] = set()
-        self._since_s: dict[str, float] = {}  # roles busy now, and since when
-        self._busy_s: dict[str, float] = {}
-        self._overlap_s = 0.0
-        self._lap_s = self._last_s = now_s()
-
-    @contextmanager
-    def busy(self, role: str) -> Iterator[None]:
-        """Count the body as work of `role`."""
-        self._change(lambda: self._open.update({role: self._open.get(role, 0) + 1}))
-        try:
-            yield
-        finally:
-            self._change(lambda: self._open.update({role: self._open[role] - 1}))
-
-    @contextmanager
-    def held(self, roles: Iterable[str]) -> Iterator[None]:
-        """Count these roles as idle during the body, whatever is open: they are paused."""
-        names = set(roles)
-        self._change(lambda: self._held.update(names))
-        try:
-            yield
-        finally:
-            self._change(lambda: self._held.difference_update(names))
-
-    def lap(self) -> BusyShares:
-        """Shares since the last lap."""
-        self._change(lambda: None)
-        wall_s = max(self._last_s - self._lap_s, 1e-9)
-        rollout_s = sum(busy_s for role, busy_s in self._busy_s.items() if role != self._trainer)
-        shares = BusyShares(
-            wall_s=wall_s,
-            trainer_idle=1 - self._busy_s.get(self._trainer, 0.0) / wall_s,
-            rollout_idle=max(0.0, 1 - rollout_s / max(self._num_rollouts(), 1) / wall_s),
-            overlap=self._overlap_s / wall_s,
-        )
-        self._busy_s.clear()
-        self._overlap_s, self._lap_s = 0.0, self._last_s
-        return shares
-
-    def _change(self, apply: Callable[[], object]) -> None:
-        """Add the time since the last change to whoever was busy, then apply the next change."""
-        now_s = self._now_s()
-        passed_s, self._last_s = now_s - self._last_s, now_s
-        for role in self._since_s:
-            self._busy_s[role] = self._busy_s.get(role, 0.0) + passed_s
-        if self._trainer in self._since_s and len(self._since_s) > 1:
-            self._overlap_s += passed_s
-        apply()
-        active = {role for role, count in self._open.items() if count and role not in self._held}
-        for role in self._since_s.keys() - active:
-            self._on_span(role, self._since_s.pop(role), now_s)
-        for role in active - self._since_s.keys():
-            self._since_s[role] = now_s
-
-
 WAIT_SHOWN_AFTER_S = 120.0
+_logging = logging.getLogger(__name__)
 _WORK: Final = {"rollout": "generate", "teacher": "score", "trainer": "train"}
 """What a role does, as the timeline calls it."""
 
 
 class RunLogger:
-    """Writes to the run folder and to the terminal.
+    """Writes to the run folder and to the terminal: opened anew with each trainer of the run.
 
     Args:
-        run: open for writing.
-        config: of the run.
         num_updates: updates of the whole run, for the progress.
-        last_step: updates done at the checkpoint this goes on from, -1 for none: what was written after it vanishes.
 
     Attributes:
         last_validated: version of the last validation that was written down, by whatever process; -1 for none.
     """
 
-    def __init__(self, run: RunFolder, config: GrpoConfig, num_updates: int, last_step: int) -> None:
-        self._run, self._config = run, config
-        self._log = RunLog(run, config.log, num_updates, last_step)
-        self._last_wait_s = 0.0
-        self._num_left_out_told = 0
+    def __init__(self, run: RunFolder, config: GrpoConfig, num_updates: int) -> None:
+        self._run, self._config, self._num_updates = run, config, num_updates
+        self._log: RunLog | None = None
+        self.last_validated = -1
 
-    def __enter__(self) -> "RunLogger":
-        self._log.__enter__()
-        validated = [line.step for line in read_metrics(self._run.metrics) if "eval/reward" in line.values]
-        self.last_validated = max(validated, default=-1)
-        return self
+    @contextmanager
+    def opened(self, last_step: int) -> Iterator[None]:
+        """Write while the block lasts; what was written after `last_step`, the checkpoint's, vanishes (-1: all)."""
+        self._last_wait_s, self._num_left_out_told = 0.0, 0
+        with RunLog(self._run, self._config.log, self._num_updates, last_step) as self._log:
+            validated = [line.step for line in read_metrics(self._run.metrics) if "eval/reward" in line.values]
+            self.last_validated = max(validated, default=-1)
+            yield
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._log.__exit__(kind, error, trace)
+    @property
+    def _opened(self) -> RunLog:
+        assert self._log is not None
+        return self._log
 
     def worked(self, role: str, start_s: float, end_s: float) -> None:
-        """Add a stretch in which a role was busy, in seconds of `clock_s`."""
-        self._log.span(role, _WORK[role.partition("-")[0]], start_s, end_s)
+        self._opened.span(role, _WORK[role.partition("-")[0]], start_s, end_s)
 
     def synced(self, version: int, start_s: float, end_s: float) -> None:
-        """Note a weight sync."""
-        self._log.span("weight sync", "sync", start_s, end_s, {"version": version})
+        self._opened.span("weight sync", "sync", start_s, end_s, {"version": version})
 
     def handed_over(self, role: str, step: str, start_s: float, end_s: float, resident_bytes: int) -> None:
-        """Note a step in which memory changed hands between roles that share devices.
-
-        Args:
-            role: that gave or took it.
-            step: such as "sleep".
-            start_s: of `clock_s`.
-            end_s: of `clock_s`.
-            resident_bytes: main memory that it holds afterwards.
-        """
-        self._log.span(role, step, start_s, end_s, {"resident_bytes": resident_bytes})
+        """Note a step in which memory changed hands between roles that share devices."""
+        self._opened.span(role, step, start_s, end_s, {"resident_bytes": resident_bytes})
 
     def updated(
         self,
@@ -175,18 +72,7 @@ class RunLogger:
         accidents: Metrics,
         left_out: Mapping[str, int],
     ) -> None:
-        """Write down one update.
-
-        Args:
-            version: updates done, this one included.
-            groups: trained on.
-            prompts: their prompts by item.
-            trained: metrics of the trainer.
-            shares: of the time since the update before.
-            statistics: of the policy; its lags do not hold this update yet.
-            accidents: what has happened to the roles: restarts, stragglers.
-            left_out: samples that were left out since the start, by metric.
-        """
+        """Write down one update: `version` counts it too, `accidents` has happened to roles."""
         values = {
             **trained,
             **_group_metrics(groups, version - 1),
@@ -203,15 +89,14 @@ class RunLogger:
             **accidents,
         }
         values.update({metric: _count(number) for metric, number in left_out.items()})
-        self._log.write(version, {**values, "async/lag_histogram": _lag_histogram(groups, version - 1)})
+        self._opened.write(version, {**values, "async/lag_histogram": _lag_histogram(groups, version - 1)})
         shown = groups[: self._config.log.train_generations]
-        self._log.write_generations(_generation(version, group, prompts[group.item]) for group in shown)
+        self._opened.write_generations(_generation(version, group, prompts[group.item]) for group in shown)
 
     def validated(self, validation: Validation) -> None:
-        """Write down one validation."""
         self.last_validated = validation.version
-        self._log.write(validation.version, validation.numbers())
-        self._log.write_generations(
+        self._opened.write(validation.version, validation.numbers())
+        self._opened.write_generations(
             Generation(
                 step=validation.version,
                 kind="validation",
@@ -231,7 +116,7 @@ class RunLogger:
         """Say who waits for whom, when nothing has moved for a while; once a minute at most."""
         if idle_s >= WAIT_SHOWN_AFTER_S and clock_s() - self._last_wait_s >= 60:
             self._last_wait_s = clock_s()
-            self._log.message(f"nothing moved for {idle_s:.0f} s: {wait}")
+            self._opened.message(f"nothing moved for {idle_s:.0f} s: {wait}")
 
     def left_out(self, samples: Mapping[str, int], last: str) -> None:
         """Say that samples were left out: the first time, and then whenever there are twice as many."""
@@ -239,11 +124,14 @@ class RunLogger:
         if total >= 2 * self._num_left_out_told:
             self._num_left_out_told = total
             counts = ", ".join(f"{number} {metric}" for metric, number in sorted(samples.items()))
-            self._log.message(f"samples left out: {counts}; the latest: {last}")
+            self._opened.message(f"samples left out: {counts}; the latest: {last}")
 
     def message(self, text: str) -> None:
-        """Print a line above the progress."""
-        self._log.message(text)
+        """Print a line above the progress; before that is there, log it."""
+        if self._log is None:
+            _logging.warning(text)
+        else:
+            self._log.message(text)
 
 
 def _group_metrics(groups: list[SampledGroup], version: int) -> Metrics:

@@ -3,11 +3,12 @@
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._run.busy import Busy
 from grpo_async_app._run.engines import Engines
 from grpo_async_app._run.fleet import Fleet
 from offbeat_actors import gather_or_cancel
@@ -26,30 +27,15 @@ from offbeat_types import (
 TURN_SEEDS = 1 << 36
 """Turn t draws with the seed of its sample plus t times this: far beyond the seeds of other groups."""
 
-Busy = Callable[[str], AbstractContextManager[None]]
 
-
-@dataclass(frozen=True, kw_only=True)
-class ScoredTrajectory:
-    """One sample and what it was worth.
-
-    Args:
-        trajectory: one turn without an environment.
-        reward: its reward.
-        parts: the reward's parts, for the log.
-    """
-
-    trajectory: Trajectory
-    reward: float
-    parts: dict[str, float]
+Scored = tuple[Trajectory, RewardScore]
+"""One sample, of one turn where there is no environment, and what it was worth."""
 
 
 class Rollouts:
     """Samples and scores on the fleet.
 
     Args:
-        config: of the run.
-        fleet: started.
         template: puts an environment's words into tokens; None where the run has no environment.
         busy: wraps each use of the rollout engine it is called with.
 
@@ -68,28 +54,18 @@ class Rollouts:
         self.left_out: Counter[str] = Counter()
         self.last_left_out = ""
 
-    async def sample(self, name: str, prompt: Prompt, request: GenerateRequest) -> list[ScoredTrajectory]:
-        """Sample and score.
-
-        Args:
-            name: of the rollout engine.
-            prompt: what the samples are of.
-            request: for the first turn of all of them; the prompt's images are put into it here.
+    async def sample(self, name: str, prompt: Prompt, request: GenerateRequest) -> list[Scored]:
+        """Sample and score: `request` is for the first turn of all samples, and gets the prompt's images here.
 
         Returns:
-            In order; fewer than asked for where environments or rewards failed or samples were aborted, which is
-            counted.
-
-        Raises:
-            DataError: an image is broken.
-            PeerFailedError: the engine died; it is being started again.
+            In order; fewer than asked for where environments or rewards failed or samples were aborted: counted.
         """
         request = replace(request, images=await asyncio.to_thread(lambda: prompt.images))
         if self._template is None:
             completions = self._ended(await self._generate(name, request))
             scores = await self._scores(prompt, completions)
             return [
-                ScoredTrajectory(trajectory=Trajectory.of(completion), reward=score.value, parts=score.parts)
+                (Trajectory.of(completion), score)
                 for completion, score in zip(completions, scores, strict=True)
                 if score is not None
             ]
@@ -105,7 +81,7 @@ class Rollouts:
 
     async def _play(
         self, name: str, prompt: Prompt, request: GenerateRequest, index: int, first: Awaitable[list[Completion]]
-    ) -> ScoredTrajectory | None:
+    ) -> Scored | None:
         """One episode; None when its environment or its reward failed."""
         assert self._template is not None
         assert self._fleet.environment is not None
@@ -132,9 +108,7 @@ class Rollouts:
             return None
         if score is None:
             [score] = await self._scores(prompt, [trajectory.turns[-1]])
-        if score is None:
-            return None
-        return ScoredTrajectory(trajectory=trajectory, reward=score.value, parts=score.parts)
+        return None if score is None else (trajectory, score)
 
     async def _scores(self, prompt: Prompt, completions: list[Completion]) -> list[RewardScore | None]:
         scores = await self._fleet.score(prompt, [completion.text for completion in completions])
@@ -151,7 +125,6 @@ class Rollouts:
         return ended
 
     def leave_out(self, metric: str, why: str, num_samples: int = 1) -> None:
-        """Count samples that are not trained on."""
         self.left_out[metric] += num_samples
         self.last_left_out = why
 
@@ -195,7 +168,6 @@ class Validation:
     Args:
         version: policy version that answered.
         accuracy: share of samples with at least `eval.success_reward`.
-        reward: mean reward.
         mean_tokens: mean number of tokens the model wrote.
         mean_turns: mean number of turns; None without an environment.
         samples: (prompt, trajectory, reward) of each held-out prompt, but for those whose environment failed.
@@ -209,33 +181,18 @@ class Validation:
     samples: list[Answered]
 
     def numbers(self) -> dict[str, float]:
-        """The figures by metric name."""
         numbers = {"eval/accuracy": self.accuracy, "eval/reward": self.reward, "eval/response_tokens": self.mean_tokens}
         return numbers if self.mean_turns is None else {**numbers, "eval/turns": self.mean_turns}
 
 
 def validated_names(config: GrpoConfig) -> dict[str, str]:
-    """What a validation of this run measures: names by metric."""
     return {**VALIDATED, "eval/turns": "turns"} if config.environment.name else VALIDATED
 
 
 async def validate(
     rollouts: Rollouts, engines: Engines, config: GrpoConfig, prompts: tuple[Prompt, ...], version: int
 ) -> Validation:
-    """Sample and score every prompt once; a prompt whose engine dies is asked again.
-
-    Args:
-        rollouts: samples and scores.
-        engines: share the prompts by load.
-        config: of the run.
-        prompts: held out.
-        version: policy version that the engines serve.
-
-    Raises:
-        DeadlineError: one answer took longer than `async.group_deadline_s`.
-        OutdatedError: an engine serves another version by now.
-        PeerFailedError: the engines died over one prompt more than `async.max_group_retries` times.
-    """
+    """Sample and score every prompt once; a prompt whose engine dies is asked again."""
     params = SamplingParams(
         max_tokens=config.rollout.max_tokens,
         temperature=config.eval.temperature,
@@ -246,11 +203,11 @@ async def validate(
         # A seed of its own: with one for all, every prompt would be answered by the same draw.
         own = replace(params, seed=config.rollout.seed + number)
         request = GenerateRequest(request_id=f"eval-{version}-{number}", prompt_ids=prompt.ids, params=own)
-        for sample in await _sample(rollouts, engines, prompt, request, config.async_.max_group_retries):
-            served = {segment.version for turn in sample.trajectory.turns for segment in turn.segments}
+        for trajectory, score in await _sample(rollouts, engines, prompt, request, config.async_.max_group_retries):
+            served = {segment.version for turn in trajectory.turns for segment in turn.segments}
             if served - {version}:
                 raise OutdatedError(f"version {max(served)} has answered a prompt of the validation of {version}")
-            return prompt, sample.trajectory, sample.reward
+            return prompt, trajectory, score.value
         return None
 
     samples = await _bounded(answer, prompts, limit=2 * config.rollout.max_running * len(engines.names))
@@ -267,7 +224,7 @@ async def validate(
 
 async def _sample(
     rollouts: Rollouts, engines: Engines, prompt: Prompt, request: GenerateRequest, max_retries: int
-) -> list[ScoredTrajectory]:
+) -> list[Scored]:
     """One sample, from another engine when one dies over it."""
     for retries_left in reversed(range(max_retries + 1)):
         name = engines.least_loaded()

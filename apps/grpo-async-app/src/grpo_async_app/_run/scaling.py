@@ -21,12 +21,7 @@ TAKEN_AFTER_S: Final = 30.0
 
 
 def ask_for_engines(run: RunFolder, number: int) -> None:
-    """Ask the driver of a run for so many rollout engines, and wait until it has taken note.
-
-    Raises:
-        ConfigError: less than one.
-        DeadlineError: nobody has: the run does not go on.
-    """
+    """Ask the driver of a run for so many rollout engines, and wait until it has taken note."""
     if number < 1:
         raise ConfigError(f"--engines {number}: a run needs at least one rollout engine")
     path = run.path / _ASKED
@@ -41,13 +36,7 @@ def ask_for_engines(run: RunFolder, number: int) -> None:
 
 
 async def scale_as_asked(run: RunFolder, scale: Callable[[int], None], tell: Tell) -> None:
-    """Look for such a note every second, for as long as the roles are there.
-
-    Args:
-        run: of this driver.
-        scale: takes the number.
-        tell: takes a line when something is wrong with the notes: no reason to end a run.
-    """
+    """Look for such a note every second, for as long as the roles are there."""
     while True:
         try:
             number = take_asked_engines(run, tell)
@@ -60,12 +49,7 @@ async def scale_as_asked(run: RunFolder, scale: Callable[[int], None], tell: Tel
 
 
 def take_asked_engines(run: RunFolder, tell: Tell) -> int | None:
-    """How many rollout engines were asked for since the last call; None when nobody asked.
-
-    Args:
-        run: of this driver.
-        tell: takes a line when the file holds something else: no reason to end a run.
-    """
+    """How many rollout engines were asked for since the last call; None when nobody asked."""
     path = run.path / _ASKED
     taken = path.with_suffix(".taken")
     try:

@@ -23,24 +23,17 @@ from offbeat_types import OffbeatError, PeerFailedError, RunFolderError
 
 
 def train(preflight: Preflight, run: RunFolder) -> LoopSummary:
-    """Train from the first policy to the end of the data."""
     return _run(_Session.from_start(preflight, run))
 
 
 def resume(preflight: Preflight, run: RunFolder) -> LoopSummary:
-    """Go on from the latest whole checkpoint; from the beginning when the run was killed before its first.
-
-    Raises:
-        RunFolderError: the run was told not to keep its optimizer.
-    """
+    """Go on from the latest whole checkpoint; from the beginning when the run was killed before its first."""
     if not preflight.config.checkpoint.save_optimizer:
         raise RunFolderError(f"{run.path} was run with checkpoint.save_optimizer = false: it cannot be resumed")
     return _run(_Session.from_latest(preflight, run))
 
 
 def evaluate(preflight: Preflight, log_folder: Path) -> Validation:
-    """Validate the model of the configuration once."""
-
     async def once(fleet: Fleet) -> Validation:
         async with fleet:
             await fleet.start(preflight.placement)
@@ -64,7 +57,6 @@ class _Session:
 
     @classmethod
     def from_start(cls, preflight: Preflight, run: RunFolder) -> "_Session":
-        """The whole run."""
         policy = AsyncPolicy(preflight.config.async_, preflight.num_groups, preflight.max_updates)
         policy.request_sync()  # the engines prove that they hold the trainer's weights before anything is sampled
         return cls(preflight, run, policy, {}, None)
@@ -86,7 +78,6 @@ class _Session:
 
     @property
     def folder(self) -> Path | None:
-        """Of the checkpoint."""
         return self.checkpoint.path if self.checkpoint else None
 
     @property
@@ -98,23 +89,26 @@ class _Session:
 def _run(session: _Session) -> LoopSummary:
     preflight, logs = session.preflight, session.run.logs
     with watched_driver(preflight.config.liveness, logs):
-        fleet = Fleet(preflight.config, str(preflight.model.path), logs, has_images=preflight.has_images)
-        return run_interruptible(_train(session, fleet), fleet.kill)
+        logger = RunLogger(session.run, preflight.config, preflight.num_updates)
+        fleet = Fleet(
+            preflight.config,
+            str(preflight.model.path),
+            logs,
+            has_images=preflight.has_images,
+            tell=logger.message,
+            handed_over=logger.handed_over,
+            worked=logger.worked,
+        )
+        return run_interruptible(_train(session, fleet, logger), fleet.kill)
 
 
-async def _train(session: _Session, fleet: Fleet) -> LoopSummary:
+async def _train(session: _Session, fleet: Fleet, logger: RunLogger) -> LoopSummary:
     """Train to the end. A trainer that dies is started again, and goes on as a resumed run does; engines stay up."""
     death: PeerFailedError | None = None
     async with fleet, _scaling(session.run, fleet):
         while True:
             preflight, run = session.preflight, session.run
-            with (
-                disk_errors(run.path),
-                RunLogger(run, preflight.config, preflight.num_updates, session.step) as logger,
-            ):
-                fleet.tell = logger.message
-                if fleet.engines.turns is not None:
-                    fleet.engines.turns.note = logger.handed_over
+            with disk_errors(run.path), logger.opened(session.step):
                 await _start(session, fleet, logger, death)
                 try:
                     return await _go_on(session, fleet, logger)
@@ -128,8 +122,8 @@ async def _train(session: _Session, fleet: Fleet) -> LoopSummary:
 @contextlib.asynccontextmanager
 async def _scaling(run: RunFolder, fleet: Fleet) -> AsyncIterator[None]:
     """Take note of how many engines are asked for, also while a trainer starts or the last validation runs."""
-    take_asked_engines(run, fleet.say)  # asked of a driver that is gone
-    looking = asyncio.create_task(scale_as_asked(run, fleet.engines.scale, fleet.say))
+    take_asked_engines(run, fleet.tell)  # asked of a driver that is gone
+    looking = asyncio.create_task(scale_as_asked(run, fleet.engines.scale, fleet.tell))
     try:
         yield
     finally:
@@ -150,7 +144,6 @@ async def _start(session: _Session, fleet: Fleet, logger: RunLogger, death: Peer
 
 
 async def _go_on(session: _Session, fleet: Fleet, logger: RunLogger) -> LoopSummary:
-    """Train to the end with the trainer there is."""
     preflight, policy = session.preflight, session.policy
     backend = GrpoBackend(
         preflight.config,
@@ -179,7 +172,6 @@ async def _go_on(session: _Session, fleet: Fleet, logger: RunLogger) -> LoopSumm
 
 
 def with_model(config: GrpoConfig, path: Path) -> GrpoConfig:
-    """The same configuration for another model folder."""
     return replace(config, model=replace(config.model, path=str(path)))
 
 
@@ -189,10 +181,6 @@ def watched_driver(config: LivenessConfig, log_folder: Path) -> Iterator[None]:
 
     Whoever stands still is named in `liveness.log`, and in the log of whichever role finds it out. Nothing is ended for
     that: the ranks of a trainer end themselves, and for the others there is a supervisor.
-
-    Args:
-        config: section `liveness`.
-        log_folder: of the run.
     """
 
     def write_down(verdict: liveness.Verdict) -> None:
@@ -216,15 +204,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_interruptible(work: Coroutine[Any, Any, T], kill: Callable[[], None]) -> T:
-    """Run asynchronous work to its end, or until it is asked to end.
+    """Run asynchronous work to its end, or until a signal cancels it: then KeyboardInterrupt is raised.
 
-    Args:
-        work: cancelled by the first signal; what it puts away then should take seconds.
-        kill: called at the second signal, to leave the work nothing to wait for. A third ends this process at once.
-
-    Raises:
-        KeyboardInterrupt: asked to end; whatever the work raised after that is of no interest any more.
-        Exception: what the work raises by itself.
+    What it puts away then should take seconds. The second signal calls `kill`, to leave the work nothing to wait for; a
+    third ends this process at once.
     """
     signals_seen = 0
 

@@ -2,10 +2,10 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._run.busy import BusyClock, OnSpan
 from offbeat_actors import (
     ActorHandle,
     RestartBudget,
@@ -16,6 +16,7 @@ from offbeat_actors import (
     start_again,
     wait_gone,
 )
+from offbeat_run import clock_s
 from offbeat_types import (
     EngineHealth,
     Floats,
@@ -26,32 +27,31 @@ from offbeat_types import (
     Trajectory,
 )
 
-Busy = Callable[[str], AbstractContextManager[None]]
-
 
 class Teachers:
     """Replicas of one teacher, which may die or stop answering while the run goes on.
 
     Args:
-        config: of the run.
         start: starts the process of the replica of this name.
-        budget: of restarts.
         tell: takes a line when something has happened to a replica.
-
-    Attributes:
-        busy: wraps each request to the replica it is called with.
+        worked: told of each stretch in which one was busy.
     """
 
     def __init__(
-        self, config: GrpoConfig, start: Callable[[str], Awaitable[ActorHandle]], budget: RestartBudget, tell: Tell
+        self,
+        config: GrpoConfig,
+        start: Callable[[str], Awaitable[ActorHandle]],
+        budget: RestartBudget,
+        tell: Tell,
+        worked: OnSpan,
     ) -> None:
         self._config, self._start, self._budget, self._tell = config, start, budget, tell
         self._replicas: list[Supervised] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self.busy: Busy = lambda _: nullcontext()
+        # A clock of its own: shares of idle time are those of trainer and engines.
+        self._clock = BusyClock("", lambda: config.teacher.num_replicas, clock_s, worked)
 
     async def start(self) -> None:
-        """Start all of them."""
         names = [f"teacher-{number}" for number in range(self._config.teacher.num_replicas)]
         handles = await gather_or_cancel([self._start(name) for name in names])
         for name, handle in zip(names, handles, strict=True):
@@ -61,14 +61,12 @@ class Teachers:
             self._tasks.append(asyncio.create_task(self._look_after(replica)))
 
     async def close(self) -> None:
-        """Look after them no longer."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
     def num_restarts(self) -> int:
-        """Times one of them was started again."""
         return sum(self._budget.spent[replica.name] for replica in self._replicas)
 
     async def score(
@@ -79,21 +77,10 @@ class Teachers:
         where: Callable[[str], object],
         images: tuple[Image, ...] = (),
     ) -> list[Floats]:
-        """The teacher's log-probabilities of what the policy has sampled.
-
-        Args:
-            group_id: of the group.
-            prompt_ids: [P] int32.
-            trajectories: of that prompt; what they have read is context to the teacher too.
-            where: told which replica is asked.
-            images: of the prompt, as the policy saw them.
+        """The teacher's log-probabilities of what the policy has sampled; `where` is told which replica is asked.
 
         Returns:
             [N] float32 for each trajectory: nats, of its sampled tokens, at the sampler's temperature.
-
-        Raises:
-            PeerFailedError: replicas died over this group more than `async.max_group_retries` times, or one for good.
-            DeadlineError: no answer within `teacher.deadline_s`.
         """
         request = ScoreRequest(
             request_id=f"group-{group_id}",
@@ -120,7 +107,7 @@ class Teachers:
         try:
             actor = await replica.ready("score", self._config.cluster.start_timeout_s)
             try:
-                with self.busy(replica.name):
+                with self._clock.busy(replica.name):
                     return await actor.call("score", request, returns=list[Floats], deadline_s=deadline_s)
             except PeerFailedError:
                 replica.give_up(actor)
@@ -145,7 +132,6 @@ class Teachers:
             raise
 
     def raise_if_failed(self) -> None:
-        """Raise why a replica cannot be started again."""
         for replica in self._replicas:
             if replica.failure is not None:
                 raise replica.failure

@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
-from grpo_async_app._roles.rendezvous import Rendezvous
 from offbeat_actors import ActorGroup, ActorHandle, Launcher, RoleSpec, start_all
-from offbeat_types import OffbeatError, PeerFailedError, WeightSyncError
+from offbeat_types import OffbeatError, PeerFailedError, WeightProof, WeightSyncError
 
 
 class Trainers(ActorGroup):
@@ -17,12 +17,19 @@ class Trainers(ActorGroup):
     Args:
         ranks: in order.
         silent_after_s: see `ActorGroup`.
+        socket_path: where engines on the machine of rank 0 fetch weights.
         store: where they met, kept open for them.
+
+    Attributes:
+        transfer_ids: numbers that grow, one for each transfer of weights.
     """
 
-    def __init__(self, ranks: Sequence[ActorHandle], silent_after_s: float, store: object = None) -> None:
+    def __init__(
+        self, ranks: Sequence[ActorHandle], silent_after_s: float, socket_path: str, store: object = None
+    ) -> None:
         super().__init__(ranks, silent_after_s)
-        self._store, self._listens_at = store, ""
+        self.socket_path, self._store, self._listens_at = socket_path, store, ""
+        self.transfer_ids = itertools.count(1)
 
     async def listen(self, deadline_s: float) -> str:
         """Where rank 0 gives weights to other machines, with the secret that opens it; it listens once asked to."""
@@ -40,67 +47,60 @@ async def start_trainers(
     call_deadline_s: float,
     silent_after_s: float,
 ) -> Trainers:
-    """Start every rank of the trainer at once, and wait until all are ready. When one fails, none is left.
-
-    Args:
-        launcher: starts the roles; they have been placed.
-        spec: of rank 0; the others differ by their number.
-        num_ranks: how many.
-        start_deadline_s: for the ranks to find each other.
-        call_deadline_s: for each call among them.
-        silent_after_s: a rank that answers nothing for so long is killed.
-    """
+    """Start every rank of the trainer at once, and wait until all are ready. When one fails, none is left."""
+    socket_path = spec.kwargs["socket_path"]
     if num_ranks == 1:
-        return Trainers([await launcher.start(spec)], silent_after_s)
-    from offbeat_mesh import open_store  # imports torch: only several ranks need it
+        return Trainers([await launcher.start(spec)], silent_after_s, socket_path)
+    from offbeat_mesh import open_rendezvous  # imports torch: only several ranks need it
 
     # The driver keeps the place where the ranks meet, so it outlives any of them.
-    host = launcher.address
-    store = open_store(host, deadline_s=start_deadline_s)
-    places = [
-        Rendezvous(
-            rank=rank,
-            size=num_ranks,
-            host=host,
-            port=store.port,
-            start_deadline_s=start_deadline_s,
-            call_deadline_s=call_deadline_s,
-        )
-        for rank in range(num_ranks)
-    ]
-    return Trainers(await start_all(launcher, [_rank_spec(spec, place) for place in places]), silent_after_s, store)
-
-
-def _rank_spec(spec: RoleSpec, place: Rendezvous) -> RoleSpec:
-    name = f"trainer-{place.rank}"
-    return replace(
-        spec,
-        name=name,
-        kwargs={**spec.kwargs, "rendezvous": place},
-        liveness_policy="abort",
-        log_path=spec.log_path and spec.log_path.with_name(f"{name}.log"),
+    store, places = open_rendezvous(
+        launcher.address, num_ranks, start_deadline_s=start_deadline_s, call_deadline_s=call_deadline_s
     )
+    specs = [
+        replace(
+            spec,
+            name=f"trainer-{place.rank}",
+            kwargs={**spec.kwargs, "rendezvous": place},
+            liveness_policy="abort",
+            log_path=spec.log_path and spec.log_path.with_name(f"trainer-{place.rank}.log"),
+        )
+        for place in places
+    ]
+    return Trainers(await start_all(launcher, specs), silent_after_s, socket_path, store)
 
 
 DEATH_SEEN_AFTER_S: Final = 2.0
 """A call that fails and the death that made it fail are seen one after the other; how long to wait for the second."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class WeightOffer:
-    """The trainer's weights, to be fetched by one engine after the other.
+    """The trainer's weights, to be fetched by one engine after the other: through memory where that can be.
 
     Args:
+        trainer: that holds them.
         version: policy version.
-        source_for: where an engine on the machine of this IP address fetches them.
-        send: makes the trainer give them to the one engine that asks at this source.
-        withdraw: tells the trainer that the engine of the last `send` does not come any more.
+        deadline_s: for one engine to come, load and prove.
     """
 
-    version: int
-    source_for: Callable[[str], Awaitable[str]]
-    send: Callable[[str], Awaitable[object]]
-    withdraw: Callable[[], Awaitable[object]]
+    def __init__(self, trainer: Trainers, version: int, deadline_s: float) -> None:
+        self._trainer, self.version, self._deadline_s, self._transfer_id = trainer, version, deadline_s, 0
+
+    async def source_for(self, host: str) -> str:
+        """Where an engine on the machine of this IP address fetches them."""
+        trainer = self._trainer
+        return trainer.socket_path if host == trainer.address else await trainer.listen(self._deadline_s)
+
+    async def send(self, source: str) -> None:
+        """Make the trainer give them to the one engine that asks at this source."""
+        self._transfer_id = next(self._trainer.transfer_ids)
+        address = "" if source == self._trainer.socket_path else source
+        args, deadline_s = (self.version, self._deadline_s, address, self._transfer_id), self._deadline_s + 5
+        await self._trainer.call("send_weights", *args, returns=list[WeightProof], deadline_s=deadline_s)
+
+    async def withdraw(self) -> None:
+        """Tell the trainer that the engine of the last `send` does not come any more."""
+        await self._trainer.call("withdraw", self._transfer_id, deadline_s=self._deadline_s)
 
 
 async def transfer_weights(

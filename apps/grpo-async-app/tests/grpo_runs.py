@@ -1,0 +1,46 @@
+"""Runs of grpo-async-app to their end, and what their folders then hold."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from offbeat_run import Checkpoint, RunFolder, read_metrics
+from offbeat_testing import RunningCommand
+
+Main = Callable[[], object]
+
+
+def run_to_its_end(main: Main, *words: object) -> str:
+    """What it has printed."""
+    with RunningCommand(main, *words) as process:
+        assert process.wait() == 0, process.output
+        return process.output
+
+
+def trained_prompts(run: Path) -> Counter[str]:
+    """How often each prompt was trained on."""
+    with (run / "generations" / "train.jsonl").open("rb") as lines:  # what a model says may hold line ends of Unicode
+        return Counter(json.loads(line)["prompt"] for line in lines)
+
+
+def values_of(run: Path, metric: str) -> dict[int, float]:
+    """By update, each of which is there once; none before the run has a folder."""
+    path = run / "metrics.jsonl"
+    lines = [line for line in read_metrics(path) if metric in line.values] if path.exists() else []
+    values = {line.step: float(line.values[metric]) for line in lines}  # type: ignore[arg-type]
+    assert len(values) == len(lines), f"{metric} of an update is there twice"
+    return values
+
+
+def latest_checkpoint(run: Path) -> Checkpoint:
+    found = RunFolder.open(run, write=False).checkpoints.latest()
+    assert found is not None
+    return found
+
+
+def statistics_of(run: Path) -> dict[str, int]:
+    """Of the policy, in the latest checkpoint."""
+    state = json.loads((latest_checkpoint(run).path / "loop" / "state.json").read_text())
+    found: dict[str, int] = state["policy"]["statistics"]
+    return found
