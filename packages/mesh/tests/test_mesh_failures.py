@@ -86,7 +86,7 @@ def test_a_killed_member_is_named_by_all_survivors(run_group, call, size):
 
 
 @pytest.mark.nightly
-def test_a_killed_member_is_named_though_rank_0_which_brings_the_news_stands_still(run_ranks):
+def test_a_killed_member_is_named_though_rank_0_which_relays_it_stands_still(run_ranks):
     def body(rank, num_ranks, store):
         store.set(f"pid{rank}", str(os.getpid()))
         with join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S):
@@ -104,7 +104,7 @@ def test_a_killed_member_is_named_though_rank_0_which_brings_the_news_stands_sti
     check_survivors(run_ranks(4, body), 1, "PeerFailedError", "rank 1 (dp 1) failed: its process ended without a word")
 
 
-def test_rank_0_killed_takes_the_hub_with_it_and_is_named_all_the_same(run_group):
+def test_rank_0_killed_takes_the_control_server_with_it_and_is_named_all_the_same(run_group):
     def body(rank, group, store):
         group.barrier()
         if rank == 0:
@@ -415,7 +415,7 @@ def test_an_error_with_any_text_is_heard(run_ranks, text):
     assert after_s < PROMPT_S
 
 
-def test_the_hub_outlives_a_lack_of_descriptors():
+def test_the_control_server_outlives_a_lack_of_descriptors():
     server, stranger = ControlServer("127.0.0.1", "token"), socket.socket()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

@@ -47,8 +47,8 @@ class Membership:
 SLICE: Final = timedelta(seconds=0.25)
 """A wait is cut into pieces of this length, so that it ends soon after a member fails or Ctrl-C is pressed."""
 
-NEWS_S: Final = 4.0
-"""How long a rank whose call broke waits for the news of who broke it: milliseconds unless rank 0 is stopped."""
+RECORD_S: Final = 4.0
+"""How long a rank whose call broke waits to hear who broke it: milliseconds unless rank 0 is stopped."""
 
 GONE_S: Final = 0.5
 """A call that goes on so long after a member has died, failed or left will not end; a shorter one may, on what that
@@ -91,7 +91,7 @@ class Calls:
         self._deadline_s = deadline_s
         self._failure: Record | None = None
         self._gone: Record | None = None
-        self._news = threading.Event()
+        self._heard = threading.Event()
         self._failure_lock = threading.Lock()
         if client is not None:
             client.listen(self)
@@ -164,7 +164,7 @@ class Calls:
         Args:
             work: the operation; None if torch had nothing to do.
             peer: the other rank of a send or receive. Such a wait is not sliced: gloo takes an expired one for the
-                group's end; `_abort` ends it when news of a failure arrive.
+                group's end; `_abort` ends it when a failure is heard of.
         """
         end = time.monotonic() + self._deadline_s
         piece = SLICE if peer is None else timedelta(seconds=self._deadline_s)
@@ -208,8 +208,8 @@ class Calls:
         return f"{self.label(rank)} ({'in' if standing.inside else 'last seen in'} {standing.call})"
 
     def _broken(self, error: RuntimeError) -> OffbeatError:
-        """The operation failed under us: the news say who is to blame."""
-        self._news.wait(NEWS_S)
+        """The operation failed under us: a record says who is to blame."""
+        self._heard.wait(RECORD_S)
         record = self._failure or self._gone
         return self._error(record) if record else PeerFailedError(f"a member of {self.text}", one_line(error))
 
@@ -228,7 +228,7 @@ class Calls:
             self._end(record)
             return
         self._gone = self._gone or record
-        self._news.set()
+        self._heard.set()
         if self._inside:
             self._end_later(record)
 
@@ -248,7 +248,7 @@ class Calls:
             if self._failure is not None:
                 return
             self._failure = record
-        self._news.set()
+        self._heard.set()
         for group in self._process_groups if abort else ():
             _abort(group)
 

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 LENGTH: Final = struct.Struct("!I")
 MAX_FRAME_BYTES: Final = 1 << 20
-"""ControlMessage is short; a longer frame is not ours."""
+"""A message is short; a longer frame is not ours."""
 
 MAX_LINE_CHARS: Final = 1000
 """Of an error's line; what somebody prints into it may be longer than a frame."""
 
 SEND_TIMEOUT_S: Final = 2.0
-"""A rank that takes no news for so long, although its socket has room for thousands, is stopped: it misses the news."""
+"""A rank that takes no message for so long, although its socket has room for thousands, is stopped, and misses it."""
 
 LACK_S: Final = 0.1
 """Between two tries to let a rank in while the process has no descriptor to spare."""
@@ -132,19 +132,19 @@ def one_line(error: BaseException) -> str:
     return line[:MAX_LINE_CHARS].encode(errors="backslashreplace").decode()
 
 
-def pack(news: ControlMessage) -> bytes:
-    body = msgspec.msgpack.encode(news)
+def pack(message: ControlMessage) -> bytes:
+    body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
 
 
 class Inbox:
-    """Cuts what arrives on a socket into news."""
+    """Cuts what arrives on a socket into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[ControlMessage]:
-        """ControlMessage completed by `data`; a ValueError says that the bytes are no news."""
+        """Messages completed by `data`; a ValueError says that the bytes are none."""
         self._buffer += data
         while len(self._buffer) >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._buffer)
@@ -167,7 +167,7 @@ def keep_watch(connection: socket.socket) -> None:
 
 
 class ControlServer:
-    """Listens for the ranks of one world, who know the token, and relays their news until `close`."""
+    """Listens for the ranks of one world, who know the token, and relays their messages until `close`."""
 
     def __init__(self, host: str, token: str) -> None:
         self._token = token
@@ -221,28 +221,28 @@ class ControlServer:
     def _read(self, connection: socket.socket) -> None:
         try:
             data = connection.recv(1 << 16)
-            for news in self._inboxes[connection].feed(data):
-                self._take(news, connection)
+            for message in self._inboxes[connection].feed(data):
+                self._take(message, connection)
         except (OSError, ValueError):  # reset by a death, or a stranger's bytes: either way it is over
             data = b""
         if not data:
             self._drop(connection)
 
-    def _take(self, news: ControlMessage, connection: socket.socket) -> None:
-        if isinstance(news, Hello):
-            self._welcome(news, connection)
+    def _take(self, message: ControlMessage, connection: socket.socket) -> None:
+        if isinstance(message, Hello):
+            self._welcome(message, connection)
         elif connection not in self._ranks.values():
-            raise ValueError("news before a hello")
-        elif isinstance(news, Record):
-            self._relay(news)
-        elif isinstance(news, Ask):
-            for rank in news.members:
-                self._send(rank, news)
-        elif isinstance(news, Standing):
-            self._send(news.asker, news)
-        elif isinstance(news, Bye):
-            self._said_bye.add(news.rank)
-            self._relay(Record(kind="left", rank=news.rank))
+            raise ValueError("a message before a hello")
+        elif isinstance(message, Record):
+            self._relay(message)
+        elif isinstance(message, Ask):
+            for rank in message.members:
+                self._send(rank, message)
+        elif isinstance(message, Standing):
+            self._send(message.asker, message)
+        elif isinstance(message, Bye):
+            self._said_bye.add(message.rank)
+            self._relay(Record(kind="left", rank=message.rank))
 
     def _welcome(self, hello: Hello, connection: socket.socket) -> None:
         if hello.token != self._token or hello.rank in self._ranks:
@@ -257,11 +257,11 @@ class ControlServer:
         for rank in list(self._ranks):
             self._send(rank, record)
 
-    def _send(self, rank: int, news: ControlMessage) -> None:
+    def _send(self, rank: int, message: ControlMessage) -> None:
         connection = self._ranks.get(rank)
         if connection is not None:
             with contextlib.suppress(OSError):  # a death is dealt with when its connection is read
-                connection.sendall(pack(news))
+                connection.sendall(pack(message))
 
     def _drop(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
@@ -333,7 +333,7 @@ class ControlClient:
             return dict(self._standings.pop(number))
 
     def wait_until(self, holds: Callable[[], bool], deadline_s: float) -> bool:
-        """Wait for news that make `holds` true; False when it did not become so in time."""
+        """Wait for a message that makes `holds` true; False when it did not become so in time."""
         end = time.monotonic() + deadline_s
         with self._changed:
             while not holds():
@@ -358,20 +358,20 @@ class ControlClient:
         self.closed = True
         self._socket.close()
 
-    def _send(self, news: ControlMessage) -> bool:
+    def _send(self, message: ControlMessage) -> bool:
         with self._send_lock, contextlib.suppress(OSError):
-            self._socket.sendall(pack(news))
+            self._socket.sendall(pack(message))
             return True
         return False
 
     def _serve(self) -> None:
-        for news in self._early:
-            self._take(news)
+        for message in self._early:
+            self._take(message)
         while not self.closed:
             try:
                 data = self._socket.recv(1 << 16)
-                for news in self._inbox.feed(data):
-                    self._take(news)
+                for message in self._inbox.feed(data):
+                    self._take(message)
             except (OSError, ValueError):
                 data = b""
             if not data:
@@ -382,18 +382,18 @@ class ControlClient:
         with self._changed:
             self._changed.notify_all()
 
-    def _take(self, news: ControlMessage) -> None:
-        if isinstance(news, Record):
-            self._hear(news)
-        elif isinstance(news, Ask):
-            self._answer(news)
-        elif isinstance(news, Standing):
+    def _take(self, message: ControlMessage) -> None:
+        if isinstance(message, Record):
+            self._hear(message)
+        elif isinstance(message, Ask):
+            self._answer(message)
+        elif isinstance(message, Standing):
             with self._changed:
-                if news.number in self._standings:
-                    self._standings[news.number][news.rank] = news
+                if message.number in self._standings:
+                    self._standings[message.number][message.rank] = message
                 self._changed.notify_all()
         else:
-            assert isinstance(news, Welcome), news
+            assert isinstance(message, Welcome), message
 
     def _hear(self, record: Record) -> None:
         with self._changed:

@@ -152,7 +152,9 @@ class Group(DataGroup):
         """
         world = current_world()
         if world is None:
-            raise ConfigError("adopting a process group needs the world's news: call join_world() on all ranks first")
+            raise ConfigError(
+                "adopting a process group needs the world's control connection: call join_world() on all ranks first"
+            )
         membership = Membership(
             key=f"adopted/{process_group.group_name}",
             axes=tuple(axes),

@@ -121,7 +121,7 @@ class World:
         self.rank, self.size, self.device, self.deadline_s = rank, size, device, deadline_s
         self.store, self.host = store, host
         self.client: ControlClient | None = None
-        self._hub: ControlServer | None = None
+        self._server: ControlServer | None = None
         self._owned = owned
         self._left = False
         self._pid = os.getpid()
@@ -137,14 +137,14 @@ class World:
         """
         if self.rank == 0:
             token = secrets.token_hex(16)
-            self._hub = ControlServer(self.host, token)
-            self.store.set(key, f"{self._hub.address[0]} {self._hub.address[1]} {token}")
+            self._server = ControlServer(self.host, token)
+            self.store.set(key, f"{self._server.address[0]} {self._server.address[1]} {token}")
         try:
-            hub_host, hub_port, token = self.store.get(key).decode().split()
+            server_host, server_port, token = self.store.get(key).decode().split()
         except DistError as error:
             advice = "it was lost while all were joining; see its log"
             raise DeadlineError("join_world", "rank 0's control server", self.deadline_s, advice) from error
-        self.client = ControlClient(self.rank, (hub_host, int(hub_port)), token, self.deadline_s)
+        self.client = ControlClient(self.rank, (server_host, int(server_port)), token, self.deadline_s)
 
     def count_mesh(self) -> int:
         """A number for a new mesh: all processes make their meshes in one order, so it is the same on all."""
@@ -189,10 +189,10 @@ class World:
             self.client.post(Record.of(error, self.rank))
         self.client.leave()
         patience_s = self.deadline_s if error is None else LEAVE_FAILED_S
-        if error is None or self._hub is not None:
+        if error is None or self._server is not None:
             self.client.wait_until(lambda: others <= self._over(), patience_s)
-        hub_is_lost = self.client.closed  # with rank 0: nobody can be heard any more
-        return set() if hub_is_lost else others - self._over()
+        server_is_lost = self.client.closed  # with rank 0: nobody can be heard any more
+        return set() if server_is_lost else others - self._over()
 
     def _over(self) -> set[int]:
         """Ranks that will come to no further call."""
@@ -202,8 +202,8 @@ class World:
     def _close(self) -> None:
         if self.client is not None:
             self.client.close()
-        if self._hub is not None:
-            self._hub.close()
+        if self._server is not None:
+            self._server.close()
 
     def part_at_exit(self) -> None:
         """The process ends without `leave`: say why, and wait for nobody."""
