@@ -101,7 +101,7 @@ def scorer_pids(pool: ScorerPool) -> list[int]:
 
 async def values_of(pool: ScorerPool, *completions: str) -> list[float | None]:
     scores = await asyncio.gather(*(pool.score(PROMPT, each) for each in completions))
-    return [score and score.value for score in scores]
+    return [None if score is None else score.value for score in scores]
 
 
 def test_scores_are_those_of_this_process_and_errors_come_back_typed(config: RewardConfig) -> None:
