@@ -122,25 +122,20 @@ class Job:
 def role_pids(process: RunningCommand) -> dict[str, int]:
     """Process ids of the roles of a run by name; a role is known by the log that it writes to.
 
-    A scorer has none: it is the child of the driver that prints where the driver does, and is called so or its fork.
+    A scorer has none: its command line holds its name, or is the driver's where roles are forks of it.
     """
     roles: dict[str, int] = {}
     for pid in process.descendants():
         try:
             output = Path(os.readlink(f"/proc/{pid}/fd/1"))
-            if _ROLE_LOG.fullmatch(output.name):
-                roles.setdefault(output.stem, pid)
-            elif _is_scorer(pid, process.pid):
-                roles["scorer"] = pid
+            command, driver = (Path(f"/proc/{each}/cmdline").read_text() for each in (pid, process.pid))
         except OSError:
             continue  # gone meanwhile
+        if _ROLE_LOG.fullmatch(output.name):
+            roles.setdefault(output.stem, pid)
+        elif "\0scorer-" in command or command == driver:
+            roles.setdefault("scorer", pid)
     return roles
-
-
-def _is_scorer(pid: int, driver: int) -> bool:
-    parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    command, driver_command = (Path(f"/proc/{each}/cmdline").read_text() for each in (pid, driver))
-    return parent == driver and ("\0scorer-" in command or command == driver_command)
 
 
 def listening_addresses(pid: int) -> set[str]:

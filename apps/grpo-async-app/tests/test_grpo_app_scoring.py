@@ -7,9 +7,10 @@ import queue
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,12 @@ async def scoring(
         await pool.close()
 
 
-def run(scenario: Callable[[], Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(scenario(), 90))
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run(**fixtures: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(**fixtures), 90))
+
+    return run
 
 
 def scorer_pids(pool: ScorerPool) -> list[int]:
@@ -104,28 +109,24 @@ async def values_of(pool: ScorerPool, *completions: str) -> list[float | None]:
     return [None if score is None else score.value for score in scores]
 
 
-def test_scores_are_those_of_this_process_and_errors_come_back_typed(config: RewardConfig) -> None:
-    async def scenario() -> None:
-        async with scoring(config) as pool:
-            score, plain = await pool.judge(PROMPT, "fine"), build_reward(config).score(PROMPT, "fine")
-            assert score == RewardScore(value=plain.value, parts={**plain.parts, "timed_out": 0.0})
-            for completion, text in (("raise", "no"), ("half", r"no \\ud83d")):
-                with pytest.raises(RewardError, match=f"{NAME} raised ValueError on prompt 3: {text}$") as caught:
-                    await pool.judge(PROMPT, completion)
-                assert "in judge\n    raise ValueError" in caught.value.__notes__[0]
-            assert await values_of(pool, *["fine"] * 4) == [1.0] * 4
-            [pid] = scorer_pids(pool)
-            assert os.getsid(pid) != os.getsid(0), "Ctrl-C is for whoever has started it"
-
-    run(scenario)
+@in_loop
+async def test_scores_are_those_of_this_process_and_errors_come_back_typed(config: RewardConfig) -> None:
+    async with scoring(config) as pool:
+        score, plain = await pool.judge(PROMPT, "fine"), build_reward(config).score(PROMPT, "fine")
+        assert score == RewardScore(value=plain.value, parts={**plain.parts, "timed_out": 0.0})
+        for completion, text in (("raise", "no"), ("half", r"no \\ud83d")):
+            with pytest.raises(RewardError, match=f"{NAME} raised ValueError on prompt 3: {text}$") as caught:
+                await pool.judge(PROMPT, completion)
+            assert "in judge\n    raise ValueError" in caught.value.__notes__[0]
+        assert await values_of(pool, *["fine"] * 4) == [1.0] * 4
+        [pid] = scorer_pids(pool)
+        assert os.getsid(pid) != os.getsid(0), "Ctrl-C is for whoever has started it"
 
 
-def test_a_function_has_the_main_thread_and_may_use_signals_and_event_loops(config: RewardConfig) -> None:
-    async def scenario() -> None:
-        async with scoring(reward_of("busy")) as pool:
-            assert await values_of(pool, "", "") == [4.0, 4.0]
-
-    run(scenario)
+@in_loop
+async def test_a_function_has_the_main_thread_and_may_use_signals_and_event_loops(config: RewardConfig) -> None:
+    async with scoring(reward_of("busy")) as pool:
+        assert await values_of(pool, "", "") == [4.0, 4.0]
 
 
 def test_a_scorer_is_sent_no_picture() -> None:
@@ -133,63 +134,48 @@ def test_a_scorer_is_sent_no_picture() -> None:
     assert sorted(json.loads(prompt_to_json(prompt))) == ["answer", "fields", "ids", "index", "text"]
 
 
-def test_what_takes_too_long_is_worth_nothing_and_the_next_is_scored(config: RewardConfig) -> None:
-    async def scenario() -> None:
-        async with scoring(replace(config, timeout_s=1.0)) as pool:
-            [slow] = scorer_pids(pool)
-            late = await pool.score(PROMPT, "hang")
-            assert late == RewardScore(value=0.0, parts={NAME: 0.0, "timed_out": 1.0})
-            wait_until_gone([slow], 0.1)
+@in_loop
+async def test_what_takes_too_long_is_worth_nothing_and_costs_itself_alone(config: RewardConfig) -> None:
+    async with scoring(replace(config, timeout_s=1.0)) as pool:
+        [slow] = scorer_pids(pool)
+        late = asyncio.create_task(pool.score(PROMPT, "hang"))
+        await asyncio.sleep(0.1)
+        pool._config = config
+        assert await values_of(pool, *["fine"] * 3) == [1.0] * 3
+        assert await late == RewardScore(value=0.0, parts={NAME: 0.0, "timed_out": 1.0})
+        wait_until_gone([slow], 0.1)
+
+
+@in_loop
+async def test_a_scorer_that_dies_is_named_and_replaced(config: RewardConfig) -> None:
+    async with scoring(config) as pool:
+        with pytest.raises(RewardError, match="the process that scores ended with code 9 on prompt 3"):
+            await pool.judge(PROMPT, "die")
+        assert await values_of(pool, "fine") == [1.0]
+        for _ in range(2):  # and one killed from outside costs no score
+            pool.kill()
             assert await values_of(pool, "fine") == [1.0]
-
-    run(scenario)
-
-
-def test_one_that_hangs_costs_itself_alone(config: RewardConfig) -> None:
-    async def scenario() -> None:
-        async with scoring(replace(config, timeout_s=3.0)) as pool:
-            scores = await asyncio.gather(*(pool.score(PROMPT, text) for text in ("hang", *["fine"] * 3)))
-            assert [score and score.parts["timed_out"] for score in scores] == [1.0, 0.0, 0.0, 0.0]
-
-    run(scenario)
+    async with scoring(reward_of("exiting")) as pool:
+        with pytest.raises(RewardError, match="ended with code 7 on prompt 3"):
+            await pool.judge(PROMPT, "fine")
 
 
-def test_a_scorer_that_dies_is_named_and_replaced(config: RewardConfig) -> None:
-    async def scenario() -> None:
-        async with scoring(config) as pool:
-            with pytest.raises(RewardError, match="the process that scores ended with code 9 on prompt 3"):
-                await pool.judge(PROMPT, "die")
-            assert await values_of(pool, "fine") == [1.0]
-            for _ in range(2):  # and one killed from outside costs no score
-                pool.kill()
-                assert await values_of(pool, "fine") == [1.0]
-        async with scoring(reward_of("exiting")) as pool:
-            with pytest.raises(RewardError, match="ended with code 7 on prompt 3"):
-                await pool.judge(PROMPT, "fine")
-
-    run(scenario)
+@in_loop
+async def test_whoever_no_longer_waits_leaves_the_scorer_its_time(config: RewardConfig) -> None:
+    async with scoring(reward_of("wait", num_processes=1)) as pool:
+        nobodys = asyncio.create_task(pool.score(PROMPT, "1"))
+        await asyncio.sleep(0.3)
+        nobodys.cancel()
+        [pid] = await values_of(pool, "0")
+        assert scorer_pids(pool) == [pid]
 
 
-def test_whoever_no_longer_waits_leaves_the_scorer_its_time(config: RewardConfig) -> None:
-    async def scenario() -> None:
-        async with scoring(reward_of("wait", num_processes=1)) as pool:
-            nobodys = asyncio.create_task(pool.score(PROMPT, "1"))
-            await asyncio.sleep(0.3)
-            nobodys.cancel()
-            [pid] = await values_of(pool, "0")
-            assert scorer_pids(pool) == [pid]
-
-    run(scenario)
-
-
-def test_settings_that_cannot_work_are_refused_at_the_start() -> None:
-    async def scenario() -> None:
-        with pytest.raises(ConfigError, match="importing nowhere failed"):
-            await ScorerPool(RewardConfig(name="nowhere:f"), ClusterConfig()).start()
-        with pytest.raises(ConfigError, match="got neither"):
-            await ScorerPool(RewardConfig(), ClusterConfig()).start()
-
-    run(scenario)
+@in_loop
+async def test_settings_that_cannot_work_are_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="importing nowhere failed"):
+        await ScorerPool(RewardConfig(name="nowhere:f"), ClusterConfig()).start()
+    with pytest.raises(ConfigError, match="got neither"):
+        await ScorerPool(RewardConfig(), ClusterConfig()).start()
 
 
 SCRIPT = """
@@ -225,47 +211,40 @@ def test_a_busy_scorer_ends_by_itself_when_its_driver_is_killed(config: RewardCo
     wait_until_gone([scorer], 30)
 
 
-def test_nobody_waits_for_what_is_scored_when_the_pool_is_closed(config: RewardConfig) -> None:
-    async def scenario() -> None:
-        async with scoring(reward_of("wait", timeout_s=600.0, num_processes=3)) as pool:
-            [pid] = await values_of(pool, "0")
-            waiting = [asyncio.create_task(pool.score(PROMPT, "600")) for _ in range(5)]
-            await asyncio.sleep(0.3)
-            begun_s = time.monotonic()
-            await pool.close()
-            outcomes = await asyncio.gather(*waiting, return_exceptions=True)
-            assert time.monotonic() - begun_s < 10
-            assert [type(outcome) for outcome in outcomes] == [RewardError] * 5
-            with pytest.raises(RewardError, match="closed"):  # the next one must not bring it back
-                await pool.score(PROMPT, "0")
-            assert pid is not None
-            wait_until_gone([int(pid)], 0.1)
-            assert pool.num_scored == 1
-
-    run(scenario)
+@in_loop
+async def test_nobody_waits_for_what_is_scored_when_the_pool_is_closed(config: RewardConfig) -> None:
+    async with scoring(reward_of("wait", timeout_s=600.0, num_processes=3)) as pool:
+        [pid] = await values_of(pool, "0")
+        waiting = [asyncio.create_task(pool.score(PROMPT, "600")) for _ in range(5)]
+        await asyncio.sleep(0.3)
+        begun_s = time.monotonic()
+        await pool.close()
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        assert time.monotonic() - begun_s < 10
+        assert [type(outcome) for outcome in outcomes] == [RewardError] * 5
+        with pytest.raises(RewardError, match="closed"):  # the next one must not bring it back
+            await pool.score(PROMPT, "0")
+        assert pid is not None
+        wait_until_gone([int(pid)], 0.1)
+        assert pool.num_scored == 1
 
 
-def test_a_scorer_that_dies_while_it_starts_is_named(config: RewardConfig, tmp_path: Path) -> None:
+@in_loop
+async def test_a_scorer_that_dies_while_it_starts_is_named(config: RewardConfig, tmp_path: Path) -> None:
     (tmp_path / "rewards_stillborn.py").write_text("raise SystemExit(7)\n")
-
-    async def scenario() -> None:
-        with pytest.raises(RewardError, match="the process that scores ended with code 7 before it was ready"):
-            await ScorerPool(RewardConfig(name="rewards_stillborn:judge"), ClusterConfig()).start()
-
-    run(scenario)
+    with pytest.raises(RewardError, match="the process that scores ended with code 7 before it was ready"):
+        await ScorerPool(RewardConfig(name="rewards_stillborn:judge"), ClusterConfig()).start()
 
 
-def test_how_long_a_scorer_may_take_to_start_is_a_setting(config: RewardConfig, tmp_path: Path) -> None:
+@in_loop
+async def test_how_long_a_scorer_may_take_to_start_is_a_setting(config: RewardConfig, tmp_path: Path) -> None:
     (tmp_path / "rewards_slow.py").write_text("import time\ntime.sleep(600)\n")
-
-    async def scenario() -> None:
-        with pytest.raises(DeadlineError, match=r"waited 1.5 s for scorer-0.*raise cluster.start_timeout_s"):
-            await ScorerPool(RewardConfig(name="rewards_slow:judge"), ClusterConfig(start_timeout_s=1.5)).start()
-
-    run(scenario)
+    with pytest.raises(DeadlineError, match=r"waited 1.5 s for scorer-0.*raise cluster.start_timeout_s"):
+        await ScorerPool(RewardConfig(name="rewards_slow:judge"), ClusterConfig(start_timeout_s=1.5)).start()
 
 
-def test_a_scorer_that_did_not_start_again_is_started_for_the_next(config: RewardConfig, tmp_path: Path) -> None:
+@in_loop
+async def test_a_scorer_that_did_not_start_again_is_started_for_the_next(config: RewardConfig, tmp_path: Path) -> None:
     module = tmp_path / "rewards_guarded.py"
     module.write_text(
         "from pathlib import Path\n"
@@ -273,31 +252,23 @@ def test_a_scorer_that_did_not_start_again_is_started_for_the_next(config: Rewar
         "starts.write_text(starts.read_text() + 'x' if starts.exists() else 'x')\n"
         "if len(starts.read_text()) == 2:\n    raise SystemExit(7)\n" + module.read_text()
     )
-
-    async def scenario() -> None:
-        async with scoring(config) as pool:
-            with pytest.raises(RewardError, match="ended with code 7 before it was ready"):
-                await pool.judge(PROMPT, "die")
-            assert await values_of(pool, "fine") == [1.0]
-
-    run(scenario)
+    async with scoring(config) as pool:
+        with pytest.raises(RewardError, match="ended with code 7 before it was ready"):
+            await pool.judge(PROMPT, "die")
+        assert await values_of(pool, "fine") == [1.0]
 
 
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="processes meet through /proc")
-def test_a_function_that_stands_still_is_named_where_the_driver_is_watched(config: RewardConfig) -> None:
+@in_loop
+async def test_a_function_that_stands_still_is_named_where_the_driver_is_watched(config: RewardConfig) -> None:
     found: queue.Queue[liveness.Verdict] = queue.Queue()
-
-    async def scenario() -> liveness.Verdict:
+    monitor = liveness.watch(stall_after_s=2, name="driver", on_verdict=found.put)
+    try:
         async with scoring(config) as pool:
             hanging = asyncio.create_task(pool.score(PROMPT, "hang"))
             verdict = await asyncio.to_thread(found.get, timeout=60)
             hanging.cancel()
-            return verdict
-
-    monitor = liveness.watch(stall_after_s=2, name="driver", on_verdict=found.put)
-    try:
-        verdict = run(scenario)
     finally:
         monitor.close()
     assert "scorer-0.score" in verdict.headline
@@ -305,55 +276,44 @@ def test_a_function_that_stands_still_is_named_where_the_driver_is_watched(confi
 
 
 @pytest.mark.parametrize("on_error", ["drop", "zero"])
-def test_what_cannot_be_scored_costs_one_completion(on_error: str, config: RewardConfig, tmp_path: Path) -> None:
+@in_loop
+async def test_what_cannot_be_scored_costs_one_completion(on_error: str, config: RewardConfig, tmp_path: Path) -> None:
     log, name = tmp_path / "errors.log", "rewards_guarded:moody"
     bad = ["nan", "none", "list", "huge", "raise", "exit", "interrupt"]
-
-    async def scenario() -> None:
-        async with scoring(reward_of("moody", on_error=on_error), log) as pool:
-            scores = {text: await pool.score(PROMPT, text) for text in (*bad, "fine")}
-            fine = scores.pop("fine")
-            assert fine is not None
-            assert fine.value == 1.0
-            given_up = None if on_error == "drop" else RewardScore(value=0.0, parts={name: 0.0, "failed": 1.0})
-            assert scores == dict.fromkeys(bad, given_up)
-            assert pool.num_scored == 8
-            assert "the process that scores ended with code" in pool.last_error
-
-    run(scenario)
+    async with scoring(reward_of("moody", on_error=on_error), log) as pool:
+        scores = {text: await pool.score(PROMPT, text) for text in (*bad, "fine")}
+        fine = scores.pop("fine")
+        assert fine is not None
+        assert fine.value == 1.0
+        given_up = None if on_error == "drop" else RewardScore(value=0.0, parts={name: 0.0, "failed": 1.0})
+        assert scores == dict.fromkeys(bad, given_up)
+        assert pool.num_scored == 8
+        assert "the process that scores ended with code" in pool.last_error
     kept = log.read_text()
     assert 'in moody\n    raise ValueError("no bread today")' in kept
     assert kept.count("RewardError:") >= len(bad)
 
 
-def test_a_run_ends_when_too_many_cannot_be_scored_or_none_may(config: RewardConfig, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with scoring(reward_of("moody", max_error_share=0.01), tmp_path / "errors.log") as pool:
-            assert [await pool.score(PROMPT, "raise") for _ in range(2)] == [None, None]
-            with pytest.raises(
-                RewardError, match=r"3 of the last 3 .* reward.max_error_share = 0.01 .*bread.*errors.log"
-            ):
-                await pool.score(PROMPT, "raise")
-        async with scoring(reward_of("moody", on_error="fail")) as pool:
-            with pytest.raises(RewardError, match="raised ValueError on prompt 3: no bread today"):
-                await pool.score(PROMPT, "raise")
-
-    run(scenario)
+@in_loop
+async def test_a_run_ends_when_too_many_cannot_be_scored_or_none_may(config: RewardConfig, tmp_path: Path) -> None:
+    async with scoring(reward_of("moody", max_error_share=0.01), tmp_path / "errors.log") as pool:
+        assert [await pool.score(PROMPT, "raise") for _ in range(2)] == [None, None]
+        with pytest.raises(RewardError, match=r"3 of the last 3 .* reward.max_error_share = 0.01 .*bread.*errors.log"):
+            await pool.score(PROMPT, "raise")
+    async with scoring(reward_of("moody", on_error="fail")) as pool:
+        with pytest.raises(RewardError, match="raised ValueError on prompt 3: no bread today"):
+            await pool.score(PROMPT, "raise")
 
 
-def test_one_scorer_serves_a_quick_reward(config: RewardConfig) -> None:
-    async def scenario() -> None:
-        async with scoring(reward_of("wait", num_processes=3)) as pool:
-            assert len(set(await values_of(pool, *["0"] * 20))) == 1
-            assert pool.num_scored == 20
-
-    run(scenario)
+@in_loop
+async def test_one_scorer_serves_a_quick_reward(config: RewardConfig) -> None:
+    async with scoring(reward_of("wait", num_processes=3)) as pool:
+        assert len(set(await values_of(pool, *["0"] * 20))) == 1
+        assert pool.num_scored == 20
 
 
 @pytest.mark.nightly
-def test_a_slow_judge_gets_as_many_scorers_as_there_may_be(config: RewardConfig) -> None:
-    async def scenario() -> None:
-        async with scoring(reward_of("wait", num_processes=3)) as pool:
-            assert len(set(await values_of(pool, *["1.5"] * 9))) == 3
-
-    run(scenario)
+@in_loop
+async def test_a_slow_judge_gets_as_many_scorers_as_there_may_be(config: RewardConfig) -> None:
+    async with scoring(reward_of("wait", num_processes=3)) as pool:
+        assert len(set(await values_of(pool, *["1.5"] * 9))) == 3

@@ -32,11 +32,6 @@ class ScorerAnswer:
     text: str = ""
     trace: str = ""
 
-    @classmethod
-    def of_error(cls, error: OffbeatError) -> "ScorerAnswer":
-        trace = "".join(traceback.format_exception(error))
-        return cls(error=type(error).__name__, text=_as_unicode(str(error)), trace=_as_unicode(trace))
-
     def get(self) -> RewardScore:
         """The score, or raise the error, with the traceback as a note."""
         if self.score is not None:
@@ -69,7 +64,8 @@ class ScorerRole:
             with _ending_process():
                 return ScorerAnswer(score=self._reward.score(Prompt(**fields), completion))
         except OffbeatError as error:
-            return ScorerAnswer.of_error(error)
+            trace = "".join(traceback.format_exception(error))
+            return ScorerAnswer(error=type(error).__name__, text=_as_unicode(str(error)), trace=_as_unicode(trace))
 
 
 @contextlib.contextmanager
