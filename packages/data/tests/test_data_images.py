@@ -29,7 +29,6 @@ from offbeat_data import (
     load_prompts,
     load_tokenizer,
 )
-from offbeat_data._scoring_child import _prompt_to_plain
 from offbeat_types import DataError, ModelError
 
 MakeTokenizer = Callable[..., Tokenizer]
@@ -249,14 +248,6 @@ def test_a_model_whose_images_are_cut_otherwise_is_named(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps({"image_token_id": 5}))
     with pytest.raises(ModelError, match=r"preprocessor_config\.json.*must give patch_size"):
         load_image_rules(tmp_path)
-
-
-def test_a_reward_in_another_process_is_sent_no_picture(
-    tokenizer: Tokenizer, tmp_path: Path, write_jsonl: Write
-) -> None:
-    (tmp_path / "fine.png").write_bytes(picture(0))
-    [prompt] = load(tokenizer, write_jsonl([{"prompt": "x", "answer": "1", "images": ["fine.png"]}]))
-    assert Prompt(**json.loads(json.dumps(_prompt_to_plain(prompt)))).pictures == ()
 
 
 def test_conversations_with_images_mask_the_answers_alone(

@@ -4,7 +4,16 @@ from offbeat_actors._group import ActorGroup, call_all, gather_or_cancel, start_
 from offbeat_actors._local import LocalLauncher
 from offbeat_actors._machine import check_processes, split_threads
 from offbeat_actors._spec import ActorHandle, ClusterConfig, Launcher, RoleSpec
-from offbeat_actors._supervision import RestartBudget, Supervised, Tell, least_loaded, start_again, wait_gone
+from offbeat_actors._supervision import (
+    RestartBudget,
+    RestartedRole,
+    Supervised,
+    Tell,
+    call_or_kill,
+    least_loaded,
+    start_again,
+    wait_gone,
+)
 from offbeat_placement import available_cpus
 
 __all__ = [
@@ -14,11 +23,13 @@ __all__ = [
     "Launcher",
     "LocalLauncher",
     "RestartBudget",
+    "RestartedRole",
     "RoleSpec",
     "Supervised",
     "Tell",
     "available_cpus",
     "call_all",
+    "call_or_kill",
     "check_processes",
     "gather_or_cancel",
     "least_loaded",

@@ -11,7 +11,7 @@ from typing import Final, Self
 
 from offbeat_actors._actor import RoleActor
 from offbeat_actors._spec import ClusterConfig, RoleSpec, Wait
-from offbeat_actors._wire import START_ID, Bytes, FrameWriter, Start
+from offbeat_actors._wire import MAIN_THREAD, START_ID, Bytes, FrameWriter, Start
 from offbeat_liveness import current_monitor
 from offbeat_types import ConfigError, DeadlineError, RunFolderError
 
@@ -132,6 +132,8 @@ def own_environment(spec: RoleSpec, run_name: str, driver_address: str) -> Mappi
     """
     threads = dict.fromkeys(_THREAD_VARIABLES, str(spec.num_threads)) if spec.num_threads else {}
     run = {"PYTHONUNBUFFERED": "1", "OFFBEAT_RUN": run_name, "OFFBEAT_ROLE": spec.name}
+    if spec.main_thread:
+        run[MAIN_THREAD] = "1"
     monitor = current_monitor()
     invitation = monitor.invite(driver_address, policy=spec.liveness_policy) if monitor else {}
     return {**run, **invitation, **threads, **spec.env}

@@ -25,6 +25,8 @@ class RoleSpec:
         log_path: file that takes stdout and stderr, appended to; None: those of the parent.
         liveness_policy: of its monitor, where the driver is watched: "report" says who waits for whom; "abort" also
             ends the process, with exit code 4, when it stands in a wait that will never end.
+        main_thread: the constructor and the methods that are not `async` run in the main thread of the process, where
+            code may use signals and event loops of its own; the others run in another thread then.
     """
 
     name: str
@@ -34,6 +36,7 @@ class RoleSpec:
     num_threads: int = 0
     log_path: Path | None = None
     liveness_policy: Policy = "report"
+    main_thread: bool = False
 
 
 @dataclass(frozen=True)

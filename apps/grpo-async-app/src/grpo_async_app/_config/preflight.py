@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from grpo_async_app._config.estimates import estimate_memory
 from grpo_async_app._config.placement import find_view, place_run
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._run.scoring import try_reward
 from offbeat_actors import check_processes
 from offbeat_data import (
     Prompt,
@@ -15,7 +16,6 @@ from offbeat_data import (
     build_reward,
     load_prompts,
     load_tokenizer,
-    try_reward,
 )
 from offbeat_objectives import check_algorithm
 from offbeat_placement import ClusterView, Placement
@@ -249,7 +249,7 @@ def check_reward(config: GrpoConfig) -> None:
 def _try_reward(config: GrpoConfig, prompts: PromptSet) -> str:
     if not config.reward.is_set:
         return ""
-    return try_reward(config.reward, prompts.train[0], start_timeout_s=config.cluster.start_timeout_s)
+    return try_reward(config.reward, prompts.train[0], config.cluster)
 
 
 def _turn_template(config: GrpoConfig, tokenizer: Tokenizer) -> TurnTemplate | None:
