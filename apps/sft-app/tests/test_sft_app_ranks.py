@@ -1,19 +1,14 @@
 """Ranks that train together: the same run as with one process, interrupted, killed, started again and resumed."""
 
-import os
 import signal
 from pathlib import Path
 
 import pytest
+from role_faults import signal_role
 from sft_runs import RANKS, WORDS, assert_same, latest_checkpoint, values_of
 
-from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
+from offbeat_testing import CommandLine, RunningCommand, forked_main, wait_until_gone
 from sft_app import _cli
-
-
-def rank_1(process: RunningCommand) -> int:
-    (found,) = [pid for pid in process.descendants() if b"trainer-1" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return found
 
 
 @pytest.mark.nightly
@@ -34,18 +29,18 @@ def test_two_ranks_train_as_one_and_end_on_ctrl_c(command: CommandLine, config: 
     assert_same(run, undisturbed)
 
 
-def test_a_rank_that_is_killed_is_started_again_and_nothing_is_lost(
-    command: CommandLine, config: Path, tmp_path: Path
-) -> None:
+def test_a_rank_that_is_killed_is_started_again_and_nothing_is_lost(config: Path, tmp_path: Path) -> None:
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
-    words = [*WORDS, "--data.epochs=15", "--checkpoint.every=3"]  # 38 updates
-    with RunningCommand(_cli.main, "train", config, "--out", run, *words, *RANKS) as process:
+    main, words = forked_main("sft_app", "offbeat_engine_torch"), [*WORDS, "--data.epochs=15", "--checkpoint.every=3"]
+    with RunningCommand(main, "train", config, "--out", run, *words, *RANKS) as process:
         process.wait_until((run / "checkpoints" / "step-000003").is_dir, "a checkpoint")
-        os.kill(rank_1(process), signal.SIGKILL)
+        signal_role(process, "trainer-1", signal.SIGKILL)
         assert process.wait() == 0, process.output
         assert "trainer: trainer-1 failed: its process was killed by SIGKILL" in process.output
         assert "the run goes on from update" in process.output
-    assert command("train", config, "--out", undisturbed, *words).code == 0
+    assert set(values_of(run, "trainer/restarts").values()) == {1}
+    with RunningCommand(main, "train", config, "--out", undisturbed, *words) as process:
+        assert process.wait() == 0, process.output
     assert_same(run, undisturbed)
 
 
@@ -55,7 +50,7 @@ def test_a_rank_that_says_nothing_is_named_and_started_again(config: Path, tmp_p
     words = [*WORDS, *RANKS, "--data.epochs=15", "--checkpoint.every=3", "--cluster.silent_after_s=5"]
     with RunningCommand(_cli.main, "train", config, "--out", run, *words) as process:
         process.wait_until((run / "checkpoints" / "step-000003").is_dir, "a checkpoint")
-        os.kill(rank_1(process), signal.SIGSTOP)
+        signal_role(process, "trainer-1", signal.SIGSTOP)
         assert process.wait() == 0, process.output
         assert "trainer-1 failed: it answered nothing for 5 s (cluster.silent_after_s)" in process.output
     assert list(values_of(run, "train/loss")) == list(range(1, 39))
@@ -70,7 +65,7 @@ def test_a_rank_that_may_not_be_started_again_ends_the_run_and_one_rank_goes_on(
     once = "--cluster.max_restarts=0"
     with RunningCommand(_cli.main, "train", config, "--out", run, *words, *RANKS, once) as process:
         process.wait_until((run / "checkpoints" / "step-000003").is_dir, "a checkpoint")
-        os.kill(rank_1(process), signal.SIGKILL)
+        signal_role(process, "trainer-1", signal.SIGKILL)
         assert process.wait(30) == 3, process.output
         assert "trainer-1 failed: its process was killed by SIGKILL" in process.output
         assert f"resume {run}" in process.output

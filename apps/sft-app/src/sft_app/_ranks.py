@@ -187,6 +187,11 @@ class RanksEngine:
         yield
         self._call("end_trace")
 
+    @property
+    def num_restarts(self) -> int:
+        """How often all ranks were started again."""
+        return self._budget.spent["trainer"]
+
     def death(self, error: OffbeatError) -> PeerFailedError | None:
         """The death of a rank that a failed call comes of; None where all live."""
         return self._run(self._living.death(getattr(error, "log_tail", "")))

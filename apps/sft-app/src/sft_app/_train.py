@@ -198,6 +198,8 @@ class _Session:
             "perf/samples_per_s": Metric(value=len(batch) / seconds),
             "data/epoch": Metric(value=self._preflight.epochs_at(update + 1), how="last"),
         }
+        if isinstance(self._engine, RanksEngine) and (restarts := self._engine.num_restarts):
+            values["trainer/restarts"] = Metric(value=float(restarts), how="last")
         self._log.write(update + 1, values)
 
     def _validate(self, done: int) -> None:
