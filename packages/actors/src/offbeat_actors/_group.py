@@ -6,7 +6,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar, overload
 
-from offbeat_actors._spec import ActorHandle, Launcher, RoleSpec
+from offbeat_actors._actor import ActorHandle
+from offbeat_actors._launcher import Launcher
+from offbeat_actors._spec import RoleSpec
 from offbeat_actors._supervision import wait_gone
 from offbeat_types import DeadlineError, PeerFailedError
 

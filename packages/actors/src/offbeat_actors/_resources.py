@@ -58,7 +58,7 @@ def check_kinds(devices: Devices) -> None:
     """
     kinds = installed_backends("offbeat.device")
     for key, name in devices.items():
-        if name not in ("auto", "cpu", *kinds):
+        if name.partition(":")[0] not in ("auto", *kinds):
             raise ConfigError(f"{key} = {name!r}: no such kind of device is known; choose auto, {', '.join(kinds)}")
 
 

@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Protocol, TypeVar
 
-from offbeat_actors._spec import ActorHandle
+from offbeat_actors._actor import ActorHandle
 from offbeat_types import DeadlineError, PeerFailedError
 
 S = TypeVar("S", bound="Supervised")
