@@ -2,13 +2,14 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from offbeat_run import LogConfig, RunFolder, parse_config
+from offbeat_run import LogConfig, RunFolder, check_shared, parse_config
 from offbeat_types import RunFolderError
 
 
@@ -35,6 +36,12 @@ def test_a_folder_that_holds_files_is_refused_with_the_three_ways_out(tmp_path: 
     with pytest.raises(RunFolderError, match=r"not empty; resume it with .*, choose another folder, or remove it"):
         RunFolder.create(tmp_path)
     assert (tmp_path / "kept.txt").read_text() == "precious"
+
+
+def test_a_machine_that_does_not_have_the_folder_is_named(tmp_path: Path) -> None:
+    check_shared(tmp_path)
+    with pytest.raises(RunFolderError, match=rf"elsewhere is not on {socket.gethostname()}.*under one path.*--out"):
+        check_shared(tmp_path / "elsewhere")
 
 
 @pytest.mark.parametrize("kind", ["file", "loop"])

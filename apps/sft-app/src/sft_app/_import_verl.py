@@ -105,8 +105,10 @@ def _write_trainer(draft: Draft) -> None:
     if draft.number("model.lora_rank", default=0):
         draft.copy("engine.lora_rank", "model.lora_rank")
         draft.copy("engine.lora_alpha", "model.lora_alpha", default=16, convert=float)
-    ranks = draft.number("trainer.nnodes", default=1) * draft.number("trainer.n_gpus_per_node", default=8)
-    draft.put("engine.num_ranks", ranks, "trainer.n_gpus_per_node", "trainer.nnodes")
+    nodes, per_node = draft.number("trainer.nnodes", default=1), draft.number("trainer.n_gpus_per_node", default=8)
+    draft.put("engine.num_ranks", nodes * per_node, "trainer.n_gpus_per_node", "trainer.nnodes")
+    if nodes > 1:
+        draft.put("cluster.launcher", "ray", "trainer.nnodes")
     draft.change("trainer.n_gpus_per_node", "torchrun's --nproc_per_node there; engine.num_ranks starts the ranks here")
     for key in ("engine.seed", "data.seed"):
         draft.copy(key, "trainer.seed", default=1)

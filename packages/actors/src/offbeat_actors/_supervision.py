@@ -12,7 +12,9 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
-from offbeat_actors._spec import ActorHandle, Launcher, RoleSpec
+from offbeat_actors._actor import ActorHandle
+from offbeat_actors._launcher import Launcher
+from offbeat_actors._spec import RoleSpec
 from offbeat_types import DeadlineError, PeerFailedError
 
 S = TypeVar("S", bound="Supervised")
