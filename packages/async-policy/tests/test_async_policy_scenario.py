@@ -50,15 +50,15 @@ def test_the_same_scenario_gives_the_same_report_and_another_seed_another(tmp_pa
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[asink]\n", "[asink] is not a section of a scenario; did you mean async?"),
-        ("[machines]\ntrainers = 4\n", "machines.trainers: no such key; did you mean trainer?"),
-        ('[machines]\ntrainer = "4"\n', "machines.trainer: int required, got '4'"),
-        ("[machines]\ntrainer = 0\n", "machines.trainer: required a number >= 1, got 0"),
+        ("[asink]\n", "[asink] is no section of a scenario; did you mean async?"),
+        ("[machines]\ntrainers = 4\n", "scenario.toml, [machines] has no option 'trainers'; did you mean trainer?"),
+        ('[machines]\ntrainer = "4"\n', "[machines]: option trainer must be int, got '4'"),
+        ("[machines]\ntrainer = 0\n", "[machines]: option trainer must be a number >= 1, got 0"),
         ("[machines]\nrollout = 7\nper_engine = 2\n", "machines.rollout=7 is not a multiple"),
-        ("[trainer]\nstep_s = inf\n", "trainer.step_s: required a finite number"),
+        ("[trainer]\nstep_s = inf\n", "[trainer]: option step_s must be a finite number"),
         (
             "[[colocated]]\naccelerators = 8\ngenerate = 1\n",
-            "colocated row 1: generate: no such key; did you mean generate_s?",
+            "colocated row 1 has no option 'generate'; did you mean generate_s?",
         ),
         ("[machines\n", "not TOML"),
     ],

@@ -59,9 +59,9 @@ def test_nothing_given_is_never_out_of_bounds() -> None:
     assert Setting("x", choices=("a",)).complaint(None) is None
 
 
-def test_not_a_number_is_out_of_any_bounds() -> None:
-    assert Setting("x", ge=0).complaint(float("nan")) == "a number >= 0"
-    assert Setting("x", lt=1).complaint(float("nan")) == "a number < 1"
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_not_finite_is_out_of_any_bounds(value: float) -> None:
+    assert Setting("x").complaint(value) == Setting("x", ge=0).complaint(value) == "a finite number"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
