@@ -168,7 +168,7 @@ NO_TEXT = "m: chat_template must be a text, or a list of objects with name and t
 BROKEN = [
     ("tokenizer.json", b"{", "tokenizer.json is corrupt"),
     ("tokenizer.json", b"{}", "tokenizer.json is corrupt"),
-    ("tokenizer_config.json", b"[1]", "tokenizer_config.json is corrupt"),
+    ("tokenizer_config.json", b"[1]", "tokenizer_config.json must hold a JSON object, got list"),
     ("chat_template.jinja", b"{% for message in %}", "not valid Jinja"),
     ("chat_template.jinja", b"{{ " + b"(" * 5000 + b"1" + b")" * 5000 + b" }}", "chat template is not valid Jinja"),
     ("chat_template.jinja", b"\xff{{ messages }}", "chat_template.jinja cannot be read"),
