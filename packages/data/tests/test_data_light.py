@@ -26,7 +26,7 @@ print("light")
 """
 
 
-def test_importing_and_working_loads_nothing_heavy(tmp_path: Path) -> None:
+def test_importing_and_working_loads_nothing_heavy(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", WORK.format(folder=str(tmp_path / "tokenizer"))],
         capture_output=True,
@@ -37,7 +37,7 @@ def test_importing_and_working_loads_nothing_heavy(tmp_path: Path) -> None:
     assert done.stdout == "light\n", done.stderr
 
 
-def test_readers_and_verifiers_bring_no_torch(tmp_path: Path) -> None:
+def test_readers_and_verifiers_bring_no_torch(tmp_path):
     script = (
         "import sys, pyarrow.parquet\n"
         "from offbeat_data import *\n"
@@ -50,14 +50,14 @@ def test_readers_and_verifiers_bring_no_torch(tmp_path: Path) -> None:
     assert done.stdout == "False\n", done.stderr
 
 
-def test_sections_keep_to_25_documented_keys() -> None:
+def test_sections_keep_to_25_documented_keys():
     for section in (ConversationConfig, DataConfig, EnvironmentConfig, RewardConfig):
         declared = fields(section)
         assert len(declared) <= 25
         assert all(field.metadata[METADATA_KEY].doc.endswith(".") for field in declared)
 
 
-def test_the_examples_of_the_readme_work() -> None:
+def test_the_examples_of_the_readme_work():
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     examples = [block.split("```")[0] for block in readme.split("```python\n")[1:]]
     assert len(examples) == 2
@@ -67,6 +67,6 @@ def test_the_examples_of_the_readme_work() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_section_has_no_key_without_effect() -> None:
+def test_a_section_has_no_key_without_effect():
     prompts, conversations = ({field.name for field in fields(each)} for each in (DataConfig, ConversationConfig))
     assert prompts - conversations == {"answer_column", "max_prompt_tokens"}
