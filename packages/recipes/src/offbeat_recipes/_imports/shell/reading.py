@@ -35,7 +35,6 @@ _OVERRIDE: Final = re.compile(r"[+~]{0,2}(?P<name>[A-Za-z_][\w@/-]*(?:\.[\w@/-]+
 _MODULE: Final = re.compile(r"(verl|recipe|openrlhf)\.")
 _DECLARING: Final = frozenset({"export", "local", "declare", "readonly", "typeset"})
 _PREFIXES: Final = frozenset({"exec", "command", "builtin", "nohup", "sudo", "env", "time"})
-_SETTINGS: Final = re.compile(r"[+-]\w*|errexit|nounset|pipefail|xtrace|allexport")
 _MAX_CALLS: Final = 20
 """Functions that call functions; one that calls itself never ends here."""
 _MAX_ROUNDS: Final = 100

@@ -29,7 +29,6 @@ from offbeat_recipes._imports.shell.nodes import (
     Word,
 )
 
-_NAME: Final = re.compile(r"[A-Za-z_]\w*")
 _BLANKS: Final = re.compile(r"(?:[ \t]|\\\n)+")
 _PLAIN: Final = re.compile(r"[^\s\\\"'$`;&|<>()]+")
 _PLAIN_QUOTED: Final = re.compile(r"[^\\\"$`]+")
