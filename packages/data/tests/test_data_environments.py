@@ -4,7 +4,6 @@ import asyncio
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -150,22 +149,6 @@ def test_tools_of_a_row_reach_the_template(make_tokenizer, write_jsonl, tmp_path
     with_tools, without = load_prompts(DataConfig(path=path), load_tokenizer(folder)).train
     assert with_tools.text == json.dumps(tools) + "2+2"
     assert without.text == "null1+1"
-
-
-@pytest.mark.parametrize("there", [False, True], ids=["absent", "of a later kind"])
-def test_verifiers_names_its_install_line(there, tmp_path):
-    if there:  # from 0.4 on the package has no environments with turns
-        (tmp_path / "verifiers.py").write_text("__version__ = '0.4.0'")
-    script = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        + ("" if there else "sys.modules['verifiers'] = None\n")
-        + "from offbeat_data import *\nfrom offbeat_types import BackendError\n"
-        "for work in (lambda: build_environment(EnvironmentConfig(name='verifiers')),\n"
-        "             lambda: load_prompts(DataConfig(path='verifiers:x'), None)):\n"
-        "    try: work()\n    except BackendError as error: print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.count('pip install "verifiers>=0.3,<0.3.2"') == 2, done.stderr
 
 
 PROMPT = Prompt(index=0, ids=np.array([1], np.int32), text="?", answer="12")

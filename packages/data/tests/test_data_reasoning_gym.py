@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -77,26 +75,6 @@ def test_other_prompts_are_refused():
     prompt = Prompt(index=0, ids=np.array([1], np.int32), text="x", answer="1")
     with pytest.raises(DataError, match=r"set data.path to reasoning-gym:TASK"):
         REWARD.score(prompt, "1")
-
-
-@pytest.mark.parametrize(
-    ("missing", "work", "line"),
-    [
-        ("reasoning_gym", "load_prompts(DataConfig(path='reasoning-gym:chain_sum'), tokenizer)", "reasoning-gym"),
-        # Imported when the reward is built, and so never within the deadline of the first completion.
-        ("reasoning_gym", "build_reward(RewardConfig(name='reasoning_gym'))", "reasoning-gym"),
-        ("math_verify", "build_reward(RewardConfig(name='math_verify'))", "math"),
-    ],
-)
-def test_a_missing_extra_names_its_install_line(missing, work, line, tmp_path):
-    script = (
-        f"import sys; sys.modules[{missing!r}] = None\n"
-        "from offbeat_data import *\nfrom offbeat_types import BackendError\n"
-        f"tokenizer = build_character_tokenizer({str(tmp_path)!r})\n"
-        f"try: {work}\nexcept BackendError as error: print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert f'pip install "offbeat-data[{line}]"' in done.stdout, done.stderr
 
 
 # What the judges of these tasks raise on: int("no idea") and a JSON text where an object is expected.

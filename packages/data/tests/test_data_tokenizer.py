@@ -1,14 +1,12 @@
 import json
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from offbeat_data import load_tokenizer
 from offbeat_data._tokenizer import _BLOCK
-from offbeat_types import BackendError, DataError, ModelError
+from offbeat_types import DataError, ModelError
 
 MESSAGES = [
     {"role": "system", "content": "You are terse <&>."},
@@ -84,18 +82,6 @@ def test_older_formats_are_converted_by_transformers(tokenizer_folder, tmp_path)
         load_tokenizer(tmp_path).encode(["Hello there, 日本"], add_special_tokens=False)[0].tolist()
         == expected.tolist()
     )
-
-
-def test_without_transformers_an_older_format_names_the_install_line(tmp_path):
-    (tmp_path / "vocab.json").write_text("{}")
-    script = (
-        "import sys; sys.modules['transformers'] = None\n"
-        "from offbeat_data import load_tokenizer\nfrom offbeat_types import BackendError\n"
-        f"try: load_tokenizer({str(tmp_path)!r})\nexcept BackendError as error: print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert 'pip install "offbeat-data[transformers]"' in done.stdout, done.stderr
-    assert BackendError.exit_code == 2
 
 
 def test_a_missing_template_is_named_where_it_is_needed(make_tokenizer):

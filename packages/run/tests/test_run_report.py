@@ -84,6 +84,16 @@ def page_of(run):
     return Page(write_report(run).read_text())
 
 
+def page_of_metrics(path, *lines):
+    """The report of a run that has measured these, one line an update."""
+    with RunFolder.create(path) as run:
+        run.write_text(run.config, "")
+        with MetricsLog(run, tensorboard=False) as log:
+            for step, values in enumerate(lines, 1):
+                log.write(step, values)
+        return page_of(run)
+
+
 def test_a_grpo_run_shows_every_figure_of_the_design(tmp_path):
     page = page_of(grpo_run(tmp_path / "run"))
     assert {
@@ -130,12 +140,8 @@ def test_no_text_in_the_figures_can_end_their_script():
 
 
 def test_a_fine_tuning_run_shows_its_losses_and_no_empty_figure(tmp_path):
-    with RunFolder.create(tmp_path / "run") as run:
-        run.write_text(run.config, "")
-        with MetricsLog(run, tensorboard=False) as log:
-            for step in range(1, 5):
-                log.write(step, {"train/loss": 3.0 / step, "eval/loss": 4.0 / step, "perf/tokens_per_s": 9000.0})
-        page = page_of(run)
+    losses = [{"train/loss": 3.0 / step, "eval/loss": 4.0 / step, "perf/tokens_per_s": 9000.0} for step in range(1, 5)]
+    page = page_of_metrics(tmp_path / "run", *losses)
     assert page.titles() == ["Loss", "Tokens per second"]
     assert "4.000 → 1.000" in page.text
 
@@ -159,39 +165,23 @@ def test_damaged_lines_are_counted_and_the_others_shown(tmp_path):
 
 
 def test_numbers_that_are_not_finite_are_left_out(tmp_path):
-    with RunFolder.create(tmp_path / "run") as run:
-        run.write_text(run.config, "")
-        with MetricsLog(run, tensorboard=False) as log:
-            log.write(1, {"train/loss": float("nan"), "train/reward": float("inf"), "async/lag_histogram": [0, 0]})
-            log.write(2, {"train/loss": 1.0})
-        page = page_of(run)
+    infinite = {"train/loss": float("nan"), "train/reward": float("inf"), "async/lag_histogram": [0, 0]}
+    page = page_of_metrics(tmp_path / "run", infinite, {"train/loss": 1.0})
     assert page.titles() == ["Loss"]
     assert page.figures[0]["data"][0]["y"] == [1.0]
 
 
 def test_metrics_nobody_told_the_report_about_are_drawn_too(tmp_path):
-    with RunFolder.create(tmp_path / "run") as run:
-        run.write_text(run.config, "")
-        with MetricsLog(run, tensorboard=False) as log:
-            log.write(1, {"mine/<b>": 1.0, "alone": 2.0, **{f"many/{i}": 1.0 for i in range(8)}})
-        page = page_of(run)
+    page = page_of_metrics(tmp_path / "run", {"mine/<b>": 1.0, "alone": 2.0, **{f"many/{i}": 1.0 for i in range(8)}})
     assert page.titles() == ["Other", "Other: many", "Other: many", "Other: mine"]
     assert page.figures[3]["data"][0]["name"] == "&lt;b&gt;"
 
 
 def test_lag_is_drawn_from_its_histogram_or_else_from_its_mean(tmp_path):
-    with RunFolder.create(tmp_path / "a") as run:
-        run.write_text(run.config, "")
-        with MetricsLog(run, tensorboard=False) as log:
-            log.write(1, {"async/lag_histogram": [3, 1]})
-            log.write(2, {"async/lag_histogram": [1, 1, 2]})
-        (figure,) = page_of(run).figures
+    histograms = [{"async/lag_histogram": [3, 1]}, {"async/lag_histogram": [1, 1, 2]}]
+    (figure,) = page_of_metrics(tmp_path / "a", *histograms).figures
     assert figure["data"][0]["z"] == [[0.75, 0.25], [0.25, 0.25], [0, 0.5]]
-    with RunFolder.create(tmp_path / "b") as run:
-        run.write_text(run.config, "")
-        with MetricsLog(run, tensorboard=False) as log:
-            log.write(1, {"train/lag_mean": 1.5})
-        (figure,) = page_of(run).figures
+    (figure,) = page_of_metrics(tmp_path / "b", {"train/lag_mean": 1.5}).figures
     assert figure["data"][0]["y"] == [1.5]
 
 
