@@ -95,21 +95,25 @@ class Options:
     limit_s: float = setting(2.5, "How long to wait.", "s", gt=0)
     num_parts: int = setting(1, "Parts.", ge=1)
     extras: dict[str, int] = setting({}, "Extras.")
+    seed: int | None = setting(None, "Seed.", ge=0)
 
 
 def test_options_are_read_by_their_declarations():
     assert read_options("engine", Options, {}) == Options()
     assert read_options("engine", Options, {"limit_s": 3, "extras": {"a": 1}}) == Options(limit_s=3, extras={"a": 1})
+    assert [read_options("engine", Options, {"seed": seed}).seed for seed in (None, 4)] == [None, 4]
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"num_part": 2}, "engine has no option 'num_part'; did you mean num_parts"),
-        ({"xyz": 2}, "engine has no option 'xyz'; it has limit_s, num_parts, extras"),
+        ({"xyz": 2}, "engine has no option 'xyz'; it has limit_s, num_parts, extras, seed"),
         ({"num_parts": "2"}, "engine: option num_parts must be int, got '2'"),
         ({"num_parts": True}, "engine: option num_parts must be int, got True"),
         ({"extras": 1}, "engine: option extras must be dict, got 1"),
+        ({"seed": 1.5}, "engine: option seed must be int or none, got 1.5"),
+        ({"seed": -1}, "engine: option seed must be a number >= 0, got -1"),
         ({"limit_s": 0.0}, "engine: option limit_s must be a number > 0, got 0.0"),
     ],
 )

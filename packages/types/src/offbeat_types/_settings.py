@@ -52,7 +52,7 @@ class Setting:
             return "one of " + ", ".join(self.choices)
         if not isinstance(value, int | float):
             return None
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             return "a finite number"
         bounds = (
             (">=", self.ge, operator.ge),
