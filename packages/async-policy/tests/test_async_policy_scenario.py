@@ -119,7 +119,7 @@ def test_one_colocated_row_needs_to_be_told_what_more_accelerators_shorten():
         calibrate([ColocatedStep(accelerators=8, generate_s=1, update_s=1)])
     shares = {"fixed_generate_share": 0.25, "fixed_train_share": 0.5}
     fit = calibrate([ColocatedStep(accelerators=8, generate_s=4, update_s=2, **shares)])
-    assert (fit.generate.fixed_s, fit.generate.seconds(8), fit.update.seconds(16)) == pytest.approx((1, 4, 1.5))
+    assert (fit.generate.fixed_s, fit.generate.work_s, fit.update.work_s) == pytest.approx((1, 24, 8))
 
 
 @pytest.mark.parametrize(
