@@ -1,6 +1,7 @@
 """Tokenizer folders made on the spot: byte-level BPE with real merges, ChatML and Llama 3 style."""
 
 import json
+import shutil
 import signal
 
 import pytest
@@ -144,6 +145,20 @@ def tokenizer_folder(tmp_path_factory):
         return made[template]
 
     return folder
+
+
+@pytest.fixture
+def copied_folder(tokenizer_folder, tmp_path):
+    """A copy of `tokenizer_folder`, with files of its own: bytes, texts or JSON by name."""
+
+    def copy(template, files):
+        folder = shutil.copytree(tokenizer_folder(template), tmp_path / "m")
+        for name, content in files.items():
+            text = content if isinstance(content, str | bytes) else json.dumps(content)
+            (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        return folder
+
+    return copy
 
 
 @pytest.fixture(scope="session")

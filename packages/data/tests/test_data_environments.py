@@ -1,13 +1,13 @@
 """Which environment a configuration names, and that one that breaks ends its own episode and no other."""
 
 import asyncio
+import json
 import re
 import signal
 import socket
 import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from offbeat_data import (
     ToolEnvironment,
     build_environment,
     load_prompts,
+    load_tokenizer,
 )
 from offbeat_types import ConfigError
 
@@ -136,14 +137,8 @@ def test_once_asked_it_scores_as_the_reward_of_that_name_does(make_tokenizer):
         assert asyncio.run(_play(environment, prompt, text)) == ([None], reward.score(prompt, text))
 
 
-def test_tools_of_a_row_reach_the_template(make_tokenizer, write_jsonl, tmp_path):
-    import json
-    import shutil
-
-    from offbeat_data import load_tokenizer
-
-    folder = shutil.copytree(Path(make_tokenizer("chatml").source), tmp_path / "m")
-    (folder / "chat_template.jinja").write_text("{{ tools | tojson }}{{ messages[0]['content'] }}")
+def test_tools_of_a_row_reach_the_template(copied_folder, write_jsonl):
+    folder = copied_folder("chatml", {"chat_template.jinja": "{{ tools | tojson }}{{ messages[0]['content'] }}"})
     tools = [{"type": "function", "function": {"name": "add"}}]
     path = write_jsonl([{"prompt": "2+2", "answer": "4", "tools": tools}, {"prompt": "1+1", "answer": "2"}])
     with_tools, without = load_prompts(DataConfig(path=path), load_tokenizer(folder)).train

@@ -1,5 +1,4 @@
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -134,9 +133,9 @@ def test_an_answer_that_is_no_text_is_its_json(given, answer, make_tokenizer, tm
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ],
 )
-def test_a_conversation_the_template_refuses_is_named_by_row(template, tokenizer_folder, tmp_path, write_jsonl):
-    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
-    (folder / "chat_template.jinja").write_text(f"{{% if 'product' in messages[0].content %}}{template}{{% endif %}}x")
+def test_a_conversation_the_template_refuses_is_named_by_row(template, copied_folder, write_jsonl):
+    refuses = f"{{% if 'product' in messages[0].content %}}{template}{{% endif %}}x"
+    folder = copied_folder(None, {"chat_template.jinja": refuses})
     with pytest.raises(DataError, match=r"rows.jsonl, row 2: the chat template refuses a conversation"):
         _load(load_tokenizer(folder), write_jsonl(ROWS))
 

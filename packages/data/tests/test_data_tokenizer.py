@@ -1,5 +1,4 @@
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -47,17 +46,16 @@ def test_decode_is_the_inverse_of_encode_and_can_hide_control_tokens(make_tokeni
     assert tokenizer.pad_id is None
 
 
-def test_truncation_and_padding_kept_in_a_tokenizer_file_are_off(tokenizer_folder, tmp_path):
-    folder = shutil.copytree(tokenizer_folder("chatml"), tmp_path / "m")
-    content = json.loads((folder / "tokenizer.json").read_text())
+def test_truncation_and_padding_kept_in_a_tokenizer_file_are_off(tokenizer_folder, copied_folder):
+    content = json.loads((tokenizer_folder("chatml") / "tokenizer.json").read_text())
     content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
+    folder = copied_folder("chatml", {"tokenizer.json": content})
     text = "What is the sum of two numbers? " * 4
     assert len(load_tokenizer(folder).encode([text], add_special_tokens=True)[0]) > 4
 
 
-def test_a_template_is_found_wherever_a_folder_keeps_it(tokenizer_folder, tmp_path):
-    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
+def test_a_template_is_found_wherever_a_folder_keeps_it(copied_folder):
+    folder = copied_folder(None, {})
     assert load_tokenizer(folder).chat_template is None
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": "json file"}))
     assert load_tokenizer(folder).require_template().source == "json file"
@@ -89,25 +87,21 @@ def test_a_missing_template_is_named_where_it_is_needed(make_tokenizer):
         make_tokenizer(None).require_template()
 
 
-def test_every_id_is_below_the_size_of_the_vocabulary(tokenizer_folder, tmp_path):
-    folder = shutil.copytree(tokenizer_folder("chatml"), tmp_path / "m")
-    content = json.loads((folder / "tokenizer.json").read_text())
+def test_every_id_is_below_the_size_of_the_vocabulary(tokenizer_folder, copied_folder):
+    content = json.loads((tokenizer_folder("chatml") / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
     vocabulary["zz"] = max(vocabulary.values()) + 100
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    assert load_tokenizer(folder).vocab_size == vocabulary["zz"] + 1
+    assert load_tokenizer(copied_folder("chatml", {"tokenizer.json": content})).vocab_size == vocabulary["zz"] + 1
 
 
-def test_two_tokenizers_are_told_apart_by_a_text_that_they_number_differently(tokenizer_folder, tmp_path):
+def test_two_tokenizers_are_told_apart_by_a_text_that_they_number_differently(tokenizer_folder, copied_folder):
     folder = tokenizer_folder("chatml")
     tokenizer = load_tokenizer(folder)
     assert tokenizer.first_difference(load_tokenizer(folder)) == ""
     held = json.loads((folder / "tokenizer.json").read_text())
     last = "".join(held["model"]["merges"].pop())
     number = held["model"]["vocab"].pop(last)
-    shutil.copytree(folder, tmp_path / "other")
-    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(held))
-    other = load_tokenizer(tmp_path / "other")
+    other = load_tokenizer(copied_folder("chatml", {"tokenizer.json": held}))
     assert tokenizer.first_difference(other) == f"{last!r} has id {number} here and no id there"
     assert other.first_difference(tokenizer) == f"{last!r} has no id here and id {number} there"
 
@@ -143,18 +137,16 @@ BROKEN = [
     ("chat_template.jinja", b"{{ " + b"(" * 5000 + b"1" + b")" * 5000 + b" }}", "chat template is not valid Jinja"),
     ("chat_template.jinja", b"\xff{{ messages }}", "chat_template.jinja cannot be read"),
     *(
-        ("chat_template.json", json.dumps({"chat_template": found}).encode(), NO_TEXT)
+        ("chat_template.json", {"chat_template": found}, NO_TEXT)
         for found in (5, {"default": "x"}, [{"name": "default"}], [{"name": "default", "template": 5}], ["x"])
     ),
 ]
 
 
 @pytest.mark.parametrize(("name", "content", "message"), BROKEN, ids=range(len(BROKEN)))
-def test_a_file_that_is_broken_is_named(name, content, message, tokenizer_folder, tmp_path):
-    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
-    (folder / name).write_bytes(content)
+def test_a_file_that_is_broken_is_named(name, content, message, copied_folder):
     with pytest.raises(ModelError, match=message):
-        load_tokenizer(folder)
+        load_tokenizer(copied_folder(None, {name: content}))
 
 
 @pytest.mark.parametrize(
@@ -164,8 +156,7 @@ def test_a_file_that_is_broken_is_named(name, content, message, tokenizer_folder
         ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     ],
 )
-def test_a_template_can_refuse_messages_and_cannot_reach_python(template, message, tokenizer_folder, tmp_path):
-    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
-    (folder / "chat_template.jinja").write_text(template)
+def test_a_template_can_refuse_messages_and_cannot_reach_python(template, message, copied_folder):
+    made = load_tokenizer(copied_folder(None, {"chat_template.jinja": template})).require_template()
     with pytest.raises(DataError, match=message):
-        load_tokenizer(folder).require_template().render(MESSAGES[:1], add_generation_prompt=True, options={})
+        made.render(MESSAGES[:1], add_generation_prompt=True, options={})

@@ -112,11 +112,7 @@ def _measure(parsed: argparse.Namespace, _: Overrides) -> str:
     return scenario_text([read_run(folder) for folder in parsed.runs])
 
 
-def _keys(_: argparse.Namespace, rest: Overrides) -> str:
-    return describe_keys()
-
-
-_COMMANDS = {"simulate": _simulate, "propose": _propose, "measure": _measure, "keys": _keys}
+_COMMANDS = {"simulate": _simulate, "propose": _propose, "measure": _measure, "keys": lambda *_: describe_keys()}
 
 
 def _model(parsed: argparse.Namespace, rest: Overrides) -> ScenarioModel:

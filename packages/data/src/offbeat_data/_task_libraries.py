@@ -26,12 +26,11 @@ def draw_entries(task: str, *, num_items: int, seed: int, options: Mapping[str, 
     """Draw problems of a task as rows with the columns `prompt`, `answer` and `reasoning_gym`."""
     options_json = json.dumps(dict(options), sort_keys=True)
     dataset = _make_dataset(task, num_items, seed, options_json)
-    return [_reasoning_gym_row(task, options_json, dataset[index]) for index in range(len(dataset))]
-
-
-def _reasoning_gym_row(task: str, options_json: str, entry: dict[str, Any]) -> dict[str, Any]:
-    kept = {"task": task, "options": options_json, "entry": pack(entry)}
-    return {"prompt": entry["question"], "answer": entry["answer"], REASONING_GYM: kept}
+    rows = []
+    for entry in (dataset[index] for index in range(len(dataset))):
+        kept = {"task": task, "options": options_json, "entry": pack(entry)}
+        rows.append({"prompt": entry["question"], "answer": entry["answer"], REASONING_GYM: kept})
+    return rows
 
 
 def score_entry(answer: str, fields: Mapping[str, Any]) -> float | None:
@@ -85,12 +84,11 @@ def draw_rows(name: str, *, split: str, options: Mapping[str, Any]) -> list[dict
     environment = load_environment(name, options_json)
     dataset = environment.get_dataset() if split == "train" else environment.get_eval_dataset()
     tools = [_tool_schema(tool) for tool in environment.tool_defs or []]
-    return [_verifiers_row(name, options_json, row, tools) for row in dataset]
-
-
-def _verifiers_row(name: str, options_json: str, row: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
-    kept = {"environment": name, "options": options_json, "row": pack(to_plain(row))}
-    return {"prompt": row["prompt"], "answer": row.get("answer"), "tools": tools, VERIFIERS: kept}
+    rows = []
+    for row in dataset:
+        kept = {"environment": name, "options": options_json, "row": pack(to_plain(row))}
+        rows.append({"prompt": row["prompt"], "answer": row.get("answer"), "tools": tools, VERIFIERS: kept})
+    return rows
 
 
 def _tool_schema(tool: Any) -> dict[str, Any]:

@@ -209,7 +209,9 @@ def _count_qwen3_vl(vision: Mapping[str, Any], hidden: int) -> int:
     deep = len(vision.get("deepstack_visual_indexes", ()))
     positions = int(vision["num_position_embeddings"]) * width
     norms = 2 * width + deep * 2 * merged  # the deep mergers normalise after merging
-    return _patches(vision, width) + width + positions + depth * block + (1 + deep) * _merger(vision, width, out) + norms
+    return (
+        _patches(vision, width) + width + positions + depth * block + (1 + deep) * _merger(vision, width, out) + norms
+    )
 
 
 def _biased(num_in: int, num_out: int) -> int:

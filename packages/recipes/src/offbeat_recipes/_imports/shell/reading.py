@@ -248,16 +248,13 @@ class _Reader:
         for name, value in self.values.variables.items():
             different = dict.fromkeys(each.variables[name] for each in others if name in each.variables)
             different.pop(value, None)
-            if different and self._is_used(name):
+            if different and re.search(rf"\$\{{?{name}\b", self.text):
                 shown = " or ".join(_shown(_bare(each)) or "nothing" for each in different)
                 told.append(f"{name} = {_shown(_bare(value)) or 'nothing'} stands, not {shown}")
         for name, held in self.values.arrays.items():
             more = [word for each in others for word in each.arrays.get(name, {}).values() if word not in held.values()]
             told += [f"{_shown(_bare(word))} is left out" for word in dict.fromkeys(more) if _OVERRIDE.fullmatch(word)]
         return told
-
-    def _is_used(self, name: str) -> bool:
-        return re.search(rf"\$\{{?{name}\b", self.text) is not None
 
     def _assign(self, one: Assignment) -> None:
         if one.is_array:
