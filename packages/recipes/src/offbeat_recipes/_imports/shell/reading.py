@@ -28,12 +28,11 @@ from offbeat_recipes._imports.shell.nodes import (
     Text,
     Word,
 )
-from offbeat_recipes._imports.shell.syntax import ShellParser
+from offbeat_recipes._imports.shell.syntax import DECLARING, ShellParser
 from offbeat_recipes._imports.shell.values import MARK, OpenValueError, Values, fits
 
 _OVERRIDE: Final = re.compile(r"[+~]{0,2}(?P<name>[A-Za-z_][\w@/-]*(?:\.[\w@/-]+)+)=(?P<value>.*)", re.DOTALL)
 _MODULE: Final = re.compile(r"(verl|recipe|openrlhf)\.")
-_DECLARING: Final = frozenset({"export", "local", "declare", "readonly", "typeset"})
 _PREFIXES: Final = frozenset({"exec", "command", "builtin", "nohup", "sudo", "env", "time"})
 _MAX_CALLS: Final = 20
 """Functions that call functions; one that calls itself never ends here."""
@@ -286,7 +285,7 @@ class _Reader:
             words.pop(0)
             while words and (words[0].startswith("-") or re.match(r"[A-Za-z_]\w*=", words[0])):
                 words.pop(0)
-        if not words or words[0] in _DECLARING:
+        if not words or words[0] in DECLARING:
             for one in command.assignments:
                 self._assign(one)
             return True
