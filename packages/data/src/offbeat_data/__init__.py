@@ -1,13 +1,8 @@
 """Data sets, tokenizers, chat templates, rewards and verifiers. No torch."""
 
+from offbeat_data._built_in_environments import EnvironmentConfig, build_environment
 from offbeat_data._conversations import ConversationSet, load_conversations, mark_assistant_turns
-from offbeat_data._environments import (
-    Environment,
-    EnvironmentConfig,
-    EnvironmentFailedError,
-    EpisodeHost,
-    build_environment,
-)
+from offbeat_data._environments import Environment, EnvironmentFailedError, EpisodeHost
 from offbeat_data._episodes import EpisodeLimits, TurnTemplate, play_episode
 from offbeat_data._images import ImageRules, Picture, load_image_rules
 from offbeat_data._prompts import Prompt, PromptSet, RowCounts, load_prompts

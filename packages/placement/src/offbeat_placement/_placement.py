@@ -8,7 +8,7 @@ from offbeat_placement._check import check_plan
 from offbeat_placement._plan import Block, Plan, draw_plan, plan_blocks
 from offbeat_placement._planner import Part, allocate, find_plan
 from offbeat_placement._resources import Allocation, ClusterView, Node, RankGroup, sort_nodes
-from offbeat_placement._shortfall import Change, Suggestion, allocation_error, misfit_error, suggest_changes
+from offbeat_placement._shortfall import Suggestion, allocation_error, misfit_error, suggest_changes
 from offbeat_types import PlacementError
 
 Setting = bool | int
@@ -151,12 +151,11 @@ def fit_settings(
             usable = _suggest_settings(wanted, view)
             if not usable:
                 raise error from None
-            settings |= {change.key: _value(change) for change in usable[0]}
+            settings |= {
+                change.key: True if change.field == "shares_devices_with" else int(change.setting)
+                for change in usable[0]
+            }
             settings |= companions(settings)
         else:
             return settings
     raise PlacementError("no change of settings was found that makes the recipe fit: choose the cluster first")
-
-
-def _value(change: Change) -> Setting:
-    return True if change.field == "shares_devices_with" else int(change.setting)

@@ -5,7 +5,6 @@ Each change is tried with the planner before it is named.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby, islice
 from math import ceil
 from typing import Any, Final
@@ -129,12 +128,8 @@ def _single_changes(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> Itera
         yield from _shared(group, groups[:place], keeps)
         yield from _narrower(group, keeps)
         for field, most in (("num_replicas", group.num_replicas - 1), ("cpus_per_rank", ceil(group.cpus_per_rank) - 1)):
-            if fewer := _largest(most, partial(_keeps_with, keeps, group, field)):
+            if fewer := _largest(most, lambda value, group=group, field=field: keeps(_change(group, field, value))):
                 yield (_change(group, field, fewer),)
-
-
-def _keeps_with(keeps: Keeps, group: RankGroup, field: str, value: int) -> bool:
-    return keeps(_change(group, field, value))
 
 
 def _shared(group: RankGroup, others: Sequence[RankGroup], keeps: Keeps) -> Iterator[Suggestion]:

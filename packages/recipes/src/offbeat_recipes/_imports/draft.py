@@ -1,14 +1,13 @@
 """A configuration in the making: what came from which option, what changed its meaning, what has no counterpart."""
 
 import json
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from offbeat_recipes._imports.options import is_open
+from offbeat_run import toml_value
 
 _TEXTS: Final = ("model.path", "teacher.path", "data.path", "data.eval_path", "data.split", "log.project")
 """Keys that may refer to the environment: our own files do so in the same way."""
@@ -170,19 +169,4 @@ def _first_match(name: str, patterns: Mapping[str, str]) -> str:
 
 
 def _line(key: str, value: Any) -> str:
-    return f"{key.partition('.')[2]} = {_toml(value)}"
-
-
-def _toml(value: Any) -> str:
-    """A plain value as TOML; the strings, numbers and lists of JSON are TOML's too."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_name(name)} = {_toml(item)}" for name, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _name(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
+    return f"{key.partition('.')[2]} = {toml_value(value)}"
