@@ -154,7 +154,7 @@ def train_reference(folder):
 
 def whole(engine):
     """Every tensor under its name, those of the layers too."""
-    held = [engine._held, engine._checkpoints._ahead]
+    held = [engine._policy.weights, engine._policy.mtp]
     return {name: tensor.clone() for each in held for name, tensor in each.gather()}
 
 
@@ -165,7 +165,7 @@ def train_engine(engine):
         losses.append(metrics["loss"].value)
         ahead.append([metrics[f"mtp_loss_{depth}"].value for depth in range(1, NUM_LAYERS + 1)])
         if step == 0 and not engine.config.options.get("overlap_grad_reduce"):
-            gradients = whole_gradients(engine, engine._held, engine._checkpoints._ahead)
+            gradients = whole_gradients(engine, engine._policy.weights, engine._policy.mtp)
         norms.append(engine.step()["grad_norm"].value)
     with engine._shim:
         engine._optimizer.gather_weights()
@@ -222,7 +222,7 @@ def test_new_layers_are_the_same_in_every_layout_and_come_back_with_a_checkpoint
     from safetensors.torch import load_file
 
     stored = load_file(place / "qwen3/mtp.safetensors")
-    made = dict(engine._checkpoints._ahead.gather())
+    made = dict(engine._policy.mtp.gather())
     assert made.keys() == stored.keys()
     assert all(torch.equal(tensor, stored[name]) for name, tensor in made.items())
     engine.forward_backward(make_sequences(0), policy_loss)
@@ -251,13 +251,13 @@ def test_detached_layers_leave_the_model_alone(models):
         MegatronTrainEngine.create(engine_config(place / "qwen3", Layout(options=options)))
         for options in ({}, {**OPTIONS, "mtp_detached": True})
     )
-    before = {name: tensor.clone() for name, tensor in detached._checkpoints._ahead.gather()}
+    before = {name: tensor.clone() for name, tensor in detached._policy.mtp.gather()}
     for engine in (plain, detached):
         engine.forward_backward(make_sequences(0), policy_loss)
-    grads = [dict(each._held.gather(lambda parameter: parameter.main_grad)) for each in (plain, detached)]
+    grads = [dict(each._policy.weights.gather(lambda parameter: parameter.main_grad)) for each in (plain, detached)]
     assert all(torch.equal(tensor, grads[1][name]) for name, tensor in grads[0].items())
     detached.step()
-    assert not any(torch.equal(tensor, before[name]) for name, tensor in detached._checkpoints._ahead.gather())
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in detached._policy.mtp.gather())
     plain.close()
     detached.close()
 
