@@ -37,7 +37,7 @@ def test_a_folder_that_holds_files_is_refused_with_the_three_ways_out(tmp_path):
     assert (tmp_path / "kept.txt").read_text() == "precious"
 
 
-def test_a_machine_that_does_not_have_the_folder_is_named(tmp_path: Path) -> None:
+def test_a_machine_that_does_not_have_the_folder_is_named(tmp_path):
     check_shared(tmp_path)
     with pytest.raises(RunFolderError, match=rf"elsewhere is not on {socket.gethostname()}.*under one path.*--out"):
         check_shared(tmp_path / "elsewhere")
