@@ -67,24 +67,6 @@ def test_a_rank_that_is_killed_on_its_node_is_started_again_and_nothing_is_lost(
     assert_same(run, undisturbed)
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_a_node_that_is_lost_is_named_and_its_rank_goes_to_another(config: Path, tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'offbeat-actors[ray]'")
-    run = tmp_path / "run"
-    with ray_nodes(1, num_gpus=0, head_cpus=0) as cluster:
-        second = cluster.add_node(3)
-        cluster.wait_ready()
-        words = [*WORDS, *RANKS, *ON_RAY, f"--cluster.address={cluster.address}", "--data.epochs=15"]
-        with RunningCommand("sft_app", "train", config, "--out", run, *words, "--checkpoint.every=3") as process:
-            process.wait_until((run / "checkpoints" / "step-000003").is_dir, "a checkpoint", 500)
-            cluster.add_node(4)
-            cluster.wait_ready()
-            cluster.cluster.remove_node(second, allow_graceful=False)
-            assert process.wait(500) == 0, process.output
-            assert "trainer-1 failed: its node 127.0.0.3 was lost" in process.output
-
-
 @pytest.fixture
 def two_nodes_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the Ray cluster has; this machine has no such devices."""
