@@ -3,10 +3,10 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from offbeat_async_policy._config import AsyncConfig
 from offbeat_async_policy._simulation.report import advise, chart_page, describe_model, proposal_text, simulation_text
@@ -112,7 +112,12 @@ def _measure(parsed: argparse.Namespace, _: Overrides) -> str:
     return scenario_text([read_run(folder) for folder in parsed.runs])
 
 
-_COMMANDS = {"simulate": _simulate, "propose": _propose, "measure": _measure, "keys": lambda *_: describe_keys()}
+_COMMANDS: Final[dict[str, Callable[[argparse.Namespace, Overrides], str]]] = {
+    "simulate": _simulate,
+    "propose": _propose,
+    "measure": _measure,
+    "keys": lambda *_: describe_keys(),
+}
 
 
 def _model(parsed: argparse.Namespace, rest: Overrides) -> ScenarioModel:
