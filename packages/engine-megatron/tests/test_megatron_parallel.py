@@ -134,9 +134,7 @@ REFUSED = {
     "layers of parts": (2, {"pipeline_parallel": 2, "virtual_pipeline": 4}, {}, "num_hidden_layers = 4: got 8"),
     "experts": (4, {"expert_parallel": 4}, MOE | EXPERTS, "num_experts = 6: got 4"),
     "experts of a dense model": (2, {"expert_parallel": 2}, {}, "has no experts"),
-    "world": (6, {"tensor_parallel": 4}, {}, "must divide the ranks: got 6"),
     "fewer ranks than asked for": (1, {"context_parallel": 2}, {}, "must divide the ranks: got 1"),
-    "an option that is none": (1, {"tensor_paralel": 2}, {}, "did you mean tensor_parallel"),
 }
 
 

@@ -64,3 +64,4 @@ def create(models):
     yield make
     for engine in made:
         engine.close()
+    gc.collect()  # what an engine that could not be made has left: groups must not outlive a fork
