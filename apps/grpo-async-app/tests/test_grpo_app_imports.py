@@ -87,6 +87,14 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.fixture
+def imported(command: CommandLine, script: Path, tmp_path: Path) -> tuple[Path, str]:
+    """What the script becomes, and what was said."""
+    ended = command("import", "verl", script, "--out", tmp_path / "geo3k.toml")
+    assert ended.code == 0, ended.err
+    return tmp_path / "geo3k.toml", " ".join(ended.out.split())
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -105,11 +113,9 @@ def test_values_are_read_as_hydra_reads_them(text: str, value: object) -> None:
 
 
 def test_a_script_of_verl_becomes_a_configuration_that_plans(
-    command: CommandLine, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: CommandLine, imported: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tmp_path / "geo3k.toml"
-    ended = command("import", "verl", script, "--out", target)
-    assert ended.code == 0, ended.err
+    target, _ = imported
     monkeypatch.setenv("HOME", "/home/somebody")
     config = load_config(target, GrpoConfig)
     assert config.model.path == "/models/Qwen3-VL-8B-Instruct"
@@ -131,21 +137,17 @@ def test_a_script_of_verl_becomes_a_configuration_that_plans(
     assert command("plan", target, "--cluster", "1x8").code == 0
 
 
-def test_a_correction_that_would_have_no_effect_is_given_one_and_told(
-    command: CommandLine, script: Path, tmp_path: Path
-) -> None:
-    ended = command("import", "verl", script, "--out", tmp_path / "geo3k.toml")
-    algorithm = load_config(tmp_path / "geo3k.toml", GrpoConfig).algorithm
+def test_a_correction_that_would_have_no_effect_is_given_one_and_told(imported: tuple[Path, str]) -> None:
+    target, told = imported
+    algorithm = load_config(target, GrpoConfig).algorithm
     assert (algorithm.correction, algorithm.correction_form) == ("sequence_tis_token_rs", "decoupled")
     assert (algorithm.tis_cap, algorithm.rs_low, algorithm.rs_high) == (2.0, 1 / 1.6, 1 / 0.6), "k1 is -log r"
     assert algorithm.normalise_weights
-    told = " ".join(ended.out.split())
     assert "a weight has no effect or counts it twice" in told
 
 
-def test_what_has_no_counterpart_is_listed_in_both_places(command: CommandLine, script: Path, tmp_path: Path) -> None:
-    ended = command("import", "verl", script, "--out", tmp_path / "geo3k.toml")
-    text, told = (tmp_path / "geo3k.toml").read_text(), " ".join(ended.out.split())
+def test_what_has_no_counterpart_is_listed_in_both_places(imported: tuple[Path, str]) -> None:
+    text, told = imported[0].read_text(), imported[1]
     option = "actor_rollout_ref.actor.fsdp_config.param_offload"
     assert option in text
     assert option in told
