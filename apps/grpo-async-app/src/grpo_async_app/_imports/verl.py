@@ -123,8 +123,7 @@ def _write_reward(draft: Draft) -> None:
 def _write_rollout(draft: Draft) -> None:
     name = f"{_ROLLOUT}name"
     wanted = draft.take(name, default="vllm")
-    backend = _SAMPLERS.get(wanted, "vllm")
-    draft.put("rollout.backend", backend, name)
+    draft.put("rollout.backend", _SAMPLERS.get(wanted, "vllm"), name)
     if wanted not in _SAMPLERS:
         draft.change(name, "there is no such rollout engine here: vllm takes its place")
     draft.copy("rollout.tensor_parallel", f"{_ROLLOUT}tensor_model_parallel_size", default=2)
@@ -146,12 +145,13 @@ def _write_rollout(draft: Draft) -> None:
         convert=lambda mib: mib * 2**20,
     )
     draft.copy("eval.temperature", f"{_ROLLOUT}val_kwargs.temperature")
-    if backend == "vllm":
-        _write_engine_arguments(draft)
+    _write_engine_arguments(draft, wanted)
 
 
-def _write_engine_arguments(draft: Draft) -> None:
+def _write_engine_arguments(draft: Draft, wanted: str) -> None:
     """Arguments of the rollout engine itself go to `rollout.options`, which hands on what it does not know."""
+    if _SAMPLERS.get(wanted, "vllm") != "vllm":
+        return
     prefix = f"{_ROLLOUT}engine_kwargs.vllm."
     names = {name: name.removeprefix(prefix) for name in draft.left if name.startswith(prefix)}
     own = (
