@@ -5,6 +5,7 @@ Each change is tried with the planner before it is named.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, islice
 from math import ceil
 from typing import Any, Final
@@ -124,11 +125,14 @@ def _single_changes(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> Itera
     def keeps(*changes: Change) -> bool:
         return fits(nodes, apply_changes(groups, changes))
 
+    def keeps_with(group: RankGroup, field: str, value: int) -> bool:
+        return keeps(_change(group, field, value))
+
     for place, group in enumerate(groups):
         yield from _shared(group, groups[:place], keeps)
         yield from _narrower(group, keeps)
         for field, most in (("num_replicas", group.num_replicas - 1), ("cpus_per_rank", ceil(group.cpus_per_rank) - 1)):
-            if fewer := _largest(most, lambda value, group=group, field=field: keeps(_change(group, field, value))):
+            if fewer := _largest(most, partial(keeps_with, group, field)):
                 yield (_change(group, field, fewer),)
 
 
