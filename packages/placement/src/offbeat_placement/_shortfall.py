@@ -125,14 +125,14 @@ def _single_changes(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> Itera
     def keeps(*changes: Change) -> bool:
         return fits(nodes, apply_changes(groups, changes))
 
-    def keeps_number(group: RankGroup, field: str, value: int) -> bool:
+    def keeps_with(group: RankGroup, field: str, value: int) -> bool:
         return keeps(_change(group, field, value))
 
     for place, group in enumerate(groups):
         yield from _shared(group, groups[:place], keeps)
         yield from _narrower(group, keeps)
         for field, most in (("num_replicas", group.num_replicas - 1), ("cpus_per_rank", ceil(group.cpus_per_rank) - 1)):
-            if fewer := _largest(most, partial(keeps_number, group, field)):
+            if fewer := _largest(most, partial(keeps_with, group, field)):
                 yield (_change(group, field, fewer),)
 
 
